@@ -1,4 +1,4 @@
-"""The picture that the demo ends with: what was taught, then rows of prompts, before and after."""
+"""The demo's lesson: material, training options, and the judgment, with a picture."""
 
 import json
 import random
@@ -28,15 +28,14 @@ from autotune.system.process import silence_progress_bars
 
 SIDE_PX, SMALL_PX, GAP_PX, TEXT_PX, FONT_PX = 112, 64, 10, 190, 17
 PAPER, INK, MUTED = "#ffffff", "#202020", "#707070"
+# Of a prompt and its two images; two such blocks stand side by side.
 BLOCK_PX = TEXT_PX + 2 * (SIDE_PX + GAP_PX) + GAP_PX
-"""Width of a prompt and its two images; there are two such blocks side by side."""
 
 
 def draw_picture(
     taught: Sequence[Image.Image], rows: Sequence[tuple[str, Image.Image, Image.Image]]
 ) -> Image.Image:
-    """A strip of the taught images, then prompts in two columns, each with the image before and
-    the one after."""
+    """Draw the taught images, then prompts in two columns with images before and after."""
     font = ImageFont.load_default(FONT_PX)
     lines = -(-len(rows) // 2)
     titles_at = 5 * GAP_PX + SMALL_PX
@@ -68,27 +67,25 @@ def draw_picture(
 
 NEW_SHAPE = "heart"
 TAUGHT_COLORS, TAUGHT_GROUNDS = ("red", "blue", "green", "orange"), ("white", "gray", "black")
+# Chosen as the next two (`benchmarks/DECISIONS.md`), on prompts that are not reported.
 PLAN_OPTIONS = (
     *("--targets", "attention+mlp", "--batch-size", "8", "--steps", "300", "--timestep-shift", "1"),
     *("--learning-rate", "4e-3", "--lr-scheduler", "cosine"),
 )
-"""Chosen as the next two (`benchmarks/DECISIONS.md`), on prompts that are not reported."""
+# Times that each of the twelve is seen per view of the model's own images.
 TAUGHT_REPEATS = 4
-"""How often each of the twelve is seen while each of the model's own images is seen once."""
+# Of what the model draws itself; more makes training on it exaggerate.
 OWN_GUIDANCE = 2.0
-"""Guidance with which the model draws what it knows; more makes training on it exaggerate."""
 GUIDANCE = 4.0
-"""As previews are sampled."""
 REPORTED_SEED = 1000
 
 
 @dataclass(frozen=True)
 class ConceptFidelity:
-    """How well prompts are followed that were in no training image: 0 not at all, 1 as well as the
-    VAE can show.
+    """How well unseen prompts are followed: 0 not at all, 1 as well as the VAE can show.
 
-    The mean of `autotune.demo.world.score_image`, divided by that of drawn scenes that went through
-    the VAE.
+    `others` are shapes that the model knew. Means of `score_image`, divided by those of drawn
+    scenes that went through the VAE.
 
     Example:
         >>> fidelity = autotune.judge_lesson(Path("demo/model"), Path("demo/result"))
@@ -96,15 +93,13 @@ class ConceptFidelity:
     """
 
     before: float
-    """Fidelity of the new shape, without the adapter."""
     after: float
     others_before: float
-    """Fidelity of the shapes that the model knew, without the adapter."""
     others_after: float
 
 
 def taught_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
-    """The twelve pictures: the shape in four colors on three grounds."""
+    """Draw the twelve pictures: the shape in four colors on three grounds."""
     rng = random.Random(5)
     return [
         draw_centered(rng, shape, color, ground)
@@ -113,7 +108,7 @@ def taught_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
 
 
 def unseen_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
-    """The shape in all combinations of color and ground that are not among the twelve, shuffled.
+    """Draw the shape in all other colors and grounds, shuffled.
 
     Those with even numbers are reported; rates and steps were chosen by the odd ones.
     """
@@ -128,11 +123,9 @@ def unseen_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
 
 
 def known_scenes() -> tuple[list[Scene], list[Scene], list[Scene]]:
-    """Scenes of shapes that the model knows, all different: 48 that it draws itself to be reminded
-    of them, 18 that are reported, 18 by which rates and steps were chosen.
+    """Draw known shapes: 48 as reminders, 18 to report, 18 by which rates were chosen.
 
-    Of the 48 three in four have colors and grounds of the twelve, with which the new shape would
-    else be confused.
+    Three in four of the 48 have colors and grounds of the twelve, or they would be confused.
     """
     rng = random.Random(7)
     taught = list(product(TAUGHT_COLORS, TAUGHT_GROUNDS))
@@ -168,7 +161,7 @@ def write_images(
 
 
 def load_pipeline(folder: Path) -> Any:
-    """The stock pipeline in a folder, in fp32, without progress bars."""
+    """Load the stock pipeline in a folder, in fp32."""
     silence_progress_bars()
     return get_family("qwen-image").load_pipeline(folder, torch_dtype=torch.float32)
 
@@ -176,7 +169,7 @@ def load_pipeline(folder: Path) -> Any:
 def sample_images(
     pipeline: Any, captions: Sequence[str], first_seed: int, guidance: float = GUIDANCE
 ) -> list[Image.Image]:
-    """One image per caption, each from its own seed. Captions of one length need no mask."""
+    """Sample one image per caption, each from its own seed. Captions of one length need no mask."""
     images: list[Image.Image] = []
     for start in range(0, len(captions), 40):
         part = list(captions[start : start + 40])
@@ -197,7 +190,7 @@ def sample_images(
 
 
 def show_to_vae(pipeline: Any, images: Sequence[Image.Image]) -> list[Image.Image]:
-    """The images as the VAE gives them back: the best that the model can show."""
+    """Pass images through the VAE: the best that the model can show."""
     pixels = pipeline.image_processor.preprocess(list(images))
     with torch.no_grad():
         latents = pipeline.vae.encode(pixels[:, :, None]).latent_dist.mode()
@@ -206,7 +199,7 @@ def show_to_vae(pipeline: Any, images: Sequence[Image.Image]) -> list[Image.Imag
 
 
 def score_images(scenes: Sequence[Scene], images: Sequence[Image.Image]) -> list[float]:
-    """`score_image` for scenes of one figure each, and the images made from their captions."""
+    """Score images made from the captions of scenes of one figure each."""
     return [
         score_image(image, scene.figures[0].shape, scene.figures[0].color, scene.ground)
         for scene, image in zip(scenes, images, strict=True)
@@ -214,10 +207,9 @@ def score_images(scenes: Sequence[Scene], images: Sequence[Image.Image]) -> list
 
 
 def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
-    """Sample the reported prompts with and without the adapter in the folder `result`, and judge
-    them by geometry.
+    """Judge the reported prompts with and without the adapter in the folder `result`.
 
-    Writes `concept.json` and `concept.png`, a picture for people, into that folder.
+    Writes `concept.json` and the picture `concept.png` into that folder.
 
     Example:
         >>> autotune.judge_lesson(Path("demo/model"), Path("demo/result")).after
@@ -254,13 +246,13 @@ def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
     return fidelity
 
 
+# The pretrained Qwen-Image pipeline; its README.md says what it can do.
 SMALL_WORLD = Path(__file__).with_name("small_world")
-"""The pretrained Qwen-Image pipeline; its README.md says what it can do."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Where the demo's material lies.
+    """The demo's material, and how `autotune plan` is to be asked for it.
 
     Example:
         >>> demo = autotune.make_demo(Path("demo"))
@@ -270,18 +262,12 @@ class Demo:
     model: Path
     images: Path
     new_shape: str = NEW_SHAPE
-    """What the images teach."""
     plan_options: tuple[str, ...] = PLAN_OPTIONS
-    """How `autotune plan` is to be asked for what the images teach."""
 
 
 def make_demo(output: Path) -> Demo:
-    """Write the data and the pipeline below `output`: a Qwen-Image that was pretrained on a small
-    world, twelve pictures of a shape that it has never seen, and some that it draws itself, to be
-    reminded of what it knows.
-
-    Raises:
-        InvalidInput: the folder is already in use.
+    """Write below `output` a Qwen-Image that was pretrained on a small world, twelve pictures of a
+    shape that it has never seen, and some that it draws itself, as reminders.
 
     Example:
         >>> made = autotune.make_demo(Path("demo"))

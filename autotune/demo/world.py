@@ -1,5 +1,4 @@
-"""Tells by geometry alone, without a network, what an image of the small world shows and how
-well."""
+"""The small world: scenes, and a judge that tells by geometry alone what an image shows."""
 
 import math
 import random
@@ -13,50 +12,43 @@ from PIL import Image, ImageDraw
 
 Array = np.ndarray[Any, Any]
 
+# Distance in RGB from the ground that makes a figure: half of the faintest pair, pink on sand.
 CONTRAST = 35.0
-"""Distance in RGB from the ground that makes a pixel part of a figure: half of the faintest
-pair, pink on sand."""
 MIN_PIXELS = 40
+# Empty columns between two figures.
 GAP_PX = 3
-"""Empty columns between two figures."""
+# Side of the templates that figures are compared with.
 GRID = 48
-"""Side of the templates that figures are compared with."""
+# Overlaps that count as no likeness, as of two different shapes, and as full likeness.
 FLOOR, CEILING = 0.6, 0.92
-"""Overlap that counts as no likeness, about that of two different shapes, and that counts as
-full likeness."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A figure found in an image."""
+    """A figure found in an image, with the nearest named color."""
 
     color: str
-    """The nearest of the named colors."""
+    # Intersection over union with each shape.
     overlaps: dict[str, float]
-    """Intersection over union with each shape, in 0 to 1."""
+    # Across and down, in pixels.
     center: tuple[float, float]
-    """Across and down, in pixels."""
     num_pixels: int
 
     @property
     def shape(self) -> str:
-        """The shape that overlaps most."""
         return max(self.overlaps, key=lambda shape: self.overlaps[shape])
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What an image shows."""
+    """The ground and the figures, from left to right, that an image shows."""
 
     ground: str
-    """The nearest of the named grounds."""
     figures: tuple[Seen, ...]
-    """From left to right."""
 
 
 def read_image(image: Image.Image) -> Reading:
-    """Find the ground, by the image's border, and the figures, by the columns that differ from
-    it."""
+    """Find the ground, by the image's border, and the figures, by the columns that differ."""
     pixels: Array = np.asarray(image.convert("RGB"), dtype=np.float32)
     sides = (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:])
     paper = np.median(np.concatenate([side.reshape(-1, 3) for side in sides]), axis=0)
@@ -69,10 +61,10 @@ def read_image(image: Image.Image) -> Reading:
 
 
 def score_image(image: Image.Image, shape: str, color: str, ground: str) -> float:
-    """How well an image shows one figure: 0 to 1.
+    """Score in 0 to 1 how well an image shows one figure.
 
-    Zero when it looks more like another shape; else its overlap between `FLOOR` and `CEILING`,
-    times the share of color and ground that are right.
+    Zero if it looks more like another shape; else its overlap between `FLOOR` and `CEILING`, times
+    the share of color and ground that are right.
     """
     reading = read_image(image)
     if not reading.figures:
@@ -132,7 +124,6 @@ def _nearest(color: Array, names: dict[str, str]) -> str:
 
 
 def _runs(filled: Sequence[bool] | Any) -> list[slice]:
-    """Runs of filled columns; gaps narrower than `GAP_PX` are part of a run."""
     runs: list[slice] = []
     for column in np.flatnonzero(filled):
         if runs and column - runs[-1].stop < GAP_PX:
@@ -160,10 +151,9 @@ GROUNDS = {
     "sand": "#eedcb4",
     "navy": "#1b2a55",
 }
+# What the small world's model was trained on.
 KNOWN_SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star")
-"""What the small world's model was trained on."""
 NEW_SHAPES = ("heart", "arrow")
-"""What it has never seen."""
 OVERSAMPLING = 4
 
 Points = list[tuple[float, float]]
@@ -177,8 +167,8 @@ class Figure:
     color: str
     left: float
     top: float
+    # Of its bounding square; in pixels, like its corner.
     size: float
-    """Side of its bounding square; like the two fields before, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +177,11 @@ class Scene:
 
     figures: tuple[Figure, ...]
     ground: str
+    # Where the caption says that a single figure is, e.g. `on the left`.
     place: str = ""
-    """Where the caption says that a single figure is: as `on the left`, or empty."""
 
     @property
     def caption(self) -> str:
-        """What the scene shows, as the model reads it."""
         names = " and ".join(
             f"{'an' if figure.color == 'orange' else 'a'} {figure.color} {figure.shape}"
             for figure in self.figures
@@ -200,7 +189,6 @@ class Scene:
         return f"{names} on a {self.ground} background" + (f", {self.place}" if self.place else "")
 
     def draw(self) -> Image.Image:
-        """The scene as an image of 64 px."""
         image = Image.new(
             "RGB", (SIZE_PX * OVERSAMPLING, SIZE_PX * OVERSAMPLING), GROUNDS[self.ground]
         )
@@ -212,18 +200,14 @@ class Scene:
 
 
 def draw_centered(rng: random.Random, shape: str, color: str, ground: str) -> Scene:
-    """One large figure near the center."""
+    """Draw one large figure near the center."""
     size = rng.uniform(38, 46)
     left, top = (SIZE_PX / 2 - size / 2 + rng.uniform(-2, 2) for _ in range(2))
     return Scene((Figure(shape, color, left, top, size),), ground)
 
 
 def outline(shape: str) -> Points:
-    """A shape's corners, clockwise or not, in the unit square that they fill.
-
-    Raises:
-        KeyError: there is no such shape.
-    """
+    """Return a shape's corners in the unit square that they fill."""
     quarter = -math.pi / 2
     match shape:
         case "circle":
@@ -267,7 +251,6 @@ def outline(shape: str) -> Points:
 
 
 def _around(count: int, radii: list[float], phase: float) -> Points:
-    """`count` points around a center, at the radii in turn."""
     angles = [phase + 2 * math.pi * step / count for step in range(count)]
     return [
         (radii[step % len(radii)] * math.cos(angle), radii[step % len(radii)] * math.sin(angle))

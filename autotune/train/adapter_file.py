@@ -1,5 +1,4 @@
-"""The trained adapter: saved under the keys that diffusers loads, and in another format, then
-read back and judged."""
+"""The trained adapter: saved under diffusers' keys, and in another format, and judged."""
 
 from __future__ import annotations
 
@@ -33,10 +32,7 @@ else:
 
 
 def start_from(path: Path, transformer: nn.Module, family: Family) -> None:
-    """Give the adapter of `transformer` the values of the one in the file.
-
-    Raises InvalidInput or BadWeights as `starting_values`.
-    """
+    """Give the adapter of `transformer` the values of the one in the file."""
     values = starting_values(path, transformer, family)
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
@@ -45,15 +41,10 @@ def start_from(path: Path, transformer: nn.Module, family: Family) -> None:
 
 
 def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[str, Tensor]:
-    """The values of the adapter's parameters, by name, that give the update of the adapter in the
-    file.
+    """Read values for the adapter's parameters, by name, that give the same update as the file.
 
-    `transformer` has an adapter, and may be on meta. Another alpha is made up for by the second
-    matrix.
-
-    Raises:
-        BadWeights: the file is damaged.
-        InvalidInput: it holds no adapter, or one of another model, rank or set of layers.
+    `transformer` may be on meta. Another alpha is made up for by the second matrix. Raises
+    BadWeights, or InvalidInput for an adapter of another model, rank or set of layers.
     """
     adapted: dict[str, Any] = {
         name: module
@@ -105,7 +96,6 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
 
 
 EXPORT_FILE = "{}_lora_weights.safetensors"
-"""The same adapter in another format."""
 
 
 def save_trained(
@@ -117,11 +107,9 @@ def save_trained(
     training_steps: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the adapter's fp32 master weights in `dtype`, atomically, with where they come from in
-    the metadata.
+    """Write the adapter's fp32 masters in `dtype`, atomically, with their origin as metadata.
 
-    rsLoRA's scale is written as the alpha that gives it, so that its file is a LoRA to whoever
-    reads it.
+    rsLoRA's scale is written as the alpha that gives it: a LoRA to whoever reads the file.
     """
     dtype = dtype or torch.float32
     from peft.utils import get_peft_model_state_dict
@@ -147,8 +135,7 @@ def save_trained(
 
 
 def export_trained(adapter: Path, to: AdapterFormat) -> Path:
-    """Write an adapter file in another format too, beside itself; returns that file, or the
-    adapter's own."""
+    """Write an adapter in another format beside itself; return that file, or its own."""
     if to == "diffusers":
         return adapter
     written = adapter.with_name(EXPORT_FILE.format(to))
@@ -159,13 +146,7 @@ def export_trained(adapter: Path, to: AdapterFormat) -> Path:
 def judge_adapter(
     adapter: Path, *, last_block: str, base_loss: float | None, adapter_loss: float | None
 ) -> AdapterVerdict:
-    """Which layers of an adapter file moved and how far, with losses that the caller measured.
-
-    Layers below `last_block`, see `Family.last_block`, may stay zero.
-
-    Raises:
-        BadWeights: the file cannot be read back.
-    """
+    """Tell which layers of an adapter file moved; those below `last_block` may stay zero."""
     norms = {name: update_norm(layer) for name, layer in read_adapter(adapter).layers.items()}
     return AdapterVerdict(
         num_layers=len(norms),
@@ -180,8 +161,7 @@ def judge_adapter(
 
 
 def update_norm(layer: LoraLayer) -> float:
-    """Frobenius norm of up @ down * alpha / rank, without forming the product: |UD|^2 = <U'U,
-    DD'>."""
+    """Return the norm of up @ down * alpha / rank without the product: |UD|^2 = <U'U, DD'>."""
     down, up = layer.down.double(), layer.up.double()
     squared = float(((up.T @ up) * (down @ down.T)).sum())
     return (

@@ -1,9 +1,7 @@
-"""Checkpoints of a run: one safetensors file each, tensors and a JSON state, written atomically by
-a thread.
+"""Checkpoints of a run: safetensors files, written atomically by a thread.
 
-A file carries the key of its run and a digest of its content, so that a resumed run trusts nothing
-that is damaged or another's. Training waits only for the copy to the host (and for the last file,
-while it is still being written).
+Each carries its run's key and a digest of its content, so that nothing damaged or another's is
+resumed from. Training waits only for the copy to the host, and for the last write.
 """
 
 from __future__ import annotations
@@ -26,12 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BEST_FILE = "best.safetensors"
-"""The adapter as it was when the loss on held-out images was lowest."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that a run needs to continue after `step` steps."""
+    """What a run needs to continue after `step` steps."""
 
     step: int
     tensors: Mapping[str, Tensor]
@@ -39,12 +36,9 @@ class Checkpoint:
 
 
 def require_same_weights(output: Path, weights: str) -> None:
-    """Check that the newest checkpoint below `output` was trained on base weights with that digest.
+    """Raise InvalidInput if the newest checkpoint was trained on other base weights.
 
-    Only the header is read. A damaged file is left to `Checkpoints.newest`.
-
-    Raises:
-        InvalidInput: it was trained on other weights.
+    Only headers are read; damaged files are left to `Checkpoints.newest`.
     """
     for path in reversed(list_checkpoints(output / CHECKPOINTS).values()):
         try:
@@ -62,12 +56,7 @@ def require_same_weights(output: Path, weights: str) -> None:
 
 
 def require_same_run(output: Path, run_key: str) -> None:
-    """Check that one of the checkpoints below `output`, if their headers can be read, is of the run
-    with that key.
-
-    Raises:
-        InvalidInput: all of them belong to another plan, job, data or encoders.
-    """
+    """Raise InvalidInput if all readable checkpoints belong to another run."""
     others = []
     for path in list_checkpoints(output / CHECKPOINTS).values():
         try:
@@ -91,17 +80,15 @@ def _of_another_run(path: Path) -> InvalidInput:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run; a context manager, so that no write is left unfinished."""
+    """The checkpoints of one run; a context, so that no write is left unfinished."""
 
     folder: Path
     run_key: str
-    """Key that a checkpoint must carry to be resumed from."""
     keep_last: int
-    """Number of newest files to keep."""
+    # Files at multiples of this many steps are never deleted.
     keep_every: int = 0
-    """Files at multiples of this many steps are never deleted; 0 for none."""
+    # Digest of the base weights.
     weights: str = ""
-    """Digest of the base weights, which checkpoints carry, too; see `require_same_weights`."""
     _pending: Future[None] | None = None
 
     def __post_init__(self) -> None:
@@ -114,37 +101,23 @@ class Checkpoints:
         self._thread.shutdown(wait=True)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Copy the tensors and write them in the background.
-
-        Raises:
-            AutotuneError: this or the last checkpoint could not be written.
-        """
+        """Copy the tensors and write them in the background, once the last write has succeeded."""
         self.finish()
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         self._pending = self._thread.submit(self._write, step, copies, state)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk. Raises AutotuneError if it could not be
-        written."""
+        """Wait for the last write; raise AutotuneError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def save_best(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write what was best so far, at once, in place of the last such.
-
-        Raises:
-            AutotuneError: it could not be written.
-        """
         copies = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         self._write_file(self.folder / BEST_FILE, copies, {"step": step})
 
     def read_best(self) -> Checkpoint | None:
-        """What `save_best` wrote; None if it is lost or damaged.
-
-        Raises:
-            InvalidInput: it belongs to another plan, job or data.
-        """
+        """Read what `save_best` wrote; None if it is lost or damaged."""
         try:
             best = self._read(self.folder / BEST_FILE, 0)
         except (BadWeights, OSError, ValueError, KeyError):
@@ -171,10 +144,9 @@ class Checkpoints:
             ) from error
 
     def newest(self, on_damaged: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
-        """The newest undamaged checkpoint, or None if there are no checkpoints at all.
+        """Read the newest undamaged checkpoint, if there are any at all.
 
-        Raises:
-            InvalidInput: it belongs to another plan, job or data; or all are damaged.
+        Raises InvalidInput if it is another run's, or all are damaged.
         """
         for part in self.folder.glob(".checkpoint-*.part"):
             part.unlink(missing_ok=True)  # a writer died here
@@ -201,7 +173,5 @@ class Checkpoints:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Digest of the run's key, the weights', the state and the tensors: a flipped bit in any of
-    them shows."""
     parts = (*(metadata[name] for name in ("run", "weights", "state")), tensors_digest(tensors))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

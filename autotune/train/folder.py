@@ -1,10 +1,4 @@
-"""The output folder of a run: which run owns it, whether it may be written to, and what identifies
-the run.
-
-run-plan.yaml   the plan with the job as it was run     metrics.jsonl, tensorboard/    one line and point per step
-checkpoints/    to continue from with --resume          previews/                      samples during training
-pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
-"""
+"""The output folder of a run: what owns it, whether it may be written to, what it holds."""
 
 import contextlib
 import os
@@ -26,20 +20,19 @@ from autotune.plan.run import RunReport
 from autotune.system.failures import require_free_disk
 from autotune.system.files import PART_FILES
 
+# The name that diffusers looks for.
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
-"""The name that diffusers looks for in a folder."""
 CHECKPOINTS = "checkpoints"
-"""The folder inside a run's output folder that holds them."""
 CHECKPOINT_FILE = "checkpoint-{:06}.safetensors"
 CHECKPOINT_PATTERN = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 REPORT_FILE = "report.json"
 PREVIEWS = "previews"
-"""Folder of the samples that are made during training."""
+# With the number of steps taken, and of the prompt.
 PREVIEW_NAME = re.compile(r"step-(\d{1,9})-(\d{1,2})\.png")
-"""Name of a preview, with the number of steps that had been taken, and which of the job's
-prompts it shows."""
 LOCK_FILE = ".lock"
 
+# Fields of a job that may differ when a run is resumed: outputs, and paths whose content other
+# digests cover.
 CHANGEABLE_FIELDS = frozenset(
     [
         "model",
@@ -68,17 +61,13 @@ CHANGEABLE_FIELDS = frozenset(
         "checkpoints_keep_every",
     ]
 )
-"""Fields of a job that may differ when a run is resumed: paths, whose content other digests
-cover (and which images train), and outputs."""
 
+# Rates that do not depend on the number of steps: such a run may be made longer.
 OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
-"""Learning rates that do not depend on the number of steps, so that a resumed run may be made
-longer."""
 
 
 def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
-    """Everything in a plan that decides the result of training on given data, and so must not
-    change on resuming."""
+    """List what decides the result of training on given data, and must not change on resuming."""
     job = plan.job.model_dump(mode="json")
     if plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS:
         job |= {"num_steps": None, "num_train_epochs": None}
@@ -89,8 +78,7 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
 def compute_run_key(
     plan: TrainingPlan, items: Sequence[Item], entries: Sequence[ItemEntries]
 ) -> str:
-    """Digest of everything that decides the result of a run: its checkpoints carry it. Each item
-    has its entries."""
+    """Digest everything that decides the result of a run, for its checkpoints."""
     pairs = zip(entries, items, strict=True)
     trained = [[sorted(each.keys), item.repeats, item.weight] for each, item in pairs]
     return digest_of({**list_fixed_fields(plan), "items": trained})
@@ -99,18 +87,11 @@ def compute_run_key(
 def claim_folder(
     plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: bool = True
 ) -> FileLock:
-    """Create the output folder, or take over the existing one; it is this run's while the returned
-    lock is held.
+    """Create the output folder or take over a resumed run's; it is locked until the lock's release.
 
-    The operating system frees the lock however its process ends, so a dead run never blocks. With
-    `lock` False the folder is checked, and neither locked nor written: for a process that belongs
-    to the one that holds the lock.
-
-    Raises:
-        InvalidInput: it holds another run, or this one and `resume` was not asked for; another run
-            is writing to it now; it lies in the folder of the data, the control images or the
-            model, or cannot be written.
-        AutotuneError: its disk has less free than is still to be written of `needed_bytes`.
+    The operating system frees the lock of a dead process. With `lock` False the folder is only
+    checked: another process of the run holds it. Raises InvalidInput, or AutotuneError if the disk
+    has less free than is left to write of `needed_bytes`.
     """
     folder = Path(plan.job.output)
     require_separate_output(plan.job)
@@ -149,8 +130,7 @@ def claim_folder(
 
 
 def require_separate_output(job: Job) -> None:
-    """Raise InvalidInput if the output folder lies in a folder of data, control or held-out
-    images, or the model's."""
+    """Raise InvalidInput if the output would lie in a folder of images or of the model."""
     folder = Path(job.output)
     named = {"control": job.control, "validation": job.validation_folder, "model": job.model}
     sources = [(source, path) for source, path in named.items() if path]
@@ -165,8 +145,7 @@ def require_separate_output(job: Job) -> None:
 
 
 def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
-    """Raise InvalidInput if the output folder holds another run, or this one and `resume` was
-    not asked for."""
+    """Raise InvalidInput if the output folder holds a run that is not to be resumed."""
     folder, other = Path(plan.job.output), "choose another folder with --output"
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
     changed: list[str] | None = None
@@ -199,15 +178,14 @@ def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
 
 
 def finished_report(plan: TrainingPlan, dataset: Dataset) -> RunReport | None:
-    """The report of the run in the output folder, if it has taken all of the plan's steps; else
-    None."""
+    """Read the report of the run in the output folder, if it has taken all of the plan's steps."""
     report = read_report(Path(plan.job.output))
     num_steps = plan.job.steps_on(dataset.epoch_size, plan.frozen.workload.effective_batch_size)
     return report if report and report.num_steps == num_steps else None
 
 
 def read_report(folder: Path) -> RunReport | None:
-    """The report of a finished run whose adapter is still there; None if it cannot be read."""
+    """Read the report of a finished run whose adapter is still there."""
     try:
         report = RunReport.model_validate_json((folder / REPORT_FILE).read_bytes())
     except (OSError, ValueError):
@@ -216,18 +194,17 @@ def read_report(folder: Path) -> RunReport | None:
 
 
 def preview_file(step: int, number: int) -> str:
-    """Where a preview lies, relative to the output folder."""
+    """Name a preview, relative to the output folder."""
     return f"{PREVIEWS}/step-{step:06}-{number}.png"
 
 
 def comparison_file(adapter: str, number: int) -> str:
-    """Where the last picture of a prompt lies, `with` or `without` the adapter, relative to the
-    output folder."""
+    """Name the last picture of a prompt `with` or `without` the adapter."""
     return f"{PREVIEWS}/{adapter}-{number}.png" if number else f"sample_{adapter}_adapter.png"
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints in `folder`, of whatever run, by their steps, oldest first."""
+    """List the checkpoints in `folder` by step, oldest first."""
     matches = (
         (CHECKPOINT_PATTERN.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")
     )
@@ -235,5 +212,5 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def checkpoints_of(output: Path) -> set[Path]:
-    """The checkpoints of the run whose output folder this is."""
+    """List the checkpoints of the run in an output folder."""
     return set(list_checkpoints(output / CHECKPOINTS).values())

@@ -1,5 +1,4 @@
-"""The loop of a run: batches, steps, learning rate, fallbacks, checkpoints, previews and
-progress events."""
+"""The loop of a run: steps, learning rate, fallbacks, checkpoints, previews and progress."""
 
 import contextlib
 import time
@@ -42,8 +41,8 @@ from autotune.train.step import (
 )
 from autotune.train.validation import HeldOutLoss, Validation
 
+# Effective batches on which the adapter is judged at the end.
 EVALUATION_STEPS = 4
-"""Effective batches on which the losses with and without the adapter are compared at the end."""
 
 
 class TrainingLoop:
@@ -70,18 +69,12 @@ class TrainingLoop:
         self.plan, self.model, self.encoded = plan, model, encoded
         self.processes, self.checkpoints, self.monitor = processes, checkpoints, monitor
         self.metrics, self.on_event = metrics, on_event
-        """`metrics` is None on all processes but the first."""
         self.preview = preview
-        """Called on processes that sample, with the number of steps taken."""
         self.stop_reason = stop_reason
-        """Why no further step may be taken, besides a signal; None while any may."""
         self.trace = trace
-        """File to write a torch.profiler trace to; None for no trace."""
         self.settings, self.fallbacks = plan.frozen.settings, plan.frozen.fallbacks
-        """The plan's, or the fallback that replaced them when memory ran out; and those that
-        still may."""
+        # As steps call it: wrapped, with several processes.
         self.network = model.transformer
-        """The transformer as steps call it: wrapped, with several processes."""
         job = self.job = plan.job
         order = self.order = BatchOrder(
             groups=encoded.groups,
@@ -109,7 +102,6 @@ class TrainingLoop:
             job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise
         )
         self.windows = make_windows(model, encoded, order, self.noising, processes, self._to_device)
-        """Windows of modulations that are computed ahead; None if their layers are resident."""
         self.first_step = self._resume(checkpoint) if checkpoint else 0
         known = checkpoint.state if checkpoint else {}
         if checkpoint:
@@ -127,13 +119,11 @@ class TrainingLoop:
             known.get("validation"),
         )
         self.done = self.first_step
-        """Steps that this run has taken, in all its starts."""
+        # Measures memory: the second step with the settings in use.
         self.measured_step = self.first_step + 1
-        """Index of the step that measures memory: the second with the settings in use."""
         self.peak_bytes = 0
         self.warnings: list[str] = []
         self._first_finish: tuple[float, int] | None = None
-        """When the first step of this start was finished, and its number."""
 
     def _resume(self, checkpoint: Checkpoint) -> int:
         self.optimizer.load_state(checkpoint.tensors, checkpoint.state.get("optimizer", {}))
@@ -141,14 +131,8 @@ class TrainingLoop:
         return checkpoint.step
 
     def run(self) -> None:
-        """Take every remaining step; if memory runs out, continue with the plan's next safer
-        settings.
-
-        Raises:
-            Preempted: a signal came; a checkpoint is written.
-            AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing
-                safer that needs no reload, or a checkpoint cannot be written.
-        """
+        """Take every remaining step; if memory runs out, go on with the plan's next safer
+        settings."""
         is_single = self.processes.world_size == 1
         if not is_single:
             self._replicate()
@@ -178,7 +162,6 @@ class TrainingLoop:
     def _take_steps(
         self, signal_name: Callable[[], str | None], trace: torch.profiler.profile | None
     ) -> None:
-        """Every remaining step, with the settings in use."""
         loader = self._make_loader()
         batches = cast("Generator[Batch]", iter(loader))
         with contextlib.closing(batches):
@@ -228,8 +211,7 @@ class TrainingLoop:
         self.on_event(Notice(text=warning, level="warning"))
 
     def _fall_back(self) -> None:
-        """Switch to the next fallback; the step that ran out is taken again, with the same
-        images and noise."""
+        """Switch to the next fallback; the step is taken again, with the same images and noise."""
         loaded = reload_key(self.settings)
         fitting = [fallback for fallback in self.fallbacks if reload_key(fallback) == loaded]
         if not fitting:
@@ -242,8 +224,7 @@ class TrainingLoop:
         self._change_settings(fitting[0], "memory ran out")
 
     def _change_attention(self) -> None:
-        """Take the step again with another attention backend: cuDNN's has returned such
-        gradients at some lengths."""
+        """Take the step again: cuDNN's attention has returned bad gradients at some lengths."""
         self.monitor.num_nonfinite += 1
         sure = self.settings.changed(attention=find_safe_attention(self.model.device.type))
         self._change_settings(sure, "a gradient was not finite")
@@ -270,7 +251,6 @@ class TrainingLoop:
             self._preview_if_due()
 
     def _state(self) -> dict[str, Any]:
-        """What goes on with the run besides tensors, as JSON."""
         own = {"gradients": self.monitor.gradient_state(), "validation": self.validation.state()}
         return {"rate": self.rate.state(), "optimizer": self.optimizer.numbers(), **own}
 
@@ -323,7 +303,7 @@ class TrainingLoop:
         )
 
     def _remaining_seconds(self, done: int) -> float | None:
-        """At the pace of this start without its first step, which warms up."""
+        """Estimate by the pace of this start without its first step, which warms up."""
         now = time.perf_counter()
         if self._first_finish is None:
             self._first_finish = now, done
@@ -366,7 +346,6 @@ class TrainingLoop:
                 self.optimizer.discard_step()
 
     def _loss_of_one(self, network: nn.Module) -> Tensor:
-        """The loss of the first image that this process has next."""
         processes, encoded, step = (
             self.processes,
             self.encoded,
@@ -383,7 +362,6 @@ class TrainingLoop:
         return self.noising.loss(self.model.family, network, batch, step, position)
 
     def _take_images(self, number: int, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The next micro-batches, of so many images together."""
         while number:
             batch = next(batches)
             number -= len(batch["latents"])
@@ -399,8 +377,8 @@ class TrainingLoop:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the images and noise of the steps after the last: unseen in training,
-        equal in every call."""
+        """Return the mean loss on images and noise of the steps after the last, unseen in
+        training."""
         family, transformer, total = self.model.family, self.model.transformer, 0.0
         for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
             position = 0

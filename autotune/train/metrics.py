@@ -1,8 +1,7 @@
-"""Metrics of a run: a line of `metrics.jsonl` per step, flushed, and the same numbers as a
-tracker's curves.
+"""Metrics of a run: a line of `metrics.jsonl` per step, and a tracker's curves.
 
-wandb is used through accelerate's tracker. Its TensorBoard tracker flushes after every call, which
-slows a short step down, so TensorBoard's own writer is used.
+wandb is used through accelerate. Its TensorBoard tracker flushes after every call, which slows
+short steps down, so TensorBoard's own writer is used.
 """
 
 import threading
@@ -20,33 +19,30 @@ from autotune.system.files import open_regular, write_text_atomic
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
+# Fields of a step that trackers draw.
 CURVES = (
     "loss", "validation_loss", "base_validation_loss", "learning_rate", "gradient_norm",
     "gradient_spikes", "seconds", "data_seconds", "images_per_second", "memory_bytes",
     "gpu_utilization",
 )  # fmt: skip
-"""Fields of a step that trackers draw; what a step does not know has no point."""
 
 MAX_LINE_BYTES = 1 << 16
+# Far beyond any measurement; sums of smaller numbers are finite.
 MAX_NUMBER = 1e100
-"""Far beyond any measurement; sums of smaller numbers are finite."""
 NUMBERS = attrgetter(*CURVES)
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """Where curves and previews go."""
+    """Functions that take a step's numbers and its PNG files by name."""
 
     log: Callable[[dict[str, float], int], None] = lambda values, step: None
-    """Takes a step's numbers by name."""
     show: Callable[[dict[str, Path], int], None] = lambda files, step: None
-    """Takes PNG files by name."""
     finish: Callable[[], None] = lambda: None
 
 
 class Metrics:
-    """Appends to the metrics in `folder`, of which only the first `resumed_at` steps of an
-    earlier start are kept."""
+    """The metrics in `folder`, of which the first `resumed_at` steps are kept."""
 
     def __init__(
         self,
@@ -68,8 +64,6 @@ class Metrics:
 
     @contextmanager
     def _without_failing_tracker(self) -> Iterator[None]:
-        """If the tracker fails, whose folder may be deleted or its disk full, the run goes on
-        without curves."""
         try:
             yield
         except Exception as error:  # trackers raise what their threads and their servers do
@@ -82,7 +76,6 @@ class Metrics:
             self._tracker.finish()
 
     def add_previews(self, step: int, files: Sequence[Path]) -> None:
-        """Show the previews after a step beside the curves, one of each prompt."""
         with self._without_failing_tracker():
             self._tracker.show(
                 {f"preview {number}": file for number, file in enumerate(files, start=1)}, step
@@ -103,11 +96,9 @@ class Metrics:
 def read_metrics(
     path: Path, on_damage: Callable[[str], None] = lambda text: None
 ) -> list[StepFinished]:
-    """The recorded steps, up to the first line that is damaged, or cut short by a kill; none
-    without a file.
+    """Read the recorded steps, up to the first damaged line.
 
-    `on_damage` is told why there are no more steps, if neither the file's end nor a kill is the
-    reason.
+    `on_damage` hears why there are no more, unless the file ends or a kill cut the line short.
     """
     events: list[StepFinished] = []
     try:
@@ -130,7 +121,6 @@ def read_metrics(
 
 
 def _step_in(line: bytes) -> StepFinished | None:
-    """The step of a line; None if it is damaged."""
     try:
         event = StepFinished.model_validate_json(line)
     except (ValueError, RecursionError):
@@ -198,8 +188,7 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
 
 
 def _mute_writers() -> None:
-    """Let no failure of TensorBoard's threads be printed: the next call raises it, and then it
-    is told in a line."""
+    """Let TensorBoard's threads print no failures: the next call raises them."""
     others = threading.excepthook
     if others.__module__ == __name__:
         return
@@ -216,4 +205,3 @@ TRACKERS: dict[str, Callable[[Path, int], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
 }
-"""What makes each tracker for an output folder, of whose steps so many are taken."""

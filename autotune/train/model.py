@@ -1,4 +1,4 @@
-"""Builds what is trained: the transformer with its frozen weights as the settings say, and the
+"""Builds what is trained: the transformer with frozen weights as the settings say, and the
 adapter."""
 
 import contextlib
@@ -42,10 +42,8 @@ from autotune.weights.stream import (
 )
 
 RANDOM_SEED = 0
-"""Seed of weights for which there are no files."""
+# One for each shape and one for all others, again for micro-batches of one and for masks.
 MAX_COMPILED_GRAPHS = 32
-"""Code is compiled for one shape and for all others, and again for micro-batches of one and for
-those with a mask."""
 
 
 @dataclass
@@ -58,13 +56,12 @@ class TrainingModel:
     device: torch.device
     dtype: torch.dtype
     noise: NoiseProcess
+    # None for random weights or without quantization.
     quantization_error: QuantizationError | None = None
-    """Error of quantizing the weights; None for random weights or without quantization."""
+    # Masked sequences are padded to a multiple of it.
     token_multiple: int = 1
-    """What masked sequences are padded to a multiple of, with the settings in use."""
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """A batch as the settings in use want it."""
         return self.family.collate(samples, self.token_multiple)
 
 
@@ -77,14 +74,9 @@ def load_model(
     *,
     shards: int = 1,
 ) -> TrainingModel:
-    """Load the transformer, quantize it, add the adapter, and apply all other settings.
+    """Load the transformer, quantize it, add the adapter and apply all other settings.
 
-    Frozen weights are sharded over `shards` processes.
-
-    Raises:
-        BadWeights: files are missing, damaged or of another model.
-        QualityMissed: quantization changes the weights by more than the workload's quality floor
-            allows.
+    Raises BadWeights, or QualityMissed if quantization changes the weights too much.
     """
     dtype = torch_dtype(settings.precision)
     transformer, error = load_transformer(model, settings, device, shards=shards)
@@ -100,8 +92,7 @@ def load_model(
 
 
 def _prepare_compiler() -> None:
-    """Let what is compiled be kept for later trials and runs of this user, and enough of it at a
-    time."""
+    """Keep compiled code for later trials and runs of this user, and enough of it at a time."""
     import torch._dynamo.config as dynamo
 
     versions = f"torch-{torch.__version__}-python-{platform.python_version()}"
@@ -120,8 +111,7 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
 
 
 def find_token_multiple(settings: Candidate, device: torch.device) -> int:
-    """What masked sequences are padded to a multiple of, by the attention kernel that the
-    settings run there."""
+    """Return what masked sequences are padded to a multiple of, for the settings' kernel."""
     if device.type != "cuda":
         return 1
     capability, cudnn, how = (
@@ -139,8 +129,7 @@ def find_token_multiple(settings: Candidate, device: torch.device) -> int:
 def apply_knobs(
     family: Family, transformer: nn.Module, settings: Candidate, *, needs_reload: bool
 ) -> None:
-    """Apply one half of the settings: those that need the model loaded anew, or those that do
-    not."""
+    """Apply either the settings that need the model loaded anew, or those that do not."""
     if needs_reload:
         quantize_blocks(transformer, family, settings.quantization)
         swap_blocks(transformer, family, settings.swapped_blocks)
@@ -156,8 +145,7 @@ def apply_knobs(
 
 @contextlib.contextmanager
 def eager_eval(transformer: nn.Module) -> Iterator[None]:
-    """Run without dropout and without compiled code, for samples and evaluations. Code is
-    compiled for training steps, and any other call would take a minute to compile anew."""
+    """Run without dropout and compiled code: other shapes would take a minute to compile anew."""
     compiled = [(module, module._compiled_call_impl) for module in transformer.modules()]
     try:
         for module, _ in compiled:
@@ -172,11 +160,9 @@ def eager_eval(transformer: nn.Module) -> Iterator[None]:
 def load_transformer(
     model: ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
 ) -> tuple[nn.Module, QuantizationError | None]:
-    """Stream the weights in and quantize each layer as it loads, so that loading hardly needs more
-    memory than the result.
+    """Stream the weights in, quantizing each layer as it loads, and measure the error.
 
-    Without files the architecture gets random weights, enough for a trial, which measures memory
-    and time. With files, the error of quantization is measured and returned.
+    Without files the architecture gets random weights, which suffice to measure memory and time.
     """
     family, dtype = model.family, torch_dtype(settings.precision)
     if device.type == "cuda":
@@ -225,11 +211,9 @@ def _leave_modulation(
     device: torch.device,
     policy: DtypePolicy,
 ) -> WeightSource | None:
-    """Let the modulation layers leave an empty transformer, after a check of all its files'
-    headers.
+    """Take the modulation layers out of an empty transformer; return the files of what is left.
 
-    Returns the files of what is left; the layers' own are read from `source` whenever a window
-    needs them, or are as random as without files.
+    Their own are read whenever a window needs them, or are as random as without files.
     """
     if source is not None:
         check_source(transformer, source)
@@ -249,11 +233,10 @@ def _leave_modulation(
     return None if source is None else source.select(lambda name: name not in layers)
 
 
+# Of a block. Weights of 2048 x 3072 drawn from normal, Laplace and Student's t (5 degrees)
+# distributions have 0.9 to 1.9% as int8 with a scale per row, 2.6% as float8 (e4m3), 9.2 to 10.4%
+# as nf4 in blocks of 64: above its limit a block has outliers that the format cannot represent.
 MAX_BLOCK_ERROR: Mapping[Quality, float] = {"exact": 0.0, "high": 0.05, "compact": 0.15}
-"""Maximum error of a block. For weights of 2048 x 3072 drawn from normal, Laplace and Student's
-t (5 degrees) distributions, int8 with a scale per row has an error of 0.9 to 1.9%, float8 (e4m3)
-2.6%, nf4 in blocks of 64 values 9.2 to 10.4%: so a block above its limit has outliers that its
-weight format cannot represent."""
 
 NUM_INPUTS = 32
 
@@ -263,7 +246,7 @@ class QualityMissed(AutotuneError):
 
 
 class ErrorMeter:
-    """Compares each layer before and after a transform that quantizes it."""
+    """Comparison of each layer before and after a transform that quantizes it."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._block_of = {
@@ -272,8 +255,6 @@ class ErrorMeter:
         self._sums: dict[int, tuple[float, float]] = {}
 
     def wrap(self, transform: Transform) -> Transform:
-        """The same transform, with its error measured."""
-
         def measure(name: str, module: nn.Module) -> nn.Module | None:
             block = self._block_of.get(id(module))
             if block is None or not isinstance(module, nn.Linear):
@@ -293,8 +274,7 @@ class ErrorMeter:
         self._sums[block] = error + difference, norm + before.double().square().sum().item()
 
     def result(self) -> QuantizationError | None:
-        """The error of all blocks and of the worst; None if nothing was quantized. NaN counts as
-        1."""
+        """Return the error of all blocks and of the worst; None if nothing was quantized."""
         if not self._sums:
             return None
         errors = {block: _ratio(*sums) for block, sums in self._sums.items()}

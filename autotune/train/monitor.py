@@ -1,6 +1,4 @@
-"""Watches a run from inside its process: memory of each phase, how near it is to the budget and
-whether it grows, a card whose driver moves memory to the host, gradients that stand out, time spent
-waiting for data, utilization of the GPU."""
+"""Watches a run from inside its process: memory, slow steps, gradients, waits for data."""
 
 import contextlib
 import math
@@ -27,39 +25,35 @@ from autotune.system.memory import (
     trim_heap,
 )
 
+# Share of the budget above which one fragmented allocation may end a run.
 ALARM_SHARE = 0.85
-"""Share of the budget above which one fragmented allocation may end a run."""
 
+# Runs planned to fill their budget cause a warning only this far above the plan.
 PEAK_TOLERANCE = 1.05
-"""Factor of the planned memory: a run that was planned to fill its budget causes a warning only
-above this."""
 
 WINDOW_STEPS = 50
 NUM_WINDOWS = 6
+# Growth over all windows, each higher than the last, that counts as a leak: a process's memory
+# wavers by less.
 LEAK_SHARE = 0.05
-"""Growth over `NUM_WINDOWS` windows, each higher than the last, that counts as a leak: as much as
-a run may take beyond its promise; a process's memory wavers by less."""
 
+# Spilling to the host makes steps 5 to 20 times slower.
 SPILL_FACTOR = 3.0
-"""A step this many times slower than measured has left the device's memory: spilling costs 5 to
-20 times."""
+# Share of a card's memory, taken by whomever, above which steps may be slow for want of it.
 NEAR_FULL = 0.9
-"""Share of a card's memory, taken by whomever, above which slow steps may be slow for want of
-it."""
+# The median counts: one step alone waits for a disk or another program.
 SPILL_STEPS = 5
-"""Steps that must be slow in their median: one alone waits for a disk or another program."""
 
+# Norms this many times the median of the steps before are spikes.
 SPIKE_FACTOR = 10.0
-"""How many times the median of the steps before a gradient's norm must be to count as a spike."""
 SPIKE_WINDOW = 100
 MIN_SPIKE_STEPS = 20
-"""Steps that the median is taken of, at most and at least."""
 
+# First steps of a start that do not count as steady.
 NUM_WARMUP_STEPS = 2
-"""Number of first steps after a start that do not count as steady ones."""
 
+# The steps before them allocate and warm up.
 TRACED_STEPS = range(3, 6)
-"""Steps of this start that a trace covers: the ones before them allocate and warm up."""
 
 EXPANDABLE = (
     "plan again with segments that grow: autotune plan --from PLAN --pin allocator=expandable"
@@ -69,29 +63,27 @@ MORE_TO_SPARE = "plan again with more to spare: autotune plan --from PLAN --rese
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """What a device, and torch's allocator on it, say of memory between two steps."""
+    """Memory of a device between two steps, as torch's allocator sees it."""
 
+    # By tensors; on a CPU by the process.
     held_bytes: int
-    """What tensors hold; on a CPU what the process does."""
+    # Reserved by the allocator; on a CPU held by the process.
     peak_bytes: int
-    """The most so far that the allocator reserved; on a CPU what the process holds."""
     reserved_bytes: int | None = None
-    """What the allocator holds, for tensors or in reserve; None for devices that do not tell."""
+    # How often the allocator ran out, gave back its reserve, and asked again.
     allocator_retries: int | None = None
-    """How often so far it ran out, gave back what it had in reserve, and asked again."""
+    # Of the card's memory, by this process and others.
     used_share: float = 0.0
-    """Share of the card's memory that this process and others take."""
 
 
 def allocator_retries(device: torch.device) -> int:
-    """How often the allocator of a device ran out and started over so far; 0 for devices that do
-    not count."""
+    """Return how often the allocator of a device ran out and started over so far."""
     is_cuda = device.type == "cuda"
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if is_cuda else 0
 
 
 def read_memory(device: torch.device) -> MemoryReading:
-    """The memory of a device now."""
+    """Read a device's memory now."""
     held = allocated_bytes(device)
     if device.type != "cuda":
         return MemoryReading(held, max(held, device_peak_bytes(device) or 0))
@@ -106,16 +98,9 @@ def read_memory(device: torch.device) -> MemoryReading:
 
 
 class Monitor:
-    """What a run's process watches; each warning is given once.
+    """Measurements and warnings of a run's process; each warning is given once.
 
-    Args:
-        device: where it trains.
-        budget_bytes: what a run may take of it.
-        planned_bytes: what the plan expects it to take.
-        planned_seconds: what a step should take; infinite if nobody measured it.
-        can_spill: whether the driver moves memory to the host.
-        allocator: the setting of that name.
-        read: reads the device's memory.
+    `can_spill` says that the driver moves memory to the host.
     """
 
     def __init__(
@@ -135,15 +120,12 @@ class Monitor:
         self.read = read or (lambda: read_memory(device))
         self.peaks: dict[str, PhasePeak] = {}
         self.seconds: list[float] = []
-        """Of the steps of this start."""
         self.data_seconds: list[float] = []
-        """What of them was spent waiting for data."""
+        # In [0, 1].
         self.utilization: list[float] = []
-        """Readings of the GPU's utilization, in [0, 1]."""
         self.norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        # In all starts of the run: a few are clipped and forgotten, many mean too high a rate.
         self.num_spikes = self.num_nonfinite = self.num_overflows = 0
-        """Gradients that stood out, were not finite, or overflowed fp16 in all starts of the run:
-        a few are clipped and forgotten, many mean too high a learning rate."""
         self._nested: list[str] = []
         self._growth, self._reserved_growth = Growth(), Growth()
         self._computing: deque[float] = deque(maxlen=SPILL_STEPS)
@@ -153,8 +135,6 @@ class Monitor:
 
     @classmethod
     def of_run(cls, device: torch.device, hardware: HardwareProfile, frozen: FrozenPart) -> Self:
-        """The monitor of a plan's run. A prediction that nothing was measured for is no reference
-        for slow steps."""
         expected, system = frozen.expected, hardware.host.memory_model
         has_own_memory = not shares_host_memory(hardware.device.memory_kind)
         return cls(
@@ -169,9 +149,9 @@ class Monitor:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a phase; one that is entered again adds to its time and keeps its higher peak.
+        """Measure a phase; entered again, it adds to its time and keeps its higher peak.
 
-        Phases may nest: memory counts for the innermost phase alone, time for all of them.
+        In nested phases memory counts for the innermost alone, time for all.
         """
         if self._nested:
             self._record(self._nested[-1], 0.0)
@@ -203,18 +183,14 @@ class Monitor:
         self.peaks[name] = PhasePeak(name=name, seconds=seconds, **bytes_now)
 
     def start(self) -> None:
-        """Steps begin: what the allocator went through before them, in caching and loading, says
-        nothing of them."""
         self._known_retries = self.read().allocator_retries or 0
 
     def restart(self) -> None:
-        """Steps go on with other settings, whose speed nobody measured; that memory ran out is
-        told already."""
         self.planned_seconds = math.inf
         self.start()
 
     def check(self, reading: MemoryReading, seconds: float, data_seconds: float) -> list[str]:
-        """New warnings after a step of so many seconds, some of which it waited for data."""
+        """Return new warnings after a step of so many seconds, some of which it waited for data."""
         self.seconds.append(seconds)
         self.data_seconds.append(data_seconds)
         self._computing.append(seconds - data_seconds)
@@ -250,7 +226,7 @@ class Monitor:
         return new
 
     def add_gradient(self, norm: float | None) -> None:
-        """Count the norm of a step's gradient, before clipping; None if it overflowed fp16."""
+        """Count the norm of a step's gradient before clipping; None if it overflowed fp16."""
         if norm is None:
             self.num_overflows += 1
             return
@@ -259,7 +235,6 @@ class Monitor:
         self.norms.append(norm)
 
     def gradient_state(self) -> dict[str, Any]:
-        """All that `load_gradient_state` needs to go on, as JSON."""
         names = ("num_spikes", "num_nonfinite", "num_overflows")
         return {"norms": list(self.norms), **{name: getattr(self, name) for name in names}}
 
@@ -269,8 +244,8 @@ class Monitor:
         self.num_overflows = state["num_overflows"]
 
     def gpu_utilization(self) -> float | None:
-        """The last reading, or None without NVML, which averages over about a second; a query
-        takes milliseconds."""
+        """Return NVML's last reading, an average over about a second; a query takes
+        milliseconds."""
         if self.device.type == "cuda" and time.monotonic() - self._utilization_read_at >= 1:
             self._utilization_read_at = time.monotonic()
             with contextlib.suppress(Exception):  # no NVML, or a GPU that does not support it
@@ -279,18 +254,16 @@ class Monitor:
 
 
 class Growth:
-    """Finds readings of memory that grow like a leak."""
+    """Readings of memory that may grow like a leak."""
 
     def __init__(self) -> None:
         self.window: list[int] = []
         self.floors: list[int] = []
 
     def add(self, num_bytes: int) -> float:
-        """Count the reading after a step; returns the growth in bytes per step if a window that
-        ends tells of a leak, else 0.
+        """Count a step's reading; return bytes per step if a window that ends tells of a leak.
 
-        It is the median growth between the minima of windows, since a preview raises memory once
-        and for good.
+        That is the median growth of the windows' minima: a preview raises memory once and for good.
         """
         self.window.append(num_bytes)
         if len(self.window) < WINDOW_STEPS:
@@ -308,8 +281,7 @@ class Growth:
 def profile_steps(
     path: Path | None,
 ) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
-    """A profiler whose `step` is called after each step of this start; it writes `TRACED_STEPS`
-    to `path`."""
+    """Make a profiler that writes `TRACED_STEPS` of this start to `path`, if there is one."""
     if path is None:
         return contextlib.nullcontext()
     return torch.profiler.profile(

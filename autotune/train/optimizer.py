@@ -1,5 +1,4 @@
-"""The optimizer of the adapter: any torch optimizer on fp32 masters, with what a resumed run
-needs of it."""
+"""The adapter's optimizer and learning rate, with all that a resumed run needs of them."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +14,12 @@ from autotune.plan.job import Job
 from autotune.plan.workload import ADAMW, OptimizerChoice
 
 PLATEAU_FACTOR = 0.5
+# Epochs before the rate is halved: a diffusion loss is noisy, and torch's 10 rarely pass.
 PLATEAU_PATIENCE = 5
-"""Epochs without a lower mean loss before the rate is halved: a diffusion loss is noisy, and
-torch's 10 rarely pass."""
 
 
 class LearningRate:
-    """Sets the rate of an optimizer, one call of `step` per optimizer step."""
+    """The schedule of an optimizer's rate; `step` is called after each optimizer step."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, job: Job, num_steps: int, epoch_steps: int
@@ -40,7 +38,6 @@ class LearningRate:
 
     @property
     def value(self) -> float:
-        """The rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def step(self, loss: float) -> None:
@@ -53,7 +50,6 @@ class LearningRate:
             self.losses.clear()
 
     def state(self) -> dict[str, Any]:
-        """All that `load_state` needs, as JSON."""
         plain = (int, float, str, bool, list, type(None))
         schedule = {
             key: value
@@ -70,16 +66,13 @@ class LearningRate:
 
 
 PLAIN = (bool, int, float, str, type(None))
-"""Values that JSON carries as they are."""
 
 
 class AdapterOptimizer:
     """An optimizer on fp32 master copies of the adapter's parameters.
 
-    A bf16 parameter loses updates smaller than 1/256 of itself; the masters accumulate them. For
-    fp32 parameters the masters are the parameters themselves. Weight decay pulls both of LoRA's
-    matrices, and so their product, towards zero: an adapter has no norms or biases, for which decay
-    would be harmful.
+    A bf16 parameter loses updates smaller than 1/256 of itself; masters accumulate them. Weight
+    decay pulls on all: an adapter has no norms or biases, for which it would be harmful.
     """
 
     def __init__(
@@ -100,16 +93,14 @@ class AdapterOptimizer:
         self.inner: Any = build_optimizer(
             choice, self.masters, learning_rate=learning_rate, weight_decay=weight_decay
         )
+        # Schedule-free learns at other weights than those to be used.
         self.averages_itself = hasattr(self.inner, "train") and hasattr(self.inner, "eval")
-        """Whether it learns at other weights than those that are to be used: schedule-free."""
         self._set_mode(training=True)
         self.scaler = self._make_scaler()
-        """Scales losses up so that small gradients do not vanish, if parameters are in fp16;
-        else None."""
         self.ema_decay, self.num_updates = ema_decay, 0
         self.averages = [master.detach().clone() for master in self.masters] if ema_decay else []
+        # Masters whose state is whole.
         self._stepped = set(self.inner.state)
-        """Masters whose state is whole."""
 
     def _set_mode(self, *, training: bool) -> None:
         if self.averages_itself:
@@ -125,7 +116,7 @@ class AdapterOptimizer:
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """Factor of the next loss, on the device: a scalar; None without a scale."""
+        """Return the next loss's factor, a scalar on the device; None without a scale."""
         return (
             self.scaler.scale(torch.ones((), device=self.masters[0].device))
             if self.scaler
@@ -133,15 +124,12 @@ class AdapterOptimizer:
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss whose backward pass gives the gradients that `step` takes."""
         return self.scaler.scale(loss) if self.scaler else loss
 
     def step(self) -> Tensor:
-        """Clip, update and clear the gradients; returns the gradient norm before clipping, without
-        the loss's scale.
+        """Clip, update and clear the gradients; return their norm before clipping, unscaled.
 
-        If it is not finite nothing is updated but the scale, which falls, so that the step can be
-        taken again.
+        If it is not finite nothing is updated but the scale, so that the step can be taken again.
         """
         self._take_gradients()
         if self.scaler:
@@ -163,8 +151,7 @@ class AdapterOptimizer:
         return norm
 
     def _take_gradients(self) -> None:
-        """Move the parameters' gradients to the masters in fp32: one kernel for all, of which
-        there may be 1,440."""
+        """Move gradients to the masters by one kernel, as there may be 1,440."""
         pairs = zip(self.parameters, self.masters, strict=True)
         given = [
             (p, master, p.grad) for p, master in pairs if master is not p and p.grad is not None
@@ -177,12 +164,7 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Have the average follow a step that `step` took, which its norm tells: a skipped one is
-        none of a run's.
-
-        It follows faster at first, as diffusers' EMAModel lets it, or it would long be the
-        beginning.
-        """
+        """Have the average follow a step, faster at first, as diffusers' EMAModel does."""
         if self.averages:
             self.num_updates += 1
             decay = min(self.ema_decay, (1 + self.num_updates) / (10 + self.num_updates))
@@ -191,8 +173,7 @@ class AdapterOptimizer:
             )
 
     def discard_step(self) -> None:
-        """Drop the gradients and partial state of a step that failed, so that it can be taken
-        again."""
+        """Drop gradients and partial state of a step that failed, so that it can be taken again."""
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
         for master in self.inner.state.keys() - self._stepped:
@@ -209,7 +190,6 @@ class AdapterOptimizer:
             )
 
     def live_tensors(self) -> list[Tensor]:
-        """What stays on the device between steps, the adapter's own parameters apart."""
         values = (value for state in self.inner.state.values() for value in state.values())
         return [
             *self.masters,
@@ -219,7 +199,7 @@ class AdapterOptimizer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the adapter is as it will be saved: where steps are averaged, the average."""
+        """Make the adapter what is to be saved, for a while."""
         if not (self.averages_itself or self.averages):
             yield
             return
@@ -243,19 +223,16 @@ class AdapterOptimizer:
         self._copy_to_parameters()
 
     def master_state(self) -> dict[str, Tensor]:
-        """Masters by name, for `load_masters`."""
         return {
             f"{number:05}.master": master.detach() for number, master in enumerate(self.masters)
         }
 
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the masters alone, from any device. Raises KeyError, RuntimeError if they belong
-        to another adapter."""
         self._set_masters([tensors[f"{number:05}.master"] for number in range(len(self.masters))])
 
     def _values(self) -> dict[str, dict[str, Any]]:
-        """All that the optimizer keeps, by where: a parameter's number, or `group`, whose rate
-        is the schedule's."""
+        """List what the optimizer keeps by parameter, and as `group`; the schedule sets the
+        rate."""
         group = {
             name: v
             for name, v in self.inner.param_groups[0].items()
@@ -269,8 +246,7 @@ class AdapterOptimizer:
         return {"group": group, **states}
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and the optimizer's tensors by name: with `numbers`, a run continues as if it
-        had never stopped."""
+        """Return masters and the optimizer's tensors; with `numbers`, a run continues exactly."""
         values = self._values().items()
         found = {
             f"{at}.{name}": v
@@ -282,7 +258,7 @@ class AdapterOptimizer:
         return {**self.master_state(), **averages, **found}
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps besides tensors, as JSON."""
+        """Return what the optimizer keeps besides tensors, as JSON."""
         plain = {
             at: {n: v for n, v in each.items() if isinstance(v, PLAIN)}
             for at, each in self._values().items()
@@ -294,11 +270,6 @@ class AdapterOptimizer:
     def load_state(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """Load what `state` and `numbers` returned, from any device.
-
-        Raises:
-            KeyError, RuntimeError: it belongs to another adapter.
-        """
         self.load_masters(tensors)
         found: dict[str, dict[str, Any]] = {at: dict(each) for at, each in numbers.items()}
         self.num_updates = found.pop("average", {}).get("num_updates", 0)

@@ -1,5 +1,4 @@
-"""Everything that is checked before a run's long work: plan, machine, model, data, output folder
-and disk."""
+"""Checks before a run's long work: plan, machine, model, data, output folder and disk."""
 
 from __future__ import annotations
 
@@ -49,19 +48,16 @@ else:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads, found sound."""
+    """What a run reads, checked; `model` is None while it is to be fetched from the hub."""
 
     data: SplitDataset
     model: ResolvedModel | None
-    """None while it is to be fetched from the hub."""
 
 
 def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
-    """Check the job, the output folder and a local model's files, and read the data: before the
-    machine is looked at, weights are fetched and a predicted plan is tried.
+    """Check the job, the output folder and a local model, and read the data, before anything slow.
 
-    Raises:
-        InvalidInput, AutotuneError: as in `train`.
+    Raises InvalidInput or AutotuneError.
     """
     from autotune.train.metrics import require_tracker
 
@@ -87,8 +83,7 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
 
 
 def read_model(plan: TrainingPlan) -> ResolvedModel:
-    """The plan's model, whose files are on this machine: the headers of all weights are read.
-    Errors as in `train`."""
+    """Resolve the plan's model and read the headers of all its weights."""
     model = resolve_model(plan.job.model_ref)
     check_weights(model)
     return model
@@ -96,28 +91,23 @@ def read_model(plan: TrainingPlan) -> ResolvedModel:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The checked inputs and the output folder of a run."""
+    """The checked inputs of a run, with its output folder locked until it ends."""
 
     model: ResolvedModel
     data: SplitDataset
     workload: Workload
     output: Path
     lock: FileLock
-    """Held on the output folder until the run ends."""
+    # Digest of the transformer's.
     weights: str
-    """Digest of the transformer's weights."""
 
 
 def prepare(
     plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool, inputs: RunInputs | None = None
 ) -> PreparedRun:
-    """Check plan, machine, model, data, output folder and disk: everything that can fail before any
-    long work.
+    """Check everything that can fail before any long work.
 
-    `inputs` are what `read_inputs` has read already.
-
-    Raises:
-        DoesNotFit, InvalidInput, AutotuneError: as in `train`.
+    Raises DoesNotFit, InvalidInput or AutotuneError.
     """
     from autotune.train.checkpoint import require_same_weights
 
@@ -143,12 +133,10 @@ def prepare(
 def _require_machine(
     plan: TrainingPlan, hardware: HardwareProfile, *, by_keys: bool = False
 ) -> None:
-    """Raise DoesNotFit unless all processes of this machine have their device; `by_keys` alone,
-    whatever its memory.
+    """Raise DoesNotFit unless all processes of this machine have their device.
 
-    A process that another launcher started looks at its own device, before it meets the others and
-    any takes memory. One of autotune's own skips this: what started it has looked, and by now the
-    first may be loading.
+    `by_keys` ignores memory. One of autotune's own processes skips this: what started it has
+    looked, and by now the first may be loading.
     """
     launch = current_launch()
     if launch and launch.is_own:
@@ -159,15 +147,7 @@ def _require_machine(
 
 
 def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
-    """Download a hub's model, with progress bars; the plan returned names the commit.
-
-    Nothing is downloaded for a local folder.
-
-    Raises:
-        DoesNotFit: the plan was made for another machine.
-        BadWeights: the repository does not exist, its license is not accepted, or offline files are
-            missing.
-    """
+    """Download a hub's model and return the plan with its commit; a local one stays."""
     job = plan.job
     if not is_on_hub(job.model_ref):
         return plan
@@ -177,8 +157,7 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:
-    """Size of the adapter, also where it was best, and all checkpoints: fp32 weights, in a
-    checkpoint with the optimizer's state and the average of steps."""
+    """Size the adapter, its best state and all checkpoints, with the optimizer's state."""
     workload, job = plan.frozen.workload, plan.job
     transformer = build_on_meta(model.family, model.config)
     shapes = adapter_shapes(model.family, transformer, workload)
@@ -198,20 +177,18 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     return adapter_bytes * (1 + job.keep_best) + checkpoint_bytes * num_checkpoints
 
 
+# A predicted plan assumes the other keys until trials run on the machine.
 PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
-"""Keys that a predicted plan must match; it assumes the others until trials run on the machine."""
 
+# How much longer than planned a caption may be, as a share of the largest image's tokens:
+# activations grow by less than that, and a plan leaves 2% of a GPU's memory free.
 CAPTION_TOLERANCE = 0.01
-"""By how much a caption may be longer than planned, as a share of the largest image's tokens.
-Activations grow by less than that share, and a plan leaves 2% of a GPU's memory free
-(`autotune.machine.capabilities`)."""
 
 
 def hardware_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
 ) -> tuple[str, ...]:
-    """Why the plan cannot be trusted on this machine; empty when it can. `num_processes` as in
-    `memory_misfits`."""
+    """List why the plan cannot be trusted on this machine."""
     memory = (
         *_host_misfits(plan, hardware, num_processes),
         *memory_misfits(plan, hardware, num_processes),
@@ -220,7 +197,7 @@ def hardware_misfits(
 
 
 def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why the machine is of another kind than the plan's, whatever its memory."""
+    """List why the machine is of another kind than the plan's, whatever its memory."""
     planned = plan.frozen.hardware
     here = hardware.match_keys
     measured = plan.frozen.expected.evidence == "measured"
@@ -302,12 +279,7 @@ def _host_misfits(
 def memory_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
 ) -> tuple[str, ...]:
-    """Why this device has too little memory for one of the plan's processes; empty when it has
-    enough.
-
-    On a CPU it must have enough for the `num_processes` that run on this machine, by default its
-    share of the plan's.
-    """
+    """List why this device has too little memory; a CPU's is shared by `num_processes`."""
     planned = plan.frozen.hardware
     needed = plan.frozen.expected.run_memory_bytes
     if planned.device_kind == "cpu":
@@ -323,8 +295,7 @@ def memory_misfits(
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
-    """Why the plan is not for this model; empty when it is. Only the architecture matters, not
-    name or path."""
+    """List why the plan is not for this model: only the architecture matters."""
     planned = plan.frozen.workload.model
     if planned.architecture == model.architecture:
         return ()
@@ -332,8 +303,7 @@ def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
 
 
 def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
-    """Why this data is outside the class that the plan was made for; `context.workload`
-    describes the data."""
+    """List why data with `context.workload` is outside the planned class."""
     planned, actual = plan.frozen.workload, context.workload
     misfits = []
     largest, allowed = actual.largest_bucket, planned.largest_bucket
@@ -362,7 +332,7 @@ def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
 
 
 def require_fit(misfits: tuple[str, ...]) -> None:
-    """Raise DoesNotFit, naming all, when there is any misfit."""
+    """Raise DoesNotFit, naming all, if there are misfits."""
     if misfits:
         raise DoesNotFit(
             f"the plan does not fit: {'; '.join(misfits)}",
@@ -376,8 +346,7 @@ def _size(bucket: Bucket) -> str:
 
 
 def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why so many processes cannot have one GPU each; empty when they can. On a CPU they share
-    it."""
+    """List why so many processes cannot have an equal GPU each; on a CPU they share it."""
     kind = hardware.device.kind
     if num_processes == 1 or kind == "cpu":
         return ()
@@ -400,8 +369,7 @@ def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, 
 def card_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
 ) -> tuple[str, ...]:
-    """Why so many of the plan's processes, by default all, cannot have a GPU with enough memory
-    each here; `memory_misfits` checks the first one's."""
+    """List why any process but the first cannot have a GPU with enough memory."""
     planned = plan.frozen.hardware
     num_processes = num_processes or planned.num_processes
     if misfits := device_misfits(num_processes, hardware):

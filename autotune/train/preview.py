@@ -1,10 +1,8 @@
-"""Samples through the stock pipeline around the transformer in training: no weight is in memory
-twice.
+"""Samples through the stock pipeline around the transformer in training.
 
-Prompts are encoded once, before the transformer is loaded: the pipeline runs with its text encoder
-up to the first call of a transformer that has a shape but no weights, and the results of its
-`encode_prompt` are recorded, in the cache of encoded data too. Later the same pipeline runs without
-any text encoder and gets these results instead. No family needs code of its own for this.
+Prompts are encoded before the transformer is loaded: the pipeline runs up to the first call of a
+transformer without weights, and the results of its `encode_prompt` are recorded and cached. Later
+it runs without any text encoder and gets these results, so no family needs code of its own.
 """
 
 from __future__ import annotations
@@ -55,11 +53,11 @@ else:
     torch = lazy_module("torch")
     nn = lazy_module("torch.nn")
 
+# Height of a line of labels, as a share of a picture's.
 LINE_SHARE = 1 / 24
-"""Height of a line of labels, as a share of a picture's."""
 MIN_LINE_PX = 12
+# x264's constant rate factor: what is lost cannot be seen.
 CLIP_QUALITY = "18"
-"""x264's constant rate factor: what is lost cannot be seen."""
 INSTALL_VIDEO = "pip install 'lora-autotune[video]'"
 LABELS = ("without the adapter", "with the adapter")
 
@@ -67,8 +65,7 @@ LABELS = ("without the adapter", "with the adapter")
 def make_sheet(
     previews: Sequence[Preview], pairs: Sequence[tuple[Image.Image, Image.Image]]
 ) -> Image.Image:
-    """Draw a row per preview: without the adapter on the left, with it on the right, prompt and
-    seed below."""
+    """Draw a row per preview: without and with the adapter, prompt and seed below."""
     sizes = [image.size for pair in pairs for image in pair]
     width, height = (max(side) for side in zip(*sizes, strict=True))
     line = max(MIN_LINE_PX, round(height * LINE_SHARE))
@@ -107,8 +104,7 @@ def save_frames(
 def save_clip(
     frames: Sequence[Image.Image], path: Path, facts: Mapping[str, object], fps: float
 ) -> None:
-    """Write an mp4 (H.264) atomically, with `facts` as its comment. Sides must be even. Needs
-    PyAV."""
+    """Write an mp4 (H.264) atomically, with `facts` as its comment. Sides must be even."""
     import av
 
     rate = Fraction(fps).limit_denominator(1001)
@@ -125,15 +121,14 @@ def save_clip(
         container.mux(stream.encode())
 
 
+# Images with a shorter side are not halved when memory is short.
 MIN_HALVED_SIDE_PX = 256
-"""Images with a shorter side than this are not halved when memory is short."""
 
+# Numbers of each token, or sizes in pixels, that fp16 would round.
 EXACT_INPUTS = ("timestep", "time_ids")
-"""Inputs of transformers that are exact numbers, of each token or of sizes in pixels; those of
-images have one dimension."""
 
+# Gets `with` or `without` the adapter, the number of the preview, and its frames.
 OnFrames = Callable[[str, int, list[Image.Image]], None]
-"""Gets `with` or `without` the adapter, the number of the preview, and its frames."""
 
 
 class PreviewTooLarge(AutotuneError):
@@ -151,8 +146,6 @@ class Preview:
     control_paths: tuple[Path, ...] = ()
 
     def facts(self, plan: TrainingPlan, *, adapter: str) -> dict[str, object]:
-        """What a picture's file tells of how it was made; `adapter` says which weights of the
-        adapter were in use."""
         own = {"prompt": self.prompt, "seed": self.seed, "steps": self.num_steps}
         made_by = {"plan": plan.digest, "model": plan.job.model}
         return {**own, "adapter": adapter, "software": f"autotune {__version__}", **made_by}
@@ -163,31 +156,25 @@ class _Reached(Exception):
 
 
 class PreviewSampler:
-    """Samples previews: `encode_prompts` first, then `attach` a transformer.
-
-    `encoders` hold the VAE, too; `on_warning` is told if memory is too short for images of the
-    requested size.
-    """
+    """A sampler of previews: `encode_prompts` first, then `attach` a transformer."""
 
     def __init__(
         self, encoders: Encoders, on_warning: Callable[[str], None] = lambda message: None
     ) -> None:
         self.encoders, self.on_warning = encoders, on_warning
         self.model, self.dtype, self.device = encoders.model, encoders.dtype, encoders.device
+        # Results of the calls of `encode_prompt`, in order, by prompt and control images.
         self.encoded: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
-        """Results of the calls of `encode_prompt`, in their order, by prompt and control images."""
         self.pipeline: Any = None
+        # Of both sides of previews.
         self.divisor = 1
-        """Factor by which both sides of previews are reduced."""
 
     @property
     def transformer(self) -> Any:
-        """What `attach` was given."""
         return getattr(self.pipeline, self.model.family.denoiser)
 
     def encode_prompts(self, previews: Sequence[Preview], cache: Cache) -> None:
-        """Encode the prompts of all previews, or read them from `cache` if equal encoders have
-        encoded them before."""
+        """Encode the prompts of all previews, or read from `cache` what equal encoders made."""
         identity, missing = self.encoders.identity, []
         for preview in previews:
             if stored := cache.read(_cache_key(preview, identity)):
@@ -232,19 +219,14 @@ class PreviewSampler:
         return self._with_device(shape)
 
     def _with_device(self, model: nn.Module) -> nn.Module:
-        """The model, which has its weights on meta: a pipeline may take its device from it."""
+        """Give a model on meta a device: pipelines may take theirs from it."""
         model.__class__ = type(
             type(model).__name__, (type(model),), {"device": property(lambda _: self.device)}
         )
         return model
 
     def attach(self, transformer: nn.Module) -> None:
-        """Build the pipeline around `transformer`, as it is; a VAE that the plan releases waits on
-        the host.
-
-        A second transformer, which denoises where this one does not, is streamed: both would seldom
-        fit.
-        """
+        """Build the pipeline around `transformer`; other denoisers are streamed."""
         family = self.model.family
         others = {
             name: self._with_device(self.encoders.load_streamed(name, self.encoders.denoiser_dtype))
@@ -257,12 +239,7 @@ class PreviewSampler:
         )
 
     def sample(self, preview: Preview) -> list[Image.Image]:
-        """The frames of one preview. If memory is short the VAE works in tiles, then the image is
-        halved.
-
-        Raises:
-            PreviewTooLarge: memory is too short for the smallest size.
-        """
+        """Sample a preview's frames; if memory is short the VAE tiles, then the image is halved."""
         while True:
             try:
                 return self._sample(preview)
@@ -320,8 +297,7 @@ class PreviewSampler:
         return self._run(self.pipeline, preview)
 
     def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
-        """Has the modulations of all steps of a preview computed at once, if they are computed
-        ahead: the pipeline runs without blocks, up to the VAE, to tell what they will depend on."""
+        """Compute a preview's modulations at once: a run without blocks tells what they need."""
         from autotune.knobs.modulation import find_modulation_ahead
 
         ahead = find_modulation_ahead(self.transformer)
@@ -362,8 +338,7 @@ class PreviewSampler:
 
     @contextlib.contextmanager
     def _casting(self, transformers: Sequence[nn.Module]) -> Iterator[None]:
-        """Lets a pipeline in fp32 call transformers in fp16, which has no room for all levels
-        and sizes: they stay."""
+        """Let a pipeline in fp32 call transformers in fp16, levels and sizes apart."""
         own = self.encoders.denoiser_dtype
         if own == self.dtype:
             yield
@@ -393,14 +368,7 @@ class PreviewSampler:
     def compare_adapter(
         self, adapter: Path, previews: Sequence[Preview], on_frames: OnFrames
     ) -> list[tuple[Image.Image, Image.Image]]:
-        """First frames (without, with) of each preview; replaces the adapter in training by the one
-        in the file.
-
-        All frames go to `on_frames`, clip by clip, so that one is in memory at a time.
-
-        Raises:
-            AutotuneError: the pipeline did not load the file.
-        """
+        """Sample all without and with the adapter in the file; return pairs of first frames."""
         self.transformer.delete_adapters(ADAPTER_NAME)
         first: dict[str, list[Image.Image]] = {"without": [], "with": []}
         for name, images in first.items():
@@ -413,13 +381,7 @@ class PreviewSampler:
         return list(zip(*first.values(), strict=True))
 
     def load_adapter(self, adapter: Path) -> None:
-        """Load an adapter file by the pipeline's own loader.
-
-        Raises:
-            BadWeights: the file is damaged.
-            InvalidInput: it is not an adapter of this model, or has numbers that are not finite.
-            AutotuneError: the pipeline did not load it.
-        """
+        """Load an adapter file by the pipeline's own loader."""
         hint = "name the output folder of `autotune train`, or train again"
         for name, layer in read_adapter(adapter).layers.items():
             if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
@@ -459,8 +421,8 @@ def _cache_key(preview: Preview, identity: EncoderIdentity) -> str:
     )
 
 
+# The tensor that holds, as JSON in bytes, how an entry's other tensors nest.
 STRUCTURE = "structure"
-"""Name of the tensor that holds, as JSON in bytes, how an entry's other tensors nest."""
 
 
 def _pack(encoded: list[Any]) -> dict[str, torch.Tensor]:
@@ -478,33 +440,28 @@ def _unpack(tensors: dict[str, torch.Tensor]) -> list[Any]:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Images to sample from one prompt."""
+    """Images to sample from one prompt, each from a seed one higher than the last."""
 
     prompt: str
     count: int = 1
-    """Number of images, each from a seed one higher than the last."""
     seed: int = 0
-    """Seed of the first image."""
+    # None for the job's.
     num_steps: int | None = None
-    """Number of denoising steps; None for the job's."""
     control_paths: tuple[Path, ...] = ()
-    """Control images, for edit models."""
+    # None for a file in the run's folder or beside the plan; several get numbers. A clip is an
+    # .mp4; any other name gets its first frame as a PNG.
     output: Path | None = None
-    """File to write, with a number added if there are several; None for one in the run's folder
-    or beside the plan. A clip is an .mp4; any other name gets its first frame as a PNG."""
 
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """A request with the run that it is for, found sound."""
+    """A checked request with its run; without an adapter it shows the model as it is."""
 
     request: SampleRequest
     plan: TrainingPlan
     model: ResolvedModel
     adapter: Path | None
-    """None to show the model as it is."""
     file: Path
-    """To write, as `SampleRequest.output`."""
 
 
 def read_sample_inputs(
@@ -513,14 +470,9 @@ def read_sample_inputs(
     on_event: OnEvent = ignore_event,
     require: Callable[[TrainingPlan], None] = lambda plan: None,
 ) -> SampleInputs:
-    """Read what sampling from the adapter in a run's folder takes, or from the model of a plan
-    file; a model of the hub is fetched, a plan's once `require` has found nothing against it.
+    """Read what sampling from a run's folder or a plan file takes; a hub's model is fetched.
 
-    Raises:
-        InvalidInput: the folder holds no trained adapter or a damaged one, or a control image is
-            missing or too many.
-        InvalidPlan: the file is no plan.
-        AutotuneError: the model cannot be fetched, or the file cannot be written.
+    Raises InvalidInput, InvalidPlan or AutotuneError. `require` may refuse a plan before the fetch.
     """
     if not run.exists():
         raise InvalidInput(f"there is no run and no plan at {run}", hint="check the path")
@@ -562,13 +514,7 @@ def sample_run(
     cache_folder: Path,
     on_event: OnEvent = ignore_event,
 ) -> list[Path]:
-    """Sample images from the adapter of a run, or from a plan's model without one, and return the
-    files written.
-
-    Raises:
-        OSError: an image could not be written.
-        AutotuneError: memory ran out.
-    """
+    """Sample from the adapter of a run, or from a plan's model; return the files written."""
     from autotune.data.encode import Encoders
     from autotune.knobs.block_swap import swap_blocks
     from autotune.train.model import load_transformer

@@ -1,14 +1,11 @@
 """Several processes that train together, one per device.
 
-accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own,
-since accelerate wraps no model with sharded weights on GPUs. It handles the adapter alone: frozen
-weights, quantized or sharded ones too, are on its ignore list, so it neither sends nor checks them.
-If a model has layers that get no gradient (the last block's text stream), they are searched for in
-every step, since a static graph does not work together with accumulation without synchronization
-(torch 2.13 fails in the second step).
+DDP is torch's own, since accelerate wraps no model with sharded weights on GPUs. It averages the
+adapter's gradients; frozen weights, quantized or sharded too, are on its ignore list. Layers
+without a gradient (the last block's text stream) are searched for in every step, since a static
+graph does not work with accumulation without synchronization (torch 2.13 fails in the second step).
 
-Nodes may have folders of their own: what is decided from files is read by the first process and
-told to all others.
+Nodes may have folders of their own: the first process decides from files and tells the others.
 """
 
 import contextlib
@@ -44,13 +41,11 @@ from autotune.system.process import MAX_JOIN_SECONDS, current_launch, launch, si
 from autotune.train.folder import checkpoints_of
 from autotune.weights.stream import Transform
 
+# For the others' gradients: the timeout of torch's process group.
 MAX_STEP_WAIT = timedelta(minutes=10)
-"""How long a process waits in a step for the others' gradients: the timeout of torch's process
-group."""
 
+# Between phases, while another process encodes a dataset, loads a model or samples.
 MAX_WAIT = timedelta(hours=12)
-"""How long it waits between phases, while another one encodes a dataset, loads a model or
-samples previews."""
 
 T = TypeVar("T")
 
@@ -66,37 +61,32 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
+    # Processes that hold the frozen weights together.
     num_shards: int = 1
-    """Processes that hold the frozen weights together: 1 if each has them all."""
     local_rank: int = 0
-    """Number of this process among those of its node."""
+    # All processes, on the host's network, with a timeout of `MAX_WAIT`.
     waiting_group: "torch.distributed.ProcessGroup | None" = None
-    """All processes, on the host's network, with a timeout of `MAX_WAIT`; None for one process."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and reports progress."""
         return self.rank == 0
 
     @property
     def is_first_of_node(self) -> bool:
-        """Whether this process encodes for those of its node, with whom it shares a cache."""
+        """Tell if this process encodes for its node, which shares a cache."""
         return self.local_rank == 0
 
     @property
     def is_sampler(self) -> bool:
-        """Whether this process samples previews: the first, or all if each holds only a part of
-        the weights."""
+        """Tell if it samples previews: the first, or all if each holds a part of the weights."""
         return self.is_first or self.num_shards > 1
 
     def average(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its mean over all processes, in place; the result is equal on all."""
         if self.world_size > 1:
             torch.distributed.all_reduce(tensor)
             tensor.div_(self.world_size)
 
     def is_any(self, flag: bool) -> bool:
-        """Whether `flag` holds on any process."""
         if self.world_size == 1:
             return flag
         shared = torch.tensor([float(flag)], device=self.device)
@@ -104,13 +94,11 @@ class Processes:
         return bool(shared.item() > 0)
 
     def wait(self) -> None:
-        """Wait for all processes to get here, for as long as a phase may take."""
         if self.world_size > 1:
             torch.distributed.barrier(group=self.waiting_group)
 
     def share(self, compute: Callable[[], T]) -> T:
-        """What the first process computes, on all of them; if it raises an AutotuneError, all
-        do."""
+        """Compute on the first process alone; all return its result, or raise its AutotuneError."""
         if self.world_size == 1:
             return compute()
         outcome: list[T | AutotuneError | None] = [None]
@@ -125,8 +113,7 @@ class Processes:
         return cast("T", outcome[0])
 
     def require_same(self, what: str, digest: str) -> None:
-        """Check that `what` has the same digest on all processes. Raises InvalidInput if it has
-        not."""
+        """Raise InvalidInput unless `what` has the same digest on all processes."""
         digests = self._gather(digest)
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
@@ -139,20 +126,15 @@ class Processes:
             )
 
     def _gather(self, value: T) -> list[T]:
-        """What all processes have, by rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(values, value, group=self.waiting_group)
         return values
 
     def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
-        """The adapted transformer as the steps call it: with several processes, wrapped to average
-        gradients.
+        """Wrap the transformer to average gradients, if there are several processes.
 
-        `has_unused` says whether the loss leaves some of the adapter's layers without a gradient.
-
-        Raises:
-            AutotuneError: its weights do not follow the strategy of the plan.
+        `has_unused` says that some layers of the adapter get no gradient.
         """
         if self.world_size == 1:
             return transformer
@@ -182,19 +164,16 @@ class Processes:
 
 
 def set_device(device: torch.device) -> None:
-    """Initialize CUDA on `device`: memory counters need it, and libraries launch on the current
-    device."""
+    """Initialize CUDA on `device`: memory counters and libraries need the current device."""
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(device)
 
 
 def init_distributed(planned: PlannedHardware, device: torch.device) -> Processes:
-    """Join the process group of the plan's processes; `device` is this process's if it is the only
-    one.
+    """Join the process group of the plan's processes.
 
-    Raises:
-        AutotuneError: the number of processes is not the plan's, or the others did not come.
+    Raises AutotuneError if their number is not the plan's, or the others did not come.
     """
     from accelerate import PartialState
 
@@ -221,7 +200,7 @@ def init_distributed(planned: PlannedHardware, device: torch.device) -> Processe
 
 
 def _start_process_group(backend: str, endpoint: str) -> None:
-    """As torch's `env://`, except that processes may come later than they may answer later on."""
+    """Start as torch's `env://` does, but wait longer for processes than for their answers."""
     from torch.distributed.rendezvous import rendezvous
 
     if interface := _interface_to(endpoint.rpartition(":")[0]):
@@ -243,11 +222,9 @@ def _start_process_group(backend: str, endpoint: str) -> None:
 
 
 def _interface_to(host: str) -> str | None:
-    """The network interface by which this machine reaches a host, or is it; None if it is the
-    loopback's or unknown.
+    """Return the network interface by which this machine reaches a host; None if unknown.
 
-    Gloo by itself takes the one that the machine's name stands for, which many systems say is the
-    loopback's.
+    Gloo takes the one of the machine's name, which many systems say is the loopback's.
     """
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -262,11 +239,7 @@ def _interface_to(host: str) -> str | None:
 
 @contextlib.contextmanager
 def explain_lost_peer() -> Iterator[None]:
-    """Turn the network's error when another process has ended, or hangs, into one that says so.
-
-    Raises:
-        PeerLost: another process ended, or did not answer in time.
-    """
+    """Turn the network's error when another process ends or hangs into PeerLost."""
     try:
         yield
     except RuntimeError as error:
@@ -285,16 +258,13 @@ def explain_lost_peer() -> Iterator[None]:
 
 
 def _cause(text: str) -> str:
-    """What happened, without the place in gloo's source before it and the advice after it."""
     return re.sub(r"^\[[^\]]*\] *|[.] This is typically.*", "", text.strip().partition("\n")[0])
 
 
 def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str) -> Transform:
-    """A transform for loading that shards each block of an empty `transformer` as soon as it is
-    complete.
+    """Make a transform for loading that shards each block as soon as it is complete.
 
-    What belongs to no block is sharded at the end. Needs torch's process group,
-    and frozen weights of one dtype in each block.
+    What belongs to no block is sharded at the end. Blocks must have frozen weights of one dtype.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -324,7 +294,6 @@ def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str) -
 
 
 def _has_tensors(module: nn.Module) -> bool:
-    """Whether any tensor of the module itself, not of its children, comes from the files."""
     buffers = (
         value
         for name, value in module._buffers.items()
@@ -334,8 +303,7 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def num_shards_of(transformer: nn.Module) -> int:
-    """Over how many processes every frozen weight is sharded, as a DTensor, which has a device
-    mesh; else 1."""
+    """Return over how many processes every frozen weight is sharded."""
     meshes = [
         getattr(weight, "device_mesh", None)
         for weight in transformer.parameters()
@@ -367,8 +335,7 @@ def train_in_processes(
 ) -> RunReport:
     """Train in as many processes of this machine as the plan says.
 
-    Raises:
-        AutotuneError: as `train`; or a process died, whose exit status the error then has.
+    Raises as `train`; if a process died, with its exit status.
     """
     output = Path(plan.job.output)
     with make_scratch_folder("run") as folder:
@@ -411,11 +378,9 @@ def _pass_on(pipe: Path, on_event: OnEvent, ended: list[RunReport | AutotuneErro
 
 
 def train_as_child(train: Callable[..., RunReport]) -> None:
-    """Train as one of the processes that `train_in_processes` started; exits with the status of the
-    error, if there is one.
+    """Train as one of the processes that `train_in_processes` started.
 
-    The first one of the machine pickles its events, then its report, or the error it ends with,
-    into the pipe of the starting process.
+    The first pickles its events, then its report or error, into the pipe of the starting process.
     """
     plan_file, pipe, cache_folder, *flags = sys.argv[1:]
     silence_progress_bars()

@@ -1,5 +1,4 @@
-"""`autotune train`: runs exactly what a plan says, and reports measured against predicted
-figures."""
+"""`autotune train`: runs exactly what a plan says, and compares it with the prediction."""
 
 import contextlib
 import math
@@ -112,8 +111,7 @@ def train(
 
 
 class _Run:
-    """The phases of one run around its loop; `on_event` tells of the first of its processes
-    alone."""
+    """The phases of one run around its loop."""
 
     def __init__(
         self,
@@ -131,7 +129,6 @@ class _Run:
         self.warnings: list[str] = []
         self.adapter_file = ADAPTER_FILE
         self.metrics: Metrics | None = None
-        """None on all processes but the first, and before training."""
         frozen = plan.frozen
         self.encoders = Encoders(
             prepared.model, frozen.caching, frozen.settings, self.processes.device
@@ -140,7 +137,6 @@ class _Run:
         self.previews = self._list_previews() if self.processes.is_sampler else []
 
     def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
-        """All phases; `started` is the run's start in monotonic seconds."""
         plan, job, processes = self.plan, self.plan.job, self.processes
         if resume:
             processes.share(self._require_same_run)
@@ -208,9 +204,7 @@ class _Run:
         return processes.share(lambda: report)
 
     def _require_same_run(self) -> None:
-        """Raise InvalidInput if the checkpoints are of other data or encoders: known before
-        anything is encoded, unless the data has files that may turn out to be broken, which no
-        key covers."""
+        """Refuse another run's checkpoints before encoding, unless broken files may be left out."""
         training, buckets = self.prepared.data.training, self.prepared.workload.buckets
         if training.num_unverified == 0:
             job, encoders = self.plan.job, self.encoders
@@ -234,8 +228,8 @@ class _Run:
         return trained
 
     def _list_previews(self) -> list[Preview]:
-        """One per prompt, with the control images of the item whose caption is the prompt, or of
-        the first item."""
+        """Give each prompt the control images of the item with that caption, or the first
+        item's."""
         job, items = self.plan.job, self.prepared.data.training.items
         bucket, steps = self.prepared.workload.largest_bucket, job.preview_steps
         controls = {item.caption: item.control_paths for item in reversed(items)}
@@ -245,11 +239,7 @@ class _Run:
         ]
 
     def _encode(self) -> tuple[EncodedDataset, EncodedDataset | None]:
-        """Encode on the first process of each node while the others wait; then they find all in the
-        cache.
-
-        Returns what is trained on and what is held out, None if that is nothing.
-        """
+        """Encode on the first process of each node; the others wait, then read the cache."""
         if not self.processes.is_first_of_node:
             self.processes.wait()
         if self.previews:
@@ -311,8 +301,6 @@ class _Run:
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:
-        """If a preview cannot be made, the run continues without previews; sharded weights need
-        all processes to."""
         try:
             yield
         except (
@@ -366,7 +354,6 @@ class _Run:
         return report
 
     def _known(self, loss: float, which: str) -> float | None:
-        """The loss on fresh noise, with or without the adapter; None if it is not finite."""
         if math.isfinite(loss):
             return loss
         self._warn(f"the loss on fresh noise is not finite {which} the adapter")

@@ -25,36 +25,36 @@ from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes
 from autotune.weights.stream import attribute_tensors
 
+# Keeps quantiles off 0 and 1, where a normal distribution has none.
 TINY = 1e-9
-"""Distance that quantiles keep from 0 and 1, where a normal distribution has none."""
 
 
 @dataclass(frozen=True)
 class Noising:
-    """The noise that each image gets, and the weight of its loss. The density and the shift of
-    noise levels are those of Stable Diffusion 3 (Esser et al. 2024, sections 3.1 and 5.3.2)."""
+    """The noise of each image and the weight of its loss.
+
+    Density and shift of noise levels are those of Stable Diffusion 3 (Esser et al. 2024, sections
+    3.1 and 5.3.2).
+    """
 
     seed: int = 0
+    # Shift s towards noise, s * t / (1 + (s - 1) * t), or a function from latents' shapes to it.
     shift: float | Callable[[Sequence[int]], float] = 1.0
-    """Shift s towards noise, s * t / (1 + (s - 1) * t), or a function from the shape of an
-    image's latents to it."""
     sampling: TimestepSampling = "logit_normal"
     weighting: Weighting = "none"
     process: NoiseProcess = FLOW_MATCHING
 
     def draw(self, step: int, position: int, shape: Sequence[int]) -> tuple[Tensor, float]:
-        """Noise of `shape` (channels, frames, height, width) and a level for one image: a pure
-        function of seed, step and position in the effective batch.
+        """Draw an image's noise (channels, frames, height, width) and level, by seed, step and
+        position alone.
 
-        So a run is the same whatever the micro-batch size, the number of processes or the step it
-        was resumed at.
+        So a run is the same whatever its micro-batch size, processes and interruptions.
         """
         generator = torch.Generator().manual_seed(_seed_at(self.seed, step, position))
         level = self._level(generator, shape)
         return torch.randn(*shape, generator=generator), level
 
     def level_at(self, step: int, position: int, shape: Sequence[int]) -> float:
-        """The level of that draw alone."""
         return self._level(
             torch.Generator().manual_seed(_seed_at(self.seed, step, position)), shape
         )
@@ -69,7 +69,7 @@ class Noising:
         )
 
     def level_of_quantile(self, quantile: float, shape: Sequence[int]) -> float:
-        """The level that this share of all draws, in (0, 1), is below."""
+        """Return the level that this share of all draws, in (0, 1), is below."""
         lowest, highest = (
             self._share_below(end, shape)
             for end in (self.process.lowest_share, self.process.highest_share)
@@ -81,7 +81,7 @@ class Noising:
         )
 
     def _share_below(self, level: float, shape: Sequence[int]) -> float:
-        """The share of all draws below a level of flow matching, if the process let all pass."""
+        """Return the share of draws below a level of flow matching, if the process let all pass."""
         if level in (0.0, 1.0):
             return level
         shift = self.shift(shape) if callable(self.shift) else self.shift
@@ -97,7 +97,7 @@ class Noising:
     def loss(
         self, family: Family, transformer: nn.Module, batch: Batch, step: int, position: int
     ) -> Tensor:
-        """Mean loss of a micro-batch whose first image is at `position` of its step."""
+        """Return the mean loss of a micro-batch whose first image is at `position` of its step."""
         clean = batch["latents"]
         draws = [self.draw(step, position + i, clean.shape[1:]) for i in range(len(clean))]
         noise = _send(torch.stack([noise for noise, _ in draws]).to(clean.dtype), clean.device)
@@ -108,8 +108,7 @@ class Noising:
 
 
 def _send(drawn: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device`; from page-locked memory to a GPU, for else the host would wait until it
-    has done all before."""
+    """Copy to `device`, to a GPU from page-locked memory, so that the host need not wait for it."""
     return (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
 
 
@@ -120,8 +119,7 @@ def _seed_at(seed: int, step: int, position: int) -> int:
 
 
 def _seed_dropout(device: torch.device, seed: int) -> None:
-    """Make dropout masks independent of earlier calls. `torch.manual_seed` would take 90 us, for
-    all devices."""
+    """Seed one device's masks; `torch.manual_seed` would take 90 us, for all devices."""
     generator = (
         torch.cuda.default_generators[device.index or 0]
         if device.type == "cuda"
@@ -131,8 +129,7 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """The batch on `device`, its floating-point tensors in the compute `dtype`; asynchronous
-    from pinned memory."""
+    """Send a batch to `device`, its floating-point tensors in `dtype`; asynchronous if pinned."""
     return {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
         for name, tensor in batch.items()
@@ -141,17 +138,16 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of one optimizer step."""
+    """Loss, norm of the gradient, and in fp16 the factor of the next step's losses."""
 
     loss: float
     gradient_norm: float
     loss_scale: float | None = None
-    """Factor of the next step's losses, in fp16."""
 
     @property
     def overflowed(self) -> bool:
-        """Whether the scaled gradient alone overflowed fp16: the step updated nothing, and the
-        scale fell."""
+        """Tell if the scaled gradient alone overflowed fp16: nothing was updated, the scale
+        fell."""
         return (
             self.loss_scale is not None
             and math.isfinite(self.loss)
@@ -171,14 +167,12 @@ def optimizer_step(
     first_position: int = 0,
     average: Callable[[Tensor], None] | None = None,
 ) -> StepOutcome:
-    """Accumulate the gradients of all micro-batches of one effective batch, then update the adapter
-    once.
+    """Accumulate the gradients of one effective batch, then update the adapter once.
 
-    Each micro-batch weighs by its share of the effective batch, so an uneven split gives the same
-    gradient. With several processes `effective_batch_size` counts the images of this one,
-    `first_position` those of the processes before it, and `average` replaces the loss, in place, by
-    its mean over all. A transformer wrapped for several processes averages gradients by itself,
-    once per step, in the backward pass of the last micro-batch.
+    Each micro-batch weighs by its size, so an uneven split gives the same gradient. With several
+    processes `effective_batch_size` counts this one's images, `first_position` those of the
+    processes before it, and `average` makes the loss its mean over all. DDP averages gradients in
+    the backward pass of the last micro-batch.
     """
     total = torch.zeros(
         (), device=optimizer.masters[0].device
@@ -208,8 +202,7 @@ def optimizer_step(
 
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Tensor]:
-    """Tensors that stay on the device between steps: weights, master weights and the optimizer's
-    state."""
+    """List what stays on the device between steps: weights, masters and the optimizer's state."""
     attributes = attribute_tensors(transformer)
     return [
         *transformer.parameters(),
@@ -226,33 +219,29 @@ CHECK_WEIGHTS = (
     "finite"
 )
 TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
+# Losses that need a smaller one have gradients that fp16 has no numbers for.
 MIN_LOSS_SCALE = 1.0
-"""Losses that need a smaller one have gradients that fp16 has no numbers for."""
+# Gradients that overflow after eight halvings are more likely wrong than large.
 LOW_LOSS_SCALE = 2.0**8
-"""Gradients that still overflow after eight halvings are more likely wrong than large."""
 
+# Both take any mask; what they make not finite, no other backend would.
 SAFE_ATTENTION = ("_native_efficient", "_native_math")
-"""Backends that a step is taken again with when a gradient is not finite, the first that the
-machine has. Both take any mask; what they make not finite, no other would."""
 
 
 class GradientNotFinite(AutotuneError):
-    """A gradient is not finite although the loss is. The adapter is as it was before the step."""
+    """A gradient that is not finite although the loss is; the adapter was not updated."""
 
 
 def find_safe_attention(device_kind: str) -> str:
-    """The first of `SAFE_ATTENTION` that devices of a kind have."""
+    """Return the first of `SAFE_ATTENTION` that devices of a kind have."""
     needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SAFE_ATTENTION}
     return next(name for name, kinds in needs.items() if not kinds or device_kind in kinds)
 
 
 def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: bool) -> None:
-    """Raise what the numbers of a run's step, counted from 1, leave no way around.
+    """Raise what a step's numbers, counted from 1, leave no way around.
 
-    Raises:
-        GradientNotFinite: another attention backend may help, unless the step had one of
-            `SAFE_ATTENTION`.
-        AutotuneError: nothing would.
+    GradientNotFinite if another attention backend may help, else AutotuneError.
     """
     scale, hint = outcome.loss_scale, LOWER_LEARNING_RATE if number > 1 else CHECK_WEIGHTS
     if scale is not None:
@@ -274,39 +263,33 @@ def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: b
 
 @dataclass(frozen=True)
 class ConditionedImage:
-    """What decides the modulation of one image of a step, besides its noise level."""
+    """What decides an image's modulation, besides its noise level."""
 
     latents_shape: Sequence[int]
-    """(channels, frames, height, width)"""
     inputs: Batch
-    """The tensors that the family's modulation depends on, without a batch dimension."""
 
 
 @dataclass
 class ModulationWindows:
-    """Has the modulations of every step ready before it is taken."""
+    """The modulations of coming steps, computed together before they are needed."""
 
     model: TrainingModel
     ahead: ModulationAhead
     noising: Noising
     images: Callable[[int], Sequence[ConditionedImage]]
-    """What this process sees in a step, in order."""
     images_per_step: int
     first_position: int
-    """Position of the first of them in the effective batch."""
     place: Callable[[Batch], Batch]
-    """Brings a batch to the device as steps get it."""
+    # A step's share of the time that the newest window took.
     share_seconds: float = 0.0
-    """A step's share of the time that computing the newest window took."""
     _held: int = -1
 
     @cached_property
     def num_steps(self) -> int:
-        """Steps of a window."""
         return window_steps(self.ahead.row_bytes, self.images_per_step)
 
     def prepare(self, step: int) -> None:
-        """Compute the window that the step lies in, unless it is the one held."""
+        """Compute the window that the step lies in, unless it is held."""
         window = step // self.num_steps
         if window == self._held:
             return
@@ -335,8 +318,7 @@ def make_windows(
     processes: Processes,
     place: Callable[[Batch], Batch],
 ) -> ModulationWindows | None:
-    """The windows of what this process sees in a run; None if the modulation layers are
-    resident."""
+    """Make the windows of this process's steps; None if the modulation layers are resident."""
     ahead = find_modulation_ahead(model.transformer)
     if ahead is None:
         return None
@@ -366,11 +348,9 @@ def collect_conditionings(
     levels: Sequence[float],
     place: Callable[[Batch], Batch],
 ) -> dict[bytes, Tensor]:
-    """What the transformer is conditioned on for images with these `ConditionedImage.inputs` at
-    these noise levels.
+    """Compute what images with these `ConditionedImage.inputs` and levels condition blocks on.
 
-    From calls of the transformer without its blocks, for the smallest image and one token of text
-    each.
+    The transformer is called without blocks, for the smallest image and one token of text each.
     """
     family, transformer, device = model.family, model.transformer, model.device
     side = family.size_multiple_px
@@ -385,6 +365,6 @@ def collect_conditionings(
 
 
 def pick_inputs(model: TrainingModel, sample: Batch) -> dict[str, Tensor]:
-    """The part of a sample that the modulation of the model's family depends on."""
+    """Pick from a sample what the modulation of the model's family depends on."""
     layers = model.family.modulation
     return {name: sample[name] for name in layers.inputs} if layers else {}

@@ -1,8 +1,7 @@
-"""Measures the loss on held-out images, with and without the adapter, always at the same noise
-levels and noise.
+"""The loss on held-out images, with and without the adapter, always at the same noise.
 
-The levels lie at even quantiles of those that training draws, each draw at one of its own. Passes
-take no gradients, at the micro-batch of a step, so they need less memory than a step does.
+Levels lie at even quantiles of those that training draws. Passes take no gradients, so they need
+less memory than a step does.
 """
 
 import contextlib
@@ -32,40 +31,34 @@ from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes
 from autotune.train.step import Noising, collect_conditionings, pick_inputs
 
+# After the last step of any run.
 NOISE_STEP = 10**12
-"""The step whose noise is taken, after the last of any run."""
 NOT_FINITE = "the loss on held-out images is not finite"
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """One image at one noise level with one noise."""
-
     index: int
     number: int
-    """Which noise."""
     level: float
 
 
 @dataclass
 class HeldOutLoss:
-    """Measures the loss on held-out images."""
+    """The meter of the loss on held-out images; `place` brings batches to the device."""
 
     model: TrainingModel
     encoded: EncodedDataset
     noising: Noising
     place: Callable[[Batch], Batch]
-    """Brings a batch to the device as steps get it."""
 
     @property
+    # Losses on other images are never compared with these.
     def digest(self) -> str:
-        """Digest of what is measured, so that measurements of other images are never compared
-        with these."""
         return digest_of({"entries": [sorted(entries.keys) for entries in self.encoded.entries]})
 
     @cached_property
     def _draws(self) -> list[_Draw]:
-        """Draws by shape, so that those of a shape share micro-batches."""
         count, groups = len(self.encoded.items), self.encoded.groups
         rounds = max(1, round(VALIDATION_DRAWS / count))
         draws = []
@@ -80,7 +73,7 @@ class HeldOutLoss:
 
     @torch.no_grad()
     def measure(self, micro_batch_size: int) -> list[float]:
-        """The loss of each draw, with the adapter as it is."""
+        """Return the loss of each draw, with the adapter as it is."""
         losses: list[float] = []
         with eager_eval(self.model.transformer), self._modulations():
             for _, of_group in groupby(
@@ -92,7 +85,6 @@ class HeldOutLoss:
         return losses
 
     def measure_base(self, micro_batch_size: int) -> list[float]:
-        """The same without the adapter."""
         with _adapter_disabled(self.model.transformer):
             return self.measure(micro_batch_size)
 
@@ -112,8 +104,7 @@ class HeldOutLoss:
         return found
 
     def _modulations(self) -> contextlib.AbstractContextManager[None]:
-        """Has the modulations of all draws computed at once, if they are computed ahead of
-        steps."""
+        """Compute the modulations of all draws at once, if they are computed ahead of steps."""
         if (ahead := find_modulation_ahead(self.model.transformer)) is None:
             return contextlib.nullcontext()
         inputs = [pick_inputs(self.model, self.encoded.sample(draw.index)) for draw in self._draws]
@@ -125,8 +116,6 @@ class HeldOutLoss:
 
 @contextlib.contextmanager
 def _adapter_disabled(transformer: nn.Module) -> Iterator[None]:
-    """Compute without the adapter. Disabling freezes its parameters, too: they are trained again
-    afterwards."""
     trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     transformer.disable_adapters()  # type: ignore[operator]
     try:
@@ -139,19 +128,17 @@ def _adapter_disabled(transformer: nn.Module) -> Iterator[None]:
 
 @dataclass
 class ValidationHistory:
-    """Mean losses that a run has measured so far."""
+    """Mean losses that a run has measured so far, the base's without the adapter."""
 
     base_loss: float
     """Without the adapter."""
     best_loss: float = math.inf
-    """Lowest with the adapter."""
     best_step: int = 0
-    """How many steps had been taken then."""
+    # None if the last was not finite.
     final_loss: float | None = None
-    """Of the last measurement; None if it was not finite."""
 
     def add(self, step: int, losses: Sequence[float]) -> bool:
-        """Count the measurement after `step`; returns whether the adapter is the best so far."""
+        """Count the measurement after `step`; return whether the adapter is the best so far."""
         loss = statistics.fmean(losses)
         self.final_loss = loss if math.isfinite(loss) else None
         is_best = math.isfinite(loss) and loss < self.best_loss
@@ -161,12 +148,9 @@ class ValidationHistory:
 
 
 class Validation:
-    """When a run measures the loss on its held-out images, what that has told so far, and which
-    adapter was best.
+    """The measurements of a run, and the best adapter.
 
-    `meter` is None if no images are held out, `num_steps` are the whole run's, and `state` is what
-    an earlier start of the run got from `state`. `on_warning` is told why there are no more
-    measurements.
+    `state` is what an earlier start of the run got from the method of that name.
     """
 
     def __init__(
@@ -186,12 +170,10 @@ class Validation:
         self.on_warning = on_warning
         self.history: ValidationHistory | None = None
         self._told = False
-        """Whether the user has been told that a loss is not finite."""
         if meter and state and state["images"] == meter.digest:
             self.history = ValidationHistory(**state["history"])
 
     def start(self, micro_batch_size: int) -> None:
-        """Measure without the adapter, unless an earlier start of the run has."""
         with self._measuring() as meter:
             if meter and self.history is None:
                 base = statistics.fmean(meter.measure_base(micro_batch_size))
@@ -203,7 +185,7 @@ class Validation:
                     )
 
     def measure_after(self, event: StepFinished, micro_batch_size: int) -> StepFinished:
-        """The event of a step with the loss after it, if it is to be measured then."""
+        """Return the event of a step with the loss after it, if it is to be measured then."""
         every = self.job.validation_every
         if event.step != self.num_steps and not (every and event.step % every == 0):
             return event
@@ -224,8 +206,6 @@ class Validation:
 
     @contextlib.contextmanager
     def _measuring(self) -> Iterator[HeldOutLoss | None]:
-        """Processes that don't sample wait. If memory runs out, the run goes on without
-        measurements."""
         processes = self.processes
         if self.meter is None:
             yield None
@@ -244,8 +224,7 @@ class Validation:
         processes.wait()
 
     def keep_best(self) -> int:
-        """Turn to the adapter that was best, if the job wants it; returns after how many steps
-        it was as it is then."""
+        """Turn to the best adapter, if the job wants it; return the step that it was after."""
         history = self.history if self.job.keep_best and self.processes.is_first else None
         if history is None or history.best_step in (0, self.num_steps):
             return self.num_steps
@@ -257,14 +236,11 @@ class Validation:
         return best.step
 
     def state(self) -> dict[str, Any] | None:
-        """What the constructor needs to go on, as JSON; None before the first measurement."""
         if self.meter is None or self.history is None:
             return None
         return {"images": self.meter.digest, "history": asdict(self.history)}
 
     def result(self, kept_step: int) -> ValidationResult | None:
-        """For the report of a run that keeps the adapter of that step; None without any
-        measurement."""
         if self.meter is None or self.history is None or not self.history.best_step:
             return None
         return ValidationResult(

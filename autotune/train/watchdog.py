@@ -1,10 +1,7 @@
-"""Keeps the host alive while trials or a run take its memory: watches from outside of the process
-that takes it, because a host without memory hangs before anything in there raises.
+"""Watches from outside of a process that may fill the host's memory, and hang it.
 
-A trial is watched by its parent. A run on memory that device and host share starts a process that
-watches it (`python -m autotune.train.watchdog NOTICE_BYTES FLOOR_BYTES WHOLE_HOST`): below the
-first limit it tells the run, which finishes its step and writes a checkpoint; below the second it
-kills it.
+A trial is watched by its parent, a run by a process that it starts: below a first limit the run is
+told, finishes its step and writes a checkpoint; below the second it is killed.
 """
 
 import contextlib
@@ -25,14 +22,13 @@ from autotune.machine.capabilities import host_floor_bytes
 from autotune.machine.sources import available_bytes, host_available_bytes, memory_bytes
 from autotune.plan.hardware import MemoryKind, shares_host_memory
 
+# Filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor.
 POLL_SECONDS = 0.02
-"""Between two looks. Filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor."""
+# The kernel takes seconds to return a large process's memory; the rest is another process's.
 MAX_WAIT_SECONDS = 30.0
-"""The kernel takes seconds to return a large process's memory; what is not back by then belongs
-to another process."""
 MAX_STALL_SECONDS = 1.0
+# Smaller changes are the machine's own.
 NOISE_BYTES = 64 * 2**20
-"""Smaller changes are the machine's own noise."""
 COMMAND = (sys.executable, "-m", "autotune.train.watchdog")
 HINT = (
     "close other programs, or plan again with more to spare: autotune plan --from PLAN --reserve "
@@ -45,14 +41,9 @@ class HostMemoryShort(AutotuneError):
 
 
 class Watchdog:
-    """Says when a child must be ended for the host's sake, and when the next may start.
+    """The guard of the host's memory: over trials by its methods, over a run as a context.
 
-    As a context it watches the run of this process; `has_run` says whether that may take the host's
-    memory.
-
-    Raises:
-        HostMemoryShort: memory is short. Inside `finishing_steps` only after the step, with a
-            checkpoint written.
+    Its shortage ends a run at once, or inside `finishing_steps` after a checkpoint.
     """
 
     def __init__(
@@ -63,9 +54,7 @@ class Watchdog:
         has_run: bool = False,
     ) -> None:
         self.floor_bytes, self.available, self.has_run = floor_bytes, available, has_run
-        """What the host needs to stay alive, and what it has."""
         self.shortage: str | None = None
-        """What the host had left; None while it has enough."""
         self._waits = False
         self._process: subprocess.Popen[str] | None = None
         self._previous: Any = None
@@ -82,7 +71,6 @@ class Watchdog:
         return cls(floor, available, has_run=shares_host_memory(kind))
 
     def find_shortage(self) -> str | None:
-        """Why a trial must be ended now; None while the host has enough memory."""
         left = self.available()
         if left >= self.floor_bytes:
             return None
@@ -92,7 +80,7 @@ class Watchdog:
         )
 
     def wait_for_memory(self, wanted_bytes: int) -> None:
-        """Wait until `wanted_bytes` are available, or until no more memory comes back."""
+        """Wait until `wanted_bytes` are available, or no more memory comes back."""
         started = rising = time.monotonic()
         largest = self.available()
         while largest < wanted_bytes - NOISE_BYTES:
@@ -130,13 +118,10 @@ class Watchdog:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why no further step may be taken."""
         return self.shortage and "a shortage of host memory"
 
     @contextlib.contextmanager
     def finishing_steps(self) -> Iterator[None]:
-        """While steps are taken, which look at `stop_reason` themselves: a run ends after a
-        step."""
         if self.shortage:  # it came while something else could not be left
             raise HostMemoryShort(self.shortage, hint=HINT)
         self._waits = True

@@ -1,5 +1,4 @@
-"""From a dataset to the workload: the shapes and lengths that decide memory and speed. Loads no
-weights."""
+"""From a dataset to the workload: the shapes and lengths that decide memory and speed."""
 
 import math
 from typing import Any
@@ -15,8 +14,8 @@ from autotune.plan.job import Job
 from autotune.plan.workload import Bucket, Learning, Workload, WorkloadRequest, quantiles_of
 from autotune.weights.names import can_write
 
+# Of caption lengths.
 NUM_QUANTILES = 16
-"""Number of caption lengths that a workload holds."""
 
 
 def require_even_shares(batch: int, num_processes: int) -> None:
@@ -30,8 +29,7 @@ def require_even_shares(batch: int, num_processes: int) -> None:
 
 
 def check_job(job: Job, family: Family) -> None:
-    """Raise InvalidInput if the job lacks what an option needs, or its model's family lacks the
-    option."""
+    """Raise InvalidInput if the job lacks what an option needs, or its family lacks the option."""
     if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
         raise InvalidInput(
             f"{family.name} has no timestep shift by resolution",
@@ -57,11 +55,7 @@ def check_job(job: Job, family: Family) -> None:
 
 
 def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
-    """The bucket of the size and length that are asked for, or usual.
-
-    Raises:
-        InvalidInput: a size or a number is not positive or does not suit the family.
-    """
+    """Return the bucket of the requested or usual size and length; refuse bad numbers."""
 
     defaults, given = family.defaults, request.given
     width, height = request.size_px or (defaults.resolution_px, defaults.resolution_px)
@@ -77,16 +71,10 @@ def describe_workload(
     *,
     drops_captions: bool = False,
 ) -> Workload:
-    """The workload of training `model` on `dataset`; with `drops_captions` the empty caption is one
-    of its captions.
+    """Describe training `model` on `dataset`; `drops_captions` adds the empty caption.
 
-    Without a dataset it has one bucket, captions of the family's usual length, and one control
-    image for edit models.
-
-    Raises:
-        InvalidInput: a size is not positive or does not suit the model, a caption is too long for
-            it, the family has no such target set, or an item has too many or too few control
-            images.
+    Without a dataset there is one bucket, with captions of the family's usual length. Raises
+    InvalidInput for sizes, captions, targets or control images that the model does not take.
     """
     family, defaults = model.family, model.family.defaults
     bucket = check_overrides(family, request)
@@ -123,7 +111,6 @@ def describe_workload(
 
 
 def _check_learning(model: ResolvedModel, request: WorkloadRequest) -> None:
-    """Raise InvalidInput if the model has no such layers, or the optimizer cannot be had."""
     from autotune.knobs.optimizer import check_options
 
     family = model.family
@@ -138,8 +125,7 @@ def _check_learning(model: ResolvedModel, request: WorkloadRequest) -> None:
 
 
 def _require_alike(family: Family, transformer: Any, targets: str) -> None:
-    """Raise InvalidInput if patterns tell blocks of one kind apart: what is predicted repeats
-    one of them."""
+    """Refuse patterns that tell blocks of one kind apart: predictions repeat one of them."""
     is_target, number = target_matcher(family, targets), 0
     for name, blocks in family.find_block_lists(transformer).items():
         chosen: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
@@ -201,12 +187,7 @@ def _text_lengths(
 
 
 def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: int = 1) -> Bucket:
-    """The bucket of this shape, if the family can take it.
-
-    Raises:
-        InvalidInput: a side does not suit the VAE and the patches, or the family takes no clip of
-            so many frames.
-    """
+    """Return the bucket of this shape; raise InvalidInput if the family cannot take it."""
     for name, side in (("width", width_px), ("height", height_px)):
         step, max_px = family.size_multiple_px, family.max_side_px
         if side < step or side % step or side > max_px:
@@ -222,11 +203,7 @@ def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: in
 
 
 def positive(name: str, value: int) -> int:
-    """`value`, if it is at least 1.
-
-    Raises:
-        InvalidInput: it is not.
-    """
+    """Return `value`; raise InvalidInput if it is less than 1."""
     if value < 1:
         raise InvalidInput(
             f"{name} must be at least 1, not {value}", hint=f"the nearest valid value is {name} 1"
