@@ -35,7 +35,7 @@ def estimate(request: EstimateRequest) -> Estimate:
     Example:
         >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").run_memory_bytes
     """
-    from autotune.train.workload import check_overrides, describe_workload
+    from autotune.train.prepare import check_overrides, describe_workload
 
     request.require_named()
     request.on_event(StatusChanged(text="tracing the model"))

@@ -190,7 +190,7 @@ def sample(
         >>> autotune.sample("plan.yaml", "a photo of a dog", count=100, path="class-images/dog.png")
     """
     from autotune.train.prepare import hardware_misfits, require_fit
-    from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
+    from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 
     on_event(StatusChanged(text="sampling"))
     wanted = SampleRequest(

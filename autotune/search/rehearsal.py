@@ -25,7 +25,7 @@ from autotune.search.worker import (
     load_for_trial,
 )
 from autotune.system.memory import map_large_buffers, release_memory
-from autotune.train.adapter_file import save_trained
+from autotune.train.checkpoint import save_trained
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import eager_eval
 from autotune.train.monitor import Monitor

@@ -27,7 +27,7 @@ from autotune.plan.job import Job
 from autotune.plan.request import Pairs, PlanRequest
 from autotune.plan.workload import Workload
 from autotune.train.folder import require_separate_output
-from autotune.train.workload import (
+from autotune.train.prepare import (
     check_job,
     check_overrides,
     describe_workload,

@@ -28,8 +28,7 @@ from autotune.search.rehearsal import RehearsalRequest
 from autotune.search.worker import Failure, MemoryLimits, TrialRequest, serve
 from autotune.system.files import make_scratch_folder
 from autotune.system.process import redirect_output
-from autotune.train.monitor import SPILL_FACTOR
-from autotune.train.watchdog import POLL_SECONDS, Watchdog
+from autotune.train.monitor import POLL_SECONDS, SPILL_FACTOR, Watchdog
 
 NUM_STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""

@@ -24,8 +24,14 @@ from autotune.plan.run import AdapterVerdict, RunReport
 from autotune.system.failures import is_out_of_memory, reraise_disk_full, reraise_oom
 from autotune.system.files import write_text_atomic
 from autotune.system.process import preempt_on_signal
-from autotune.train.adapter_file import export_trained, judge_adapter, save_trained, start_from
-from autotune.train.checkpoint import Checkpoints, require_same_run
+from autotune.train.checkpoint import (
+    Checkpoints,
+    export_trained,
+    judge_adapter,
+    require_same_run,
+    save_trained,
+    start_from,
+)
 from autotune.train.folder import (
     ADAPTER_FILE,
     CHECKPOINTS,
@@ -39,18 +45,11 @@ from autotune.train.folder import (
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, eager_eval, load_model
-from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor
+from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor, Watchdog
 from autotune.train.prepare import PreparedRun, RunInputs, prepare
-from autotune.train.preview import (
-    Preview,
-    PreviewSampler,
-    PreviewTooLarge,
-    make_sheet,
-    save_frames,
-    save_image,
-)
+from autotune.train.preview import Preview, PreviewSampler, PreviewTooLarge
 from autotune.train.processes import Processes, explain_lost_peer, init_distributed
-from autotune.train.watchdog import Watchdog
+from autotune.train.sample import make_sheet, save_frames, save_image
 
 TRACE_FILE = "trace.json"
 

@@ -26,7 +26,7 @@ from autotune.plan.workload import (
 )
 from autotune.search.gradient_checks import small_workload
 from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
-from autotune.train.workload import describe_workload
+from autotune.train.prepare import describe_workload
 from tests import builders
 from tests.train.small import write_model_and_images
 

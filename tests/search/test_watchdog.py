@@ -12,7 +12,7 @@ import pytest
 
 from autotune.machine import sources
 from autotune.search.worker import TASKS, ChildState, Failure
-from autotune.train.watchdog import Watchdog
+from autotune.train.monitor import Watchdog
 from tests.search.conftest import FIRST, GIB, runner_for, workload
 
 MIB = 2**20

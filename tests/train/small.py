@@ -15,7 +15,7 @@ from autotune.plan.job import Job, ModelRef
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.plan.workload import WorkloadRequest
 from autotune.system.version import __version__
-from autotune.train.workload import describe_workload
+from autotune.train.prepare import describe_workload
 from tests.small import draw_images, write_small_pipeline
 
 RESOLUTION_PX = 32

@@ -18,10 +18,10 @@ from autotune.models.registry import get_family
 from autotune.plan.file import seal
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import WorkloadRequest
-from autotune.train.adapter_file import save_trained, start_from
+from autotune.train.checkpoint import save_trained, start_from
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import load_model
-from autotune.train.workload import describe_workload
+from autotune.train.prepare import describe_workload
 from autotune.weights.adapters import read_adapter
 from tests.builders import workload
 from tests.cost.tiny_models import TINY

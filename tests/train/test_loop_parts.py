@@ -17,7 +17,7 @@ from torch import nn
 from autotune.data.encode import EncodedDataset
 from autotune.models.registry import get_family
 from autotune.plan.file import seal, with_job
-from autotune.train.adapter_file import update_norm
+from autotune.train.checkpoint import update_norm
 from autotune.train.folder import list_checkpoints
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.step import Noising, optimizer_step

@@ -26,9 +26,9 @@ from autotune.train.folder import ADAPTER_FILE
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import load_model
 from autotune.train.monitor import Monitor
-from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
 from autotune.train.processes import Processes
 from autotune.train.run import train
+from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.events import steps_to
 from tests.train.conftest import CPU, Bench, Killed
 from tests.train.small import SETTINGS, machine, make_plan, write_model_and_images

@@ -22,7 +22,7 @@ from autotune.plan.file import seal, write_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import RunReport
 from autotune.train import prepare as prepare_module
-from autotune.train.adapter_file import save_trained
+from autotune.train.checkpoint import save_trained
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import _require_machine, prepare

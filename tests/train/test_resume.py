@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.plan.file import read_plan, write_plan
 from autotune.train import checkpoint
-from autotune.train.adapter_file import save_trained
-from autotune.train.checkpoint import Checkpoints
+from autotune.train.checkpoint import Checkpoints, save_trained
 from autotune.train.folder import ADAPTER_FILE, claim_folder, list_checkpoints
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics

@@ -35,15 +35,9 @@ from autotune.train.folder import ADAPTER_FILE
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.prepare import prepare
-from autotune.train.preview import (
-    MIN_LINE_PX,
-    Preview,
-    PreviewSampler,
-    SampleRequest,
-    read_sample_inputs,
-    sample_run,
-)
+from autotune.train.preview import MIN_LINE_PX, Preview, PreviewSampler
 from autotune.train.run import train
+from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from autotune.weights.tensors import save_file
 from tests.events import notices_to, phases_to, steps_to
 from tests.search.machines import make_plan

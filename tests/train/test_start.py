@@ -13,7 +13,7 @@ from autotune.models.adapter import add_adapter
 from autotune.models.family import build_on_meta
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import Job, ModelRef
-from autotune.train.adapter_file import start_from, starting_values, update_norm
+from autotune.train.checkpoint import start_from, starting_values, update_norm
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
 from autotune.weights.names import LoraLayer
 from tests.train.small import machine, make_plan, write_model_and_images

@@ -11,8 +11,8 @@ from autotune.events import StepFinished
 from autotune.plan.file import seal
 from autotune.plan.plan import TrainingPlan
 from autotune.train.folder import ADAPTER_FILE
-from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
 from autotune.train.run import train
+from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.builders import storages
 from tests.events import steps_to
 from tests.train.conftest import Bench, Killed

@@ -5,8 +5,8 @@ from pathlib import Path
 from PIL import Image
 
 from autotune.data.video import read_facts
-from autotune.train.preview import SampleRequest, read_sample_inputs, sample_run
 from autotune.train.run import train
+from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.data.pictures import write_pictures, write_video
 from tests.small import write_small_pipeline
 from tests.train.small import machine, make_plan

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from autotune.events import Event, StepFinished
-from autotune.train import watchdog
+from autotune.train import monitor
 from autotune.train.folder import checkpoints_of
+from autotune.train.monitor import HostMemoryShort, Watchdog
 from autotune.train.run import train
-from autotune.train.watchdog import HostMemoryShort, Watchdog
 from tests.train.conftest import Bench
 
 PLENTY, SHORT, NONE_LEFT = 100, 9, 1
@@ -23,7 +23,7 @@ LIMIT = 10
 READER = """
 import sys
 from pathlib import Path
-from autotune.train.watchdog import watch_parent
+from autotune.train.monitor import watch_parent
 watch_parent(int(sys.argv[1]), int(sys.argv[2]), lambda: int(Path({path!r}).read_text() or 100))
 """
 
@@ -33,7 +33,7 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the guard takes for the memory that is available, in bytes."""
     path = tmp_path / "available"
     path.write_text(str(PLENTY))
-    monkeypatch.setattr(watchdog, "COMMAND", (sys.executable, "-c", READER.format(path=str(path))))
+    monkeypatch.setattr(monitor, "COMMAND", (sys.executable, "-c", READER.format(path=str(path))))
     monkeypatch.setattr(Watchdog, "of_device", lambda kind: Watchdog(LIMIT, has_run=kind == "host"))
     return path
 
@@ -86,9 +86,9 @@ def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortag
 
 STUCK = """
 import json, sys, time
-from autotune.train import watchdog
-watchdog.COMMAND = json.loads(sys.argv[1])
-with watchdog.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
+from autotune.train import monitor
+monitor.COMMAND = json.loads(sys.argv[1])
+with monitor.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
     time.sleep(1)
     open(sys.argv[2], "w").write("1")
     while True:
@@ -98,7 +98,7 @@ with watchdog.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
 
 def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available: Path) -> None:
     stuck = subprocess.run(
-        [sys.executable, "-c", STUCK, json.dumps(watchdog.COMMAND), str(available)],
+        [sys.executable, "-c", STUCK, json.dumps(monitor.COMMAND), str(available)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert stuck.returncode == -signal.SIGKILL
