@@ -13,7 +13,7 @@ importing this package loads no library.
 
 from typing import TYPE_CHECKING
 
-from autotune.system.lazy import lazy_exports
+from autotune.system.process import lazy_exports
 from autotune.system.version import __version__
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         InvalidPlan,
         NothingFits,
         Preempted,
+        explain_error,
     )
     from autotune.events import (
         CandidatesPredicted,
@@ -89,7 +90,6 @@ if TYPE_CHECKING:
     from autotune.search.space import SearchSpace
     from autotune.share.record import Record
     from autotune.share.store import Transfer
-    from autotune.system.failures import explain_error
     from autotune.system.process import is_first_process, prepare_process
     from autotune.weights.tensors import FileSummary
 else:

@@ -26,7 +26,7 @@ from autotune.cost.trace import (
     trace_inference,
     trace_pass,
 )
-from autotune.errors import InvalidInput, first_line
+from autotune.errors import InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.block_swap import region_offsets
 from autotune.knobs.checkpointing import apply_recomputation
@@ -38,7 +38,6 @@ from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.family import Family, Parts, build_on_meta
 from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
-from autotune.system.failures import is_out_of_memory
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 ALLOCATORS = ("default", "expandable")

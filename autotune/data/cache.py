@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autotune.data.items import EMPTY_CAPTION, Item, file_digest
 from autotune.data.video import ClipSpan
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, InvalidInput, require_free_disk, reraise_disk_full
 from autotune.models.family import Family
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
-from autotune.system.failures import require_free_disk, reraise_disk_full
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 from autotune.weights.files import BadWeights, MissingWeights, open_weights, weights_digest
 from autotune.weights.tensors import load_file, save_file
 

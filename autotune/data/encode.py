@@ -36,7 +36,7 @@ from autotune.data.dataset import Dataset, OnProgress
 from autotune.data.items import Item, Problem, file_digest
 from autotune.data.pixels import CENTERING, open_image, open_mask, to_rgb
 from autotune.data.video import ClipSpan, read_clip
-from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside, torch_dtype
 from autotune.knobs.settings import encoder_precision
@@ -45,9 +45,8 @@ from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
-from autotune.system.failures import is_out_of_memory
-from autotune.system.lazy import lazy_module
 from autotune.system.memory import map_large_buffers, release_memory
+from autotune.system.process import lazy_module
 from autotune.weights.files import DOWNLOAD_AGAIN
 from autotune.weights.stream import Transform, cast_as_loaded, load_component
 

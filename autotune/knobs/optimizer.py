@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.knobs.settings import ALLOWED, OPTIMIZERS
 from autotune.plan.workload import ADAMW, OptimizerChoice, OptionValue
-from autotune.system.lazy import lazy_module
-from autotune.system.process import reveal_packages
+from autotune.system.process import lazy_module, reveal_packages
 
 if TYPE_CHECKING:
     import torch

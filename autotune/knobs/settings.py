@@ -9,7 +9,7 @@ from autotune.knobs.knob import GradientTolerance, TuningContext, why_not
 from autotune.plan.candidate import Choice
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import OptimizerChoice
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 from autotune.weights.tensors import LOADERS
 
 if TYPE_CHECKING:

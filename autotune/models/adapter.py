@@ -15,7 +15,7 @@ from unittest import mock
 from autotune.errors import InvalidInput
 from autotune.models.family import Family
 from autotune.plan.workload import Workload
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

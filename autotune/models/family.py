@@ -25,7 +25,7 @@ from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import TimestepSampling, Weighting
 from autotune.plan.workload import Bucket, TextPadding, pad_text
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import diffusers

@@ -38,7 +38,7 @@ from autotune.models.latents import (
     with_controls,
 )
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

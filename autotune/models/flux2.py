@@ -23,7 +23,7 @@ from autotune.models.family import (
 )
 from autotune.models.latents import ATTENTION, load_tokenizer
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,7 @@ from autotune.models.family import (
 )
 from autotune.models.latents import FLUX_VAE, PATCH, VAE_FACTOR, build_empty_pipeline, count_tokens
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

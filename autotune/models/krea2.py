@@ -33,7 +33,7 @@ from autotune.models.latents import (
     unpack,
 )
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

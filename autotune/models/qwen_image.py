@@ -40,7 +40,7 @@ from autotune.models.latents import (
     with_controls,
 )
 from autotune.plan.workload import Bucket, TextPadding
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

@@ -42,7 +42,7 @@ from autotune.models.single_file import (
 from autotune.plan.base import Frozen, NaturalInt, digest_of
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 from autotune.weights.files import (
     BadWeights,
     MissingWeights,

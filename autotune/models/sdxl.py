@@ -26,7 +26,7 @@ from autotune.models.family import (
 from autotune.models.latents import VAE_FACTOR, ImageLatents
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -29,7 +29,7 @@ from autotune.models.family import (
 from autotune.models.latents import encode_standardized
 from autotune.models.noise import FlowMatching, NoiseProcess
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -22,7 +22,7 @@ from autotune.models.family import (
 )
 from autotune.models.latents import FLUX_VAE, VAE_FACTOR, ImageLatents, count_chat_tokens
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 import torch
 
-from autotune.errors import first_line
+from autotune.errors import first_line, is_out_of_memory
 from autotune.knobs.modulation import find_modulation_ahead
 from autotune.knobs.settings import allow_optimizer, configure_allocator
 from autotune.models.family import Batch, Family, Sample
@@ -41,7 +41,6 @@ from autotune.plan.workload import (
     typical_bucket,
     typical_text_tokens,
 )
-from autotune.system.failures import is_out_of_memory
 from autotune.system.memory import (
     device_peak_bytes,
     host_peak_bytes,

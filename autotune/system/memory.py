@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
-from autotune.system.lazy import lazy_module
-from autotune.system.process import redirect_output
+from autotune.system.process import lazy_module, redirect_output
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from autotune.models.family import Family
 from autotune.plan.job import AdapterFormat
 from autotune.plan.run import AdapterVerdict
 from autotune.plan.workload import Workload
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 from autotune.train.folder import CHECKPOINT_FILE, CHECKPOINTS, list_checkpoints
 from autotune.weights.adapters import AdapterInfo, read_adapter, save_adapter, write_adapter
 from autotune.weights.files import BadWeights, read_header

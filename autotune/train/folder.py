@@ -11,13 +11,12 @@ from filelock import FileLock, Timeout
 from autotune.data.cache import ItemEntries
 from autotune.data.dataset import Dataset, list_places
 from autotune.data.items import Item
-from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
+from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, require_free_disk
 from autotune.plan.base import digest_of
 from autotune.plan.file import RUN_PLAN_FILE, read_plan, write_plan
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import RunReport
-from autotune.system.failures import require_free_disk
 from autotune.system.files import PART_FILES
 
 # The name that diffusers looks for.

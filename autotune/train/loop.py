@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from autotune.data.batches import BatchOrder
 from autotune.data.encode import BatchLoader, EncodedDataset
-from autotune.errors import AutotuneError, Preempted
+from autotune.errors import AutotuneError, Preempted, is_out_of_memory
 from autotune.events import Notice, OnEvent, StepFinished
 from autotune.knobs.registry import reload_key
 from autotune.models.family import Batch
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
-from autotune.system.failures import is_out_of_memory
 from autotune.system.memory import measure_peak_memory, release_memory
 from autotune.system.process import catch_stop_signals
 from autotune.train.checkpoint import Checkpoint, Checkpoints

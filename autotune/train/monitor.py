@@ -28,7 +28,6 @@ from autotune.machine.sources import available_bytes, host_available_bytes, memo
 from autotune.plan.candidate import PhasePeak
 from autotune.plan.hardware import HardwareProfile, MemoryKind, shares_host_memory
 from autotune.plan.plan import FrozenPart
-from autotune.system.lazy import lazy_module
 from autotune.system.memory import (
     allocated_bytes,
     device_peak_bytes,
@@ -36,6 +35,7 @@ from autotune.system.memory import (
     reset_host_peak,
     trim_heap,
 )
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

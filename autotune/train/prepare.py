@@ -42,8 +42,7 @@ from autotune.plan.workload import (
     WorkloadRequest,
     quantiles_of,
 )
-from autotune.system.lazy import lazy_module
-from autotune.system.process import current_launch
+from autotune.system.process import current_launch, lazy_module
 from autotune.train.checkpoint import starting_values
 from autotune.train.folder import check_folder, claim_folder, require_separate_output
 from autotune.weights.files import open_weights, read_header, weights_digest

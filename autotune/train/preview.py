@@ -18,14 +18,13 @@ from PIL import Image
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
 from autotune.data.pixels import open_image, to_rgb
-from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
-from autotune.system.failures import is_out_of_memory
-from autotune.system.lazy import lazy_module
 from autotune.system.memory import map_large_buffers, release_memory
+from autotune.system.process import lazy_module
 from autotune.system.version import __version__
 from autotune.weights.adapters import read_adapter
 

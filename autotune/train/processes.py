@@ -28,14 +28,13 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.errors import AutotuneError, InvalidInput, Preempted, first_line
+from autotune.errors import AutotuneError, InvalidInput, Preempted, explain_error, first_line
 from autotune.events import Event, OnEvent
 from autotune.machine.probe import probe
 from autotune.models.family import Family
 from autotune.plan.file import read_plan, write_plan
 from autotune.plan.plan import PlannedHardware, TrainingPlan
 from autotune.plan.run import RunReport
-from autotune.system.failures import explain_error
 from autotune.system.files import make_scratch_folder
 from autotune.system.process import MAX_JOIN_SECONDS, current_launch, launch, silence_progress_bars
 from autotune.train.folder import checkpoints_of

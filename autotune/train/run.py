@@ -12,7 +12,14 @@ from PIL.Image import Image
 
 from autotune.data.cache import Cache, MemoryCache
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
-from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.errors import (
+    AutotuneError,
+    InvalidInput,
+    first_line,
+    is_out_of_memory,
+    reraise_disk_full,
+    reraise_oom,
+)
 from autotune.events import Notice, OnEvent, PhaseStarted, PreviewsWritten, Progressed, ignore_event
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
@@ -21,7 +28,6 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import AdapterVerdict, RunReport
-from autotune.system.failures import is_out_of_memory, reraise_disk_full, reraise_oom
 from autotune.system.files import write_text_atomic
 from autotune.system.process import preempt_on_signal
 from autotune.train.checkpoint import (

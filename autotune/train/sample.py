@@ -15,16 +15,15 @@ from PIL.PngImagePlugin import PngInfo
 
 from autotune.data.cache import Cache
 from autotune.data.media import has_video_decoder
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
 from autotune.knobs.settings import configure_allocator
 from autotune.models.resolve import ResolvedModel, fetch_model
 from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.system.failures import reraise_oom
 from autotune.system.files import atomic_write, require_writable
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.preview import Preview, PreviewSampler
 from autotune.weights.files import read_header

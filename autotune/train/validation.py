@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from autotune.data.encode import EncodedDataset
+from autotune.errors import is_out_of_memory
 from autotune.events import StepFinished
 from autotune.knobs.modulation import find_modulation_ahead
 from autotune.models.family import Batch, image_losses
 from autotune.plan.base import digest_of
 from autotune.plan.job import VALIDATION_DRAWS, Job
 from autotune.plan.run import ValidationResult
-from autotune.system.failures import is_out_of_memory
 from autotune.train.checkpoint import Checkpoints
 from autotune.train.model import TrainingModel, eager_eval
 from autotune.train.monitor import Monitor

@@ -27,7 +27,7 @@ from pydantic import Field, ValidationError
 from autotune.errors import InvalidInput, first_line
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.job import AdapterFormat
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 from autotune.weights.files import CorruptFile
 from autotune.weights.names import (
     LAYOUTS,

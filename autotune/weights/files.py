@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from autotune.errors import InvalidInput
 from autotune.system.files import read_bounded
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from autotune.errors import first_line
-from autotune.system.failures import require_free_disk
+from autotune.errors import first_line, require_free_disk
 from autotune.weights.files import (
     PICKLES,
     PIPELINE_INDEX,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import AdapterFormat
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 
 if TYPE_CHECKING:
     import torch

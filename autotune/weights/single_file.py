@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from autotune.errors import first_line
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 from autotune.weights.files import BadWeights, KeyMismatch, TensorEntry, WeightSource
 from autotune.weights.tensors import read_tensor
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from zlib import crc32
 
 from autotune.errors import first_line
-from autotune.system.lazy import lazy_module
 from autotune.system.memory import drop_mapped_pages, trim_heap
+from autotune.system.process import lazy_module
 from autotune.weights.files import (
     DOWNLOAD_AGAIN,
     BadWeights,

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen, NaturalInt
 from autotune.system.files import atomic_write
-from autotune.system.lazy import lazy_module
+from autotune.system.process import lazy_module
 from autotune.weights.files import (
     CHECK_FILE_SIZE,
     TensorEntry,

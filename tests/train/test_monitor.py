@@ -14,9 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, InvalidInput, reraise_oom
 from autotune.system import memory
-from autotune.system.failures import reraise_oom
 from autotune.system.memory import library_bytes, resident_bytes
 from autotune.train.metrics import read_metrics
 from autotune.train.monitor import (
