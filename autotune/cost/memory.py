@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autotune.cost.composition import ComposedPass
 from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
+from autotune.cost.trace import ComposedPass
 from autotune.knobs.formats import CPU_SLICE_BYTES, SLICE_BYTES, WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
-from autotune.knobs.optimizer import optimizer_bytes
-from autotune.knobs.settings import encoder_element_bytes
+from autotune.knobs.settings import encoder_element_bytes, optimizer_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import (
     Device,

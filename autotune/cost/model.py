@@ -29,7 +29,7 @@ from autotune.cost.trace import (
 from autotune.errors import InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.block_swap import region_offsets
-from autotune.knobs.checkpointing import apply_recomputation
+from autotune.knobs.blocks import apply_recomputation
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, take_layers
 from autotune.knobs.norm_rope import use_kernels
 from autotune.knobs.quantized_layers import torch_dtype

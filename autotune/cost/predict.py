@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
-from autotune.cost.composition import ComposedPass, ComposedPasses
 from autotune.cost.kernels import CLASSES, rules_of
 from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, away_bytes, phases_of, with_kept
 from autotune.cost.model import TracedModel, traced_model
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
+from autotune.cost.trace import ComposedPass, ComposedPasses
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.family import Family, Parts

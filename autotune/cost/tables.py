@@ -11,7 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost.allocator import Waste, waste_of
-from autotune.cost.composition import (
+from autotune.cost.kernels import kernel_for
+from autotune.cost.memory import (
+    HOST_PROCESS_BYTES,
+    Parallel,
+    Resident,
+    kept_part_bytes,
+    resident_of,
+)
+from autotune.cost.model import TracedModel
+from autotune.cost.timing import Rates
+from autotune.cost.trace import (
     PLAIN,
     SECONDS,
     SELECTIVE,
@@ -23,16 +33,6 @@ from autotune.cost.composition import (
     compose,
     table_of,
 )
-from autotune.cost.kernels import kernel_for
-from autotune.cost.memory import (
-    HOST_PROCESS_BYTES,
-    Parallel,
-    Resident,
-    kept_part_bytes,
-    resident_of,
-)
-from autotune.cost.model import TracedModel
-from autotune.cost.timing import Rates
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.caching import EncoderSize, size_of
 from autotune.knobs.knob import TuningContext

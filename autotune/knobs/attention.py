@@ -1,16 +1,62 @@
 """The attention backends, and what is known of each."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.knobs.entries import AttentionBackend, Kernel, Library, Requirements, by_name
+from autotune.knobs.knob import Entry, Requirements
 from autotune.plan.hardware import is_at_least
+
+if TYPE_CHECKING:
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+Kernel = Literal["fused", "flash", "flash3", "flash4", "efficient", "cudnn", "math"]
 
 CUDNN_WINS, CUDNN_PREFERRED = (9, 10), "9.15.1"
 """Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on
 Hopper), and the version from which torch's dispatcher picks it first on them, with and without a
 mask (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch
 2.11 to 2.14)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend(Entry):
+    """One implementation of attention in diffusers' dispatcher, under diffusers' name or, with
+    `function`, a new one in lower case."""
+
+    knob = "attention"
+    kernel: Kernel = "fused"
+    """Kernel whose memory and time the cost model charges on a GPU; `fused` is the one that
+    torch's own dispatcher picks. A CPU has its own for all but `math`."""
+    refuses_masks: bool = False  # even one that is all True
+    why_not: str = ""  # why no machine can train with it
+    function: str = ""
+    """`package.module:function` that diffusers lacks or gave no backward pass, called as
+    FlashAttention's are, with tensors of shape (batch, tokens, heads, head dimension)."""
+    tolerance: float = 0.02
+    tolerance_reason: str = (
+        "another kernel sums in another order and rounds other intermediate results"
+    )
+
+    def diffusers_name(self) -> "AttentionBackendName":
+        """Return the member of diffusers' enumeration that selects this backend.
+
+        The enumeration is closed, so a `function` is added to it through its internals. Raises
+        ValueError if this diffusers has no such backend.
+        """
+        from diffusers.models.attention_dispatch import (
+            AttentionBackendName,
+            _AttentionBackendRegistry,
+        )
+
+        if self.function and self.name not in AttentionBackendName.__members__:
+            member = str.__new__(AttentionBackendName, self.name)
+            member._name_ = member._value_ = self.name
+            AttentionBackendName._member_map_[self.name] = member
+            AttentionBackendName._value2member_map_[self.name] = member
+            _AttentionBackendRegistry.register(member)(_flash_attention(self.function))
+        return AttentionBackendName(self.name)
 
 
 EFFICIENCY: Mapping[str, float] = {"flash": 0.69, "flash4": 0.69, "efficient": 0.38, "cudnn": 0.56}
@@ -25,8 +71,8 @@ UNKNOWN_EFFICIENCY = 0.3
 
 
 def assumed_efficiency(kernel: str, capability: tuple[int, int] | None) -> float:
-    """Forward and backward, as a share of what large products reach on the card. Round figures,
-    nothing measured here.
+    """Return the share of what large products reach on the card, forward and backward. Round
+    figures, nothing measured here.
 
     FlashAttention-2 reports 50 to 73% of the peak on A100 (arXiv:2307.08691) and the
     FlashAttention-3 paper, with heads of 128 and 4,096 tokens on H100 (arXiv:2407.08608), 368
@@ -35,20 +81,15 @@ def assumed_efficiency(kernel: str, capability: tuple[int, int] | None) -> float
     (mlc-ai/pith-train#2) and up to 1.3 times cuDNN's on B200 (its announcement); of backward passes
     nothing was found, so it is taken for version 3's on H100 by its forward share, and for cuDNN's
     on B200. On Blackwell's GeForce cards it uses the instructions of version 2
-    (Dao-AILab/flash-attention#2330). A package has the rate of its kernel, whoever built it:
-    torch's own flash kernel is FlashAttention-2, too, and its memory-efficient one xformers'.
+    (Dao-AILab/flash-attention#2330). torch's own flash kernel is FlashAttention-2, too, and its
+    memory-efficient one xformers'.
     """
     return EFFICIENCY_OF.get((capability or (0, 0))[0], EFFICIENCY).get(kernel, UNKNOWN_EFFICIENCY)
 
 
 def prefers_cudnn(capability: tuple[int, int] | None, cudnn: str | None) -> bool:
-    """Whether `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED
-    is set.
-
-    Args:
-        capability: compute capability; None without CUDA.
-        cudnn: its version; None if there is none.
-    """
+    """Tell if `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED
+    is set."""
     major = (capability or (0, 0))[0]
     return major in CUDNN_WINS and is_at_least(cudnn, CUDNN_PREFERRED)
 
@@ -61,25 +102,16 @@ def cuda_kernel(
     capability: tuple[int, int] | None,
     cudnn: str | None,
 ) -> Kernel:
-    """The kernel that `attention` runs on CUDA: that of a package, `flash`, `efficient`, `cudnn` or
-    `math`.
+    """Name the kernel that `attention` runs on CUDA; without `capability` a card of 8.0 is meant.
 
     torch's dispatcher prefers cuDNN on some cards (`prefers_cudnn`), then flash, which takes no
     mask, no fp32 and needs compute capability 8.0, then the memory-efficient kernel
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and
     `check_tensor_dtype`).
-
-    Args:
-        attention: name of a backend.
-        masked: whether it gets a mask.
-        precision: compute dtype.
-        capability: compute capability; None for one of 8.0.
-        cudnn: its version; None if there is none.
     """
     backend = ATTENTION_BACKENDS.get(attention)
-    kernel = backend.kernel if backend is not None else "fused"
-    if kernel != "fused":
-        return kernel
+    if backend is not None and backend.kernel != "fused":
+        return backend.kernel
     if precision == "fp32" or (capability or (8, 0)) < (8, 0):
         return "efficient"
     if prefers_cudnn(capability, cudnn):
@@ -88,7 +120,7 @@ def cuda_kernel(
 
 
 def token_multiple(kernel: str) -> int:
-    """What the number of tokens is padded to a multiple of where a kernel gets a mask anyway.
+    """Return what the number of tokens is padded to a multiple of where a kernel gets a mask.
 
     cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678), and
     a plan of it serves one length alone; no other kernel gains anything.
@@ -96,7 +128,7 @@ def token_multiple(kernel: str) -> int:
     return 128 if kernel == "cudnn" else 1
 
 
-def _refused(reason: str, library: Library | None, *names: str) -> Iterator[AttentionBackend]:
+def _refused(reason: str, library: str | None, *names: str) -> Iterator[AttentionBackend]:
     return (
         AttentionBackend(name, "", Requirements(library=library), why_not=reason) for name in names
     )
@@ -105,9 +137,8 @@ def _refused(reason: str, library: Library | None, *names: str) -> Iterator[Atte
 MASKS_DOUBTFUL = "trains; NaN gradients seen with a mask at some lengths"
 NO_BACKWARD = "no backward: gradients vanish without an error"
 FETCHED = (
-    "not offered: diffusers would fetch its kernel from the hub and run it, and a plan runs "
-    "no "
-    "fetched code"
+    "not offered: diffusers would fetch its kernel from the hub and run it, "
+    "and a plan runs no fetched code"
 )
 GPU, AMPERE = Requirements(("cuda",)), Requirements(("cuda",), (8, 0))
 FLASH_ATTN = Requirements(("cuda",), (8, 0), "flash_attn", "2.6.3")
@@ -117,7 +148,7 @@ FLASH_ATTN_4 = Requirements(("cuda",), (9, 0), "flash_attn_4", "4.0.0b36")
 gradients on some cards."""
 XFORMERS = Requirements(("cuda",), (7, 0), "xformers", "0.0.29")
 
-ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = by_name(
+_ENTRIES = (
     AttentionBackend("native", "PyTorch chooses the kernel"),
     AttentionBackend(
         "_native_flash",
@@ -138,7 +169,7 @@ ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = by_name(
         FLASH_ATTN_3,
         kernel="flash3",
         refuses_masks=True,
-        function="autotune.knobs.attention:attend_by_version_3",
+        function="flash_attn_interface:flash_attn_func",
     ),
     AttentionBackend(
         "flash-4",
@@ -146,7 +177,7 @@ ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = by_name(
         FLASH_ATTN_4,
         kernel="flash4",
         refuses_masks=True,
-        function="autotune.knobs.attention:attend_by_version_4",
+        function="flash_attn.cute:flash_attn_func",
     ),
     AttentionBackend("xformers", "trains", XFORMERS, kernel="efficient"),
     *_refused("not offered: it is slow unless compiled by itself", None, "flex"),
@@ -163,54 +194,29 @@ ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = by_name(
 diffusers' flash_varlen is none of them: under a mask it takes the first keys, and with the text
 first its padding comes before the image.
 """
+ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = {each.name: each for each in _ENTRIES}
 
 
-# The packages FlashAttention 3 (built from source for Hopper) and 4 (which compiles its kernels when
-# they are first used), with their own backward passes: diffusers runs version 3 inside an operation
-# that it gave no backward pass, and would fetch version 4 from the hub. What the packages return was
-# read in their sources: `hopper/flash_attn_interface.py`, whose betas return log sums too, and
-# `flash_attn/cute/interface.py` of flash-attn-4 4.0.0b36, which always does.
+def _flash_attention(function: str) -> Any:
+    """Wrap the function of FlashAttention 3 (built from source for Hopper) or 4 (which compiles
+    its kernels when they are first used), with a backward pass of its own.
 
-
-def attend_by_version_3(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Any:
-    """Call FlashAttention 3 as diffusers calls its own backends.
-
-    Query, key, value and result have the shape (batch, tokens, heads, head dimension), in bf16 or
-    fp16 on a GPU.
-
-    Raises:
-        ValueError: there is a mask, which it does not take.
+    diffusers runs version 3 inside an operation that it gave no backward pass, and would fetch
+    version 4 from the hub. Betas of version 3 return log sums too, and version 4 always does
+    (`hopper/flash_attn_interface.py`; `flash_attn/cute/interface.py` of flash-attn-4 4.0.0b36).
     """
-    from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found]
 
-    return _attend(flash_attn_func, query, key, value, attn_mask, is_causal, scale)
+    def attend(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Any:
+        if attn_mask is not None:
+            raise ValueError("FlashAttention takes no mask")
+        out = resolve_name(function)(query, key, value, softmax_scale=scale, causal=is_causal)
+        return out[0] if isinstance(out, tuple) else out
 
-
-def attend_by_version_4(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Any:
-    """Call FlashAttention 4, as `attend_by_version_3` does version 3."""
-    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
-
-    return _attend(flash_attn_func, query, key, value, attn_mask, is_causal, scale)
-
-
-def _attend(
-    attend: Any, query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None
-) -> Any:
-    if mask is not None:
-        raise ValueError("FlashAttention takes no mask")
-    out = attend(query, key, value, softmax_scale=scale, causal=is_causal)
-    return out[0] if isinstance(out, tuple) else out
+    return attend

@@ -1,10 +1,9 @@
 """Moves the frozen weights of some blocks between host and device while training runs.
 
 Each block's weights are copied to the device, all at once, just before its forward pass, which also
-runs when a checkpoint recomputes it for its backward pass, and the next block's meanwhile, on a
-stream of its own. Nothing is copied back: frozen weights never change, so a block leaves the device
-by dropping its copy. The same values meet the same kernels, so gradients are bit for bit those
-without swapping.
+runs when a checkpoint recomputes it, and the next block's meanwhile, on a stream of its own. Frozen
+weights never change, so a block leaves by dropping its copy. The same values meet the same kernels:
+gradients are bit for bit those without swapping.
 """
 
 import weakref
@@ -20,23 +19,21 @@ from autotune.models.family import Family
 from autotune.weights.stream import Transform
 
 PAGE_BYTES = 4096
+# Where a tensor may begin in its region: aligned as by CUDA's allocator.
 REGION_ALIGNMENT_BYTES = 256
-"""Where a tensor may begin within its block's region: as well aligned as CUDA's allocator would
-place it."""
 
 
 def swap_blocks(transformer: nn.Module, family: Family, num_blocks: int) -> None:
-    """Swap the first `num_blocks`, once per loaded model.
-
-    They visit the device on which weights of other blocks lie.
-    """
+    """Swap the first `num_blocks`, once per loaded model, to the device on which weights of other
+    blocks lie."""
     if blocks := family.blocks(transformer)[:num_blocks]:
         on_cuda = (each.device for each in transformer.parameters() if each.is_cuda)
         BlockSwap(blocks, next(on_cuda, next(transformer.parameters()).device))
 
 
 def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where tensors of these bytes begin in the region of one block, and the region's bytes."""
+    """Return where tensors of these bytes begin in the region of one block, and the region's
+    bytes."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -45,12 +42,8 @@ def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 class HostRegion:
-    """`bytes`, a tensor of uint8 that begins at a page, lives as long as anything refers to it;
-    locked for CUDA.
-
-    Raises:
-        AutotuneError: the system does not let so much memory be locked.
-    """
+    """Memory that begins at a page, as a tensor of uint8, `bytes`; locked for CUDA as long as it
+    lives."""
 
     def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
         self.num_bytes = num_bytes
@@ -60,52 +53,45 @@ class HostRegion:
         start = -whole.data_ptr() % PAGE_BYTES
         self.bytes = whole[start : start + num_bytes]
         if is_locked:
-            _lock(self.bytes, pages * PAGE_BYTES)
-            # The driver does so when the process ends.
-            weakref.finalize(self, _unlock, self.bytes).atexit = False
+            self._lock(pages * PAGE_BYTES)
 
-
-def _lock(memory: Tensor, num_bytes: int) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
-    if code:
-        raise AutotuneError(
-            f"{num_bytes / 2**20:.0f} MiB of the host's memory could not be locked for the GPU "
-            f"(CUDA error {code})",
-            hint="raise the limit of locked memory (ulimit -l unlimited), or plan with --pin "
-            "swapped_blocks=0",
-        )
-
-
-def _unlock(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+    def _lock(self, num_bytes: int) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
+        if code:
+            raise AutotuneError(
+                f"{num_bytes / 2**20:.0f} MiB of the host's memory could not be locked for the GPU "
+                f"(CUDA error {code})",
+                hint="raise the limit of locked memory (ulimit -l unlimited), or plan with --pin "
+                "swapped_blocks=0",
+            )
+        memory = self.bytes  # must outlive its registration
+        # The driver does so when the process ends.
+        weakref.finalize(self, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
 
 
 class HostWeight(NamedTuple):
-    """A frozen parameter whose values wait on the host: one tensor, or each tensor that a
-    quantized one consists of."""
+    """A frozen parameter whose values wait on the host: one tensor, or each that a quantized one
+    has."""
 
     module: nn.Module
     name: str
     on_host: nn.Parameter
-    offsets: tuple[int, ...]
-    """Where its tensors begin in the block's region."""
+    offsets: tuple[int, ...]  # where its tensors begin in the block's region
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Let the module use `parameter`."""
         self.module._parameters[self.name] = parameter
 
 
 class HostBlock(NamedTuple):
-    """The frozen weights of a block in one region of the host's memory, so that one copy brings
-    them all."""
+    """The frozen weights of a block in one region, so that one copy brings them all."""
 
     region: HostRegion
     weights: tuple[HostWeight, ...]
 
 
 class BlockSwap:
-    """At most two blocks are on the device: the one that runs, and the one that comes next.
+    """Brings two blocks to the device at most: the one that runs, and the one that comes next.
 
     `blocks` are in the order that they run; each must run under a checkpoint.
     """
@@ -117,9 +103,8 @@ class BlockSwap:
         assert all(block.weights for block in self.blocks), (
             "a block without frozen weights is swapped in name only"
         )
+        # When the weights of each block on the device arrived; None if at once.
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
-        """When the weights of each block on the device have arrived; None if copies are
-        immediate."""
         self.last = -1
         for number, block in enumerate(blocks):
             _move_trained(block, device)  # an optimizer may look at them before anything runs
@@ -207,15 +192,15 @@ def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
 
 
 def _parts_of(tensor: Any) -> dict[str, Tensor]:
-    """The plain tensors behind one: itself, or those that a quantized one consists of, by name."""
+    """The plain tensors behind one, by name: itself, or those that a quantized one consists of."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return {"": tensor}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
-    """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on; values
-    are the region's."""
+    """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on; values are
+    the region's."""
     like = like.detach()
     parts = {
         name: _view(region, offset, part)
@@ -239,13 +224,10 @@ def _view(region: Tensor, offset: int, like: Tensor) -> Tensor:
 def offload_on_arrival(
     family: Family, transformer: nn.Module, num_blocks: int, transform: Transform | None
 ) -> Transform:
-    """What to do with each module as its weights arrive: `transform`, then to the host if its
-    block is swapped."""
-    inside = {
-        id(module)
-        for block in family.blocks(transformer)[:num_blocks]
-        for module in block.modules()
-    }
+    """Return a transform for modules as weights arrive: `transform`, then to the host if
+    swapped."""
+    swapped = family.blocks(transformer)[:num_blocks]
+    inside = {id(module) for block in swapped for module in block.modules()}
 
     def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
         replacement = transform(name, module) if transform else None

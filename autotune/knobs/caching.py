@@ -1,5 +1,5 @@
-"""How captions and images are encoded before training: where text encoders and VAE run, how weights
-are stored. Pure.
+"""Choose how captions and images are encoded before training: where text encoders and VAE run, how
+weights are stored.
 
 The text encoder of Qwen-Image alone takes 16 GB in bf16, and the VAE of a video model tens of them
 for a clip, so on smaller cards an encoder must be smaller, elsewhere, or pass through piece by
@@ -27,46 +27,40 @@ from autotune.plan.hardware import (
 )
 from autotune.plan.plan import EncoderGpu, Reason, Rejected
 
-PIN = "caching."
-"""What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
+PIN = "caching."  # what pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`
 QUANTIZED_SHARE = 0.86
-"""Share of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3%
-of T5-XXL)."""
+"""Share of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3% of
+T5-XXL)."""
 PASSING_SHARE = 0.08
-"""Largest share of an encoder on the device while it is streamed: its embeddings (7% of
-Qwen2.5-VL-7B)."""
+"""Largest share on the device while it is streamed: its embeddings (7% of Qwen2.5-VL-7B)."""
 WORKING_SHARE = 0.06
-"""What encoding one caption takes beyond the weights: 1,024 tokens' hidden states of 29 layers,
-and their logits."""
+"""Beyond the weights, for one caption: 1,024 tokens' hidden states of 29 layers, and their
+logits."""
 ROUNDED_SHARE = 0.04
-"""What an allocator reserves beyond what is used; with segments that expand 1 to 4% is predicted
-of transformers."""
+"""Of what is used, what an allocator reserves beyond; 1 to 4% is predicted of transformers in
+segments that expand."""
 RESIDENCIES = get_args(CachingSettings.model_fields["residency"].annotation)
+# Settings that are chosen together, or pinned together.
 TEXT_FIELDS = ("text_encoder_device", "text_encoder_quantization", "text_encoder_streamed")
-"""Settings that are chosen together, or pinned together."""
 
 
 @dataclass(frozen=True)
 class EncoderSize:
-    """What decides which option fits."""
+    """Bytes of the models around the transformer, which decide how they fit."""
 
-    num_parameters: int
-    """Parameters of all text encoders together."""
-    element_bytes: int
-    """Bytes of an unquantized parameter."""
-    vae_bytes: int
-    """Weights of the VAE."""
-    vae_working_bytes: int = 0
-    """Most that encoding one image or clip takes beyond these."""
+    num_parameters: int  # of all text encoders together
+    element_bytes: int  # of an unquantized parameter
+    vae_bytes: int  # weights
+    vae_working_bytes: int = 0  # most that encoding one image or clip takes beyond these
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the unquantized weights of text encoders."""
+        """Unquantized weights of text encoders."""
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
-        """What encoding captions takes of the training device, weights and working memory, the
-        VAE apart."""
+        """What encoding captions takes of the training device, weights and working memory, without
+        the VAE."""
         return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
 
     def captions_bytes(self, caching: CachingSettings) -> int:
@@ -76,16 +70,15 @@ class EncoderSize:
         return self._encoder_bytes(caching) + beside
 
     def images_bytes(self, caching: CachingSettings) -> int:
-        """What encoding images takes where the VAE runs: text encoders have left, unless they
-        are kept there."""
+        """What encoding images takes where the VAE runs: text encoders have left, unless they are
+        kept there."""
         stay = caching.residency == "keep" and caching.text_encoder_device == caching.vae_device
         return (
             self.vae_bytes + self.vae_working_bytes + (self._encoder_bytes(caching) if stay else 0)
         )
 
     def bytes_at(self, place: str, caching: CachingSettings) -> int:
-        """Most of both at one place, in the words of `CachingSettings`; 0 if nothing is encoded
-        there."""
+        """Most of both at one place, in the words of `CachingSettings`."""
         captions = self.captions_bytes(caching) if caching.text_encoder_device == place else 0
         return max(captions, self.images_bytes(caching) if caching.vae_device == place else 0)
 
@@ -93,7 +86,7 @@ class EncoderSize:
         return round((self._stored_share(caching) + WORKING_SHARE) * self.plain_bytes)
 
     def weight_bytes(self, caching: CachingSettings) -> int:
-        """The part of that which is weights."""
+        """The part of `device_bytes` which is weights."""
         return (
             round(self._stored_share(caching) * self.plain_bytes)
             if caching.text_encoder_device == "training"
@@ -111,7 +104,7 @@ class EncoderSize:
 def size_of(
     parts: Parts, precision: str, vae_bytes: int, vae_working_bytes: int = 0
 ) -> EncoderSize:
-    """The size of the models around the transformer."""
+    """Return the size of the models around the transformer."""
     parameters = sum(parts.text_encoder_parameters)
     return EncoderSize(parameters, encoder_element_bytes(precision), vae_bytes, vae_working_bytes)
 
@@ -124,15 +117,12 @@ def choose_caching(
     *,
     exclusions: Sequence[tuple[str, str]] = (),
 ) -> tuple[CachingSettings, Reason]:
-    """The settings, and why. `pins` fix fields by name, `exclusions` take values of fields away.
+    """Choose the settings, and say why. `pins` fix fields by name, `exclusions` take values of
+    fields away.
 
     The VAE's place is chosen after the text encoders' way. With several processes each GPU has one
-    that trains on it, so none is free for encoders.
-
-    Raises:
-        InvalidInput: a pin names no field or a value that cannot be used on this machine, or that
-            is excluded, or another GPU that has too little memory; or nothing is left by
-            exclusions.
+    that trains on it, so none is free for encoders. Raises InvalidInput for a pin that is unknown,
+    excluded, or impossible here, and if exclusions leave nothing.
     """
     pins = pins or {}
     pinned, excluded = parse_pins(pins, context), _pairs(exclusions)
@@ -186,8 +176,7 @@ def _with_allowed_residency(
 def encoder_gpu_of(
     hardware: HardwareProfile, caching: CachingSettings, size: EncoderSize
 ) -> EncoderGpu | None:
-    """The GPU beside the one that trains that encodes, and what that takes of it; None if none
-    does."""
+    """Describe the GPU beside the one that trains that encodes, and what that takes of it."""
     other = _find_gpu(caching.other_gpu, hardware)
     if caching.other_gpu is None or other is None:
         return None
@@ -201,8 +190,7 @@ def encoder_gpu_of(
 
 
 def caching_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
-    """The values of each field that may be chosen on this machine, by the names that pins have
-    for fields."""
+    """List the values of each field that may be chosen on this machine, by the names of pins."""
     places = _places(context, 1, CachingSettings())
     options = [CachingSettings(**way) for way in _text_ways(places)]
     options += [CachingSettings(vae_device=place) for place in places]
@@ -217,8 +205,8 @@ def _pairs(values: Iterable[tuple[str, object]]) -> set[tuple[str, str]]:
 
 
 def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
-    """The defaults with `pins`, as text. Raises InvalidInput for what is unknown or cannot be
-    used on this machine."""
+    """Return the defaults with `pins`. Raises InvalidInput for what is unknown or cannot be used
+    here."""
     settings = _read_fields(pins)
     device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
     if settings.other_gpu and _find_gpu(settings.other_gpu, context.hardware) is None:
@@ -271,7 +259,7 @@ def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
 
 
 def describe_caching(caching: CachingSettings) -> str:
-    """The settings in words for people."""
+    """Put the settings in words for people."""
     stored = (
         "as they are"
         if caching.text_encoder_quantization == "none"
@@ -291,8 +279,8 @@ def _place_name(place: str) -> str:
 def _require_choice(
     refusals: Mapping[CachingSettings, str | None], is_pinned: bool, what: str
 ) -> None:
-    """Raise InvalidInput if nothing is left, or if another GPU is pinned that has no room: no
-    trial would tell."""
+    """Raise InvalidInput if nothing is left, or if another GPU is pinned that has no room: no trial
+    would tell."""
     if not refusals:
         raise InvalidInput(
             f"exclusions leave no way to encode {what}",
@@ -364,7 +352,7 @@ def _reserved(num_bytes: int) -> int:
 
 
 def cast_refusal(name: str, family: Family) -> str | None:
-    """Why a family's text encoders would compute nonsense in a weight format, or None."""
+    """Tell why a family's text encoders would compute nonsense in a weight format."""
     weight_format = WEIGHT_FORMATS.get(name)
     if family.casts_to_weight_dtype and weight_format and weight_format.hides_dtype:
         return "T5 casts its activations to the dtype in which a weight lies"

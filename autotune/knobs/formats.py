@@ -1,13 +1,58 @@
 """The formats of frozen weights, and what is known of each."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, get_args
 
-from autotune.knobs.entries import Requirements, WeightFormat, by_name
+from autotune.knobs.knob import Entry, Requirements
+from autotune.plan.workload import Quality
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat(Entry):
+    """One way to store the weights of frozen Linear layers."""
+
+    knob = "quantization"
+    quality: Quality  # the strictest floor that admits it
+    bytes_per_parameter: float  # scales included
+    quantize: str = ""
+    """`package.module:function` that gets each `torch.nn.Linear` when its weight has arrived, on
+    its device. It changes the layer in place, or returns the layer that takes its place: a
+    Linear or another layer that peft adapts, with all that it stores as frozen parameters. Empty
+    if weights stay as they are."""
+    stand_in: str = ""
+    """`package.module:function` for the cost model's trace, if `quantize` does not work on the
+    meta device: makes a layer store, keep for backward and compute as much. It gets the layer,
+    and `cuda` or `cpu`."""
+    stored_dtype: str = ""  # torch's name of what is converted before each product, and probed
+    product_dtype: str = ""
+    """`int8` or `fp8` if products have factors of 8 bits, which the probe measures."""
+    quantizing_slices: float | None = None
+    """Slices' bytes that quantizing takes for a moment beside the layer; None if it does not work
+    in slices and takes several times the layer."""
+    storage_version: int = 1
+    """Another one stores other numbers: embeddings that text encoders made with the one before
+    are made again."""
+    hides_dtype: bool = False
+    """Do weights show another dtype than products are computed in? What casts its activations to
+    the dtype of a weight, as T5 does, would compute nonsense."""
+    can_offload: bool = True
+    """Can weights wait on the host, since all that belongs to them is in tensors?"""
+    is_tried_for_encoders: bool = False  # text encoders that do not fit otherwise
+
+    @property
+    def can_shard(self) -> bool:
+        """True if several processes can share its weights: FSDP2 takes plain tensors of one
+        dtype."""
+        return not self.quantize
+
+    def meets(self, floor: Quality) -> bool:
+        """Tell if the quality floor admits it."""
+        return get_args(Quality).index(self.quality) <= get_args(Quality).index(floor)
+
 
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
 """Requirements of formats that torchao stored at first. They are plain tensors now: float8 of
@@ -44,7 +89,7 @@ def _multiplied(
     )
 
 
-WEIGHT_FORMATS: Mapping[str, WeightFormat] = by_name(
+_ENTRIES = (
     WeightFormat("none", "weights stay as they are", quality="exact", bytes_per_parameter=2.0),
     WeightFormat(
         "torchao-int8",
@@ -100,12 +145,11 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = by_name(
 Chroma's 62% of nf4. Of products in 8 bits 2 to 5% and 7 to 16%; of Krea 2's 7 to 11% and 22 to
 26%. Slices, as measured on CPUs: nf4 7.4, int8 and float8 with scales 4 in bf16, all 2
 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in _ENTRIES}
 
 
-NF4_BLOCK = 64
-"""Weights per absolute maximum."""
-NESTED_BLOCK = 256
-"""Absolute maxima per fp32 scale of theirs, with double quantization."""
+NF4_BLOCK = 64  # weights per absolute maximum
+NESTED_BLOCK = 256  # absolute maxima per fp32 scale of theirs, with double quantization
 
 SLICE_BYTES = 32 << 20
 CPU_SLICE_BYTES = 1 << 20
@@ -114,5 +158,5 @@ would be launches, and loading has memory to spare, since training needs far mor
 
 
 def slice_bytes_of(weight: "Tensor") -> int:
-    """Bytes of `weight` to quantize at a time."""
+    """Return how many bytes of `weight` to quantize at a time."""
     return CPU_SLICE_BYTES if weight.is_cpu else SLICE_BYTES

@@ -1,14 +1,13 @@
-"""What a knob, one field of `Candidate`, must answer: its choices on a machine, and why others are
-excluded."""
+"""What a knob, one field of `Candidate`, must answer, and what tables of its choices hold."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import HardwareProfile
+from autotune.plan.hardware import DeviceKind, HardwareProfile
 from autotune.plan.workload import Workload
 
 WHOLE_WEIGHTS = (
@@ -23,12 +22,10 @@ class TuningContext:
     hardware: HardwareProfile
     family: Family
     workload: Workload
-    training_bytes: int | None = None
-    """What training may take, if that is less than the device's budget."""
+    training_bytes: int | None = None  # what training may take, if less than the device's budget
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that may be taken of the device."""
         own = self.hardware.device.budget_bytes
         return own if self.training_bytes is None else self.training_bytes
 
@@ -39,18 +36,14 @@ class Choices:
 
     admitted: tuple[Choice, ...]
     rejected: Mapping[Choice, str] = field(default_factory=dict)
+    # What works, but no search tries: a rule settles the knob, or the value pays in rare cases.
     pinnable: Mapping[Choice, str] = field(default_factory=dict)
-    """Values that work and may be pinned, but that no search tries, and why not: a rule or a
-    measurement settles the knob, or the value pays in rare cases alone."""
 
 
 @dataclass(frozen=True)
 class GradientTolerance:
-    """How far adapter gradients under a choice may lie from the reference's before it counts as
-    another computation.
-
-    For an optimizer, which makes updates from gradients: how far the adapter moves.
-    """
+    """How far adapter gradients under a choice may lie from the reference's; for an optimizer, how
+    far its updates may."""
 
     checked_choice: Choice
     """The value that is run to find out, on a model of a few blocks. Choices that run the same
@@ -59,37 +52,32 @@ class GradientTolerance:
     """Root mean square, over the adapter's tensors, of the relative error; the compute dtype's is
     added for gradients."""
     reason: str
-    """Where an error of this size comes from."""
     other_choices: Mapping[str, Choice] = field(default_factory=dict)
     """Other knobs' values without which it does not run."""
 
 
 def gradient_capability(knob: str, checked_choice: Choice) -> str:
-    """Name of the machine's capability to compute right gradients under a knob's value."""
+    """Name the machine's capability to compute right gradients under a knob's value."""
     return f"parity.{knob}.{checked_choice}"
 
 
 def why_not(hardware: HardwareProfile, capability: str) -> str | None:
-    """Why the machine lacks the capability of this name; None if it has it, or if it is unknown."""
+    """Tell why the machine lacks a capability; None if it has it, or if it is unknown."""
     return next(
         (g.reason for g in hardware.capabilities if g.name == capability and not g.available), None
     )
 
 
 class Knob(ABC):
-    """One tunable dimension. Stateless: instances live in the registry."""
+    """One tunable dimension, without state."""
 
     name: ClassVar[str]
-    """The field of `Candidate` it sets."""
     is_composed: ClassVar[bool] = False
-    """Whether it is a number of blocks, which the cost model chooses together with the other
-    numbers of blocks."""
-    needs_reload: ClassVar[bool] = False
-    """Whether another value needs the model loaded anew."""
+    """Is it a number of blocks, which the cost model chooses together with the others?"""
+    needs_reload: ClassVar[bool] = False  # another value needs the model loaded anew
     compared_with: ClassVar[Choice | None] = None
     """If a rule settles the knob: the libraries' own way, which the last trial of a search
-    compares it with. Gradients of the other values are compared with this one's, so that it
-    needs no such check."""
+    compares it with. Gradients are compared with this one's, so that it needs no such check."""
 
     @property
     def title(self) -> str:
@@ -98,15 +86,15 @@ class Knob(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every value on any machine, if values are names; empty if they are numbers."""
+        """Every value on any machine; empty if values are numbers."""
         return ()
 
     @abstractmethod
     def choices(self, context: TuningContext) -> Choices:
-        """The values worth trying in this context, those that need less memory first."""
+        """Find the values worth trying, those that need less memory first."""
 
     def choices_for_family(self, context: TuningContext) -> Choices:
-        """`choices`; the knob's default alone if the family excludes the others."""
+        """Return `choices`, or the knob's default alone if the family excludes the others."""
         choices, reason = self.choices(context), context.family.excluded.get(self.name)
         if reason is None:
             return choices
@@ -121,18 +109,54 @@ class Knob(ABC):
         )
 
     def why_not_on(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        """Why `choice` does not work on this machine at all; None if it may."""
+        """Tell why `choice` does not work on this machine at all; None if it may."""
         return why_not(hardware, f"{self.name}.{choice}")
 
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
-        """Why this knob's value cannot go with the candidate's other values; None if it can."""
+        """Tell why this knob's value cannot go with the candidate's other values."""
         return None
 
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
-        """How gradients under `choice` are compared with the reference's; None if it changes
-        nothing about them."""
+        """Return how gradients under `choice` are compared; None if it changes nothing of them."""
         return None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
-        """The choice in words for people."""
+        """Put the choice in words for people."""
         return str(choice)
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a machine must have before an entry works on it; `autotune.machine` evaluates it."""
+
+    device_kinds: tuple[DeviceKind, ...] = ()  # empty for all
+    compute_capability: tuple[int, int] = (0, 0)  # the lowest, of CUDA devices
+    library: str | None = None
+    """Field of `Versions`. What was measured with it holds for one version of it."""
+    min_version: str = "0"
+    min_version_on_cpu: str | None = None
+    compiles_on: tuple[DeviceKind, ...] = ()  # kinds of devices on which it needs torch.compile
+    only_major: int | None = None
+    """Major compute capability that it is compiled for, if it is for no other."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What attention backends and weight formats have in common."""
+
+    knob: ClassVar[str]
+    name: str
+    summary: str  # what people read about it if the machine can use it
+    needs: Requirements = Requirements()
+    _: KW_ONLY
+    tolerance: float = 0.0
+    """Relative error of adapter gradients, against plain attention on unquantized random weights
+    in fp32, up to which it counts as the entry's own; 0 if there is none."""
+    tolerance_reason: str = ""
+    why_not_searched: Callable[[HardwareProfile], str | None] = lambda hardware: None
+    """Why no search tries it on a machine that could use it; None if it is worth trying."""
+
+    @property
+    def capability(self) -> str:
+        """Name of the machine's capability to use it."""
+        return f"{self.knob}.{self.name}"

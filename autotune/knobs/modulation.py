@@ -1,5 +1,5 @@
-"""Modulation ahead of time: layers that depend on the noise level alone need not be on the device,
-nor run in a step.
+"""Modulation ahead of time: layers that depend on the noise level alone are neither on the device
+nor in a step.
 
 The noise levels of all draws are known before a run, so what the layers make of them is computed
 for a window of coming draws at a time, on the device, layer by layer. Steps get the results; the
@@ -18,46 +18,43 @@ from torch import Tensor, nn
 from autotune.models.family import Family
 
 MAX_WINDOW_BYTES = 1 << 30
-"""Limit on the host's memory for the modulations of a window, however long the run; but a window is
-one step at least."""
+"""Of the host's memory for a window's modulations, however long the run; one step at least."""
 MAX_WINDOW_DRAWS = 256
 """More make the products hardly faster, and a small model's window only longer to wait for."""
 
 
 def window_steps(row_bytes: int, images_per_step: int) -> int:
-    """Optimizer steps of a window, for modulations of `row_bytes` a draw and so many images of
-    this process a step."""
+    """Return optimizer steps of a window, for modulations of `row_bytes` a draw and so many images
+    of this process a step."""
     draws = min(MAX_WINDOW_DRAWS, MAX_WINDOW_BYTES // max(1, row_bytes))
     return max(1, draws // images_per_step)
 
 
-ATTRIBUTE = "modulation_ahead"
-"""Name of the module that the transformer gets."""
+ATTRIBUTE = "modulation_ahead"  # name of the module that the transformer gets
 
 Stream = Callable[[], Generator[tuple[str, Tensor]]]
-"""Yields every tensor of the modulation layers once, by its name in the transformer, in the
-dtype to compute in."""
+"""Yields every tensor of the modulation layers once, by its name in the transformer, in the dtype
+to compute in."""
 
 
 @dataclass(frozen=True)
 class ModulationLayer:
-    """One layer that has left the model, and where its outputs lie in a row."""
+    """A layer that has left the model, and where its outputs lie in a row."""
 
     name: str
+    # Its parameters on the meta device, in the dtype that the model was built in.
     shapes: Mapping[str, Tensor]
-    """Its parameters on the meta device, in the dtype that the model was built in."""
     start: int
     stop: int
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its parameters by their names in the transformer."""
         return {f"{self.name}.{leaf}": tensor for leaf, tensor in self.shapes.items()}
 
 
 class ModulationPart(nn.Module):
-    """Stands where a modulation layer was: takes the layer's outputs out of rows (items, all
-    layers' outputs)."""
+    """Stands where a modulation layer was: takes its outputs from rows (items, all layers'
+    outputs)."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -70,10 +67,8 @@ class ModulationPart(nn.Module):
 class ModulationAhead(nn.Module):
     """Computes and holds rows for a transformer whose modulation layers have left it.
 
-    Attributes:
-        layers: the layers, in the order of their outputs in a row.
-        dtype: of rows.
-        table: rows of the window (draws, row), on the host; None before the first.
+    `table` holds the window's rows (draws, row) on the host; None before the first. `layers` are in
+    the order of their outputs in a row.
     """
 
     table: Tensor | None
@@ -91,7 +86,6 @@ class ModulationAhead(nn.Module):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the modulations of one draw."""
         return self.width * self.dtype.itemsize
 
     @property
@@ -106,13 +100,12 @@ class ModulationAhead(nn.Module):
         self.set_dtype(dtype_of)
 
     def set_dtype(self, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
-        """Say in which dtypes the model is to be computed."""
         first = next(iter(self.tensors.items()))
         self.dtype = dtype_of(first[0], first[1].dtype)
 
     @contextmanager
     def collecting(self, family: Family, transformer: nn.Module) -> Iterator[dict[bytes, Tensor]]:
-        """Meanwhile no block runs: calls of the transformer give zeros of the right shape, and
+        """Let no block run meanwhile: calls of the transformer give zeros of the right shape, and
         what they are conditioned on is collected, for `hold`."""
         blocks = {name: transformer.get_submodule(name) for name in family.block_lists}
         self._collected = {}
@@ -127,11 +120,10 @@ class ModulationAhead(nn.Module):
                 transformer.set_submodule(name, block)
 
     def hold(self, collected: Mapping[bytes, Tensor], capacity: int) -> None:
-        """Compute the rows of a window, in place of those held so far.
+        """Compute the rows of a window, in place of those held so far, from conditionings
+        (features,) by key.
 
-        Args:
-            collected: conditionings (features,) by key.
-            capacity: rows to have room for, so that memory is taken once.
+        `capacity` is the number of rows to have room for, so that memory is taken once.
         """
         conditionings = torch.stack(list(collected.values()))
         self._rows = {}
@@ -145,9 +137,7 @@ class ModulationAhead(nn.Module):
     @contextmanager
     def holding_also(self, collected: Mapping[bytes, Tensor]) -> Iterator[None]:
         """Compute rows beside the window's, and forget them afterwards."""
-        missing = {
-            key: conditioning for key, conditioning in collected.items() if key not in self._rows
-        }
+        missing = {key: each for key, each in collected.items() if key not in self._rows}
         if missing:
             table = torch.empty(len(missing), self.width, dtype=self.dtype)
             self._compute(torch.stack(list(missing.values())), table)
@@ -166,8 +156,7 @@ class ModulationAhead(nn.Module):
         kwargs: dict[str, Any],
         embedded: Tensor,
     ) -> Tensor:
-        """Forward hook of the embedders: the last one's output becomes rows, those before it add
-        nothing."""
+        """Make the last embedder's output rows, as a forward hook; those before it add nothing."""
         if number == 0:
             self._embedded, self._inputs = [], []
         self._embedded.append(embedded)
@@ -213,35 +202,28 @@ class ModulationAhead(nn.Module):
 
 def _keys_of(inputs: Sequence[Tensor], num_items: int) -> list[bytes]:
     """What each item is conditioned on, in bytes: of the embedders' inputs, those with one number
-    or vector an item.
-
-    Others, such as the image's tokens, tell them a dtype alone.
-    """
+    or vector an item. Others, such as the image's tokens, tell them a dtype alone."""
     own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
-    numbers = (
-        torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1).cpu().numpy()
-    )
-    return [row.tobytes() for row in numbers]
+    numbers = torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1)
+    return [row.tobytes() for row in numbers.cpu().numpy()]
 
 
 def find_modulation_ahead(transformer: nn.Module) -> ModulationAhead | None:
-    """What computes the transformer's modulations ahead; None if its layers are resident."""
+    """Return what computes the transformer's modulations ahead; None if its layers are resident."""
     found = getattr(transformer, ATTRIBUTE, None)
     assert found is None or isinstance(found, ModulationAhead)
     return found
 
 
 def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
-    """Replace the modulation layers of a transformer that may be on the meta device; `connect`
-    must follow before it runs on any other."""
+    """Replace the modulation layers of a transformer, perhaps on the meta device; else `connect`
+    must follow before it runs."""
     assert family.modulation is not None
     layers: list[ModulationLayer] = []
     for activation, name in family.modulation.find(transformer):
         layer, start = transformer.get_submodule(name), layers[-1].stop if layers else 0
         assert isinstance(layer, nn.Linear)
-        shapes = {
-            leaf: parameter.detach().to("meta") for leaf, parameter in layer.named_parameters()
-        }
+        shapes = {leaf: each.detach().to("meta") for leaf, each in layer.named_parameters()}
         layers.append(ModulationLayer(name, shapes, start, start + layer.out_features))
         transformer.set_submodule(name, ModulationPart(layers[-1].start, layers[-1].stop))
         transformer.set_submodule(activation, nn.Identity())
@@ -254,8 +236,7 @@ def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
 
 
 def take_loaded_layers(family: Family, transformer: nn.Module) -> None:
-    """The same for a transformer that has its weights: they are asked again from what it had, on
-    the host."""
+    """Do the same to a transformer that has its weights: they are asked again from the host."""
     assert family.modulation is not None
     owned = {
         f"{name}.{leaf}": parameter.detach().cpu()

@@ -25,17 +25,14 @@ from torch import Tensor, nn
 
 from autotune.models.family import AttentionLayout, Rotary, Stream
 
-Tables = Sequence[Any]
-"""For each stream what turns it, in the form that the kernels take; None for one that is not
-turned."""
+Tables = Sequence[Any]  # for each stream what turns it, as the kernels take it, or None
 
 
 class Kernels(NamedTuple):
-    """One way to compute it. Weights, tables and streams are in the order in which streams are
+    """One way to compute it; weights, tables and streams are in the order in which streams are
     joined."""
 
-    table: Callable[[Tensor], Any]
-    """A complex table in the form that the others take."""
+    table: Callable[[Tensor], Any]  # a complex table in the form that the others take
     forward: Callable[[Sequence[Tensor], Sequence[Tensor | None], Tables, float], Tensor]
     """(streams, weights, tables, epsilon) -> normed, turned and joined along the tokens."""
     backward: Callable[
@@ -45,7 +42,7 @@ class Kernels(NamedTuple):
 
 
 class NormRopeFunction(torch.autograd.Function):
-    """Joined streams of one kind, queries or keys; see `Kernels`. `rounds`: as
+    """Joined streams of queries or of keys; see `Kernels`. `rounds`: as
     `AttentionLayout.rounds_to_bf16`."""
 
     @staticmethod
@@ -133,9 +130,8 @@ def _eager_backward(
 
 
 def _wide(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines, and sines with the signs that a rotation gives them, of every channel: compiled
-    code reads both in order, where taking every second number of a table would keep it from
-    using vector instructions."""
+    """Cosines, and sines with the signs that a rotation gives them, of every channel: taking every
+    second number of a table would keep compiled code from using vector instructions."""
     real = torch.view_as_real(table)
     sines = real[..., 1]
     return real[..., 0].repeat_interleave(2, -1), torch.stack((-sines, sines), dim=-1).flatten(-2)
@@ -179,26 +175,24 @@ def _wide_backward(
     return found
 
 
-def _compiled_when_run(function: Any) -> Any:
+_compile = cache(torch.compile)
+
+
+def _compiled(function: Any) -> Any:
     def call(*inputs: Any) -> Any:
-        return _compile(function)(*inputs)
+        return _compile(function)(
+            *inputs
+        )  # when it is needed: the compiler takes seconds to import
 
     return call
 
 
-@cache
-def _compile(function: Any) -> Any:
-    return torch.compile(function)  # when it is needed: torch's compiler takes seconds to import
-
-
 KERNELS: dict[str, Kernels] = {
     "fused": Kernels(lambda table: table, _eager_forward, _eager_backward),
-    "compiled": Kernels(
-        _wide, _compiled_when_run(_wide_forward), _compiled_when_run(_wide_backward)
-    ),
+    "compiled": Kernels(_wide, _compiled(_wide_forward), _compiled(_wide_backward)),
 }
-"""By the name of the knob's choice. Only `compiled` takes seconds at its first call, and again
-for other shapes."""
+"""By the name of the knob's choice. Only `compiled` takes seconds at its first call, and again for
+other shapes."""
 
 
 class RotaryTables:
@@ -210,7 +204,6 @@ class RotaryTables:
         self.tables: list[Any] = []
 
     def get(self, rotary: Rotary, positions: Any, lengths: Sequence[int], name: str) -> list[Any]:
-        """For each stream, in the order in which they are joined."""
         source = positions[0] if isinstance(positions, tuple) else positions
         key = (name, *lengths)
         if not self.key or self.key[0] is not source or self.key[1:] != key:
@@ -222,8 +215,8 @@ class RotaryTables:
 
 
 def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> list[Tensor | None]:
-    """Positions of each stream as complex numbers that broadcast against (batch, tokens, heads,
-    head size / 2); None for one that is not rotated."""
+    """Return each stream's positions as complex numbers that broadcast against (batch, tokens,
+    heads, head size / 2); None for one that is not rotated."""
     if rotary == "streams":
         image, text = positions
         return [text.unsqueeze(1), image.unsqueeze(1)]
@@ -232,12 +225,9 @@ def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> li
     if rotary == "cos_sin":
         cosines, sines = (part[:, ::2].float() for part in positions)
         table = torch.complex(cosines, sines).unsqueeze(1)
-        whole = len(table) == sum(lengths)
-        return (
-            list(torch.split(table, list(lengths)))
-            if whole
-            else [*[None] * (len(lengths) - 1), table]
-        )
+        if len(table) == sum(lengths):
+            return list(torch.split(table, list(lengths)))
+        return [*[None] * (len(lengths) - 1), table]
     return [positions.unsqueeze(2)]
 
 
@@ -251,7 +241,7 @@ class JoinedNormRope:
     _parallel_config: Any
 
     def attend(self, attn: nn.Module, image: Tensor, arguments: dict[str, Any]) -> Any:
-        """What the stock processor returns."""
+        """Return what the stock processor returns."""
         layout = self.layout
         text: Tensor | None = arguments.get("encoder_hidden_states")
         names, states = [layout.image], [image]
@@ -272,8 +262,7 @@ class JoinedNormRope:
         positions = arguments.get(layout.rotary_argument)
         query, key = (
             self._norm_rope(
-                attn,
-                [getattr(name, f"{kind}_norm") for name in names],
+                [getattr(attn, getattr(name, f"{kind}_norm")) for name in names],
                 project(kind, inputs),
                 positions,
             )
@@ -285,27 +274,24 @@ class JoinedNormRope:
         out = out.flatten(2, 3).to(query.dtype)
         if not is_joined:
             return _project_out(attn, layout.image, out)
-        parts = torch.split(out, [part.shape[1] for part in states], dim=1)
+        parts = torch.split(out, _lengths(states), dim=1)
         after = [_project_out(attn, name, part) for name, part in zip(names, parts, strict=True)]
         return after[1], after[0]
 
-    def _norm_rope(
-        self, attn: nn.Module, names: list[str], streams: list[Tensor], positions: Any
-    ) -> Tensor:
-        norms = [getattr(attn, name) for name in names]
+    def _norm_rope(self, norms: list[Any], streams: list[Tensor], positions: Any) -> Tensor:
         weights = tuple(norm.weight for norm in norms)
         # Code is compiled for training steps alone: previews and evaluations have shapes of their
         # own.
         name = self.kernels if torch.is_grad_enabled() else "fused"
         tables: list[Any] = [None] * len(streams)
         if positions is not None:
-            lengths = [stream.shape[1] for stream in streams]
-            tables = self.tables.get(self.layout.rotary, positions, lengths, name)
+            tables = self.tables.get(self.layout.rotary, positions, _lengths(streams), name)
         rounds = self.layout.rounds_to_bf16 and positions is not None
-        kernels: Kernels = KERNELS[name]
-        joined: Tensor = NormRopeFunction.apply(
-            kernels, weights, tables, _epsilon(norms[0]), rounds, *streams
-        )  # type: ignore[no-untyped-call]
+        # As torch's RMSNorm of fp32.
+        epsilon = torch.finfo(torch.float32).eps if norms[0].eps is None else float(norms[0].eps)
+        joined: Tensor = NormRopeFunction.apply(  # type: ignore[no-untyped-call]
+            KERNELS[name], weights, tables, epsilon, rounds, *streams
+        )
         return joined
 
 
@@ -330,11 +316,6 @@ def _project_out(attn: nn.Module, names: Stream, out: Tensor) -> Tensor:
     return out
 
 
-def _epsilon(norm: Any) -> float:
-    # As torch's RMSNorm of fp32.
-    return torch.finfo(torch.float32).eps if norm.eps is None else float(norm.eps)
-
-
 @cache
 def _processor_class(stock: type) -> type:
     signature = inspect.signature(stock.__call__)
@@ -352,10 +333,7 @@ def _processor_class(stock: type) -> type:
 
 def use_kernels(transformer: nn.Module, layouts: Sequence[AttentionLayout], name: str) -> None:
     """Let every attention module that has one of `layouts` use the kernels of that name, or `stock`
-    for diffusers' own.
-
-    May be called again with another name.
-    """
+    for diffusers' own; may be called again."""
     by_class = {layout.processor: layout for layout in layouts}
     tables = RotaryTables()
     for module in transformer.modules():

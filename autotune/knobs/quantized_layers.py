@@ -22,7 +22,7 @@ they are.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -35,20 +35,19 @@ from autotune.models.family import Family
 from autotune.weights.stream import Transform
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
-"""Of each dtype."""
+LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}  # of each dtype
+# Of rows of zeros, and of rows whose scale would underflow.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Of rows of zeros, and of rows whose scale would underflow."""
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` (rows, columns) in `dtype`, and the scale of each row, in fp32 (rows, 1)."""
+    """Return `x` (rows, columns) in `dtype`, and the scale of each row, in fp32 (rows, 1)."""
     scale = row_scales(x, dtype)
     return _in_scale(x, scale, dtype), scale
 
 
 def row_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of each row of `x` in `dtype`, in fp32 (rows, 1)."""
+    """Return the scale of each row of `x` in `dtype`, in fp32 (rows, 1)."""
     # abs() would take a copy.
     largest = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
     return largest.float().div_(LARGEST[dtype]).clamp_(min=SMALLEST_SCALE)
@@ -82,17 +81,17 @@ def store_rows(
 
 
 def as_stored(weight: Tensor) -> Tensor:
-    """A stored weight as int8 or float8."""
+    """View a stored weight as int8 or float8."""
     return weight.view(FLOAT8) if weight.dtype == torch.uint8 else weight
 
 
 CONVERTS_AS_IT_READS = {"cpu": False, "cuda": True, "meta": False}
-"""By kind of device, whether a kernel takes operands of several dtypes without copies of them."""
+"""By kind of device, if a kernel takes operands of several dtypes without copies of them."""
 
 
 class FrozenProduct(torch.autograd.Function):
-    """`linear(x, scale * stored, bias)`. Shapes: x (..., inputs), stored (outputs, inputs),
-    scale (outputs,), in fp32; bytes of float8 come as uint8."""
+    """`linear(x, scale * stored, bias)`: x (..., inputs), stored (outputs, inputs), fp32 scale
+    (outputs,); bytes of float8 come as uint8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,27 +112,22 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def _scales_weight(stored: Tensor, factor: Tensor) -> bool:
-    """Whether the weight is scaled, not what it is multiplied with. In fp16 products with
-    unscaled numbers overflow."""
+    """True if the weight is scaled, not what it is multiplied with. In fp16 products with unscaled
+    numbers overflow."""
     is_one_kernel = stored.dtype == torch.int8 and CONVERTS_AS_IT_READS[stored.device.type]
     return is_one_kernel or factor.dtype == torch.float16
 
 
 def _weight(stored: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if scale is None:
-        return as_stored(stored).to(dtype)
-    if stored.dtype == torch.int8:
-        return torch.mul(
-            stored,
-            scale.unsqueeze(1),
-            out=torch.empty(stored.shape, dtype=dtype, device=stored.device),
-        )
-    return as_stored(stored).to(dtype).mul_(scale.unsqueeze(1))
+    if scale is not None and stored.dtype == torch.int8:
+        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+        return torch.mul(stored, scale.unsqueeze(1), out=out)
+    weight = as_stored(stored).to(dtype)
+    return weight if scale is None else weight.mul_(scale.unsqueeze(1))
 
 
 class FrozenLinear(nn.Linear):
-    """A Linear whose weight is quantized. Made of a layer in place, by its class: to all others
-    it stays a Linear."""
+    """A Linear whose weight is quantized; a layer becomes one in place, by its class."""
 
     scale: Tensor
 
@@ -142,25 +136,21 @@ class FrozenLinear(nn.Linear):
         return product
 
 
-def quantize_int8(layer: nn.Linear) -> None:
-    """Store the weight of `layer` as int8 with a scale per row."""
-    store_rows(layer, torch.int8, torch.bfloat16)
+def _freeze(dtype: torch.dtype, layer: nn.Linear) -> None:
+    store_rows(layer, dtype, torch.bfloat16)
     layer.__class__ = FrozenLinear
 
 
-def quantize_float8(layer: nn.Linear) -> None:
-    """Store the weight of `layer` as float8 (e4m3) with a scale per row."""
-    store_rows(layer, FLOAT8, torch.bfloat16)
-    layer.__class__ = FrozenLinear
+quantize_int8, quantize_float8 = partial(_freeze, torch.int8), partial(_freeze, FLOAT8)
 
 
 SIDE_MULTIPLE, MIN_ROWS = 16, 32
-"""What torch's products on CUDA ask for: `_int_mm` sides that 8 divides and more than 16 rows
-(some cards refuse fewer than 32), `_scaled_mm` sides that 16 divides."""
+"""What torch's products on CUDA ask for: `_int_mm` sides that 8 divides and more than 16 rows (some
+cards refuse fewer than 32), `_scaled_mm` sides that 16 divides."""
 
 
 def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` of `gradient` (rows, columns) times fp32 `columns`."""
+    """Return `quantize_rows` of `gradient` (rows, columns) times fp32 `columns`."""
     folded = gradient * columns
     scale = row_scales(folded, dtype)
     folded.div_(scale)
@@ -170,7 +160,7 @@ def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tu
 def unscale(
     sums: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`sums * rows * columns + bias` in `dtype`: sums int32 (m, n), rows (m, 1), columns and
+    """Return `sums * rows * columns + bias` in `dtype`: sums int32 (m, n), rows (m, 1), columns and
     bias (n,)."""
     out = sums.float().mul_(rows)
     out = out if columns is None else out.mul_(columns)
@@ -178,7 +168,7 @@ def unscale(
 
 
 class Kernels(NamedTuple):
-    """What runs around products, and whether these have to meet what CUDA's kernels ask for."""
+    """Functions that run around products, and if these have to meet what CUDA's kernels ask for."""
 
     quantize_rows: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
     quantize_folded: Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
@@ -187,19 +177,19 @@ class Kernels(NamedTuple):
 
 
 PLAIN = Kernels(quantize_rows, quantize_folded, unscale, False)
+# By kind of device.
 PRODUCT_KERNELS = {"cpu": PLAIN, "meta": PLAIN, "cuda": PLAIN._replace(has_cuda_limits=True)}
-"""By kind of device."""
 
 
 @cache
+# Torch's compiler takes seconds to import.
 def _compiled() -> Kernels:
-    """When they are needed: torch's compiler takes seconds to import."""
     quantize, fold, scale = (torch.compile(function, dynamic=True) for function in PLAIN[:3])
     return Kernels(quantize, fold, scale, True)  # type: ignore[arg-type]
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
-    """The kernels that run on the tensor's device."""
+    """Return the kernels that run on the tensor's device."""
     if tensor.is_cuda and not torch.compiler.is_compiling():
         return _compiled()
     return PRODUCT_KERNELS[tensor.device.type]
@@ -213,16 +203,10 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`(rows * left) @ (right * columns) + bias` in `dtype`: the one place that calls the products'
-    kernels.
+    """Return `(rows * left) @ (right * columns) + bias` in `dtype`: the one place that calls the
+    products' kernels.
 
-    Args:
-        left: 8 bits, (m, k).
-        rows: fp32 (m, 1).
-        right: 8 bits, (k, n).
-        columns: fp32 (n,); None for ones.
-        bias: (n,), or None.
-        dtype: of the result.
+    Shapes: left (m, k) and right (k, n) in 8 bits, rows (m, 1) and columns (n,) in fp32, bias (n,).
     """
     kernels, num_rows = kernels_for(left), len(left)
     missing = MIN_ROWS - num_rows if kernels.has_cuda_limits else 0
@@ -246,8 +230,7 @@ def multiply(
 
 
 class EightBitProduct(torch.autograd.Function):
-    """`linear(x, scale * stored, bias)`. Shapes: x (rows, inputs), stored (outputs, inputs),
-    scale (outputs,), in fp32; bytes of float8 come as uint8."""
+    """As `FrozenProduct`, multiplied in 8 bits: x (rows, inputs)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -266,7 +249,7 @@ class EightBitProduct(torch.autograd.Function):
 
 
 class EightBitLinear(nn.Linear):
-    """Made of a layer in place, by its class: to all others it stays a Linear."""
+    """A Linear that multiplies in 8 bits; a layer becomes one in place, by its class."""
 
     scale: Tensor
 
@@ -278,25 +261,19 @@ class EightBitLinear(nn.Linear):
         return out if input.ndim == 2 else out.view(*input.shape[:-1], out.shape[-1])
 
 
-def multiply_in_int8(layer: nn.Linear) -> None:
-    """Let `layer` multiply in int8."""
-    _store_for_products(layer, torch.int8)
-
-
-def multiply_in_float8(layer: nn.Linear) -> None:
-    """Let `layer` multiply in float8, e4m3."""
-    _store_for_products(layer, FLOAT8)
-
-
-def _store_for_products(layer: nn.Linear, dtype: torch.dtype) -> None:
+def _multiply_in(dtype: torch.dtype, layer: nn.Linear) -> None:
     if not any(side % SIDE_MULTIPLE for side in layer.weight.shape):
         store_rows(layer, dtype)
         layer.__class__ = EightBitLinear
 
 
+multiply_in_int8 = partial(_multiply_in, torch.int8)
+multiply_in_float8 = partial(_multiply_in, FLOAT8)
+
+
 def quantize_nf4(layer: nn.Linear) -> nn.Module:
-    """The layer that takes the place of `layer`: 4-bit NormalFloat with double quantization, on
-    its device."""
+    """Return the layer that takes the place of `layer`: 4-bit NormalFloat with double
+    quantization."""
     from bitsandbytes import nn as bnb
 
     made = bnb.Linear4bit(
@@ -318,9 +295,11 @@ def quantize_nf4(layer: nn.Linear) -> nn.Module:
 
 
 def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
-    """bitsandbytes' 4-bit parameter of `weight`, quantized in slices: on a CPU bitsandbytes takes
-    seven times what it is given (bf16) for a moment. Slices end where a scale's values end, so the
-    bits are those of the whole."""
+    """Return bitsandbytes' 4-bit parameter of `weight`, quantized in slices: on a CPU bitsandbytes
+    takes seven times what it is given (bf16) for a moment.
+
+    Slices end where a scale's values end, so the bits are those of the whole.
+    """
     from bitsandbytes import functional as bits
     from bitsandbytes import nn as bnb
 
@@ -363,22 +342,19 @@ def quantize_blocks(transformer: nn.Module, family: Family, weight_format: str) 
     if quantize is None:
         return
     for name, module in list(transformer.named_modules()):
-        replacement = quantize(name, module)
-        if replacement is not None:
+        if (replacement := quantize(name, module)) is not None:
             transformer.set_submodule(name, replacement)
 
 
 def quantize_inside(blocks: Iterable[nn.Module], weight_format: str) -> Transform | None:
-    """What to do with each module as its weights arrive: quantize it if it is a Linear inside
-    `blocks`.
+    """Return what quantizes each module as its weights arrive, if it is a Linear inside `blocks`;
+    None for a format in which weights stay as they are.
 
-    One layer at a time, because quantizing needs several times its input's size for a moment. None
-    for a format in which weights stay as they are.
+    One layer at a time, because quantizing needs several times its input's size for a moment.
     """
-    name = WEIGHT_FORMATS[weight_format].quantize
-    if not name:
+    if not (function := WEIGHT_FORMATS[weight_format].quantize):
         return None
-    quantize_layer = resolve_name(name)
+    quantize_layer = resolve_name(function)
     linears = {
         id(layer) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)
     }
@@ -390,5 +366,5 @@ def quantize_inside(blocks: Iterable[nn.Module], weight_format: str) -> Transfor
 
 
 def torch_dtype(precision: str) -> "torch.dtype":
-    """The dtype that a precision names."""
+    """Return the dtype that a precision names."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]

@@ -1,16 +1,23 @@
 """The knobs that the search turns. Adding one: its class and its field in `Candidate`.
 
-Choices and exclusions are pure and need no torch; what applies a choice to a model is in modules of
-their own.
+Choices and exclusions need no torch; what applies a choice to a model is in modules of their own.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
+from typing import Any, ClassVar
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.knobs.attention import ATTENTION_BACKENDS, assumed_efficiency, cuda_kernel
-from autotune.knobs.entries import AttentionBackend, Kernel
-from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.attention import (
+    ATTENTION_BACKENDS,
+    AttentionBackend,
+    Kernel,
+    assumed_efficiency,
+    cuda_kernel,
+)
+from autotune.knobs.formats import WEIGHT_FORMATS, WeightFormat
 from autotune.knobs.knob import (
     WHOLE_WEIGHTS,
     Choices,
@@ -34,14 +41,12 @@ from autotune.plan.workload import Workload
 
 DEFAULT = "native"
 MIN_SPEED = 1.03
-"""Times the default's measured speed from which a backend is worth a trial: less is within the
-noise."""
-CHECKED_BLOCKS = 2
-"""The fewest of which one is fetched while another runs."""
+"""Times the default's measured speed from which a backend is worth a trial: less is noise."""
+CHECKED_BLOCKS = 2  # the fewest of which one is fetched while another runs
 
 
 class MicroBatchSize(Knob):
-    """Every divisor of the effective batch size, as far as the family takes several samples at
+    """The divisors of the effective batch size, as far as the family takes several samples at
     once."""
 
     name = "micro_batch_size"
@@ -63,15 +68,13 @@ class _RecomputationKnob(Knob):
     is_composed = True
 
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
-        return (
-            GradientTolerance(1, 1e-5, "the same operations on the same values, run twice")
-            if choice
-            else None
-        )
+        reason = "the same operations on the same values, run twice"
+        return GradientTolerance(1, 1e-5, reason) if choice else None
 
 
 class Checkpointing(_RecomputationKnob):
-    """k of n blocks; never the last one, whose activations are needed at once anyway."""
+    """Number of blocks that recompute; never the last one, whose activations are needed at once
+    anyway."""
 
     name = "checkpointed_blocks"
     title = "checkpointing"
@@ -80,8 +83,7 @@ class Checkpointing(_RecomputationKnob):
         num_blocks = context.workload.model.num_blocks
         dominated = (
             f"checkpointing all {num_blocks} blocks needs more memory and time than "
-            f"{num_blocks - 1}: the last block's "
-            "activations are used at once"
+            f"{num_blocks - 1}: the last block's activations are used at once"
         )
         return Choices(tuple(range(num_blocks - 1, -1, -1)), rejected={num_blocks: dominated})
 
@@ -90,7 +92,7 @@ class Checkpointing(_RecomputationKnob):
 
 
 class Selective(_RecomputationKnob):
-    """Blocks that recompute all but attention, after those that recompute everything."""
+    """Number of blocks that recompute all but attention, after those that recompute everything."""
 
     name = "selective_blocks"
     title = "keep attention"
@@ -104,70 +106,82 @@ class Selective(_RecomputationKnob):
         if candidate.recomputed_blocks > context.workload.model.num_blocks:
             return f"{candidate.recomputed_blocks} recomputing blocks are more than the model has"
         backend = ATTENTION_BACKENDS.get(candidate.attention)
-        if backend is not None and (
-            backend.needs.library or backend.function or backend.kernel == "math"
-        ):
+        if backend is not None and (backend.needs.library or backend.kernel == "math"):
             computed = f"what {candidate.attention} computes"
             return f"{computed} cannot be kept by itself: it is not one of torch's fused operations"
         return "compiled blocks hide their attention" if candidate.compile != "off" else None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
-        return (
-            f"{choice} of {workload.model.num_blocks} blocks recompute all but attention"
-            if choice
-            else "in none"
-        )
+        some = f"{choice} of {workload.model.num_blocks} blocks recompute all but attention"
+        return some if choice else "in none"
 
 
-class Quantization(Knob):
-    """Weights alone are quantized, and dequantized for each product: gradients flow through the
-    true operation."""
+class _TableKnob(Knob):
+    """A knob whose values are entries of a table."""
 
-    name = "quantization"
-    needs_reload = True
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return "no quantization" if choice == "none" else str(choice)
+    table: ClassVar[Mapping[str, Any]]
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(WEIGHT_FORMATS)
+        return tuple(self.table)
 
     def choices(self, context: TuningContext) -> Choices:
         admitted: list[Choice] = []
         rejected: dict[Choice, str] = {}
         pinnable: dict[Choice, str] = {}
-        floor = context.workload.quality
-        for name, weight_format in WEIGHT_FORMATS.items():
-            capability = context.hardware.capability(weight_format.capability)
-            if weight_format.quantize and context.workload.adapter == "dora":
-                rejected[name] = WHOLE_WEIGHTS
-            elif not weight_format.meets(floor):
-                rejected[name] = (
-                    f"the quality floor is {floor}; this needs --quality {weight_format.quality}"
-                )
-            elif weight_format.quantize and not capability.available:
-                rejected[name] = capability.reason
-            elif why := weight_format.why_not_searched(context.hardware):
+        for name in self.names:
+            if why := self._why_rejected(self.table[name], context):
+                rejected[name] = why
+            elif why := self._why_not_searched(self.table[name], context):
                 pinnable[name] = why
             else:
                 admitted.append(name)
-        admitted.sort(key=lambda name: WEIGHT_FORMATS[str(name)].bytes_per_parameter)
         return Choices(tuple(admitted), rejected, pinnable)
 
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
-        entry = WEIGHT_FORMATS.get(str(choice))
-        return (
-            GradientTolerance(choice, entry.tolerance, entry.tolerance_reason)
-            if entry and entry.tolerance
-            else None
-        )
+        entry = self.table.get(str(choice))
+        if entry is None or not entry.tolerance:
+            return None
+        return GradientTolerance(choice, entry.tolerance, entry.tolerance_reason)
+
+    @abstractmethod
+    def _why_rejected(self, entry: Any, context: TuningContext) -> str | None: ...
+
+    def _why_not_searched(self, entry: Any, context: TuningContext) -> str | None:
+        why: str | None = entry.why_not_searched(context.hardware)
+        return why
+
+
+class Quantization(_TableKnob):
+    """Weights stored in fewer bits, and dequantized for each product: gradients flow through the
+    true operation."""
+
+    name = "quantization"
+    needs_reload = True
+    table: ClassVar = WEIGHT_FORMATS
+
+    def choices(self, context: TuningContext) -> Choices:
+        found = super().choices(context)
+        size = {name: each.bytes_per_parameter for name, each in WEIGHT_FORMATS.items()}
+        by_size = sorted(found.admitted, key=lambda name: size[str(name)])
+        return replace(found, admitted=tuple(by_size))
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return "no quantization" if choice == "none" else str(choice)
+
+    def _why_rejected(self, entry: WeightFormat, context: TuningContext) -> str | None:
+        capability, work = context.hardware.capability(entry.capability), context.workload
+        if entry.quantize and work.adapter == "dora":
+            return WHOLE_WEIGHTS
+        if not entry.meets(work.quality):
+            return f"the quality floor is {work.quality}; this needs --quality {entry.quality}"
+        return capability.reason if entry.quantize and not capability.available else None
 
 
 class Swapping(Knob):
-    """None to all but one block: what is swapped has to recompute.
+    """Number of blocks on the host, none to all but one: what is swapped has to recompute.
 
-    Whether they pay, and whether the host has room for them, the cost model tells.
+    If they pay, and the host has room for them, the cost model tells.
     """
 
     name = "swapped_blocks"
@@ -188,9 +202,8 @@ class Swapping(Knob):
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.recomputed_blocks:
             return (
-                "block swap needs blocks that recompute: autograd would keep their weights on "
-                "the "
-                "device"
+                "block swap needs blocks that recompute: "
+                "autograd would keep their weights on the device"
             )
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.swapped_blocks and weight_format is not None and not weight_format.can_offload:
@@ -200,19 +213,16 @@ class Swapping(Knob):
         return None
 
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
-        if not choice:
-            return None
-        reason = "the same operations on copies of the same weights"
-        return GradientTolerance(
-            CHECKED_BLOCKS, 1e-5, reason, other_choices={"checkpointed_blocks": CHECKED_BLOCKS}
-        )
+        number, reason = CHECKED_BLOCKS, "the same operations on copies of the same weights"
+        others = {"checkpointed_blocks": number}
+        return GradientTolerance(number, 1e-5, reason, other_choices=others) if choice else None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks" if choice else "no block swap"
 
 
 class Modulation(Knob):
-    """`resident` as the model has it, or `ahead`."""
+    """Modulation layers, `resident` as the model has them, or `ahead`."""
 
     name = "modulation"
     names = ("resident", "ahead")
@@ -220,33 +230,24 @@ class Modulation(Knob):
 
     def choices(self, context: TuningContext) -> Choices:
         reason = _unsuited_reason(context)
-        return (
-            Choices(("resident",), {"ahead": reason}) if reason else Choices(("ahead", "resident"))
-        )
+        if reason:
+            return Choices(("resident",), {"ahead": reason})
+        return Choices(("ahead", "resident"))
 
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.modulation != "ahead":
             return None
         if candidate.compile != "off":
-            return (
-                "every block would be compiled by itself, as each takes another part of the "
-                "modulations"
-            )
+            return "each block takes another part of the modulations, and would be compiled anew"
         return _unsuited_reason(context)
 
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
-        return (
-            GradientTolerance(choice, 1e-5, "the same products, for several draws at a time")
-            if choice == "ahead"
-            else None
-        )
+        reason = "the same products, for several draws at a time"
+        return GradientTolerance(choice, 1e-5, reason) if choice == "ahead" else None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
-        return (
-            "computed ahead of the steps, layers not loaded"
-            if choice == "ahead"
-            else "layers on the device"
-        )
+        ahead = "computed ahead of the steps, layers not loaded"
+        return ahead if choice == "ahead" else "layers on the device"
 
 
 def _unsuited_reason(context: TuningContext) -> str | None:
@@ -259,77 +260,51 @@ def _unsuited_reason(context: TuningContext) -> str | None:
 
 @cache
 def _find_adapted_layer(family: Family, targets: str) -> str | None:
-    """A modulation layer that the set of adapted layers has, by peft's rule; None if it has
-    none."""
+    """A modulation layer that the set of adapted layers has, by peft's rule."""
     assert family.modulation is not None
     is_adapted = target_matcher(family, targets)
     model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
     return next((layer for _, layer in family.modulation.find(model) if is_adapted(layer)), None)
 
 
-class Attention(Knob):
-    """The backends that this machine can use and that it has measured to be faster than the
+class Attention(_TableKnob):
+    """The backends that this machine has, and that it has measured to be faster than the
     default."""
 
     name = "attention"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name, backend in ATTENTION_BACKENDS.items() if not backend.why_not)
-
-    def choices(self, context: TuningContext) -> Choices:
-        hardware, admitted = context.hardware, []
-        rejected: dict[Choice, str] = {}
-        pinnable: dict[Choice, str] = {}
-        for name in self.names:
-            capability = hardware.capability(ATTENTION_BACKENDS[name].capability)
-            if not capability.available:
-                rejected[name] = capability.reason
-            elif ATTENTION_BACKENDS[name].refuses_masks and context.family.has_attention_mask(
-                1, "exact"
-            ):
-                rejected[name] = (
-                    f"it takes no masks, and the text of {context.family.name} always has one"
-                )
-            elif why := ATTENTION_BACKENDS[name].why_not_searched(hardware) or _not_faster_reason(
-                name, context
-            ):
-                pinnable[name] = why
-            else:
-                admitted.append(name)
-        return Choices(tuple(admitted), rejected, pinnable)
+    table: ClassVar = {name: each for name, each in ATTENTION_BACKENDS.items() if not each.why_not}
 
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
-        name = candidate.attention
+        name, family = candidate.attention, context.family
         backend = ATTENTION_BACKENDS.get(name)
         if backend is None or not backend.refuses_masks:
             return None
-        if not context.family.has_attention_mask(
-            candidate.micro_batch_size, context.workload.text_padding
-        ):
+        size, padding = candidate.micro_batch_size, context.workload.text_padding
+        if not family.has_attention_mask(size, padding):
             return None
-        if context.family.has_attention_mask(1, "exact"):
-            return f"{name} refuses masks, and the text of {context.family.name} always has one"
+        if family.has_attention_mask(1, "exact"):
+            return f"{name} refuses masks, and the text of {family.name} always has one"
         return (
-            f"{name} refuses masks, and captions of different lengths in one batch, dropped "
-            "ones "
-            "too, need one"
+            f"{name} refuses masks, and captions of different lengths in one batch, "
+            "dropped ones too, need one"
         )
 
-    def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
-        backend = ATTENTION_BACKENDS.get(str(choice))
-        return (
-            GradientTolerance(choice, backend.tolerance, backend.tolerance_reason)
-            if backend and backend.tolerance
-            else None
-        )
+    def _why_rejected(self, entry: AttentionBackend, context: TuningContext) -> str | None:
+        capability, family = context.hardware.capability(entry.capability), context.family
+        if not capability.available:
+            return capability.reason
+        if entry.refuses_masks and family.has_attention_mask(1, "exact"):
+            return f"it takes no masks, and the text of {family.name} always has one"
+        return None
+
+    def _why_not_searched(self, entry: AttentionBackend, context: TuningContext) -> str | None:
+        return super()._why_not_searched(entry, context) or _not_faster_reason(entry, context)
 
 
-def _not_faster_reason(name: str, context: TuningContext) -> str | None:
-    """Why a backend is not worth a trial on this GPU, by what the probe measured, or on a card
-    of the catalog by what is published for the kernel of a package; None if it is. On a CPU all
-    are."""
-    hardware, backend = context.hardware, ATTENTION_BACKENDS[name]
+def _not_faster_reason(backend: AttentionBackend, context: TuningContext) -> str | None:
+    """Why a backend is not worth a trial on this GPU, by what the probe measured, or on a card of
+    the catalog by what is published for the kernel of a package."""
+    hardware, name = context.hardware, backend.name
     if name == DEFAULT or hardware.device.kind != "cuda":
         return None
     cases = [False, True] if _takes_masks(backend, context) else [False]
@@ -337,16 +312,9 @@ def _not_faster_reason(name: str, context: TuningContext) -> str | None:
         what = "published for its kernel is"
         speed = max(_assumed_speed(name, hardware, masked) for masked in cases)
     else:
-        found = [
-            _measured_speed(name, _measured_as(DEFAULT, hardware, masked), hardware)
-            for masked in cases
-        ]
+        found = [_measured_speed(name, hardware, masked) for masked in cases]
         if not any(found):
-            return (
-                f"not measured beside {DEFAULT}, which takes the kernel that torch holds for "
-                "the "
-                "best"
-            )
+            return f"not measured beside {DEFAULT}, which takes what torch holds for the best"
         what, speed = "the probe measured", max(each or 0.0 for each in found)
     return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
 
@@ -354,10 +322,11 @@ def _not_faster_reason(name: str, context: TuningContext) -> str | None:
 def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
     work, family = context.workload, context.family
     always = family.has_attention_mask(1, "exact")  # of the text alone
-    is_masked = not always and family.has_attention_mask(
-        work.effective_batch_size, work.text_padding
+    return (
+        not always
+        and not backend.refuses_masks
+        and family.has_attention_mask(work.effective_batch_size, work.text_padding)
     )
-    return is_masked and not backend.refuses_masks
 
 
 def _kernel(name: str, hardware: HardwareProfile, masked: bool) -> Kernel:
@@ -366,7 +335,7 @@ def _kernel(name: str, hardware: HardwareProfile, masked: bool) -> Kernel:
 
 
 def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
-    """Times the default's speed, with or without a mask, by published figures."""
+    """Times the default's speed, by published figures."""
     own, usual = (
         assumed_efficiency(_kernel(each, hardware, masked), hardware.device.compute_capability)
         for each in (name, DEFAULT)
@@ -374,38 +343,30 @@ def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
     return own / usual
 
 
-def _measured_as(name: str, hardware: HardwareProfile, masked: bool) -> str:
-    """The backend whose measurements, which are without a mask, tell how fast `name` is."""
-    changes = masked and _kernel(name, hardware, masked=True) != _kernel(
-        name, hardware, masked=False
+def _measured_speed(name: str, hardware: HardwareProfile, masked: bool) -> float | None:
+    """Times the default's speed in the longest shape that both were measured in, without a mask:
+    what the default runs with one may be measured under another name."""
+    plain, usual = (_kernel(DEFAULT, hardware, each) for each in (False, masked))
+    default = DEFAULT if usual == plain else "_native_efficient"
+    theirs, own = (
+        {
+            rate.name.removeprefix(prefix): rate.value
+            for rate in hardware.rates
+            if rate.name.startswith(prefix)
+        }
+        for prefix in (f"attention.{default}.", f"attention.{name}.")
     )
-    return "_native_efficient" if changes else name
-
-
-def _measured_speed(name: str, usual: str, hardware: HardwareProfile) -> float | None:
-    """Times the speed of `usual` in the longest shape that both were measured in; None if there
-    is none."""
-    theirs, own = (_measured_rates(each, hardware) for each in (usual, name))
     if not (common := theirs.keys() & own.keys()):
         return None
     longest = max(common, key=lambda shape: int(shape.rpartition(".")[2]))
     return own[longest] / theirs[longest]
 
 
-def _measured_rates(name: str, hardware: HardwareProfile) -> dict[str, float]:
-    prefix = f"attention.{name}."
-    return {
-        rate.name.removeprefix(prefix): rate.value
-        for rate in hardware.rates
-        if rate.name.startswith(prefix)
-    }
-
-
 STARTUP_SECONDS = 60.0
 """Seconds to compile one kind of block, forward and backward, for one shape, until a trial has
-measured them: they decide whether one is made, and no more. A round figure; Qwen-Image's with
-8-bit products took 34 s of a CPU's time beside the C++ compiler's, 43 more at the second shape,
-and 13 and 19 where an earlier process had left its code."""
+measured them. A round figure; Qwen-Image's with 8-bit products took 34 s of a CPU's time beside the
+C++ compiler's, 43 more at the second shape, and 13 and 19 where an earlier process had left its
+code."""
 NORM_ROPE_STARTUP_SECONDS = 60.0
 """The same for a model's kinds of attention: 57 to 73 for three mid-size families on two busy CPU
 cores, 7 to 9 where torch still had the code. Not measured on a GPU."""
@@ -427,7 +388,7 @@ def _seconds_of_blocks(num_kinds: int, workload: Workload) -> float:
 
 
 class NormRope(Knob):
-    """`stock`, `fused`, or `compiled` where torch.compile works."""
+    """Kernels of norm and RoPE: `stock`, `fused`, or `compiled` where torch.compile works."""
 
     name = "norm_rope"
     title = "norm and rope"
@@ -467,7 +428,8 @@ class NormRope(Knob):
 
 
 class Compile(Knob):
-    """`off`; `block` for the winner of a search if a trial shows that it pays, or on request."""
+    """Compiled blocks: `off`; `block` for the winner of a search if a trial shows that it pays, or
+    on request."""
 
     name = "compile"
     names = ("off", "block")
@@ -480,10 +442,7 @@ class Compile(Knob):
         if not capability.available:
             return Choices(("off",), rejected={"block": capability.reason})
         startup = _seconds_of_blocks(len(context.family.block_lists), context.workload)
-        why = (
-            "the winner is tried compiled if the steps may pay back a start-up of some "
-            f"{startup:.0f} s"
-        )
+        why = f"the winner is tried compiled if the steps may pay back some {startup:.0f} s"
         return Choices(("off",), pinnable={"block": why})
 
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
@@ -494,13 +453,10 @@ class Compile(Knob):
 
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         reason = "fused kernels keep intermediate results in fp32 where single ones round them"
-        # Two blocks that recompute, of which the second is compiled: its code has all that others'
-        # has, and more.
-        return (
-            GradientTolerance(choice, 0.05, reason, other_choices={"checkpointed_blocks": 2})
-            if choice == "block"
-            else None
-        )
+        # Two that recompute, of which the second is compiled: its code has all that others' has.
+        others = {"checkpointed_blocks": 2}
+        compiled = GradientTolerance(choice, 0.05, reason, other_choices=others)
+        return compiled if choice == "block" else None
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -516,31 +472,31 @@ KNOBS: tuple[Knob, ...] = (
 )
 
 
+# Of each field of a candidate, what people call it.
 TITLES: Mapping[str, str] = {
     **{knob.name: knob.title for knob in KNOBS},
     **{name: name.replace("_", " ") for name in PLAIN_SETTINGS},
 }
-"""What people call each field of a candidate."""
 
 
+# By field of a candidate.
 GRADIENT_TOLERANCES: Mapping[str, Callable[[Choice], GradientTolerance | None]] = {
     "precision": precision_tolerance,
     **{knob.name: knob.gradient_tolerance for knob in KNOBS},
     "optimizer": optimizer_tolerance,
 }
-"""By field of a candidate, how what is computed with a value is compared with the reference."""
 
 
 NAMES: Mapping[str, tuple[str, ...]] = {
     **{knob.name: knob.names for knob in KNOBS},
     **PLAIN_SETTINGS,
 }
-"""By field of a candidate, the values on any machine; none if they are numbers."""
+"""Values on any machine, by field of a candidate; none if they are numbers."""
 
 
 def require_choice(name: str, value: Choice) -> None:
-    """Raise InvalidInput if there is no knob or plain setting of that name, or its values have
-    names and this is none on any machine."""
+    """Raise InvalidInput if there is no knob or plain setting of that name, or it never has this
+    value."""
     if name not in NAMES:
         raise InvalidInput(f"there is no knob called {name!r}", hint=suggest_nearest(name, NAMES))
     if NAMES[name] and value not in NAMES[name]:
@@ -551,7 +507,8 @@ def require_choice(name: str, value: Choice) -> None:
 
 
 def why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
-    """Why a value of a candidate's field does not work on this machine at all; None if it may."""
+    """Tell why a value of a candidate's field does not work on this machine at all; None if it
+    may."""
     knob = next((knob for knob in KNOBS if knob.name == name), None)
     if knob is None:
         return setting_why_not_on(name, value, hardware)
@@ -559,7 +516,6 @@ def why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | Non
 
 
 def reload_key(candidate: Candidate) -> tuple[Choice, ...]:
-    """What of a candidate needs the model loaded anew: a model loaded for one serves all with
-    the same."""
+    """Return what of a candidate needs the model loaded anew."""
     names = ("precision", "allocator", *(knob.name for knob in KNOBS if knob.needs_reload))
     return tuple(getattr(candidate, name) for name in names)

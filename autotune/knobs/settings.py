@@ -1,21 +1,36 @@
-"""Plain settings: fields of `Candidate` that a rule fills in and a user may pin, but no search turns."""
+"""Plain settings: fields of `Candidate` that a rule fills in and a user may pin, but no search turns.
 
+Which optimizer learns, on fp32 masters of the adapter, is the user's choice, by name or as
+`package:Class`. A class that only a plan names is not loaded: importing it runs its code.
+"""
+
+import contextlib
+import importlib
+import inspect
+import io
+import itertools
+import math
 import os
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
+from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.knobs.knob import GradientTolerance, TuningContext, why_not
 from autotune.plan.candidate import Choice
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.workload import OptimizerChoice
-from autotune.system.process import lazy_module
+from autotune.plan.workload import ADAMW, OptimizerChoice, OptionValue
+from autotune.system.process import lazy_module, reveal_packages
 from autotune.weights.tensors import LOADERS
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 else:
     torch = lazy_module("torch")
+    nn = lazy_module("torch.nn")
 
 OPTIMIZERS: Mapping[str, str] = {
     "adamw": "torch.optim:AdamW",
@@ -25,15 +40,13 @@ OPTIMIZERS: Mapping[str, str] = {
     "prodigy": "prodigyopt:Prodigy",
     "schedule-free": "schedulefree:AdamWScheduleFree",
 }
-"""Where each that has a name lies."""
-CUSTOM = "custom"
-"""The setting's value for a `package:Class`."""
+CUSTOM = "custom"  # of a `package:Class`
 ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"
-"""Environment variable with the only `package:Class` that may be loaded; processes of a run
-inherit it."""
+"""Environment variable with the only `package:Class` that may be loaded; runs' processes inherit
+it."""
 LION_RATE = 1 / 3
-"""Lion's learning rate as a share of AdamW's: its updates are signs, so they are larger (Chen et
-al. 2023, section 5, advise a third to a tenth)."""
+"""Share of AdamW's learning rate: Lion's updates are signs, so they are larger (Chen et al. 2023,
+section 5, advise a third to a tenth)."""
 PLAIN_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "optimizer": (*OPTIMIZERS, CUSTOM),
@@ -42,26 +55,25 @@ PLAIN_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "data_workers": (),
     "batch_memory": ("pageable", "pinned"),
 }
-"""By name the values that any machine may have; none if they are numbers."""
+"""Values that any machine may have, by name; none if they are numbers."""
 ROUNDING = {
     "bf16": (0.1, "8 bits of mantissa: each rounding is wrong by up to 0.4%"),
     "fp16": (0.03, "11 bits of mantissa: each rounding is wrong by up to 0.05%"),
 }
 """Relative error of gradients in a precision, against fp32, and where it comes from."""
 MAX_WORKERS = (2, 4)
-"""Numbers of threads that collate batches, beyond none and one, that can be pinned: they pay if
-the cache lies on a slow network disk."""
-STORED_BYTES = 2
-"""Bytes of a parameter in published files."""
+"""Threads that collate batches, beyond none and one, that can be pinned: they pay on a slow network
+disk."""
+STORED_BYTES = 2  # of a parameter in published files
 AS_FAST = 0.9
-"""Share of the fastest rate from disk from which noise decides between loaders, so that the page
-cache does instead."""
+"""Share of the fastest rate from disk within which the page cache decides between loaders, not
+noise."""
+# Torch reads the first that is set, once.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch reads the first that is set, once; the second is the older name."""
 
 
 def plain_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
-    """What each plain setting can be here: what the rule chooses, then what may be pinned."""
+    """List what each plain setting can be here: what the rule chooses, then what may be pinned."""
     hardware, optimizer = context.hardware, context.workload.optimizer.name
     device, host = hardware.device, hardware.host
     # Expandable segments leave no holes between segments that nothing else fits into. On shared
@@ -90,8 +102,8 @@ def plain_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
 
 
 def _precisions(context: TuningContext) -> tuple[str, ...]:
-    """bf16 if the device has it, since it has the range of fp32; else fp16 where the model does
-    not overflow it; on CPUs fp32, unless bf16 matmuls were measured to be faster."""
+    """bf16 if the device has it, since it has the range of fp32; else fp16 where the model does not
+    overflow it; on CPUs fp32, unless bf16 matmuls were measured to be faster."""
     hardware = context.hardware
     bf16, fp16 = (hardware.capability(f"precision.{name}").available for name in ("bf16", "fp16"))
     if hardware.device.kind == "cpu":
@@ -112,7 +124,7 @@ def _precisions(context: TuningContext) -> tuple[str, ...]:
 
 def _fastest_loader(context: TuningContext) -> str:
     """The one that the probe measured to be fastest among those whose own memory fits beside the
-    model; safetensors, as `from_pretrained`, if none was measured."""
+    model; else safetensors, as `from_pretrained`."""
     hardware, budget = context.hardware, context.budget_bytes
     model = STORED_BYTES * context.workload.model.num_parameters
     shared = hardware.device.memory_kind == "integrated"
@@ -132,7 +144,7 @@ def _fastest_loader(context: TuningContext) -> str:
 
 
 def setting_why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
-    """Why a plain setting's value does not work on this machine at all; None if it may."""
+    """Tell why a plain setting's value does not work on this machine at all; None if it may."""
     kind = hardware.device.kind
     if name == "batch_memory" and value == "pinned" and kind != "cuda":
         return f"only CUDA copies from page-locked memory by itself, this is {kind}"
@@ -142,15 +154,14 @@ def setting_why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> s
 
 
 def precision_tolerance(precision: Choice) -> GradientTolerance | None:
-    """How gradients in a precision are compared with those in fp32."""
+    """Return how gradients in a precision are compared with those in fp32."""
     tolerance, reason = ROUNDING.get(str(precision), (0.0, ""))
-    if not tolerance:
-        return None
-    return GradientTolerance(precision, tolerance, f"{reason}, and errors add up over layers")
+    reason += ", and errors add up over layers"
+    return GradientTolerance(precision, tolerance, reason) if tolerance else None
 
 
 def optimizer_tolerance(optimizer: Choice) -> GradientTolerance | None:
-    """How an optimizer's updates are compared with those of plain operations."""
+    """Return how an optimizer's updates are compared with those of plain operations."""
     reason = "one fused kernel in fp32, where single operations round at each"
     return GradientTolerance(optimizer, 1e-3, reason) if optimizer == "adamw" else None
 
@@ -166,8 +177,7 @@ def configure_allocator(choice: Choice) -> None:
 
 
 def encoder_precision(precision: str) -> str:
-    """Precision of text encoders and the VAE beside a transformer in `precision`: fp32 beside one
-    in fp16.
+    """Return the precision of text encoders and the VAE: fp32 beside a transformer in fp16.
 
     In fp16 activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE
     (madebyollin/sdxl-vae-fp16-fix).
@@ -176,7 +186,7 @@ def encoder_precision(precision: str) -> str:
 
 
 def encoder_element_bytes(precision: str) -> int:
-    """Bytes of one of their weights that is not quantized."""
+    """Return the bytes of one of their weights that is not quantized."""
     return 4 if encoder_precision(precision) == "fp32" else 2
 
 
@@ -187,6 +197,132 @@ def allow_optimizer(name: str) -> None:
 
 
 def usual_learning_rate(choice: OptimizerChoice, adamw_rate: float) -> float:
-    """The learning rate if the user names none. Prodigy finds its own, which this one
+    """Return the learning rate if the user names none; Prodigy finds its own, which this one
     multiplies."""
     return {"prodigy": 1.0, "lion": adamw_rate * LION_RATE}.get(choice.name, adamw_rate)
+
+
+OURS = frozenset(
+    {"params", "lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize"}
+)
+"""Keyword arguments that are not the user's, or are fields of the job."""
+
+
+def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
+    """Load the class of a name, or of a `package:Class` that the user has named.
+
+    Raises InvalidInput if there is none, its package is not installed, or nobody has named it.
+    """
+    if ":" not in name and name not in OPTIMIZERS:
+        hint = f"{suggest_nearest(name, OPTIMIZERS)}; or name a class: --optimizer package:Class"
+        raise InvalidInput(f"there is no optimizer called {name!r}", hint=hint)
+    if name not in OPTIMIZERS and os.environ.get(ALLOWED) != name:
+        raise InvalidInput(
+            f"the plan's optimizer, {name}, is code to run, and loading it takes your consent",
+            hint=f"if you trust that package, name it yourself: --optimizer {name}",
+        )
+    module, _, attribute = OPTIMIZERS.get(name, name).partition(":")
+    reveal_packages()
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # anybody's code
+        what = f"the optimizer {name} needs {module}: {type(error).__name__}: {first_line(error)}"
+        extra = "pip install 'lora-autotune[optimizers]'"
+        hint = extra if name in OPTIMIZERS else f"see where: python -c 'import {module}'"
+        raise InvalidInput(what, hint=hint) from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise InvalidInput(
+            f"{name} is no torch.optim.Optimizer", hint=f"name one of {', '.join(OPTIMIZERS)}"
+        )
+    return found
+
+
+def check_options(choice: OptimizerChoice) -> None:
+    """Raise InvalidInput if the optimizer cannot be loaded, or does not take the options."""
+    if choice == ADAMW:
+        return
+    takes = inspect.signature(optimizer_class(choice.name)).parameters
+    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    for name, _ in choice.options:
+        if name in OURS:
+            raise InvalidInput(
+                f"{name} is not an option of an optimizer here",
+                hint="the job has --learning-rate, and weight_decay in the plan's file",
+            )
+        if name not in takes and not open_ended:
+            hint = suggest_nearest(name, sorted(takes.keys() - OURS))
+            raise InvalidInput(f"{choice.name} takes no {name!r}", hint=hint)
+
+
+def build_optimizer(
+    choice: OptimizerChoice,
+    parameters: "Sequence[torch.Tensor]",
+    *,
+    learning_rate: float,
+    weight_decay: float,
+) -> "torch.optim.Optimizer":
+    """Build the optimizer of these fp32 parameters, or raise InvalidInput."""
+    kind: Any = optimizer_class(choice.name)
+    takes = inspect.signature(kind).parameters
+    given: dict[str, OptionValue] = {"lr": learning_rate, "weight_decay": weight_decay}
+    if choice.name == "adamw":
+        given["fused"] = parameters[0].device.type != "mps"
+    elif "foreach" in takes:  # on a CPU as on a GPU, so that what it takes can be measured anywhere
+        given["foreach"] = True
+    known = {name: value for name, value in given.items() if name in takes}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Prodigy's prints
+            made: torch.optim.Optimizer = kind(list(parameters), **known, **dict(choice.options))
+    except (TypeError, ValueError, AssertionError, LookupError, AttributeError) as error:
+        message = f"{choice.name} does not accept its options: {first_line(error)}"
+        raise InvalidInput(message, hint="correct --optimizer-option") from error
+    return made
+
+
+def optimizer_bytes(
+    choice: OptimizerChoice, shapes: Mapping[tuple[int, ...], int]
+) -> tuple[int, int]:
+    """Return bytes of the optimizer's state for so many fp32 parameters of each shape, and bytes
+    that a step works with at most.
+
+    The state is measured by a step on two parameters of each shape on the CPU. A step takes one
+    copy of all parameters: what lists of tensors that are updated together need.
+    """
+    numel = sum(math.prod(shape) * count for shape, count in shapes.items())
+    # Two moments and a counter in one fused kernel: measuring would say the same.
+    if choice == ADAMW:
+        return 8 * numel + 4 * sum(shapes.values()), 0
+    return _state_bytes(choice, tuple(sorted(shapes.items()))), 4 * numel
+
+
+@cache
+def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], int], ...]) -> int:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [
+        nn.Parameter(torch.randn(shape, generator=generator))
+        for shape, _ in shapes
+        for _ in range(2)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer: Any = build_optimizer(choice, parameters, learning_rate=1e-4, weight_decay=1e-2)
+    try:
+        getattr(optimizer, "train", lambda: None)()
+        optimizer.step()
+    except Exception as error:  # anybody's code
+        message = f"the optimizer {choice.name} cannot take a step: {first_line(error)}"
+        raise InvalidInput(message, hint="name one whose step takes no closure") from error
+    held = [
+        [v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in parameters
+    ]
+    sizes = [
+        {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in state}
+        for state in held
+    ]
+    holders = Counter(itertools.chain(*sizes))
+    # Such as a table of 8 bits.
+    shared = {at: size for state in sizes for at, size in state.items() if holders[at] > 1}
+    own = [sum(size for at, size in state.items() if at not in shared) for state in sizes]
+    return sum(shared.values()) + sum(
+        own[2 * number] * count for number, (_, count) in enumerate(shapes)
+    )

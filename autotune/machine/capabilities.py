@@ -11,8 +11,8 @@ from typing import Any
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.knobs.attention import ATTENTION_BACKENDS
-from autotune.knobs.entries import Requirements
 from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.knob import Requirements
 from autotune.plan.hardware import (
     Capability,
     Device,

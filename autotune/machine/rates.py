@@ -429,11 +429,7 @@ class Meter:
         available = [
             capability.name for capability in self.profile.capabilities if capability.available
         ]
-        measured = [
-            each
-            for each in ATTENTION_BACKENDS.values()
-            if each.is_probed and each.capability in available
-        ]
+        measured = [each for each in ATTENTION_BACKENDS.values() if each.capability in available]
         backends = [each.name for each in sorted(measured, key=lambda each: each.kernel == "math")]
         dtypes = ["bf16", "fp32"] if self.kind != "cuda" else [
             name for name in ("bf16", "fp16", "tf32", "fp32",

@@ -30,7 +30,7 @@ class OptimizerChoice(Frozen):
         default="adamw",
         pattern=r"^([a-z0-9]+(-[a-z0-9]+)*|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})$",
     )
-    """A name from the table in `autotune.knobs.optimizer`, or `package:Class`, which is loaded
+    """A name from the table in `autotune.knobs.settings`, or `package:Class`, which is loaded
     only if the user names it again where the plan is used."""
     options: tuple[tuple[str, OptionValue], ...] = Field(default=(), max_length=32)
     """(name, value) pairs: its keyword arguments."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from autotune.knobs.optimizer import check_options
 from autotune.knobs.registry import reload_key
+from autotune.knobs.settings import check_options
 from autotune.machine.capabilities import MIN_MARGIN_BYTES, default_reserve_bytes
 from autotune.machine.probe import DeviceLock, lock_path
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome, TrialResult

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from autotune.errors import AutotuneError
 from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel, token_multiple
 from autotune.knobs.block_swap import offload_on_arrival, swap_blocks
-from autotune.knobs.checkpointing import apply_recomputation
-from autotune.knobs.compile import compile_blocks
+from autotune.knobs.blocks import apply_recomputation, compile_blocks
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import take_layers, take_loaded_layers
 from autotune.knobs.norm_rope import use_kernels

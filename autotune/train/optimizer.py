@@ -9,7 +9,7 @@ import torch
 from diffusers.optimization import get_scheduler
 from torch import Tensor, nn
 
-from autotune.knobs.optimizer import build_optimizer
+from autotune.knobs.settings import build_optimizer
 from autotune.plan.job import Job
 from autotune.plan.workload import ADAMW, OptimizerChoice
 

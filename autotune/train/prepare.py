@@ -16,8 +16,8 @@ from autotune.errors import DoesNotFit, InvalidInput, first_line
 from autotune.knobs.caching import cast_refusal
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.optimizer import check_options, optimizer_bytes
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
+from autotune.knobs.settings import check_options, optimizer_bytes
 from autotune.machine.probe import probe
 from autotune.models.adapter import adapter_shapes, add_adapter, choose_layers, target_matcher
 from autotune.models.family import Family, build_on_meta
@@ -489,7 +489,7 @@ def describe_workload(
 
 
 def _check_learning(model: ResolvedModel, request: WorkloadRequest) -> None:
-    from autotune.knobs.optimizer import check_options
+    from autotune.knobs.settings import check_options
 
     family = model.family
     optimizer = request.optimizer_choice

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
-from autotune.cost.composition import BlockTables, compose, table_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
-from autotune.cost.trace import choose_traced
+from autotune.cost.trace import BlockTables, choose_traced, compose, table_of
 from autotune.models.family import Parts
 from autotune.models.registry import FAMILIES
 

@@ -4,8 +4,8 @@ tests.docs.compatibility"""
 from pathlib import Path
 
 from autotune.knobs.attention import ATTENTION_BACKENDS
-from autotune.knobs.entries import Entry
 from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.knob import Entry
 from autotune.models.registry import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"

@@ -8,8 +8,14 @@ import torch
 from torch import nn
 
 from autotune.errors import InvalidInput
-from autotune.knobs.optimizer import check_options, optimizer_bytes, optimizer_class
-from autotune.knobs.settings import ALLOWED, OPTIMIZERS, allow_optimizer
+from autotune.knobs.settings import (
+    ALLOWED,
+    OPTIMIZERS,
+    allow_optimizer,
+    check_options,
+    optimizer_bytes,
+    optimizer_class,
+)
 from autotune.plan.workload import ADAMW, OptimizerChoice
 from autotune.train.optimizer import AdapterOptimizer
 

@@ -234,7 +234,7 @@ def masks_are_announced(small: Small) -> None:
 
 
 def checkpointing_gives_equal_gradients(small: Small) -> None:
-    from autotune.knobs.checkpointing import apply_recomputation
+    from autotune.knobs.blocks import apply_recomputation
 
     batch = small.family.collate([small.sample()])
     noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autotune.knobs.compile import CompiledBlock, compile_blocks
+from autotune.knobs.blocks import CompiledBlock, compile_blocks
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Bucket
 from autotune.search.worker import synthetic_samples
