@@ -166,11 +166,11 @@ class EventDisplay:
 
     def _start_run(self, plan: TrainingPlan) -> None:
         from autotune.report.page import has_plotly
-        from autotune.report.plan import job_line
+        from autotune.report.plan import job_text
         from autotune.report.run import PAGE_FILE
 
         self.promised_bytes = plan.frozen.expected.run_memory_bytes
-        self._print(job_line(plan))
+        self._print(f"the job        {job_text(plan)}")
         if has_plotly():
             self._print(
                 f"the report     {Path(plan.job.output) / PAGE_FILE}, from the first preview on"

@@ -1,4 +1,4 @@
-"""What a plan knows of each candidate, as its page shows it. Pure."""
+"""The candidates of a plan as its page shows them. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -31,22 +31,19 @@ class Point:
     images_per_second: float
     run_memory_bytes: int
     kind: str
-    """`measured`, `predicted`, `beyond` (predicted not to fit) or `failed` (a trial that did not
-    run)."""
+    """`measured`, `predicted`, `beyond` (predicted not to fit) or `failed` (in a trial)."""
     outcome: str
-    """In words."""
     is_chosen: bool = False
     is_front: bool = False
 
     @property
     def runs(self) -> bool:
-        """Whether it ran, or is predicted to."""
+        """True if it ran, or is predicted to."""
         return self.kind in ("measured", "predicted")
 
 
 def points_of(plan: TrainingPlan) -> list[Point]:
-    """Every candidate that the plan tells of, as measured if a trial ran it, else as predicted;
-    those that no other beats in both memory and speed are marked."""
+    """Return every candidate of the plan, measured if a trial ran it, else predicted."""
     frozen, work = plan.frozen, process_workload(plan)
     batch = work.effective_batch_size
     expected, settings = frozen.expected, frozen.settings
@@ -87,8 +84,7 @@ def points_of(plan: TrainingPlan) -> list[Point]:
 
 
 def nearest_beyond(plan: TrainingPlan, points: Sequence[Point]) -> Point | None:
-    """What would run out of memory with the least over the budget: a trial that did, if there is
-    one, else predicted; of predictions first one that would be faster than what was chosen."""
+    """Find what is least over the budget: a failed trial, else a faster or any prediction."""
     trials = plan.frozen.trials
     tried = {trial.candidate for trial in trials if trial.outcome in ("oom", "spill")}
     failed = [point for point in points if point.kind == "failed" and point.candidate in tried]
@@ -104,18 +100,17 @@ class Worth:
 
     knob: str
     value: str
-    """With the knob's title."""
     point: Point
     speed: float
-    """Relative to the chosen settings by the same evidence."""
+    """Relative to the chosen settings by the same evidence, as is `memory_bytes`."""
     memory_bytes: int
-    """More than the chosen settings take."""
 
 
 def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
-    """For each knob and other value the best candidate, the other knobs free, compared with the
-    chosen settings: by trials if one ran it, else by predictions; the fastest that fits, else the
-    smallest. What matters most comes first."""
+    """Compare the best candidate with each other value of a knob with the chosen settings.
+
+    A trial counts before predictions, the fastest that fits before the smallest.
+    """
     from autotune.knobs.registry import KNOBS
 
     frozen, work = plan.frozen, process_workload(plan)

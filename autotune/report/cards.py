@@ -1,4 +1,4 @@
-"""The model card of a trained adapter: what it is, how it was made, how it is used."""
+"""Model card of a trained adapter."""
 
 import json
 import re
@@ -27,15 +27,15 @@ def model_card(
     load_options: Mapping[str, object],
     pictures: Sequence[tuple[str, str]],
 ) -> str:
-    """Return the card as Markdown with the hub's header. Of the data it tells the number of items.
+    """Return the card as Markdown with the hub's header; of the data it tells only the number.
 
     Args:
         plan: what was trained.
         report: what came of it.
         name: of the repository.
-        base_model: hub id of the model that was adapted; None if it has none.
-        license_name: of the base model, as its card says.
-        kind: `image`, `edit` or `video`.
+        base_model: hub id, if it has one.
+        license_name: of the base model.
+        kind: a key of `TASKS`.
         load_options: what diffusers is told to load the adapter.
         pictures: prompt and file of samples with the adapter.
     """
@@ -83,5 +83,5 @@ def model_card(
 
 
 def _escaped(text: str) -> str:
-    """`text` in one line that Markdown shows as it is: a prompt may hold anything."""
+    """One line that Markdown shows as it is: a prompt may hold anything."""
     return re.sub(r"([\\`*_\[\]<>&~|$!])", r"\\\1", printable(" ".join(text.split())))

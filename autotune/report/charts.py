@@ -14,15 +14,10 @@ WIDE_RATIO = 8.0
 """Largest over smallest value from which an axis is logarithmic."""
 SHOWN_BUDGET = 2.0
 """How many times what is shown a budget may be and still be on the chart's scale."""
-MAX_POINTS = 300
-"""Points of a line: more than a screen shows would only make the page larger."""
-Part = dict[str, Any]
-"""An axis, a trace, a shape or a figure."""
-Reading = tuple[float, float, str]
-"""A point, and what is read of it."""
-Rule = tuple[str, float, str]
-"""`x` or `y`, where a line across stands, and its label."""
-
+MAX_POINTS = 300  # of a line: as many as a screen shows
+Part = dict[str, Any]  # an axis, a trace, a shape or a figure
+Reading = tuple[float, float, str]  # a point, and what is read of it
+Rule = tuple[str, float, str]  # `x` or `y`, where a line across stands, and its label
 SYMBOLS = {
     "predicted": ("circle-open", 10, "--blue"),
     "measured": ("circle", 11, "--blue"),
@@ -52,7 +47,7 @@ _LAYOUT = {
 def axis(
     label: str, values: Iterable[float] = (), *, suffix: str = "", from_zero: bool = False
 ) -> Part:
-    """An axis for these values: logarithmic if they are far apart."""
+    """Return an axis for these values: logarithmic if they are far apart."""
     known = list(values)
     is_log = not from_zero and 0 < WIDE_RATIO * min(known, default=0) < max(known, default=0)
     return {
@@ -71,12 +66,12 @@ def axis(
 
 
 def memory_unit(sizes: Sequence[float]) -> tuple[float, str]:
-    """Bytes of the unit for an axis with these sizes, and its name."""
+    """Return the bytes of a unit for these sizes, and its name."""
     return (2.0**30, " GiB") if max(sizes, default=0) >= 2**30 else (2.0**20, " MiB")
 
 
 def marks(kind: str, points: Sequence[Reading], name: str | None = None) -> Part:
-    """Points of a kind of `SYMBOLS`, named in the legend."""
+    """Draw points of a kind of `SYMBOLS`, named in the legend."""
     symbol, size, color = SYMBOLS[kind]
     marker = {"symbol": symbol, "size": size, "color": color, "line": {"width": 2}}
     return {"mode": "markers", "marker": marker, "name": name, **_readings(points)}
@@ -85,7 +80,7 @@ def marks(kind: str, points: Sequence[Reading], name: str | None = None) -> Part
 def line(
     style: str, points: Sequence[tuple[float, float]], text: Callable[[float], str] | None = None
 ) -> Part:
-    """A line through points whose `x` rises; `text` says a value in words, if it is to be read."""
+    """Draw a line through points; `text` says a value in words, if it is to be read."""
     shown: Part = {"mode": "lines", "line": STYLES[style]}
     if text is None:
         x, y = [x for x, _ in points], [y for _, y in points]
@@ -103,15 +98,7 @@ def _readings(points: Sequence[Reading]) -> Part:
 
 
 def chart(title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[Rule] = ()) -> Part:
-    """A figure as the templates take it: its title, what plotly draws.
-
-    Args:
-        title: what the chart shows, in a sentence.
-        traces: lines and marks, those above last.
-        x: horizontal axis.
-        y: vertical axis.
-        rules: lines across, at most two.
-    """
+    """Return a figure as the templates take it, with at most two lines across as `rules`."""
     named = [{"type": "scatter", "showlegend": bool(t.get("name")), **t} for t in traces]
     shown = {way: [value for trace in named for value in trace[way]] for way in "xy"}
     axes = {"x": x, "y": y}
@@ -127,8 +114,7 @@ def chart(title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[
 
 
 def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
-    """A dashed line across the whole chart, whose label stays on it wherever the line lies among
-    what is shown."""
+    """A dashed line across, whose label stays on the chart wherever the line lies."""
     way, value, text = rule
     other = "y" if way == "x" else "x"
     has_room_below = (axis["type"], axis["rangemode"]) == ("linear", "tozero")
@@ -158,8 +144,8 @@ def thinned(
     values: Sequence[tuple[float, float]],
     keep: Callable[[Sequence[float]], float] = lambda values: values[-1],
 ) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS` points: of each run of neighbors the last `x`, and what `keep` makes
-    of their `y`, by default the last."""
+    """Return at most `MAX_POINTS` points: of neighbors the last `x`, and what `keep` makes of
+    their `y`."""
     size = -(-len(values) // MAX_POINTS)
     chunks = [values[start : start + size] for start in range(0, len(values), max(1, size))]
     return [(chunk[-1][0], keep([y for _, y in chunk])) for chunk in chunks]

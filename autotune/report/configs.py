@@ -1,5 +1,4 @@
-"""Other trainers' configurations as text: imported, exported, and audited; an audit as Markdown,
-too."""
+"""Text about other trainers' configurations: imported, exported, audited."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from autotune.interop.exporting import ExportedConfig
     from autotune.interop.importing import ConfigLine, ImportedConfig
 
-MAX_VALUE = 40
-"""Characters of a value that are shown."""
+MAX_VALUE = 40  # characters
 GROUPS = {
     "not_carried": "not carried over, though it changes what is learned or is not understood",
     "carried": "carried over",
@@ -26,45 +24,45 @@ GROUPS = {
 
 
 def import_lines(config: ImportedConfig) -> list[str]:
-    """What becomes of every setting, in groups, with the line that each is on."""
+    """Tell what becomes of every setting, in groups, with the line that each is on."""
     lines = [*wrapped(f"{config.path}: {config.trainer}, {config.model}", 4)]
     for name, title in GROUPS.items():
         group = getattr(config, name)
         lines += ["", title, *_group(group)] if group else []
-    notes = [line for note in config.notes for line in wrapped(f"  {note}", 4)]
-    return [*lines, "", "whatever is set", *notes] if notes else lines
+    return lines + _remarks("whatever is set", config.notes)
+
+
+def _remarks(title: str, remarks: Sequence[str]) -> list[str]:
+    lines = [line for remark in remarks for line in wrapped(f"  {remark}", 4)]
+    return ["", title, *lines] if lines else []
 
 
 def _group(group: Sequence[ConfigLine]) -> list[str]:
-    """One line for each meaning of one part of a file: those that mean the same stand together."""
-    files = {one.file for one in group if one.line}
-    lines = []
-    for meaning in dict.fromkeys(one.meaning for one in group):
-        alike = [one for one in group if one.meaning == meaning]
-        settings = ", ".join(_setting_text(one, len(files) > 1) for one in alike)
-        lines += wrapped(f"  {settings} -> {meaning}", 4)
-    return lines
-
-
-def _setting_text(one: ConfigLine, name_file: bool) -> str:
-    value = one.value if len(one.value) <= MAX_VALUE else one.value[: MAX_VALUE - 3] + "..."
-    where = f"{one.file}:{one.line}" if name_file else f"line {one.line}"
-    return f"{one.key}: {value} ({where if one.line else 'default'})"
+    """One line for all settings of the same meaning."""
+    has_files = len({one.file for one in group if one.line}) > 1
+    alike: dict[str, list[str]] = {}
+    for one in group:
+        value = one.value if len(one.value) <= MAX_VALUE else one.value[: MAX_VALUE - 3] + "..."
+        where = f"{one.file}:{one.line}" if has_files else f"line {one.line}"
+        text = f"{one.key}: {value} ({where if one.line else 'default'})"
+        alike.setdefault(one.meaning, []).append(text)
+    return [
+        line
+        for meaning, settings in alike.items()
+        for line in wrapped(f"  {', '.join(settings)} -> {meaning}", 4)
+    ]
 
 
 def export_lines(exported: ExportedConfig) -> list[str]:
-    """What the files of another trainer do otherwise than the plan."""
+    """Tell what the files of another trainer do otherwise than the plan."""
     from autotune.interop.exporting import DIFFERENCE_KINDS
 
     lines = [f"files     {', '.join(exported.files)}"]
     for kind, title in DIFFERENCE_KINDS.items():
         these = [one for one in exported.differences if one.kind == kind]
-        shown = [f"  {one.name}: {one.planned} in the plan, {one.written} there" for one in these]
-        lines += (
-            ["", title, *(line for text in shown for line in wrapped(text, 4))] if these else []
-        )
-    remarks = [line for remark in exported.remarks for line in wrapped(f"  {remark}", 4)]
-    return [*lines, "", "it computes differently", *remarks] if remarks else lines
+        shown = [f"{one.name}: {one.planned} in the plan, {one.written} there" for one in these]
+        lines += _remarks(title, shown)
+    return lines + _remarks("it computes differently", exported.remarks)
 
 
 def audit_lines(audit: Audit) -> list[str]:
@@ -81,7 +79,7 @@ def audit_lines(audit: Audit) -> list[str]:
 
 
 def audit_markdown(audit: Audit) -> str:
-    """Show the same as tables for pasting into a thread."""
+    """Show an audit as Markdown, to paste into a thread."""
     config = audit.config
     title = f"**{config.trainer}: {config.model} on {audit.as_written.hardware}**"
     lines = [title, "", _evidence(audit)]
@@ -99,11 +97,8 @@ def _evidence(audit: Audit) -> str:
     return "Predicted by autotune's cost model, and measured in a few steps of its own executor."
 
 
-Section = tuple[str, list[list[str]], list[tuple[str, str]]]
-"""A title, rows of a table, and items: a key and what is said of it."""
-
-
-def _sections(audit: Audit) -> Iterator[Section]:
+def _sections(audit: Audit) -> Iterator[tuple[str, list[list[str]], list[tuple[str, str]]]]:
+    """A title, rows of a table, and items: a key and what is said of it."""
     config = audit.config
     yield "", _comparison(audit), []
     if config.overheads:
@@ -119,7 +114,6 @@ def _sections(audit: Audit) -> Iterator[Section]:
 
 
 def _comparison(audit: Audit) -> list[list[str]]:
-    """What stands beside each other: a title, what is predicted of it, and what was measured."""
     written = ("as written", audit.as_written, audit.measured_as_written)
     columns: list[tuple[str, Estimate | None, TrialResult | None]] = [written]
     if audit.in_trainer is not None:
@@ -135,7 +129,6 @@ def _comparison(audit: Audit) -> list[list[str]]:
 
 
 def _facts(estimate: Estimate | None) -> dict[str, str]:
-    """What is predicted, with the peak memory of each phase."""
     if estimate is None:
         return {"seconds per step": "nothing fits"}
     prediction = estimate.prediction

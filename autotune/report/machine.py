@@ -1,13 +1,17 @@
-"""What is known of machines, models, data and files, as text of at most 80 columns."""
+"""Text of at most 80 columns about machines, models, data and files."""
+
+from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autotune.plan.hardware import Capability, Device, HardwareProfile, Rate
+from autotune.plan.prediction import Estimate
 from autotune.report.text import (
     WIDTH,
     capped,
@@ -23,16 +27,12 @@ if TYPE_CHECKING:
     from autotune.machine.catalog import CatalogGpu
     from autotune.machine.doctor import Finding
     from autotune.models.resolve import FetchedModel
-    from autotune.plan.hardware import Capability, HardwareProfile, Rate
-    from autotune.plan.prediction import Estimate
-    from autotune.search.comparison import ComparedGpu, Comparison, ModelSummary, NoGpu
-    from autotune.weights.tensors import FileSummary, TensorSummary
+    from autotune.search.comparison import Comparison, ModelSummary, NoGpu
+    from autotune.weights.tensors import FileSummary
 
 ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
-UNVERIFIED = "* built from diffusers' classes: not compared with a published size"
 MAX_NAMED = 20
-"""Files of a kind, and shapes, that are listed one by one."""
 PROBLEMS = {
     "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",
     "broken": "broken, left out",
@@ -48,53 +48,41 @@ PROBLEMS = {
     "metadata": "wrong in metadata.jsonl",
 }
 VERDICTS = {"exact": "counts here", "near": "a prior here", "none": "does not count here"}
-MEMORY_PARTS = {
-    "weight_bytes": "weights",
-    "adapter_bytes": "adapter",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "saved_activation_bytes": "saved activations",
-    "transient_bytes": "transient",
-    "attention_workspace_bytes": "attention workspace",
-    "process_overhead_bytes": "process overhead",
-    "allocator_rounding_bytes": "allocator rounding",
+PARTS = {
+    "weight": "weights",
+    "gradient": "gradients",
+    "saved_activation": "saved activations",
+    "matmul": "frozen layers",
+    "elementwise": "norms and elementwise",
+    "convolution": "convolutions",
+    "overhead": "launch overhead",
+    "transfer": "transfers",
 }
-TIME_PARTS = {
-    "matmul_seconds": "frozen layers",
-    "adapter_seconds": "adapter",
-    "attention_seconds": "attention",
-    "elementwise_seconds": "norms and elementwise",
-    "dequantization_seconds": "dequantization",
-    "convolution_seconds": "convolutions",
-    "optimizer_seconds": "optimizer",
-    "overhead_seconds": "launch overhead",
-    "transfer_seconds": "transfers",
-}
+"""Parts of memory and time whose titles are not their names."""
 
 
-def profile_view(profile: "HardwareProfile") -> RenderableType:
-    """A profile: the device, its budget and why, the host, what it can use, and its rates."""
+def profile_view(profile: HardwareProfile) -> RenderableType:
+    """Show the device, its budget and why, the host, what it can use, and its rates."""
     device = profile.device
     parts: list[RenderableType] = [
         Text(device.name, style="bold") + Text(f"  {device.kind}:{device.index}", style="dim"),
         _facts(profile),
-        _heading("Capabilities"),
+        Text("\nCapabilities", style="bold"),
         _capabilities(profile.capabilities),
     ]
     if profile.rates:
-        rates = _grid()
-        for rate in profile.rates:
-            several = rate.num_samples >= 4
-            spread = f"±{rate.spread / 2:.0%}" if several else f"n={rate.num_samples}"
-            value = Text(human_rate(rate), justify="right")
-            rates.add_row(rate.name, value, Text(spread, style="dim"))
         noisy = " (noisy machine: trust these less)" if profile.noisy else ""
-        parts += [_heading(f"Measured{noisy}"), rates]
+        parts += [Text(f"\nMeasured{noisy}", style="bold"), rates := _grid()]
+    for rate in profile.rates:
+        several = rate.num_samples >= 4
+        spread = f"±{rate.spread / 2:.0%}" if several else f"n={rate.num_samples}"
+        value = Text(_rate_text(rate), justify="right")
+        rates.add_row(rate.name, value, Text(spread, style="dim"))
     return Group(*parts, *(Text(f"note: {note}", style="dim") for note in profile.notes))
 
 
-def findings_view(findings: Sequence["Finding"]) -> RenderableType:
-    """The doctor's findings, worst first."""
+def findings_view(findings: Sequence[Finding]) -> RenderableType:
+    """Show the doctor's findings, worst first."""
     if not findings:
         return Text("Nothing is wrong with this machine.", style="green")
     table = _grid()
@@ -104,15 +92,13 @@ def findings_view(findings: Sequence["Finding"]) -> RenderableType:
     return table
 
 
-def catalog_view(gpus: Sequence["CatalogGpu"]) -> RenderableType:
-    """The catalog's GPUs, one a line."""
-    table = Table(
-        box=None, pad_edge=False, padding=(0, 1), caption=ABOUT_LISTING, caption_justify="left"
-    )
-    table.add_column("name for --hardware", no_wrap=True)
-    for column in ("sm", "memory", "bf16", "bandwidth", "power"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
+def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
+    """List the catalog's GPUs."""
+    style: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 1)}
+    table = Table(**style, caption=ABOUT_LISTING, caption_justify="left")
+    for column in ("name for --hardware", "sm", "memory", "bf16", "bandwidth", "power", "kind"):
+        is_text = column in ("name for --hardware", "kind")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for gpu in gpus:
         bf16 = gpu.dense_tflops.get("bf16")
         table.add_row(
@@ -127,41 +113,37 @@ def catalog_view(gpus: Sequence["CatalogGpu"]) -> RenderableType:
     return table
 
 
-def _facts(profile: "HardwareProfile") -> Table:
+def _facts(profile: HardwareProfile) -> Table:
     device, host, versions = profile.device, profile.host, profile.versions
     stack = {"torch": versions.torch, "CUDA": versions.cuda_runtime, "driver": versions.driver}
     names = ("cudnn", "triton", "diffusers", "torchao", "peft", "bitsandbytes")
     stack |= {name.replace("cudnn", "cuDNN"): getattr(versions, name) for name in names}
+    software = ", ".join(f"{name} {version}" for name, version in stack.items() if version)
     cores = f"{host.physical_cores or '?'} cores, {host.logical_cores} usable threads"
     where = ", WSL" if host.memory_model == "wsl" else ""
     where += f", in {host.container}" if host.container else ""
-    total = f"{memory_text(device.total_memory_bytes)}, {device.memory_kind}"
+    memory = f"{memory_text(device.total_memory_bytes)}, {device.memory_kind}"
+    budget = Text(memory_text(device.budget_bytes), style="bold") + f": {device.budget_reason}"
+    rows: dict[str, str | Text] = {
+        "memory": f"{memory}: {device.memory_kind_reason}",
+        "budget": budget,
+        **(_cuda_facts(device) if device.kind == "cuda" else {}),
+        "host": f"{host.cpu}, {cores}, {memory_text(host.memory_bytes)}, {host.system}{where}",
+        "software": software,
+        "fingerprint": profile.fingerprint[:23],
+    }
     table = _grid()
-    table.add_row("memory", Text(f"{total}: {device.memory_kind_reason}"))
-    budget = Text(memory_text(device.budget_bytes), style="bold")
-    table.add_row("budget", budget + Text(f": {device.budget_reason}"))
-    if device.kind == "cuda":
-        table.add_row("compute", Text(_compute(profile)))
-        table.add_row("link, power", Text(_link_and_power(profile)))
-    memory = memory_text(host.memory_bytes)
-    table.add_row("host", Text(f"{host.cpu}, {cores}, {memory}, {host.system}{where}"))
-    software = ", ".join(f"{name} {version}" for name, version in stack.items() if version)
-    table.add_row("software", Text(software))
-    table.add_row("fingerprint", Text(profile.fingerprint[:23]))
+    for title, value in rows.items():
+        table.add_row(title, value if isinstance(value, Text) else Text(value))
     return table
 
 
-def _compute(profile: "HardwareProfile") -> str:
-    device, capability = profile.device, profile.device.compute_capability
-    version = "?" if capability is None else "{}.{}".format(*capability)
+def _cuda_facts(device: Device) -> dict[str, str]:
+    version = "{}.{}".format(*device.compute_capability or ("?", "?"))
     l2 = "?" if device.l2_bytes is None else f"{device.l2_bytes / 2**20:g} MiB"
     of = f", device {device.index} of {device.count}" if device.count > 1 else ""
-    return f"capability {version}, {device.sm_count or '?'} SMs, L2 {l2}{of}"
-
-
-def _link_and_power(profile: "HardwareProfile") -> str:
-    device, held = profile.device, profile.device.other_process_bytes
     limit = "?" if device.power_limit_watts is None else f"{device.power_limit_watts:g} W"
+    held = device.other_process_bytes
     parts = [
         f"PCIe {device.pcie_generation or '?'} x{device.pcie_width or '?'}",
         f"power limit {limit}",
@@ -170,11 +152,13 @@ def _link_and_power(profile: "HardwareProfile") -> str:
         f"others hold {memory_text(held)}" if held else "",
         *(f"GPU {link.peer_index} over {link.path}" for link in device.links),
     ]
-    return ", ".join(filter(None, parts))
+    return {
+        "compute": f"capability {version}, {device.sm_count or '?'} SMs, L2 {l2}{of}",
+        "link, power": ", ".join(filter(None, parts)),
+    }
 
 
-def _capabilities(capabilities: Sequence["Capability"]) -> Table:
-    """One row per group of what is available, and one per reason of what is not."""
+def _capabilities(capabilities: Sequence[Capability]) -> Table:
     rows: dict[tuple[str, bool, str], list[str]] = {}
     for capability in capabilities:
         group, _, choice = capability.name.rpartition(".")
@@ -189,8 +173,7 @@ def _capabilities(capabilities: Sequence["Capability"]) -> Table:
     return table
 
 
-def human_rate(rate: "Rate") -> str:
-    """A rate in the unit that people use: TFLOP/s, GB/s, MiB, ms, us."""
+def _rate_text(rate: Rate) -> str:
     if rate.unit == "FLOP/s":
         unit, size = ("TFLOP/s", 1e12) if rate.value >= 1e12 else ("GFLOP/s", 1e9)
         return f"{rate.value / size:.1f} {unit}"
@@ -207,25 +190,28 @@ def _grid() -> Table:
     return table
 
 
-def _heading(title: str) -> Text:
-    return Text(f"\n{title}", style="bold")
-
-
-def model_lines(models: Sequence["ModelSummary"], hardware: str | None = None) -> list[str]:
-    """A line for each model: kind, size, and its license or, for a GPU, what that is predicted
-    to do with it; then the settings that a plan would choose there."""
+def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> list[str]:
+    """List models with their licenses or, for a GPU, what that is predicted to do with them."""
     title = f"{'per step':>17}{'run memory':>14}" if hardware else "  license"
     lines = [f"predicted for {hardware}, with the defaults of each"] if hardware else []
     lines.append(f"{'name':<26}{'kind':<6}{'parameters':>11} {title}")
     for model in models:
         size = f"{model.num_parameters / 1e9:.2f}B" if model.num_parameters else "-"
-        doubt = " " if model.is_verified else "*"
-        rest = _predicted(model) if hardware else f"  {model.license or 'unknown'}"
+        doubt, found = " " if model.is_verified else "*", model.prediction
+        if not hardware:
+            rest = f"  {model.license or 'unknown'}"
+        elif found is None:
+            rest = "  not computed ahead: use autotune plan"
+        elif found.step_seconds is None:
+            rest = f"{'does not fit':>17}"
+        else:
+            took = seconds_text(found.step_seconds) + uncertainty_text(found.time_uncertainty)
+            rest = f"{took:>17}{memory_text(found.run_memory_bytes):>14}"
         lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{rest}")
-        if model.prediction and model.prediction.settings:
-            lines += wrapped(f"    {model.prediction.settings.label()}", 4)
+        if found and found.settings:
+            lines += wrapped(f"    {found.settings.label()}", 4)
     if not all(model.is_verified for model in models):
-        lines.append(UNVERIFIED)
+        lines.append("* built from diffusers' classes: not compared with a published size")
     if hardware:
         return lines
     lacking: dict[str, list[str]] = {}
@@ -237,18 +223,8 @@ def model_lines(models: Sequence["ModelSummary"], hardware: str | None = None) -
     return [*lines, *(line for text in texts for line in wrapped(text))]
 
 
-def _predicted(model: "ModelSummary") -> str:
-    prediction = model.prediction
-    if prediction is None:
-        return "  not computed ahead: use autotune plan"
-    if prediction.step_seconds is None:
-        return f"{'does not fit':>17}"
-    took = seconds_text(prediction.step_seconds) + uncertainty_text(prediction.time_uncertainty)
-    return f"{took:>17}{memory_text(prediction.run_memory_bytes):>14}"
-
-
-def fetched_lines(model: "FetchedModel") -> list[str]:
-    """Where a fetched model is, and how its files are known to be whole."""
+def fetched_lines(model: FetchedModel) -> list[str]:
+    """Tell where a fetched model is, and how its files are known to be whole."""
     verified = f"{model.num_verified} files have the hub's checksums"
     if model.num_verified is None:
         verified = "complete, not verified: the hub is out of reach"
@@ -261,13 +237,12 @@ def fetched_lines(model: "FetchedModel") -> list[str]:
     ]
 
 
-def data_report_lines(report: "DataReport") -> list[str]:
-    """Everything that is known about a data folder: verdict first, then shapes, then each file
-    by name."""
+def data_report_lines(report: DataReport) -> list[str]:
+    """Tell all about a data folder: the verdict, then shapes, then each file by name."""
     return [line for text in _data_texts(report) for line in wrapped(text)]
 
 
-def _data_texts(report: "DataReport") -> Iterator[str]:
+def _data_texts(report: DataReport) -> Iterator[str]:
     captionless = sum(problem.kind == "captionless" for problem in report.problems)
     why = f": {captionless} more without a caption" if captionless else ""
     verdict = "" if report.can_train else f", cannot be trained on{why}"
@@ -305,24 +280,27 @@ def _data_texts(report: "DataReport") -> Iterator[str]:
         yield from (f"  {line}" for line in capped(lines, MAX_NAMED, ": --json names all"))
 
 
-def estimate_text(estimate: "Estimate") -> str:
-    """The whole answer: verdict, settings, memory by part and by phase, time by kind of work,
-    the job."""
+def estimate_text(estimate: Estimate) -> str:
+    """Tell the verdict, settings, memory by part and phase, time by kind of work, and the job."""
     prediction, work, job = estimate.prediction, estimate.workload, estimate.job
     bucket, candidate = work.largest_bucket, prediction.candidate
     frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
     recompute, doubt = prediction.step_time.recompute_seconds, prediction.time_uncertainty
     needed, budget = memory_text(prediction.run_memory_bytes), memory_text(estimate.budget_bytes)
     training = memory_text(prediction.training.run_memory_bytes)
-    quantization = f"quantization {candidate.quantization}".replace(
-        "quantization none", "no quantization"
-    )
+    quantization = f"quantization {candidate.quantization}"
+    if candidate.quantization == "none":
+        quantization = "no quantization"
     verdict = "fits" if estimate.fits else "does not fit"
-    way_out = "  `autotune plan` with the same model and hardware finds what fits"
+    phases = [(phase.name, phase.run_memory_bytes) for phase in prediction.phases]
+    times = [part for part in prediction.step_time if part[0] != "recompute_seconds"]
     lines = [
         *wrapped(f"{work.model.name} on {estimate.hardware}: {verdict}"),
         f"  predicted, nothing has run; run memory {needed} of {budget}",
-        *([] if estimate.fits else [way_out]),
+    ]
+    if not estimate.fits:
+        lines.append("  `autotune plan` with the same model and hardware finds what fits")
+    lines += [
         "",
         f"  shape       {bucket.width_px} x {bucket.height_px} px{frames}, "
         f"{work.max_text_tokens} text tokens",
@@ -335,23 +313,20 @@ def estimate_text(estimate: "Estimate") -> str:
         "",
         f"Training: {training}{uncertainty_text(prediction.memory_band)}, of which "
         f"{memory_text(prediction.allocated_memory_bytes)} step memory",
-        *_bars({MEMORY_PARTS[k]: v for k, v in prediction.training.breakdown if v}, memory_text),
+        *_bars(prediction.training.breakdown, memory_text),
         "",
         "Phases",
-        *_bars({phase.name: phase.run_memory_bytes for phase in prediction.phases}, memory_text),
+        *_bars(phases, memory_text),
         f"  {'host memory':24}{memory_text(prediction.host_memory_bytes):>14}",
         "",
         f"Step time: {prediction.step_seconds:.3g} s{uncertainty_text(doubt)},"
         f" {prediction.images_per_second:.3g} images/s",
-        *_bars(
-            {TIME_PARTS[k]: v for k, v in prediction.step_time if k in TIME_PARTS and v > 0},
-            seconds_text,
-        ),
-        *([f"  of which recomputing    {seconds_text(recompute):>14}"] if recompute else []),
-        "",
-        f"Job of {estimate.num_steps} steps: {seconds_text(job.total_seconds)}"
-        f"{uncertainty_text(doubt)}",
+        *_bars(times, seconds_text),
     ]
+    if recompute:
+        lines.append(f"  of which recomputing    {seconds_text(recompute):>14}")
+    total = f"{seconds_text(job.total_seconds)}{uncertainty_text(doubt)}"
+    lines += ["", f"Job of {estimate.num_steps} steps: {total}"]
     if job.compile_seconds:
         lines.append(f"  compile, and plan attention, {seconds_text(job.compile_seconds)}")
     lines.append(
@@ -363,16 +338,18 @@ def estimate_text(estimate: "Estimate") -> str:
     return "\n".join(line[:WIDTH].rstrip() for line in lines)
 
 
-def _bars(values: dict[str, float], form: Callable[[float], str]) -> list[str]:
-    largest = max(values.values(), default=0) or 1
+def _bars(values: Iterable[tuple[str, float]], form: Callable[[float], str]) -> list[str]:
+    shown = {name.removesuffix("_bytes").removesuffix("_seconds"): v for name, v in values if v > 0}
+    largest = max(shown.values(), default=0)
     return [
-        f"  {name:24}{form(value):>14}  {'#' * round(30 * value / largest)}"
-        for name, value in values.items()
+        f"  {PARTS.get(name, name.replace('_', ' ')):24}{form(value):>14}  "
+        f"{'#' * round(30 * value / largest)}"
+        for name, value in shown.items()
     ]
 
 
-def comparison_lines(found: "Comparison") -> list[str]:
-    """Two lines for each GPU that it fits: speed, memory, hours and cost; then the settings."""
+def comparison_lines(found: Comparison) -> list[str]:
+    """Show speed, memory, hours, cost and settings for each GPU that it fits."""
     fitting = [one for one in found.gpus if one.misfit is None]
     has_prices = any(one.cost is not None for one in fitting)
     cost = f"{f'cost {found.currency}'.rstrip():>12}" if has_prices else ""
@@ -381,7 +358,12 @@ def comparison_lines(found: "Comparison") -> list[str]:
         f"{'GPU':<27}{'per image':>16}{'run memory':>12}{'hours':>13}{cost}",
     ]
     for one in fitting:
-        lines += _gpu_lines(one, has_prices)
+        low, high = one.hours_range or (0.0, 0.0)
+        speed = seconds_text(one.image_seconds) + uncertainty_text(one.time_uncertainty)
+        hours, memory = f"{low:.1f} to {high:.1f}", memory_text(one.run_memory_bytes)
+        price = f"{'-' if one.cost is None else f'{one.cost:.2f}':>12}" if has_prices else ""
+        lines.append(f"{one.gpu:<27}{speed:>16}{memory:>12}{hours:>13}{price}")
+        lines += wrapped(f"  {one.settings.label()}", 4) if one.settings else []
     if not fitting:
         lines.append("none of these GPUs")
     if found.num_left_out:
@@ -400,22 +382,12 @@ def comparison_lines(found: "Comparison") -> list[str]:
     return lines
 
 
-def _gpu_lines(one: "ComparedGpu", has_prices: bool) -> list[str]:
-    low, high = one.hours_range or (0.0, 0.0)
-    speed = seconds_text(one.image_seconds) + uncertainty_text(one.time_uncertainty)
-    hours, memory = f"{low:.1f} to {high:.1f}", memory_text(one.run_memory_bytes)
-    price = "-" if one.cost is None else f"{one.cost:.2f}"
-    row = f"{one.gpu:<27}{speed:>16}{memory:>12}{hours:>13}"
-    settings = wrapped(f"  {one.settings.label()}", 4) if one.settings else []
-    return [row + (f"{price:>12}" if has_prices else ""), *settings]
-
-
 def _misfit_lines(gpus: list[str]) -> list[str]:
     return wrapped(f"does not fit: {', '.join(gpus)}", 14) if gpus else []
 
 
-def elsewhere_lines(error: "NoGpu") -> list[str]:
-    """The GPUs that a model fits, fastest first; then those that it does not fit."""
+def elsewhere_lines(error: NoGpu) -> list[str]:
+    """List the GPUs that a model fits, fastest first; then those that it does not fit."""
     from autotune.models.registry import FAMILIES
 
     defaults = FAMILIES[error.family].defaults
@@ -435,20 +407,23 @@ def elsewhere_lines(error: "NoGpu") -> list[str]:
     ]
 
 
-def weights_lines(summary: "FileSummary") -> str:
-    """What a safetensors file holds, one line per tensor."""
+def weights_lines(summary: FileSummary) -> str:
+    """Tell what a safetensors file holds, one line per tensor."""
     dtypes = Counter(tensor.dtype for tensor in summary.tensors)
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items())) or "none"
     bad = summary.num_nonfinite
-    metadata = sorted(summary.metadata.items())
-    tensors = sorted(summary.tensors, key=lambda tensor: tensor.name)
-    rows = [(tensor.name, _tensor_text(tensor)) for tensor in tensors]
+    rows = []
+    for tensor in sorted(summary.tensors, key=lambda tensor: tensor.name):
+        counts = ((tensor.num_nan, "NaN"), (tensor.num_inf, "Inf"))
+        odd = "".join(f" {count} {word}" for count, word in counts if count)
+        shape, size = "x".join(map(str, tensor.shape)), memory_text(tensor.size_bytes)
+        rows.append((tensor.name, f"{tensor.dtype:>7} {shape or 'scalar':>16} {size:>9}{odd}"))
     room = max(WIDTH - max((len(facts) for _, facts in rows), default=0) - 1, 12)
     lines = [
         f"{summary.name}: {memory_text(summary.size_bytes)}",
-        f"tensors: {len(tensors)} ({kinds})",
+        f"tensors: {len(rows)} ({kinds})",
         f"values that are not finite: {'not counted' if bad is None else bad}",
-        *(f"metadata {key}: {' '.join(value.split())}" for key, value in metadata),
+        *(f"metadata {k}: {' '.join(v.split())}" for k, v in sorted(summary.metadata.items())),
         "",
     ]
     for name, facts in rows:  # the end of a name tells more than its beginning
@@ -457,20 +432,12 @@ def weights_lines(summary: "FileSummary") -> str:
     return "\n".join(map(cut, lines)).rstrip()
 
 
-def _tensor_text(tensor: "TensorSummary") -> str:
-    shape = "x".join(map(str, tensor.shape)) or "scalar"
-    counts = ((tensor.num_nan, "NaN"), (tensor.num_inf, "Inf"))
-    bad = "".join(f" {count} {word}" for count, word in counts if count)
-    return f"{tensor.dtype:>7} {shape:>16} {memory_text(tensor.size_bytes):>9}{bad}"
-
-
 def record_list_lines(rows: Sequence[Any]) -> list[str]:
-    """Two lines for each record, and whether it counts on this machine if that was asked."""
+    """Describe each record and, if that was asked, whether it counts on this machine."""
     lines = []
     for row in rows:
-        numbers = (
-            f"{seconds_text(row.step_seconds)}, {memory_text(row.peak_memory_bytes)} in a step"
-        )
+        memory = f"{memory_text(row.peak_memory_bytes)} in a step"
+        numbers = f"{seconds_text(row.step_seconds)}, {memory}"
         lines.append(cut(f"{row.name[:12]}  {row.measured_on}  {row.device_name}"))
         lines.append(cut(f"    {row.family}  {row.work}  {row.num_trials} trials"))
         lines.append(cut(f"    {row.settings}: {numbers}"))

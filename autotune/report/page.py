@@ -1,9 +1,8 @@
 """One self-contained HTML page about plans and runs. Pure: objects in, text out.
 
 All text is untrusted (names, prompts, reasons come from files): the templates escape it. Charts are
-drawn by plotly, the extra `report`, whose script is in the page once. What plotly lacks, reading a
-chart by keyboard and the colors of light and dark, `page.js` adds; captions and tables need no
-script.
+drawn by plotly, whose script is in the page once; `page.js` adds reading by keyboard, and the
+colors of light and dark.
 """
 
 import base64
@@ -49,14 +48,13 @@ HICCUP = 3.0
 """How many times the median a step must take to be called a hiccup."""
 MAX_SCALE = 2.5
 """How many times the largest phase the budget may be and still be on the scale."""
-LEGEND = {
+LEGEND = {  # later ones are drawn above
     "failed": "tried, did not run",
     "beyond": "predicted not to fit",
     "predicted": "predicted to fit, not tried",
     "measured": "measured here",
     "chosen": "chosen",
 }
-"""What marks mean; later ones are drawn above."""
 PHASE_TITLES = {"load": "loading", "cache": "caching", "train": "training", "preview": "previews"}
 """Phases of a prediction by the names that rehearsals have."""
 
@@ -98,10 +96,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Subject:
-    """A plan that a page shows."""
+    """A plan that a page shows, under the name that the user gave it."""
 
     name: str
-    """What the user called it."""
     plan: TrainingPlan
 
 
@@ -111,7 +108,6 @@ class RunSubject(Subject):
 
     steps: Sequence[StepFinished] = ()
     report: RunReport | None = None
-    """None until the run has ended."""
     previews: tuple[PreviewPicture, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
@@ -119,17 +115,12 @@ class RunSubject(Subject):
 
 
 def has_plotly() -> bool:
-    """Whether the extra `report` is installed, without which no page can be written."""
+    """Return whether the extra `report` is installed."""
     return all(map(find_spec, ("plotly", "jinja2")))
 
 
 def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
-    """A whole page as HTML, which asks for nothing outside of itself: its policy admits no script
-    but its own, in which plotly is once.
-
-    Args:
-        subjects: what to show, at least one.
-        autotune_version: named at the end of the page.
+    """Write a page as HTML: its policy admits no script but its own, and no request.
 
     Raises:
         InvalidInput: the extra `report` is not installed.
@@ -198,13 +189,9 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
     def named(candidate: Candidate) -> str:
         return describe_changes(candidate, frozen.settings) or "the chosen settings"
 
-    phases = _bars(
-        plan,
-        phase_bytes(expected.phases, expected.process_memory_bytes),
-        {PHASE_TITLES.get(p.name, p.name): p.run_memory_bytes for p in forecast.phases}
-        if forecast and forecast.phases and not expected.phases
-        else {},
-    )
+    measured = phase_bytes(expected.phases, expected.process_memory_bytes)
+    phases = () if measured or not forecast else forecast.phases
+    promised = {PHASE_TITLES.get(each.name, each.name): each.run_memory_bytes for each in phases}
     return {
         "subject": subject,
         "frozen": frozen,
@@ -218,7 +205,7 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
         "nearest": nearest_beyond(plan, points),
         "points": sorted(points, key=lambda point: -point.images_per_second),
         "chart": _scatter(points, named, frozen.hardware.budget_bytes),
-        "phases": phases,
+        "phases": _bars(plan, measured, promised),
         "worths": find_worths(plan, points),
         "predicted": {each.candidate(frozen.settings): each for each in alternatives},
         "named": named,
@@ -258,7 +245,6 @@ def _scatter(points: Sequence[Point], named: Callable[[Candidate], str], budget:
 
 
 def _bars(plan: TrainingPlan, measured: dict[str, int], promised: dict[str, int]) -> Part:
-    """Memory of each phase as bars, promised hollow and measured solid, the budget as a line."""
     budget = plan.frozen.hardware.budget_bytes
     if not measured and not promised:
         promised = {"neediest phase": plan.frozen.expected.run_memory_bytes}
@@ -312,7 +298,6 @@ def _seconds(steps: Sequence[StepFinished]) -> list[float]:
 
 
 def _run_charts(subject: RunSubject) -> list[tuple[str, Part]]:
-    """Lines over the steps, each under its heading."""
     steps, frozen = subject.steps, subject.plan.frozen
     numbers, losses = [float(step.step) for step in steps], [step.loss for step in steps]
     smooth = thinned(list(zip(numbers, smoothed(losses), strict=True)))
@@ -358,7 +343,6 @@ def _run_charts(subject: RunSubject) -> list[tuple[str, Part]]:
 
 
 def _held_out(steps: Sequence[StepFinished]) -> Part | None:
-    """The loss on held-out images; None if it was never measured."""
     points = [(float(s.step), s.validation_loss) for s in steps if s.validation_loss is not None]
     bases = [s.base_validation_loss for s in steps if s.base_validation_loss is not None]
     if not points or not bases:

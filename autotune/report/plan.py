@@ -1,9 +1,9 @@
-"""A plan and its trials as text for a terminal of 80 columns; two plans side by side."""
+"""Text about plans and trials for a terminal of 80 columns; two plans side by side."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,29 +31,21 @@ TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaul
 SETTINGS_COLUMN = TRIAL_HEADER.index("settings")
 UNTOLD = ("micro_batch_size", "allocator", "data_workers", "batch_memory")
 """Settings that have a column of their own, or that no two trials are compared for."""
-MAX_SETTINGS = 10
-"""Settings that differ from the defaults and are shown one by one: the whole answer has at most
-25 lines."""
+MAX_SETTINGS = 10  # so that the whole answer has at most 25 lines
+MAX_SIZES = 8
+MAX_REASONS = 5
 WORTH_TELLING = 1.05
 """Gain from more memory that is named."""
-MAX_SIZES = 8
-"""Sizes of images that are named one by one."""
-MAX_REASONS = 5
-"""Records of a kind that are named one by one."""
 DENSITIES = {
     "logit_normal": "Stable Diffusion 3's density",
     "uniform": "the model's own noise schedule",
 }
 QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
-"""How names end whose values are compared by their ratio; others, such as a rank, are chosen,
-not measured."""
-TIMES = ("step_seconds", "run_seconds")
-"""Names of values that a plan may have predicted, as uncertain as it says."""
+"""How names end whose values are compared by their ratio: they are measured, not chosen."""
 
 
 def trial_lines(number: int, result: TrialResult, first: Candidate) -> list[str]:
-    """A trial aligned under TRIAL_HEADER, with its settings as they differ from those of the
-    first trial."""
+    """Align a trial under TRIAL_HEADER; its settings are those that differ from the first's."""
     verdict: str = result.outcome
     if verdict == "ok" and result.confirms:
         verdict = "confirmed"
@@ -77,17 +69,14 @@ def _row(
     figures = f"{number:>2} {candidate.micro_batch_size:>5} {time:>7} {memory:>9} {verdict:<9}"
     defaults = {name: field.default for name, field in Candidate.model_fields.items()}
     known = defaults if number == 1 else dict(first)
-    changed = ", ".join(  # under the names that `--pin` takes
-        f"{name}={value}"
-        for name, value in candidate
-        if name not in UNTOLD and value != known[name]
-    )
+    differing = [each for each in candidate if each[0] not in UNTOLD and each[1] != known[each[0]]]
+    changed = ", ".join(f"{name}={value}" for name, value in differing)  # as `--pin` takes them
     settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
     return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
 
 
 def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
-    """The workload that is planned for, shown before the first trial."""
+    """Describe the workload that is planned for."""
     model, largest = workload.model, workload.largest_bucket
     count = sum(b.num_items for b in workload.buckets)
     sizes = [f"{_size(b)} ({b.num_items})" for b in workload.buckets]
@@ -111,16 +100,16 @@ def _size(bucket: Bucket) -> str:
 
 
 def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> list[str]:
-    """The best few candidates that are predicted to fit, and the fastest few that are not."""
+    """Show the best few candidates that are predicted to fit, and the fastest few that are not."""
     ordered = sorted(predictions, key=lambda prediction: prediction.step_seconds)
     fitting = [p for p in ordered if p.run_memory_bytes <= budget_bytes]
     others = [p for p in ordered if p.run_memory_bytes > budget_bytes]
     if not fitting:
         others.sort(key=lambda prediction: prediction.run_memory_bytes)
     times = f"; times{uncertainty_text(ordered[0].time_uncertainty)}" if ordered else ""
+    budget = memory_text(budget_bytes)
     lines = [
-        f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in "
-        f"{memory_text(budget_bytes)}{times}",
+        f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {budget}{times}",
         TRIAL_HEADER.replace("step mem outcome", " run mem verdict"),
     ]
     shown = [*fitting[:5], *others[:3]]
@@ -134,7 +123,7 @@ def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> li
 
 
 def records_lines(event: RecordsMatched) -> list[str]:
-    """What earlier measurements contribute; nothing if there are none."""
+    """Tell what earlier measurements contribute."""
     found = {
         "exact": "measured before on such a machine: one trial will verify it",
         "near": f"{event.num_records} of similar machines or work start the search",
@@ -146,12 +135,12 @@ def records_lines(event: RecordsMatched) -> list[str]:
 
 
 def note_text(text: str, title: str = "note") -> str:
-    """A remark, aligned with the lines before the first trial."""
+    """Align a remark with the lines before the first trial."""
     return "\n".join(wrapped(f"{title:<10}{text}", 10))
 
 
 def knob_lines(space: SearchSpace) -> list[str]:
-    """Choices of every knob, and exclusions with reasons."""
+    """List the choices of every knob, and exclusions with reasons."""
     lines = []
     for name, choices in space.choices.items():
         lines.append(f"{name}: {_values_text(choices)}")
@@ -166,7 +155,6 @@ def knob_lines(space: SearchSpace) -> list[str]:
 
 
 def _values_text(values: Sequence[Choice]) -> str:
-    """Values after commas; many numbers without a gap as the first and the last."""
     numbers = sorted(value for value in values if isinstance(value, int))
     if len(numbers) == len(values) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]} to {numbers[-1]}"
@@ -174,12 +162,12 @@ def _values_text(values: Sequence[Choice]) -> str:
 
 
 def process_workload(plan: TrainingPlan) -> Workload:
-    """The work of one of the plan's processes."""
+    """Return the work of one of the plan's processes."""
     return plan.frozen.workload.share(plan.frozen.hardware.num_processes)
 
 
 def settings_items(settings: Candidate, workload: Workload) -> list[tuple[str, str]]:
-    """Every knob's title and its value in words."""
+    """Return every knob's title and its value in words."""
     from autotune.knobs.registry import KNOBS, TITLES
 
     known = {knob.name: knob for knob in KNOBS}
@@ -190,7 +178,7 @@ def settings_items(settings: Candidate, workload: Workload) -> list[tuple[str, s
 
 
 def describe_changes(candidate: Candidate, settings: Candidate) -> str:
-    """What differs from other settings, in a few words; empty if nothing does."""
+    """Tell what differs from other settings, in a few words."""
     from autotune.knobs.registry import TITLES
 
     changes = differences_of(candidate, settings)
@@ -198,7 +186,7 @@ def describe_changes(candidate: Candidate, settings: Candidate) -> str:
 
 
 def full_settings_lines(plan: TrainingPlan) -> list[str]:
-    """Every setting, one per line."""
+    """List every setting, one per line."""
     from autotune.knobs.caching import describe_caching
 
     items = settings_items(plan.frozen.settings, process_workload(plan))
@@ -207,17 +195,16 @@ def full_settings_lines(plan: TrainingPlan) -> list[str]:
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
-    """The answer in a few lines: what is not as usual, speed, memory, total time, and what would
-    be faster."""
-    frozen = plan.frozen
-    expected, hardware, number = frozen.expected, frozen.hardware, frozen.hardware.num_processes
-    left = memory_text(hardware.budget_bytes - expected.run_memory_bytes)
-    took = seconds_text(expected.step_seconds) + uncertainty_text(expected.time_uncertainty)
+    """Answer in a few lines: what is not as usual, speed, memory, time, and what would be faster."""
+    frozen, expected, hardware = plan.frozen, plan.frozen.expected, plan.frozen.hardware
+    number = hardware.num_processes
     facts = [("" if at else "settings", text) for at, text in enumerate(_unusual_settings(plan))]
     if number > 1:
         facts.append(("processes", f"{number}, one per device ({hardware.strategy})"))
+    took = seconds_text(expected.step_seconds) + uncertainty_text(expected.time_uncertainty)
     speed = f"{expected.images_per_second:.2f} images/s ({expected.evidence})"
     needs = f"{memory_text(expected.run_memory_bytes)} in the phase that needs most"
+    left = memory_text(hardware.budget_bytes - expected.run_memory_bytes)
     step_memory, budget = map(memory_text, (expected.peak_memory_bytes, hardware.budget_bytes))
     facts += [
         ("speed", f"{took} per step, {speed}"),
@@ -227,26 +214,22 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         own = f"{memory_text(number * expected.host_memory_bytes)} of the computer's own"
         together = f" for {number} processes" if number > 1 else ""
         facts.append(("host memory", f"{own}{together}, in the neediest phase"))
+    facts.append(("the job", job_text(plan)))
     count = sum(not trial.confirms for trial in frozen.trials)
     search = f"{count} trial{'s' * (count > 1)} in {seconds_text(frozen.search_seconds)}"
     if expected.evidence == "predicted":
         search = "predictions alone; nothing has run"
-    caps = [t.memory_cap_bytes for t in frozen.trials if t.memory_cap_bytes is not None]
-    capped_text = "as you asked: never shared as evidence"
-    notes = [
-        *assumption_text(plan),
-        *([frozen.overheads.text] if frozen.overheads else []),
-        *frozen.advice,
-        *([f"tried within {memory_text(max(caps))}, {capped_text}"] if caps else []),
-    ]
-    lines = [f"{title:<14} {text}" for title, text in facts]
-    lines += [job_line(plan), f"the search     {search}", *_faster_line(plan)]
-    lines += [f"{'note':<15}{text}" for text in notes]
-    return [part for line in lines for part in wrapped(line, 15)]
+    facts += [("the search", search), *_what_is_faster(plan)]
+    notes = [*assumption_text(plan), *([frozen.overheads.text] if frozen.overheads else [])]
+    notes += frozen.advice
+    if caps := [t.memory_cap_bytes for t in frozen.trials if t.memory_cap_bytes is not None]:
+        within = f"tried within {memory_text(max(caps))}, as you asked"
+        notes.append(f"{within}: never shared as evidence")
+    facts += [("note", note) for note in notes]
+    return [part for title, text in facts for part in wrapped(f"{title:<14} {text}", 15)]
 
 
 def _unusual_settings(plan: TrainingPlan) -> list[str]:
-    """The micro-batch, and whatever differs from a knob's default."""
     from autotune.knobs.caching import describe_caching
 
     settings = plan.frozen.settings
@@ -261,8 +244,8 @@ def _unusual_settings(plan: TrainingPlan) -> list[str]:
     return capped(shown, MAX_SETTINGS, ": `autotune explain` shows all")
 
 
-def _faster_line(plan: TrainingPlan) -> list[str]:
-    """How much more memory would make it how much faster, by the smallest amount that does."""
+def _what_is_faster(plan: TrainingPlan) -> list[tuple[str, str]]:
+    """How much faster the least memory beyond the budget that helps would make it."""
     forecast, seconds = plan.frozen.forecast, plan.frozen.expected.step_seconds
     budget = plan.frozen.hardware.budget_bytes
     beyond = [
@@ -275,12 +258,11 @@ def _faster_line(plan: TrainingPlan) -> list[str]:
     least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
     more, gain = memory_text(least.run_memory_bytes - budget), seconds / least.step_seconds
     other = f"other settings are predicted to be {gain:.2f}x as fast"
-    return [f"faster         with {more} more memory {other}"]
+    return [("faster", f"with {more} more memory {other}")]
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
-    """Where the plan was written, and the command that trains it, with what the plan does not
-    name."""
+    """Tell where the plan was written, and the command that trains it."""
     frozen, words = plan.frozen, ["autotune", "train", str(file)]
     words += ["--data", "FOLDER"] if plan.job.data is None else []
     if frozen.workload.num_control_images and plan.job.control is None:
@@ -293,23 +275,21 @@ def train_hint(plan: TrainingPlan, file: Path) -> str:
     return "\n".join(lines)
 
 
-def job_line(plan: TrainingPlan) -> str:
-    """How long the job will take, from loading to the last checkpoint, and its cost if the plan
-    has a price."""
+def job_text(plan: TrainingPlan) -> str:
+    """Tell the job's time from loading to the last checkpoint, and its cost if that is known."""
     expected, number = plan.frozen.expected, plan.frozen.hardware.num_processes
     if plan.job.num_train_epochs is not None:  # how many steps they take, the data will tell
-        return f"the job        {plan.job.num_train_epochs} epochs"
+        return f"{plan.job.num_train_epochs} epochs"
     price = ""
     if (cost := plan.job_cost) is not None:
         gpus = f"{number} GPUs, each " if number > 1 else ""
         price = f", {cost:.2f} for {gpus}{expected.price_per_hour:.2f} an hour"
     total = seconds_text(plan.job_seconds) + uncertainty_text(expected.time_uncertainty)
-    return f"the job        {plan.job.num_steps} steps, {total} in all{price}"
+    return f"{plan.job.num_steps} steps, {total} in all{price}"
 
 
 def assumption_text(plan: TrainingPlan) -> list[str]:
-    """What the plan takes for granted of a machine that it was not made on, in at most one
-    sentence."""
+    """Tell what the plan takes for granted of a machine that it was not made on."""
     if not (packages := ", ".join(plan.frozen.hardware.assumed)):
         return []
     later = "nothing was measured, `train` does it here"
@@ -317,7 +297,7 @@ def assumption_text(plan: TrainingPlan) -> list[str]:
 
 
 def check_lines(result: CheckResult, plan_file: str, machine: str = "this machine") -> list[str]:
-    """Whether the plan of this file fits the machine, or each reason why it does not."""
+    """Tell that the plan of this file fits the machine, or each reason why it does not."""
     if result.fits:
         return [f"{plan_file} is valid and fits {machine}"]
     texts = [f"does not fit {machine}: {misfit}" for misfit in result.misfits]
@@ -325,7 +305,7 @@ def check_lines(result: CheckResult, plan_file: str, machine: str = "this machin
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:
-    """Why each setting was chosen and what was rejected, with the reason."""
+    """Explain why each setting was chosen, and what was rejected and why."""
     texts = []
     for reason in plan.frozen.reasons:
         texts.append(f"{reason.knob} = {reason.chosen}: {reason.why}")
@@ -344,8 +324,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
 
 
 def origin_lines(plan: TrainingPlan) -> list[str]:
-    """`you set` and `we set`, a value per line; a value equal to the default counts as ours,
-    whoever wrote it."""
+    """List what `you set` and `we set`; a value equal to the default counts as ours."""
     return [
         f"{'' if number else title:<9} {text}"
         for title, ours in (("you set", False), ("we set", True))
@@ -354,13 +333,12 @@ def origin_lines(plan: TrainingPlan) -> list[str]:
 
 
 def user_values_line(plan: TrainingPlan) -> list[str]:
-    """What the user set, in one line; nothing if that is nothing."""
+    """Tell what the user set, in one line."""
     values = ", ".join(_user_or_default(plan, ours=False))
     return wrapped(f"{'you set':<15}{values}", 15) if values else []
 
 
 def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
-    """The values that are ours, with their source, or those that are the user's."""
     from autotune.knobs.settings import usual_learning_rate
     from autotune.models.family import VIEWS_PER_IMAGE
     from autotune.models.registry import get_family
@@ -407,8 +385,7 @@ def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that both plans have and that is not the same; for quantities the second over
-    the first, too."""
+    """One thing that differs between two plans; of a quantity the ratio of second to first, too."""
 
     name: str
     first: str | int | float | None
@@ -422,62 +399,59 @@ class Difference:
 def differences(
     first: TrainingPlan, second: TrainingPlan, *, price_per_hour: float | None = None
 ) -> tuple[Difference, ...]:
-    """What differs, in the order of a plan's report. Units are in the names."""
-    ours, theirs = list(_facts(first, price_per_hour)), list(_facts(second, price_per_hour))
+    """Return what differs, in the order of a plan's report. Units are in the names."""
+    ours, theirs = (_facts(plan, price_per_hour) for plan in (first, second))
     doubts = [plan.frozen.expected.time_uncertainty for plan in (first, second)]
-    return tuple(
-        Difference(
-            *(name, a, b),
-            b / a if name.endswith(QUANTITIES) and a and b is not None else None,  # type: ignore[operator]
-            *(doubts if name in TIMES else ()),
-        )
-        for (name, a), (_, b) in zip(ours, theirs, strict=True)
-        if a != b
-    )
+    found = []
+    for name, a in ours.items():
+        if a != (b := theirs[name]):
+            is_ratio = name.endswith(QUANTITIES) and a and b is not None
+            ratio: Any = b / a if is_ratio else None  # type: ignore[operator]
+            is_time = name in ("step_seconds", "run_seconds")
+            found.append(Difference(name, a, b, ratio, *(doubts if is_time else ())))
+    return tuple(found)
 
 
-def _facts(
-    plan: TrainingPlan, price_per_hour: float | None
-) -> Iterator[tuple[str, str | int | float | None]]:
-    frozen, expected = plan.frozen, plan.frozen.expected
-    yield "model", frozen.workload.model.name
-    yield "device", frozen.hardware.device_name
-    for name in type(frozen.workload).model_fields:
-        if name not in ("model", "buckets"):
-            yield f"workload.{name}", getattr(frozen.workload, name)
-    largest = frozen.workload.largest_bucket
-    yield "workload.largest_bucket", f"{largest.width_px}x{largest.height_px}x{largest.num_frames}"
-    for name, value in frozen.settings:
-        yield f"settings.{name}", value
-    yield "evidence", expected.evidence
-    yield "run_memory_bytes", expected.run_memory_bytes
-    yield "step_memory_bytes", expected.peak_memory_bytes
-    yield "step_seconds", expected.step_seconds
-    yield "images_per_second", expected.images_per_second
-    yield "num_steps", plan.job.num_steps
-    yield "run_seconds", plan.job_seconds
-    if price_per_hour is not None:
-        yield "cost", plan.cost_at(price_per_hour)
-    yield "search_seconds", frozen.search_seconds
+def _facts(plan: TrainingPlan, price_per_hour: float | None) -> dict[str, str | int | float | None]:
+    frozen, expected, work = plan.frozen, plan.frozen.expected, plan.frozen.workload
+    largest = work.largest_bucket
+    asked = {f"workload.{name}": value for name, value in work if name not in ("model", "buckets")}
+    cost = {} if price_per_hour is None else {"cost": plan.cost_at(price_per_hour)}
+    return {
+        "model": work.model.name,
+        "device": frozen.hardware.device_name,
+        **asked,
+        "workload.largest_bucket": f"{largest.width_px}x{largest.height_px}x{largest.num_frames}",
+        **{f"settings.{name}": value for name, value in frozen.settings},
+        "evidence": expected.evidence,
+        "run_memory_bytes": expected.run_memory_bytes,
+        "step_memory_bytes": expected.peak_memory_bytes,
+        "step_seconds": expected.step_seconds,
+        "images_per_second": expected.images_per_second,
+        "num_steps": plan.job.num_steps,
+        "run_seconds": plan.job_seconds,
+        **cost,
+        "search_seconds": frozen.search_seconds,
+    }
 
 
 def difference_lines(found: Sequence[Difference]) -> list[str]:
-    """Aligned for people."""
+    """Align differences for people."""
+
+    def shown(name: str, value: str | int | float | None, doubt: float | None) -> str:
+        if name.endswith("_bytes") and isinstance(value, int):
+            return memory_text(value)
+        if name.endswith("_seconds") and isinstance(value, float):
+            return seconds_text(value) + uncertainty_text(doubt)
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
     lines = []
     for item in found:
         title = item.name.rpartition(".")[2].removesuffix("_bytes").removesuffix("_seconds")
-        first = _shown(item.name, item.first) + uncertainty_text(item.first_uncertainty)
-        second = _shown(item.name, item.second) + uncertainty_text(item.second_uncertainty)
+        first = shown(item.name, item.first, item.first_uncertainty)
+        second = shown(item.name, item.second, item.second_uncertainty)
         ratio = item.ratio
         times = "" if ratio is None else f" {ratio:{'.2f' if ratio >= 0.1 else '.2g'}}x"
         line = f"{title.replace('_', ' '):<24} {first:>20} -> {second:<20}{times}"
         lines.append(line.rstrip())
     return lines or ["the plans do not differ"]
-
-
-def _shown(name: str, value: str | int | float | None) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return memory_text(value)
-    if name.endswith("_seconds") and isinstance(value, float):
-        return seconds_text(value)
-    return f"{value:.2f}" if isinstance(value, float) else str(value)

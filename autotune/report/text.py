@@ -5,13 +5,13 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 WIDTH = 80
-BEYOND_MEASURE = 1e15
-"""No run takes so many seconds or bytes: a damaged file does, whose numbers get no hundred
-digits."""
+BEYOND_MEASURE = 1e15  # no run takes so many seconds or bytes: a damaged file does
+SMOOTHING = 0.05
+"""Share of each new value in a smoothed series, once there are enough of them."""
 
 
 def memory_text(num_bytes: float | None) -> str:
-    """`1.50 GiB`, `320 MiB`, `12 KiB`, `512 B`, or `-` when unknown."""
+    """Write `1.50 GiB`, `320 MiB`, `12 KiB`, `512 B`, or `-` when unknown."""
     if num_bytes is None:
         return "-"
     if num_bytes >= BEYOND_MEASURE:
@@ -24,12 +24,12 @@ def memory_text(num_bytes: float | None) -> str:
 
 
 def count_text(number: int) -> str:
-    """`3.7M` or `20.4B`."""
+    """Write `3.7M` or `20.4B`."""
     return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
 def seconds_text(seconds: float | None) -> str:
-    """`45 us`, `0.123 s`, `45 s`, `3 min 05 s`, `2 h 10 min`, or `-` when unknown."""
+    """Write `45 us`, `0.123 s`, `45 s`, `3 min 05 s`, `2 h 10 min`, or `-` when unknown."""
     if seconds is None:
         return "-"
     if 0 < seconds < 1e-3:
@@ -45,30 +45,24 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def time_left_text(seconds: float | None) -> str:
-    """`3 s left`, or nothing when that is unknown or over: of what is to come no fraction of a
-    second is known."""
+    """Write `3 s left`, or nothing when that is unknown or over."""
     if not seconds:
         return ""
     return (f"{math.ceil(seconds)} s" if seconds < 60 else seconds_text(seconds)) + " left"
 
 
 def loss_text(loss: float) -> str:
-    """`0.1234`, or `1.2e+30` of a run that left all bounds."""
+    """Write `0.1234`, or `1.2e+30` of a run that left all bounds."""
     return f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.1e}"
 
 
 def change_text(share: float, digits: int = 0) -> str:
-    """`+12%`, or `+1.2e+30%` of numbers that nothing measures."""
+    """Write `+12%`, or `+1.2e+30%` of numbers that nothing measures."""
     return f"{share:+.{digits}%}" if abs(share) < 1e4 else f"{100 * share:+.1e}%"
 
 
-SMOOTHING = 0.05
-"""Share of each new value in a smoothed series, once there are enough of them."""
-
-
 def smoothed(values: Iterable[float]) -> list[float]:
-    """An exponential moving average; the first values are means of what there is, so that none
-    starts from zero."""
+    """Return an exponential moving average; the first values are means of what there is."""
     series: list[float] = []
     for number, value in enumerate(values, 1):
         series.append(smooth(series[-1] if series else 0.0, value, number))
@@ -76,22 +70,18 @@ def smoothed(values: Iterable[float]) -> list[float]:
 
 
 def smooth(before: float, value: float, number: int) -> float:
-    """The moving average after the `number`-th value, counted from 1."""
+    """Return the moving average after the `number`-th value, counted from 1."""
     share = max(SMOOTHING, 1 / number)
     return (1 - share) * before + share * value
 
 
 def uncertainty_text(share: float | None) -> str:
-    """` ±25%`, to follow a predicted quantity; nothing if it was measured."""
+    """Write ` ±25%`, to follow a predicted quantity; nothing if it was measured."""
     return "" if share is None else f" ±{share:.0%}"
 
 
 def wrapped(text: str, hanging: int = 2) -> list[str]:
-    """`text` in lines of `WIDTH`, later ones indented by `hanging` more; one empty line if it is
-    empty.
-
-    A word that is longer than a line stays whole, so that a path can be copied.
-    """
+    """Break text into lines, later ones indented by `hanging` more; a long path stays whole."""
     plain = printable(text)
     indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
     return textwrap.wrap(
@@ -100,20 +90,13 @@ def wrapped(text: str, hanging: int = 2) -> list[str]:
 
 
 def with_command(words: str, command: str) -> list[str]:
-    """Words and a command to copy in one line; if it would be too long, the command is whole on
-    a line of its own."""
+    """Write words and a command to copy in one line or, if that is too long, in two."""
     line = printable(f"{words} {command}")
     return [line] if len(line) <= WIDTH else [*wrapped(words), f"    {printable(command)}"]
 
 
 def titled_command(title: str, words: Sequence[str]) -> list[str]:
-    """A command under a title of 15 columns, in lines that can be copied as they are: a shell goes
-    on after `\\`.
-
-    Args:
-        title: what the command is for.
-        words: of the command, each quoted for a shell.
-    """
+    """Write a command, whose words are quoted, in lines that a shell takes as they are."""
     start = f"{title:<15}{words[0]}"
     if len(whole := " ".join([start, *words[1:]])) <= WIDTH:
         return [whole]
@@ -128,23 +111,22 @@ def titled_command(title: str, words: Sequence[str]) -> list[str]:
 
 
 def capped(lines: Sequence[str], limit: int, rest: str) -> list[str]:
-    """The first `limit` lines; of more, how many there are, and in the words of `rest` where to
-    find them."""
+    """Keep the first `limit` lines; `rest` tells where to find more."""
     more = len(lines) - limit
     return [*lines[:limit], f"... and {more} more{rest}"] if more > 0 else list(lines)
 
 
 def cut(text: str) -> str:
-    """As much of `text` as fits one line, with dots if there is more."""
+    """Keep as much of `text` as fits one line."""
     plain = printable(text)
     return plain if len(plain) <= WIDTH else plain[: WIDTH - 3] + "..."
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, because names come from untrusted files."""
+    """Replace control characters, because names come from untrusted files."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def printable_lines(text: str) -> str:
-    """`text` of several lines, each `printable`."""
+    """Make each line `printable`."""
     return "\n".join(printable(line) for line in text.split("\n"))

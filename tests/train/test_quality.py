@@ -8,7 +8,7 @@ from torch import nn
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside
 from autotune.plan.candidate import QuantizationError
-from autotune.report.run import error_lines
+from autotune.report.run import error_text
 from autotune.train import model as quality
 from autotune.train.model import (
     MAX_BLOCK_ERROR,
@@ -100,7 +100,7 @@ def test_loading_real_weights_reports_it_and_plain_weights_have_none(
     assert loaded.quantization_error is not None
     assert 0.001 < loaded.quantization_error.worst < MAX_BLOCK_ERROR["high"]
     assert bench.trained.quantization_error is None
-    (line,) = error_lines(loaded.quantization_error, storage)
+    line = error_text(loaded.quantization_error, storage)
     assert "off their real outputs" in line
 
 
