@@ -17,7 +17,7 @@ from autotune.errors import InvalidInput
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES, find_published, get_family
 from autotune.models.resolve import fetch_model, is_on_hub, resolve_model
-from autotune.models.single_file import _by_name, named_expert, open_single_file, recognize
+from autotune.models.single_file import named_expert, open_single_file, recognize, sort_by_name
 from autotune.plan.job import ModelRef
 from autotune.train.model import load_transformer
 from autotune.weights.files import BadWeights, HubError, PickledWeights
@@ -156,10 +156,10 @@ def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(
     assert found
     state = LAYOUTS[found[0].name](dict(build_on_meta(found[0], found[1].config).state_dict()))
     alike = recognize(open_single_file(header_only(state, tmp_path / "model.safetensors")))
-    known = lambda source: _by_name(source.path.stem, alike)  # noqa: E731  # all have the same header
+    known = lambda source: sort_by_name(source.path.stem, alike)  # noqa: E731  # all have the same header
     monkeypatch.setattr("autotune.models.resolve.recognize", known)
     for file, expected in files.items():
-        family = _by_name(file, alike)[0][0]
+        family = sort_by_name(file, alike)[0][0]
         assert (family.name, named_expert(file, family)) == expected
     file, expected = next(iter(files.items()))
     taken = resolve_model(ModelRef.of(header_only(state, tmp_path / f"{file}.safetensors"))).family
