@@ -488,7 +488,7 @@ def read_parts(model: ResolvedModel) -> Parts | None:
 
 
 def _num_parameters(model: ResolvedModel, part: str) -> int:
-    return sum(math.prod(entry.shape) for _, entry in _open_part(model, part))
+    return sum(math.prod(entry.shape) for _, entry in _open_part(model, part).locations.values())
 
 
 def _resolve_folder(

@@ -1,13 +1,12 @@
 """LoRA adapters as files, in the three formats that people exchange.
 
-    diffusers   transformer.<module>.lora_A.weight, .lora_B.weight, for a UNet unet.<module>...; rank and alpha in the
-                metadata, where `load_lora_weights` looks for them
+    diffusers   transformer.<module>.lora_A.weight, .lora_B.weight, for a UNet unet.<module>...; rank and
+                alpha in the metadata, where `load_lora_weights` looks for them
     comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight, .alpha
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
 
-ComfyUI and kohya find a module by the name it has in their own model: the authors' (`layer_names`),
-for which the comfyui format has lora_down and lora_up, so that diffusers understands it; or
-diffusers' own.
+ComfyUI and kohya find a module by its name in their own model: the authors' (`names`), for which the
+comfyui format has lora_down and lora_up, so that diffusers understands it; or diffusers' own.
 """
 
 from __future__ import annotations
@@ -51,13 +50,12 @@ else:
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"
 DIFFUSERS_KEY = "lora_adapter_metadata"
-"""Key of peft's configuration in diffusers' metadata. A file with `.alpha` tensors must not have
-it: diffusers would apply alpha twice."""
+"""Key of peft's configuration. A file with `.alpha` tensors must not have it: diffusers would apply
+alpha twice."""
 
-COMPONENTS = ("transformer", "unet")
-"""Components of pipelines that adapters are for: prefixes of the diffusers format."""
 PREFIXES: Mapping[str, AdapterFormat] = {
-    **{f"{component}.": "diffusers" for component in COMPONENTS},
+    "transformer.": "diffusers",
+    "unet.": "diffusers",
     "diffusion_model.": "comfyui",
     "lora_unet_": "kohya",
 }
@@ -72,8 +70,10 @@ PARTS: Mapping[str, str] = {
 }
 
 EXPORT_AGAIN = "export or train the adapter again"
+NAME_MODEL = "name the model it belongs to: --model flux1-dev, --model qwen-image ..."
 PLAIN_NAME = re.compile(r"\^?(?:[\w.-]|\\[.-])+")
-"""The end of a module's name, or with `^` all of it, as peft writes it into a pattern."""
+"""The end of a module's name, or with `^` all of it, as peft writes it into a pattern. Any other
+expression might never be done matching."""
 
 
 class AdapterInfo(Frozen):
@@ -82,18 +82,16 @@ class AdapterInfo(Frozen):
     model: str
     """Hub id or folder name of the model that was adapted."""
     transformer: str | None = None
-    """Class of its transformer in diffusers; None in files of versions that did not store it."""
+    """Its class in diffusers."""
     plan_digest: str
     rank: int = PositiveInt
     alpha: float = Field(gt=0)
     training_steps: int = NaturalInt
-    """Number of optimizer steps taken."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter independent of any format: layers by module name, and metadata that belongs to
-    no format."""
+    """An adapter independent of any format: layers by module name, and metadata of no format."""
 
     layers: Mapping[str, LoraLayer]
     metadata: Mapping[str, str]
@@ -102,7 +100,7 @@ class Adapter:
 
     @property
     def info(self) -> AdapterInfo | None:
-        """Its origin, if autotune wrote it. Raises CorruptFile if that cannot be read."""
+        """Origin, if autotune wrote it. Raises CorruptFile if that cannot be read."""
         text = self.metadata.get(INFO_KEY)
         try:
             return None if text is None else AdapterInfo.model_validate_json(text)
@@ -115,8 +113,7 @@ class Adapter:
 def save_adapter(
     path: Path, state: Mapping[str, Tensor], info: AdapterInfo, component: str = "transformer"
 ) -> None:
-    """Save what `peft.get_peft_model_state_dict` returns for the pipeline's `component`,
-    atomically, in the diffusers format.
+    """Save what `peft.get_peft_model_state_dict` returns, atomically, in the diffusers format.
 
     Every layer must have the rank of `info`. `pipeline.load_lora_weights(path)` then finds each
     key, rank and alpha.
@@ -125,10 +122,8 @@ def save_adapter(
     layers = _collect_layers(bare, dict.fromkeys(_module_names(bare), info.alpha))
     for name, layer in layers.items():
         if layer.rank != info.rank:
-            raise InvalidInput(
-                f"{name} has rank {layer.rank}, not {info.rank}",
-                hint="give the rank that was trained",
-            )
+            message = f"{name} has rank {layer.rank}, not {info.rank}"
+            raise InvalidInput(message, hint="give the rank that was trained")
     write_adapter(path, Adapter(layers, {INFO_KEY: info.model_dump_json()}, component), "diffusers")
 
 
@@ -148,10 +143,8 @@ def read_adapter(
 def write_adapter(
     path: Path, adapter: Adapter, to: AdapterFormat, transformer: str | None = None
 ) -> None:
-    """Write an adapter in the format `to`, atomically; `transformer` and errors as in
-    `serialize_adapter`."""
-    tensors, metadata = serialize_adapter(adapter, to, transformer)
-    save_file(path, tensors, metadata)
+    """Write an adapter atomically; errors as of `serialize_adapter`."""
+    save_file(path, *serialize_adapter(adapter, to, transformer))
 
 
 def parse_adapter(
@@ -160,29 +153,29 @@ def parse_adapter(
     module_names: Iterable[str] = (),
     transformer: str | None = None,
 ) -> Adapter:
-    """Parse tensors and metadata of a file in any of the formats. Pure."""
+    """Parse tensors and metadata of a file in any of the formats."""
     prefix = _detect_prefix(state)
     source = PREFIXES[prefix]
     bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    kept = {key: value for key, value in metadata.items() if key == INFO_KEY}
+    if source == "diffusers":
+        alphas = _configured_alphas(metadata, prefix, _module_names(bare))
+        return Adapter(_collect_layers(bare, alphas), kept, prefix[:-1])
     if source == "kohya":
         known = [*module_names, *_stored_module_names(metadata), *restore_dots(_module_names(bare))]
         bare = _restore_dots(bare, known)
-    alphas = (
-        _configured_alphas(metadata, prefix, _module_names(bare)) if source == "diffusers" else {}
-    )
-    layers = _collect_layers(bare, alphas)
-    adapter = Adapter(
-        layers, {key: value for key, value in metadata.items() if key == INFO_KEY}, prefix[:-1]
-    )
-    if source == "diffusers":
-        return adapter
-    named = transformer or (adapter.info.transformer if adapter.info else None)
+    adapter = Adapter(_collect_layers(bare, {}), kept)
+    layers = adapter.layers
     widths = {name: (layer.down.shape[1], layer.up.shape[0]) for name, layer in layers.items()}
-    if layout := find_layout(widths, named):
+    if layout := find_layout(widths, transformer or _stored_class(adapter)):
         with _reraise_bad_shapes():
             layers = split_layers(layers, layout)
     is_unet = any(name.startswith(UNET_STAGES) for name in layers)
     return replace(adapter, layers=layers, component="unet" if is_unet else "transformer")
+
+
+def _stored_class(adapter: Adapter) -> str | None:
+    return adapter.info.transformer if adapter.info else None
 
 
 def _detect_prefix(state: Mapping[str, Tensor]) -> str:
@@ -190,11 +183,11 @@ def _detect_prefix(state: Mapping[str, Tensor]) -> str:
         if state and all(key.startswith(prefix) for key in state):
             return prefix
     unknown = sorted({key.split(".")[0] for key in state})
-    message = (
-        "not a LoRA adapter of a transformer: its keys begin with "
-        f"{', '.join(unknown[:4]) or 'nothing'}"
+    begin = ", ".join(unknown[:4]) or "nothing"
+    raise InvalidInput(
+        f"not a LoRA adapter of a transformer: its keys begin with {begin}",
+        hint="diffusers, ComfyUI and kohya files are understood",
     )
-    raise InvalidInput(message, hint="diffusers, ComfyUI and kohya files are understood")
 
 
 def _split_key(key: str) -> tuple[str, str]:
@@ -214,8 +207,7 @@ def _module_names(bare: Mapping[str, Tensor]) -> tuple[str, ...]:
 def _collect_layers(
     bare: Mapping[str, Tensor], alphas: Mapping[str, float]
 ) -> dict[str, LoraLayer]:
-    """Layers by module name. Alpha comes from `alphas`, else from the file, else it equals the
-    rank."""
+    """Layers by module name, with alpha from `alphas`, else from the file, else equal to the rank."""
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in bare.items():
         module, part = _split_key(key)
@@ -266,18 +258,16 @@ def _restore_dots(bare: Mapping[str, Tensor], module_names: Iterable[str]) -> di
 def _configured_alphas(
     metadata: Mapping[str, str], prefix: str, modules: Iterable[str]
 ) -> dict[str, float]:
-    """Alpha of each module as peft reads it from the configuration: `alpha_pattern` first, then
-    `lora_alpha`."""
-    text = metadata.get(DIFFUSERS_KEY)
-    if text is None:
+    """Alpha of each module as peft reads it: `alpha_pattern` first, then `lora_alpha`."""
+    if DIFFUSERS_KEY not in metadata:
         return {}
     try:
-        config = json.loads(text)
+        config = json.loads(metadata[DIFFUSERS_KEY])
         patterns = {
             key: float(value) for key, value in config.get(prefix + "alpha_pattern", {}).items()
         }
         for key in patterns:
-            if not PLAIN_NAME.fullmatch(key):  # any other expression might never be done matching
+            if not PLAIN_NAME.fullmatch(key):
                 raise ValueError(f"{key!r} names no layer")
         default = config.get(prefix + "lora_alpha")
         alphas = {} if default is None else dict.fromkeys(modules, float(default))
@@ -286,19 +276,18 @@ def _configured_alphas(
         for module in modules:
             parts = module.split(".")
             endings = (f"^{module}", *(".".join(parts[start:]) for start in range(len(parts))))
-            matches = [order[ending] for ending in endings if ending in order]
-            alphas |= {module: values[min(matches)]} if matches else {}
+            if matches := [order[ending] for ending in endings if ending in order]:
+                alphas[module] = values[min(matches)]
     except (ValueError, TypeError, AttributeError) as error:
-        raise CorruptFile(
-            f"its LoRA configuration is damaged: {error}", hint=EXPORT_AGAIN
-        ) from error
+        message = f"its LoRA configuration is damaged: {error}"
+        raise CorruptFile(message, hint=EXPORT_AGAIN) from error
     return alphas
 
 
 def serialize_adapter(
     adapter: Adapter, to: AdapterFormat, transformer: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file that holds `adapter` in the format `to`. Pure.
+    """Make tensors and metadata of a file that holds `adapter` in the format `to`.
 
     `transformer` is the class of the adapted model, for an adapter that does not store it. Raises
     InvalidInput if the names depend on it and it is unknown, or if the format has no name for a
@@ -309,16 +298,16 @@ def serialize_adapter(
             "a DoRA can only be written in the diffusers format",
             hint="train --adapter lora for others",
         )
-    layout = None if to == "diffusers" else _layout_of(adapter, to, transformer)
+    layout = None if to == "diffusers" else _find_layout(adapter, to, transformer)
     with _reraise_bad_shapes():
         layers = join_layers(adapter.layers, layout) if layout else adapter.layers
     down, up = ("lora_down", "lora_up") if to == "kohya" or layout else ("lora_A", "lora_B")
-    tensors: dict[str, Tensor] = {}
     prefixes = {
         "diffusers": f"{adapter.component}.",
         "comfyui": "diffusion_model.",
         "kohya": "lora_unet_",
     }
+    tensors: dict[str, Tensor] = {}
     for module, layer in layers.items():
         key = prefixes[to] + (module.replace(".", "_") if to == "kohya" else module)
         tensors[f"{key}.{down}.weight"] = layer.down
@@ -332,40 +321,38 @@ def serialize_adapter(
             "two modules have one name once dots are underscores",
             hint="choose diffusers or comfyui",
         )
-    return tensors, {**FORMAT_METADATA[to](layers, prefixes[to]), **adapter.metadata}
+    metadata: dict[str, str] = {}
+    if to == "diffusers":
+        metadata = _peft_metadata(layers, prefixes[to])
+    elif to == "kohya":
+        metadata = _kohya_metadata(layers)
+    return tensors, {**metadata, **adapter.metadata}
 
 
 @contextlib.contextmanager
 def _reraise_bad_shapes() -> Iterator[None]:
-    """Raise CorruptFile if layers under the authors' names cannot be taken apart or put
-    together."""
     try:
         yield
     except (RuntimeError, ValueError, ZeroDivisionError, IndexError) as error:
-        reason = first_line(error)
-        raise CorruptFile(
-            f"its layers do not have the shapes of its model: {reason}", hint=EXPORT_AGAIN
-        ) from error
+        message = f"its layers do not have the shapes of its model: {first_line(error)}"
+        raise CorruptFile(message, hint=EXPORT_AGAIN) from error
 
 
-def _layout_of(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> Layout | None:
+def _find_layout(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> Layout | None:
     """What the format's program calls the layers; None if as diffusers does."""
-    known = transformer or (adapter.info.transformer if adapter.info else None)
+    known = transformer or _stored_class(adapter)
     if known and not can_write(to, known):
         message = f"autotune does not know what {to} calls the layers of a {known}"
         raise InvalidInput(message, hint="keep the adapter in the diffusers format")
     found = known or find_class(adapter.layers)
     if found is None:
-        message = (
-            "this adapter may be for FLUX, whose layers other programs name differently, or "
-            "for "
-            "another model"
-        )
         raise InvalidInput(
-            message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ..."
+            "this adapter may be for FLUX, whose layers other programs name differently, or for "
+            "another model",
+            hint=NAME_MODEL,
         )
     layout = LAYOUTS.get(found)
-    return None if layout and layout.kohya_names == "diffusers" and to == "kohya" else layout
+    return layout if layout and (layout.kohya_has_own_names or to != "kohya") else None
 
 
 def _to_scalar(value: float) -> Tensor:
@@ -375,8 +362,7 @@ def _to_scalar(value: float) -> Tensor:
 
 
 def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, str]:
-    """The configuration with which diffusers builds exactly these layers, whatever their ranks
-    and alphas."""
+    """The configuration with which diffusers builds exactly these layers."""
     rank = mode(layer.rank for layer in layers.values())
     alpha = mode(layer.alpha for layer in layers.values())
     config = {
@@ -399,13 +385,10 @@ def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, st
     return {DIFFUSERS_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 
 
-def _kohya_metadata(layers: Mapping[str, LoraLayer], _: str) -> dict[str, str]:
+def _kohya_metadata(layers: Mapping[str, LoraLayer]) -> dict[str, str]:
     return {
         MODULES_KEY: json.dumps(list(layers)),
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(mode(layer.rank for layer in layers.values())),
         "ss_network_alpha": str(mode(layer.alpha for layer in layers.values())),
     }
-
-
-FORMAT_METADATA = {"diffusers": _peft_metadata, "comfyui": lambda *_: {}, "kohya": _kohya_metadata}

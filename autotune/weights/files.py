@@ -1,10 +1,7 @@
-"""Headers of safetensors files: names, dtypes, shapes and byte ranges of tensors, without reading a
-tensor.
+"""Headers of safetensors files and configurations of model folders, read before anything is trusted.
 
-The library validates a header (syntax, shapes, offsets without holes or overlaps), since a header
-may be untrusted; this module turns its refusals into typed errors. The format
-(github.com/huggingface/safetensors, "Format"): 8 bytes little-endian N, N bytes of JSON, then the
-tensors' bytes without holes.
+The library validates a header: 8 bytes little-endian N, N bytes of JSON, then the tensors' bytes
+without holes or overlaps (github.com/huggingface/safetensors, "Format"). Its refusals become typed errors.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -47,10 +43,6 @@ class CorruptFile(BadWeights):
     """The header or the index is invalid."""
 
 
-class HeaderTooLarge(BadWeights):
-    """The header claims more bytes than the format allows."""
-
-
 class MissingWeights(BadWeights):
     """No weights, or not all the files that belong to them."""
 
@@ -59,16 +51,8 @@ class PickledWeights(BadWeights):
     """Only pickled files exist; reading one can run any code, so autotune does not."""
 
 
-class KeyMismatch(BadWeights):
-    """Tensors that the model needs are absent, or it has no slot for some."""
-
-
-class ShapeMismatch(BadWeights):
-    """A tensor has another shape than its slot in the model."""
-
-
-class DtypeMismatch(BadWeights):
-    """An integer tensor for a floating-point slot of the model, or the reverse."""
+class ModelMismatch(BadWeights):
+    """Names, shapes or kinds of dtype that are not those of the model."""
 
 
 class HubError(BadWeights):
@@ -76,11 +60,11 @@ class HubError(BadWeights):
 
 
 MAX_HEADER_BYTES = 16 << 20
-"""A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, which it parses into
-up to 3 GB."""
-
+"""A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, parsed into up to 3 GB."""
 MAX_DIMENSIONS = 64
 """The limit of torch."""
+SAMPLE_BYTES = 4096
+"""Bytes of each tensor that tell one model's weights from another's."""
 
 CHECK_FILE_SIZE = "fetch or copy the file again, and compare its size with the original's"
 NOT_SAFETENSORS = (
@@ -122,13 +106,11 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the tensor in the file."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """(offset from the beginning of the file, number of bytes) of each run of its bytes, in
-        order."""
+        """(offset from the beginning of the file, number of bytes) of each run of its bytes."""
         return ((self.start, self.size_bytes),)
 
     @property
@@ -137,12 +119,11 @@ class TensorEntry:
         return True
 
     def finished(self, stored: torch.Tensor) -> torch.Tensor:
-        """The tensor that the stored one stands for."""
+        """Compute the tensor that the stored one stands for."""
         return stored
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype in torch; imports torch."""
         dtype: torch.dtype = getattr(torch, DTYPES[self.dtype][0])
         return dtype
 
@@ -159,17 +140,13 @@ class WeightFile:
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorEntry]:
-        """The entries by tensor name."""
         return {entry.name: entry for entry in self.entries}
 
 
 def read_header(path: Path) -> WeightFile:
     """Read and validate the header of one safetensors file.
 
-    Raises:
-        MissingWeights: there is no such file.
-        PickledWeights: its suffix is one of torch's pickled formats.
-        TruncatedFile, CorruptFile, HeaderTooLarge: the file is damaged.
+    Raises MissingWeights, PickledWeights, TruncatedFile or CorruptFile.
     """
     refuse_pickle(path)
     if not path.is_file():
@@ -189,24 +166,20 @@ def read_header(path: Path) -> WeightFile:
     entries, start = [], 8 + header_bytes
     for name, dtype, shape in described:
         if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 2**63:
-            raise _corrupt(
-                path,
-                f"{name!r} has a dtype or a shape that torch cannot hold: {dtype}, {shape[:5]}",
-            )
+            reason = f"{name!r} has a dtype or a shape that torch cannot hold: {dtype}, {shape[:5]}"
+            raise _corrupt(path, reason)
         entries.append(TensorEntry(name, dtype, shape, start))
         start += entries[-1].size_bytes
     return WeightFile(path, size, tuple(entries), metadata)
 
 
 def refuse_pickle(path: Path) -> None:
-    """Raise PickledWeights if the suffix is that of a pickled format; the hint says how to
-    rebuild the file."""
+    """Raise PickledWeights if the suffix is that of a pickled format."""
     if path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}:
         raise PickledWeights(
             f"{path} is a pickled file, which can run any code when it is read",
             hint="a cache: delete it and it is built again; a model: take it as .safetensors where "
-            "it is published, or "
-            "save it with save_pretrained(..., safe_serialization=True)",
+            "it is published, or save it with save_pretrained(..., safe_serialization=True)",
         )
 
 
@@ -214,41 +187,30 @@ def _check_header_size(path: Path, file_bytes: int) -> int:
     """The header's length in bytes, from the first eight bytes of the file."""
     with path.open("rb") as file:
         first = file.read(8)
-    if len(first) < 8:
-        raise TruncatedFile(
-            f"{path} has {file_bytes} bytes: too short for a header", hint=CHECK_FILE_SIZE
-        )
-    header_bytes: int = struct.unpack("<Q", first)[0]
-    if header_bytes > MAX_HEADER_BYTES:
-        message = f"{path} claims a header of {header_bytes} bytes; {MAX_HEADER_BYTES} are allowed"
-        raise HeaderTooLarge(message, hint=NOT_SAFETENSORS)
+    header_bytes = int.from_bytes(first, "little")
+    if len(first) == 8 and header_bytes > MAX_HEADER_BYTES:
+        reason = f"it claims a header of {header_bytes} bytes; {MAX_HEADER_BYTES} are allowed"
+        raise _corrupt(path, reason)
     if 8 + header_bytes > file_bytes:
-        message = (
-            f"{path} ends inside its header, which needs {8 + header_bytes} bytes; the file "
-            "has "
-            f"{file_bytes}"
+        raise TruncatedFile(
+            f"{path} ends inside its header: it has {file_bytes} bytes", hint=CHECK_FILE_SIZE
         )
-        raise TruncatedFile(message, hint=CHECK_FILE_SIZE)
     return header_bytes
 
 
 def _explain(
     error: SafetensorError, path: Path, file_bytes: int, header_bytes: int
 ) -> CorruptFile | TruncatedFile:
-    """The typed error for a refusal of the library, which says neither how many bytes are
-    missing nor left over."""
+    """The typed error for a refusal, which does not say how many bytes are missing or left over."""
     if "not fully covered" not in str(error):
         return _corrupt(path, str(error))
     with path.open("rb") as file:
-        header = json.loads(
-            file.read(8 + header_bytes)[8:]
-        )  # valid, or the library would have said something else
+        header = json.loads(file.read(8 + header_bytes)[8:])
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     needed_bytes = 8 + header_bytes + max(ends, default=0)
     if needed_bytes < file_bytes:
-        return _corrupt(
-            path, f"{file_bytes - needed_bytes} bytes after the last tensor belong to none"
-        )
+        left_over = file_bytes - needed_bytes
+        return _corrupt(path, f"{left_over} bytes after the last tensor belong to none")
     message = f"{path} is cut off: its tensors need {needed_bytes} bytes, the file has {file_bytes}"
     return TruncatedFile(message, hint=CHECK_FILE_SIZE)
 
@@ -259,15 +221,9 @@ def _corrupt(path: Path, reason: str) -> CorruptFile:
 
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems in use: diffusers' components, then transformers'."""
-
 PIPELINE_INDEX = "model_index.json"
 """The file that makes a folder or a repository a pipeline."""
-
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-SAMPLE_BYTES = 4096
-"""Bytes of each tensor that tell one model's weights from another's."""
 
 
 @dataclass(frozen=True)
@@ -278,43 +234,31 @@ class WeightSource:
     """The folder or file that the user named."""
     files: tuple[WeightFile, ...]
     is_view: bool = False
-    """Whether tensors are other than the stored ones: parts of them or scaled. `fastsafetensors`
-    cannot read these."""
+    """Whether tensors are parts of the stored ones or scaled, which `fastsafetensors` cannot read."""
 
     @cached_property
     def locations(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
-        """File and entry of every tensor by its name, in reading order: file by file, by offset."""
+        """File and entry of every tensor by its name, in reading order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata of all files together."""
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
-    def is_mapped(self, name: str) -> bool:
-        """Whether a memory map gives the tensor without a copy."""
-        return self.locations[name][1].is_mappable
-
     def select(self, keep: Callable[[str], bool]) -> WeightSource:
-        """The tensors whose names `keep` accepts; files without any are left out."""
+        """Select the tensors whose names `keep` accepts; files without any are left out."""
         chosen = (
             replace(file, entries=tuple(entry for entry in file.entries if keep(entry.name)))
             for file in self.files
         )
         return replace(self, files=tuple(file for file in chosen if file.entries))
 
-    def __iter__(self) -> Iterator[tuple[WeightFile, TensorEntry]]:
-        """Files and entries in reading order."""
-        return iter(self.locations.values())
-
 
 def weights_digest(source: WeightSource) -> str:
-    """SHA-256, in hex, of names, dtypes and shapes of all tensors and of up to 4 KiB from the
-    middle of each.
+    """Hash names, dtypes and shapes of all tensors and up to 4 KiB from the middle of each.
 
-    It tells models of one architecture apart without reading them, and does not depend on folders
-    or shards. A change outside the samples goes unnoticed; training and merging change every
-    tensor.
+    It tells models of one architecture apart without reading them, whatever their folders or
+    shards: training and merging change every tensor.
     """
     digest = hashlib.sha256()
     with ExitStack() as stack:
@@ -331,45 +275,34 @@ def weights_digest(source: WeightSource) -> str:
 
 
 def open_weights(path: Path) -> WeightSource:
-    """Open the weights in `path`: a safetensors file, an index, or a component's folder
-    (`transformer/`, `vae/` ...).
+    """Read the headers in `path`: a safetensors file, an index, or a component's folder.
 
-    Only headers are read. If a folder holds plain files and variants (`.fp16.`), the plain ones are
-    taken.
-
-    Raises:
-        MissingWeights: nothing is there, or a shard that the index names is absent.
-        PickledWeights: only pickled files are there.
-        CorruptFile, TruncatedFile, HeaderTooLarge: a file is damaged, or an index points outside
-            its folder.
+    Of plain files and variants (`.fp16.`) in a folder the plain ones are taken. Raises
+    MissingWeights, PickledWeights, TruncatedFile or CorruptFile.
     """
     found = find_weights(path) if path.is_dir() else path
-    return WeightSource(
-        path, _read_shards(found) if found.suffix == ".json" else (read_header(found),)
-    )
+    files = _read_shards(found) if found.suffix == ".json" else (read_header(found),)
+    return WeightSource(path, files)
 
 
 def find_weights(folder: Path) -> Path:
-    """The index or the single file that holds a folder's weights. Raises MissingWeights or
-    PickledWeights."""
+    """Find a folder's index or single file of weights. Raises MissingWeights or PickledWeights."""
     for stem in STEMS:
         for suffix in (".safetensors.index.json", ".safetensors"):
             if (folder / f"{stem}{suffix}").is_file():
                 return folder / f"{stem}{suffix}"
-    variants = sorted(folder.glob("*.safetensors.index.*json")) or sorted(
-        folder.glob("*.safetensors")
-    )
+    indices = sorted(folder.glob("*.safetensors.index.*json"))
+    variants = indices or sorted(folder.glob("*.safetensors"))
     if len(variants) == 1:
         return variants[0]
-    pickles = (
-        [] if variants else sorted(path for pattern in PICKLES for path in folder.glob(pattern))
-    )
-    for path in pickles:
-        refuse_pickle(path)
+    if not variants:
+        for path in sorted(path for pattern in PICKLES for path in folder.glob(pattern)):
+            refuse_pickle(path)
     found = ", ".join(variant.name for variant in variants) or "nothing"
-    message = f"{folder} holds no weights under a known name (found {found})"
-    hint = f"name one file, or expect {STEMS[0]}.safetensors or {STEMS[1]}.safetensors there"
-    raise MissingWeights(message, hint=hint)
+    raise MissingWeights(
+        f"{folder} holds no weights under a known name (found {found})",
+        hint=f"name one file, or expect {STEMS[0]}.safetensors or {STEMS[1]}.safetensors there",
+    )
 
 
 def _read_shards(index: Path) -> tuple[WeightFile, ...]:
@@ -382,19 +315,14 @@ def _read_shards(index: Path) -> tuple[WeightFile, ...]:
             raise MissingWeights(message, hint=f"fetch {shard} into {path.parent}")
         file = read_header(path)
         names = {name for name, location in weight_map.items() if location == shard}
-        absent = sorted(names - set(file.by_name))
-        if absent:
-            message = (
-                f"{index} looks for {absent[0]!r} in {shard}, which does not hold it "
-                f"({len(absent)} such)"
-            )
+        if absent := sorted(names - file.by_name.keys()):
             raise CorruptFile(
-                message,
+                f"{index} looks for {absent[0]!r} in {shard}, which does not hold it "
+                f"({len(absent)} such)",
                 hint="index and shards are of different saves: fetch or save all of them again",
             )
-        files.append(
-            replace(file, entries=tuple(entry for entry in file.entries if entry.name in names))
-        )
+        entries = tuple(entry for entry in file.entries if entry.name in names)
+        files.append(replace(file, entries=entries))
     return tuple(files)
 
 
@@ -406,32 +334,23 @@ def read_index(index: Path) -> dict[str, str]:
     hint = "fetch the index again, or save the model again"
     try:
         weight_map: dict[str, str] = json.loads(read_bounded(index, MAX_HEADER_BYTES))["weight_map"]
-        if not (
-            isinstance(weight_map, dict)
-            and all(isinstance(shard, str) for shard in weight_map.values())
-        ):
+        shards = set(weight_map.values())
+        if not all(isinstance(shard, str) for shard in shards):
             raise TypeError("weight_map is not a table of file names")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptFile(
-            f"{index} is not an index of shards ({type(error).__name__}: {error})", hint=hint
-        ) from error
-    for shard in set(weight_map.values()):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CorruptFile(f"{index} is not an index of shards ({reason})", hint=hint) from error
+    for shard in shards:
         # The name alone decides: the hub's cache keeps symbolic links, so what a path resolves to
         # says nothing.
-        if not shard.endswith(".safetensors") or any(
-            mark in shard for mark in ("/", "\\", ":", "\0")
-        ):
-            raise CorruptFile(
-                f"{index} points at {shard!r}, which is not a safetensors file in its folder",
-                hint=hint,
-            )
+        if not shard.endswith(".safetensors") or re.search(r"[/\\:\0]", shard):
+            message = f"{index} points at {shard!r}, which is not a safetensors file in its folder"
+            raise CorruptFile(message, hint=hint)
     return weight_map
 
 
 LIBRARIES = ("diffusers", "transformers")
-"""Libraries that component classes may come from: a name in an untrusted folder must not import
-anything else."""
-
+"""What component classes may come from: a name in an untrusted folder must not import anything else."""
 PIPELINE_PACKAGE = re.compile(r"[a-z][a-z0-9_]*")
 """Name of one of diffusers' packages of pipelines, where some keep classes of their own."""
 
@@ -441,12 +360,10 @@ MAX_BLOCKS = 1000
 MAX_INTEGER = 1 << 24
 """Above any size in a configuration: constructors fill tables of so many numbers."""
 MAX_TOKENIZER_BYTES = 64 << 20
-"""For each file of a tokenizer, which its library reads as a whole; the largest of a known model
-has 33 MB."""
+"""For each file of a tokenizer, read as a whole; the largest of a known model has 33 MB."""
 BUILT_IN_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Implementations of attention and of experts in transformers itself. Any other name may be that
-of a repository, whose native code transformers would fetch and load; so may `flash_attention_2`,
-if the package is not installed."""
+"""Implementations of attention and of experts in transformers itself. Any other name, and
+`flash_attention_2` without its package, may be a repository whose native code would be loaded."""
 
 DOWNLOAD_AGAIN = "download the whole pipeline again, in the diffusers layout"
 
@@ -459,39 +376,36 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     hint = (
         "point --model at a folder in the diffusers layout: model_index.json, transformer/, "
-        "vae/ "
-        "and so on"
+        "vae/ and so on"
     )
     try:
         data = json.loads(read_bounded(path, MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}", hint=hint
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"cannot read {path}: {reason}", hint=hint) from error
     if not isinstance(data, dict):
         raise InvalidInput(f"{path} is not a JSON object", hint=hint)
     for name, value in _walk(data):
         limit = MAX_BLOCKS if re.search("layers|blocks|depth|experts", name) else MAX_INTEGER
+        asked = None
         if isinstance(value, int) and abs(value) > limit:
-            raise InvalidInput(
-                f"{path} asks for {str(value)[:20]} {name}, more than any model has", hint=hint
-            )
-        if isinstance(value, list) and len(value) > MAX_BLOCKS:
-            raise InvalidInput(
-                f"{path} lists {len(value)} {name}, more than any model has", hint=hint
-            )
+            asked = str(value)[:20]
+        elif isinstance(value, list) and len(value) > MAX_BLOCKS:
+            asked = f"a list of {len(value)}"
+        if asked:
+            message = f"{path} asks for {asked} {name}, more than any model has"
+            raise InvalidInput(message, hint=hint)
         if reason := _find_foreign_code(name, value):
             raise InvalidInput(
                 f"{path} {reason}",
-                hint=(
-                    "delete that line, or use the published model: code from elsewhere is never run"
-                ),
+                hint="delete that line, or use the published model: code from elsewhere is never "
+                "run",
             )
     return data
 
 
 def require_bounded(component: Path) -> None:
-    """Look at files that have no weights, before a library reads them as a whole.
+    """Check files that have no weights, before a library reads them as a whole.
 
     Raises InvalidInput if a scheduler's configuration is damaged, or a file of a tokenizer or
     processor is too large.
@@ -499,35 +413,29 @@ def require_bounded(component: Path) -> None:
     config = component / "scheduler_config.json"
     if os.path.lexists(config):
         read_config(config)
-    for path in (
-        component.iterdir() if component.name.startswith(("tokenizer", "processor")) else ()
-    ):
+    is_text = component.name.startswith(("tokenizer", "processor"))
+    for path in component.iterdir() if is_text else ():
         if path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise InvalidInput(f"{path} is larger than any tokenizer's files", hint=DOWNLOAD_AGAIN)
 
 
 def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every key and value of a configuration, also in the dictionaries inside it and in its
-    lists."""
+    """Every key and value of a configuration, in its dictionaries and lists too."""
     for name, value in data.items():
         yield name, value
-        parts = [value] if isinstance(value, dict) else value if isinstance(value, list) else []
-        for part in parts:
-            yield from _walk(
-                part
-                if isinstance(part, dict)
-                else {name: part}
-                if isinstance(part, list | int)
-                else {}
-            )
+        if isinstance(value, dict):
+            yield from _walk(value)
+        for part in value if isinstance(value, list) else ():
+            if isinstance(part, dict):
+                yield from _walk(part)
+            elif isinstance(part, list | int):
+                yield from _walk({name: part})
 
 
 def _find_foreign_code(name: str, value: Any) -> str | None:
-    """What in an entry of a configuration would load code, or a configuration that was not looked
-    at; None if nothing.
+    """What would load code, or a configuration that was not looked at.
 
-    Classes of an `auto_map` are never imported: `trust_remote_code` is False or not an argument in
-    all that we call.
+    Classes of an `auto_map` are never imported: we never set `trust_remote_code`.
     """
     if name == "configuration_files" and value:
         return "replaces itself by other files"
@@ -539,12 +447,10 @@ def _find_foreign_code(name: str, value: Any) -> str | None:
 
 
 def read_model_index(folder: Path) -> dict[str, Any]:
-    """Read a pipeline's `model_index.json`: its class as `_class_name`, (library, class) of each
-    component.
+    """Read a pipeline's `model_index.json`: its `_class_name`, (library, class) of each component.
 
-    Raises InvalidInput if it cannot be read, or a component comes from a library that is not in
-    LIBRARIES, nor from one of diffusers' packages of pipelines, or is of a class that looks for its
-    code in the folder.
+    Raises InvalidInput if it cannot be read, or a component is neither of LIBRARIES nor of one of
+    diffusers' packages of pipelines, or of a class that looks for its code in the folder.
     """
     index = read_config(folder / PIPELINE_INDEX)
     for name, entry in index.items():
@@ -552,26 +458,22 @@ def read_model_index(folder: Path) -> dict[str, Any]:
             entry and all(isinstance(part, int | float) for part in entry)
         ):
             continue  # a setting of the pipeline, such as the layers of Krea 2's text encoder
-        if entry[:1] == ["transformers"] and str(entry[-1]).startswith("Auto"):
+        library = entry[0] if entry else "nowhere"
+        if library == "transformers" and str(entry[-1]).startswith("Auto"):
             raise InvalidInput(
                 f"{name} in {folder} is an {entry[-1]}, which takes its code from the files",
-                hint=(
-                    "write the class that it stands for into model_index.json, or use the "
-                    "published pipeline"
-                ),
+                hint="write the class that it stands for into model_index.json, or use the "
+                "published pipeline",
             )
-        if entry[:1] not in ([None], *([library] for library in LIBRARIES)) and not _has_pipelines(
-            *entry[:1]
-        ):
+        if library not in (None, *LIBRARIES) and not _has_pipelines(library):
             raise InvalidInput(
-                f"{name} in {folder} comes from {entry[0] if entry else 'nowhere'}, not from "
-                "diffusers or transformers",
+                f"{name} in {folder} comes from {library}, not from diffusers or transformers",
                 hint="use the published pipeline: code from elsewhere is never run",
             )
     return index
 
 
-def _has_pipelines(name: object = None) -> bool:
+def _has_pipelines(name: object) -> bool:
     """Whether diffusers has a package of pipelines of that name; it is not imported."""
     if not isinstance(name, str) or not PIPELINE_PACKAGE.fullmatch(name):
         return False
@@ -581,8 +483,7 @@ def _has_pipelines(name: object = None) -> bool:
 
 
 def component_class(folder: Path, name: str) -> tuple[str, str]:
-    """(module, class) of a component in `read_model_index`. Raises MissingWeights if the
-    pipeline does not have it."""
+    """Return (module, class) of a pipeline's component. Raises MissingWeights if it has none."""
     match read_model_index(folder).get(name):
         case [str(library), str(class_name)]:
             return library if library in LIBRARIES else f"diffusers.pipelines.{library}", class_name

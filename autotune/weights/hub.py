@@ -1,10 +1,7 @@
-"""Fetch a pipeline from the hub: only the files that are needed, at a commit that can be written
-into a plan.
+"""Fetch from the hub only the files of a pipeline that are needed, at a commit that a plan records.
 
-`huggingface_hub` downloads, caches and shows progress. A download whose connection broke is resumed
-within the same process; a new process begins that file anew, because each download has a temporary
-file of its own (2.4). This module selects the files, and turns errors into ones that say what to
-do.
+`huggingface_hub` downloads, caches and shows progress, and resumes a broken download within the same
+process; a new process begins that file anew, because each download has a temporary file of its own.
 """
 
 import errno
@@ -12,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 import huggingface_hub
@@ -41,9 +39,10 @@ from autotune.weights.files import (
 TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Configurations, vocabularies and chat templates: small, and which of them a component needs is
 not known."""
-
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 """Beginnings or ends of the names of component folders that hold no weights."""
+
+LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
 
 # The bases are the errors of its HTTP client, which varies between versions, and OSError.
 UNREACHABLE: tuple[type[Exception], ...] = (OfflineModeIsEnabled, *HfHubHTTPError.__bases__)
@@ -57,8 +56,7 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
     (
         RepositoryNotFoundError,
         "there is no such repository, or it is private",
-        "check the spelling, owner/name, or the folder's path; for a private repository run `hf "
-        "auth login`",
+        "check the spelling, owner/name, or the path; for a private one run `hf auth login`",
     ),
     (RevisionNotFoundError, "it has no revision {!r}", "name a branch, a tag or a commit of it"),
     (
@@ -67,27 +65,23 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
         "write owner/name, or the path of a folder that exists",
     ),
 )
-"""Errors of the hub, with the reason and the hint of ours. The first that matches counts."""
+"""Errors of the hub, with the reason and the hint of ours; the first that matches counts."""
 
 
 def fetch(
     repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True
 ) -> Path:
-    """Download `components` (folders such as `transformer`, `vae`, `tokenizer`) of a pipeline into
-    the hub's cache.
+    """Download `components` (folders such as `transformer`, `vae`) of a pipeline into the hub's cache.
 
-    Returns the pipeline's folder there, whose name is the commit, 40 hexadecimal digits: what a
-    plan records. Without `weights` only configurations and tokenizers are downloaded: some
-    megabytes, enough to plan with.
-
-    Before weights are downloaded, access and free disk space are checked. If the hub is out of
-    reach, or with HF_HUB_OFFLINE=1, the cache is used if it is complete.
+    Returns the pipeline's folder there, named by the commit's 40 hexadecimal digits. Without
+    `weights` only configurations and tokenizers are downloaded, enough to plan with. Before weights
+    are, access and free disk space are checked. If the hub is out of reach, or with
+    HF_HUB_OFFLINE=1, the cache is used if it is complete.
 
     Raises:
         HubError: no such repository or revision, or its license has not been accepted.
         AutotuneError: the disk of the cache has too little room.
-        MissingWeights: a component is not in the repository, or offline a file is not in the cache:
-            it says which.
+        MissingWeights: a component is not in the repository, or offline a file is not in the cache.
         PickledWeights: a component has pickled weights only.
     """
     components = tuple(components)
@@ -96,24 +90,19 @@ def fetch(
             info = huggingface_hub.HfApi().model_info(repo, revision=revision)
     except UNREACHABLE as error:
         if isinstance(error, HfHubHTTPError):
-            raise HubError(
-                f"the hub did not answer for {repo}: {error}", hint="try again later"
-            ) from error
+            message = f"the hub did not answer for {repo}: {error}"
+            raise HubError(message, hint="try again later") from error
         return _find_in_cache(repo, revision, components, weights=weights)
-    files = select_files(
-        [str(sibling.rfilename) for sibling in info.siblings or ()], components, weights=weights
-    )
+    names = [str(sibling.rfilename) for sibling in info.siblings or ()]
+    files = list(select_files(names, components, weights=weights))
     try:
         # The hub describes a gated repository to everyone, and refuses its files.
         with _translate_refusals(repo, revision):
             if weights:
                 huggingface_hub.HfApi().auth_check(repo)
                 _require_room(repo, revision, files)
-            return Path(
-                huggingface_hub.snapshot_download(
-                    repo, revision=revision, allow_patterns=list(files)
-                )
-            )
+            found = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=files)
+            return Path(found)
     except UNREACHABLE as error:
         first = str(error).splitlines()[0]
         is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -122,11 +111,9 @@ def fetch(
         raise HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
 
 
-def _require_room(repo: str, revision: str, files: tuple[str, ...]) -> None:
-    """Raise AutotuneError unless the cache's disk has room for those of the files that are not
-    there yet."""
+def _require_room(repo: str, revision: str, files: list[str]) -> None:
     planned = huggingface_hub.snapshot_download(
-        repo, revision=revision, allow_patterns=list(files), dry_run=True
+        repo, revision=revision, allow_patterns=files, dry_run=True
     )
     needed_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE).expanduser().absolute()
@@ -136,13 +123,10 @@ def _require_room(repo: str, revision: str, files: tuple[str, ...]) -> None:
 
 
 def verify(repo: str, folder: Path) -> int | None:
-    """Compare the files in a pipeline's `folder` of the cache with the hub's checksums; returns how
-    many there are.
+    """Compare the files in a pipeline's `folder` of the cache with the hub's checksums, and count them.
 
-    None if the hub is out of reach. A damaged file is deleted, so that fetching again brings it
-    anew.
-
-    Raises HubError if a file is damaged.
+    Returns None if the hub is out of reach. Deletes a damaged file and raises HubError, so that
+    fetching again brings it anew.
     """
     try:
         with _translate_refusals(repo, folder.name):
@@ -155,22 +139,22 @@ def verify(repo: str, folder: Path) -> int | None:
         link.unlink()
         blob.unlink(missing_ok=True)
     if found.mismatches:
-        first, more = found.mismatches[0]["path"], len(found.mismatches) - 1
-        message = (
-            f"{first} of {repo}{f' and {more} more' if more else ''} did not have the hub's "
-            "checksum"
-        )
+        first, more = found.mismatches[0]["path"], _and_more(len(found.mismatches))
         raise HubError(
-            message, hint="it is deleted: run the same command again, which fetches it anew"
+            f"{first} of {repo}{more} did not have the hub's checksum",
+            hint="it is deleted: run the same command again, which fetches it anew",
         )
     return found.checked_count
+
+
+def _and_more(number: int) -> str:
+    return f" and {number - 1} more" if number > 1 else ""
 
 
 def select_files(
     files: Iterable[str], components: Iterable[str], *, weights: bool = True
 ) -> tuple[str, ...]:
-    """Select the files of a repository that `components` need: no second precision, no pickles, no
-    pictures. Pure.
+    """Select the files of a repository that `components` need: no second precision, no pickles.
 
     Raises MissingWeights for a component that does not exist, PickledWeights for one with pickled
     weights only.
@@ -178,15 +162,13 @@ def select_files(
     present = sorted(set(files))
     selected = [name for name in present if name == PIPELINE_INDEX]
     for component in components:
-        own = [
-            path for path in map(PurePosixPath, present) if path.parent == PurePosixPath(component)
-        ]
+        parent = PurePosixPath(component)
+        own = [path for path in map(PurePosixPath, present) if path.parent == parent]
         if not own:
-            folders = (
-                ", ".join(sorted({name.split("/")[0] for name in present if "/" in name})) or "none"
-            )
+            folders = sorted({name.split("/")[0] for name in present if "/" in name})
             raise MissingWeights(
-                f"the repository has no {component}/", hint=f"it has these folders: {folders}"
+                f"the repository has no {component}/",
+                hint=f"it has these folders: {', '.join(folders) or 'none'}",
             )
         names = [
             path.name for path in own if path.suffix in TEXT_SUFFIXES and ".index." not in path.name
@@ -197,7 +179,7 @@ def select_files(
 
 
 def _select_weights(names: list[str], component: str) -> list[str]:
-    """Select the plain precision if it exists, and either a whole file or shards, not both."""
+    """The plain precision if it exists, and either a whole file or shards, not both."""
     for stem in STEMS:
         if f"{stem}.safetensors.index.json" in names:
             shard = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors")
@@ -207,21 +189,17 @@ def _select_weights(names: list[str], component: str) -> list[str]:
     variants = [name for name in names if name.endswith(".safetensors")]
     if len(variants) == 1:
         return variants
-    if not variants and any(
-        PurePosixPath(name).match(pattern) for name in names for pattern in PICKLES
-    ):
-        hint = "use another revision of the repository, one with .safetensors files"
+    if not variants and any(fnmatch(name, pattern) for name in names for pattern in PICKLES):
         raise PickledWeights(
-            f"{component}/ has pickled weights only, which can run any code when read", hint=hint
+            f"{component}/ has pickled weights only, which can run any code when read",
+            hint="use another revision of the repository, one with .safetensors files",
         )
     if _is_weightless(component):
         return []
-    message = (
-        f"{component}/ has no weights under a known name (safetensors there: "
-        f"{', '.join(variants) or 'none'})"
-    )
+    there = ", ".join(variants) or "none"
     raise MissingWeights(
-        message, hint="use another revision, or download by hand and name the folder"
+        f"{component}/ has no weights under a known name (safetensors there: {there})",
+        hint="use another revision, or download by hand and name the folder",
     )
 
 
@@ -230,7 +208,7 @@ def _is_weightless(component: str) -> bool:
 
 
 def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
-    """The folder of that revision in the hub's cache, complete or not; uses no network."""
+    """Find that revision's folder in the hub's cache, complete or not, without the network."""
     try:
         index = huggingface_hub.try_to_load_from_cache(repo, PIPELINE_INDEX, revision=revision)
     except HFValidationError:
@@ -241,20 +219,15 @@ def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
 def _find_in_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> Path:
     folder = snapshot_in_cache(repo, revision)
     if folder is None:
-        message = (
-            f"{PIPELINE_INDEX} of {repo} at {revision} is not in the local cache, and the "
-            "hub is "
-            "out of reach"
-        )
         raise MissingWeights(
-            message, hint=f"if a folder was meant, there is none at {repo}; else go online once"
+            f"{PIPELINE_INDEX} of {repo} at {revision} is not in the local cache, and the hub is "
+            "out of reach",
+            hint=f"if a folder was meant, there is none at {repo}; else go online once",
         )
-    missing = missing_files(folder, components, weights=weights)
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        hint = "go online and run this again: complete files are not downloaded twice"
+    if missing := missing_files(folder, components, weights=weights):
         raise MissingWeights(
-            f"offline, and {missing[0]} of {repo} is not in the cache{more}", hint=hint
+            f"offline, and {missing[0]} of {repo} is not in the cache{_and_more(len(missing))}",
+            hint="go online and run this again: complete files are not downloaded twice",
         )
     return folder
 
@@ -262,7 +235,7 @@ def _find_in_cache(repo: str, revision: str, components: tuple[str, ...], *, wei
 def missing_files(
     folder: Path, components: Iterable[str], *, weights: bool = True
 ) -> tuple[str, ...]:
-    """Files that `components` need and that a pipeline's folder lacks. Reads only indices."""
+    """List files that `components` need and that a pipeline's folder lacks; reads only indices."""
     missing = [] if (folder / PIPELINE_INDEX).is_file() else [PIPELINE_INDEX]
     for component in components:
         own = folder / component
@@ -294,26 +267,18 @@ def _translate_refusals(repo: str, revision: str) -> Iterator[None]:
         raise HubError(f"{repo} cannot be fetched: {reason.format(revision)}", hint=hint) from error
 
 
-LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
-
-
 def require_hub(repo: str) -> None:
-    """Check that an upload can work, before hours of training.
-
-    Raises:
-        HubError: the name cannot be one, there is no token, or the hub does not know it.
-    """
+    """Check before hours of training that an upload can work. Raises HubError as `upload`."""
     with _translate_errors(repo):
         validate_repo_id(repo)
         huggingface_hub.HfApi().whoami()
 
 
 def upload(repo: str, files: Mapping[str, Path]) -> str:
-    """Write all files in one commit, under the names that are their keys, and return the
-    repository's address. A repository that does not exist is made, and is private.
+    """Write files in one commit, by their names there, and return the repository's address.
 
-    Raises:
-        HubError: there is no token, it may not write there, or the hub is out of reach.
+    One that does not exist is made, and is private. Raises HubError if the name cannot be one, there
+    is no token, it may not write there, or the hub is out of reach.
     """
     additions = [
         huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in files.items()

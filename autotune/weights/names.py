@@ -1,9 +1,8 @@
-"""What ComfyUI and kohya's scripts call the layers of models that diffusers names otherwise: as the
-models' authors do.
+"""What ComfyUI and kohya's scripts call the layers that diffusers names otherwise: as the models' authors do.
 
 A layer of the authors may be several of diffusers, in the order of its rows. Both programs' own
-sources, with commits, are in `tests/weights/adapter_keys`, which what is written here is tested
-against. FLUX's `norm_out` is left out: its rows are in another order there.
+sources, with commits, are in `tests/weights/adapter_keys`, which these tables are tested against.
+FLUX's `norm_out` is left out: its rows are in another order there.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import AdapterFormat
@@ -39,49 +38,46 @@ class Layout:
     parts_of: Mapping[str, Parts]
     """diffusers' layers in each layer of the authors."""
     width_ratios: Mapping[str, int]
-    """Outputs for each input of layers of the authors, which tell apart models whose names are
-    alike."""
-    turned: frozenset[str] = frozenset()
+    """Outputs for each input of the authors' layers, which tell apart models of like names."""
+    swapped: frozenset[str] = frozenset()
     """The authors' layers that, if they have two rows for each input, make shifts before scales,
     diffusers' after."""
-    kohya_names: Literal["comfyui", "diffusers"] = "comfyui"
-    """Whom kohya's scripts agree with on the names."""
+    kohya_has_own_names: bool = True
+    """False if kohya's scripts use diffusers' names where ComfyUI uses the authors'."""
 
     @cached_property
     def original_of(self) -> dict[str, str]:
         return {part: original for original, parts in self.parts_of.items() for part in parts}
 
     def parts(self, original: str) -> list[str]:
-        """The layers of diffusers in one of the authors'. Raises KeyError if they have none of
-        that name."""
+        """List diffusers' layers in one of the authors'. Raises KeyError if they have none so named."""
         key, number = split_number(original)
         return [part.replace("#", number) for part in self.parts_of[key]]
 
     def original(self, layer: str) -> str:
-        """The inverse of `parts`, for one of them."""
+        """Invert `parts`, for one of them."""
         key, number = split_number(layer)
         return self.original_of[key].replace("#", number)
 
     def has_originals(self, names: Iterable[str]) -> bool:
-        """Whether all names are the authors'."""
+        """Return whether all names are the authors'."""
         return all(split_number(name)[0] in self.parts_of for name in names)
 
-    def has_widths(self, widths: Mapping[str, tuple[int, int]]) -> bool:
-        """Whether a layer has the outputs that this model's has."""
-        ratios = {
-            name: self.width_ratios.get(split_number(name)[0].partition("#.")[2]) for name in widths
-        }
-        return any(
-            outputs == inputs * (ratios[name] or 0) for name, (inputs, outputs) in widths.items()
-        )
-
     def has_layers(self, names: Iterable[str]) -> bool:
-        """Whether all names are diffusers'."""
+        """Return whether all names are diffusers'."""
         return all(split_number(name)[0] in self.original_of for name in names)
+
+    def has_widths(self, widths: Mapping[str, tuple[int, int]]) -> bool:
+        """Return whether a layer has the outputs that this model's has."""
+        for name, (inputs, outputs) in widths.items():
+            ratio = self.width_ratios.get(split_number(name)[0].partition("#.")[2], 0)
+            if outputs == inputs * ratio:
+                return True
+        return False
 
 
 def split_number(name: str) -> tuple[str, str]:
-    """A name with # for the number of its block, and that number, empty outside the blocks."""
+    """Split a name into one with # for its block's number, and that number, empty outside blocks."""
     number = BLOCK.search(name)
     return (BLOCK.sub(r"\1\2#", name, count=1), number[3]) if number else (name, "")
 
@@ -95,6 +91,10 @@ def _within(places: Mapping[str, str], layers: Mapping[str, Parts]) -> dict[str,
     }
 
 
+def _same(*layers: str) -> dict[str, Parts]:
+    return {layer: (layer,) for layer in layers}
+
+
 def _one(**names: str) -> dict[str, Parts]:
     """Layers outside the blocks, with __ for dots."""
     return {original.replace("__", "."): (name,) for original, name in names.items()}
@@ -103,18 +103,21 @@ def _one(**names: str) -> dict[str, Parts]:
 def _embedder(
     original: str, name: str, layers: tuple[object, object] = ("in_layer", "out_layer")
 ) -> dict[str, Parts]:
-    """Both layers of an embedder, which diffusers calls `linear_1` and `linear_2`."""
+    first, second = layers
     return {
-        f"{original}.{layer}": (f"{name}.linear_{number}",)
-        for number, layer in enumerate(layers, start=1)
+        f"{original}.{first}": (f"{name}.linear_1",),
+        f"{original}.{second}": (f"{name}.linear_2",),
     }
 
 
 def _feed_forward(first: str, last: str) -> dict[str, Parts]:
-    """Feed-forward layers of a double block of FLUX: for images, and for text."""
-    parts = {"img_mlp.0": f"ff.{first}", "img_mlp.2": f"ff.{last}"}
-    parts |= {"txt_mlp.0": f"ff_context.{first}", "txt_mlp.2": f"ff_context.{last}"}
-    return {original: (part,) for original, part in parts.items()}
+    """Those of a double block of FLUX: for images, and for text."""
+    return {
+        "img_mlp.0": (f"ff.{first}",),
+        "img_mlp.2": (f"ff.{last}",),
+        "txt_mlp.0": (f"ff_context.{first}",),
+        "txt_mlp.2": (f"ff_context.{last}",),
+    }
 
 
 FLUX_ATTENTION: dict[str, Parts] = {
@@ -123,10 +126,8 @@ FLUX_ATTENTION: dict[str, Parts] = {
     "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
     "txt_attn.proj": ("attn.to_add_out",),
 }
-DOUBLE, SINGLE = (
-    {"double_blocks.#": "transformer_blocks.#"},
-    {"single_blocks.#": "single_transformer_blocks.#"},
-)
+DOUBLE = {"double_blocks.#": "transformer_blocks.#"}
+SINGLE = {"single_blocks.#": "single_transformer_blocks.#"}
 CHROMA: Mapping[str, Parts] = {
     **_within(DOUBLE, FLUX_ATTENTION | _feed_forward("net.0.proj", "net.2")),
     **_within(
@@ -135,8 +136,7 @@ CHROMA: Mapping[str, Parts] = {
     ),
     **_one(img_in="x_embedder", txt_in="context_embedder", final_layer__linear="proj_out"),
 }
-"""Those of FLUX.1 but its modulation and embedders. What Chroma has in their place nobody
-adapts."""
+"""Those of FLUX.1 but its modulation and embedders; nobody adapts what Chroma has instead."""
 FLUX1: Mapping[str, Parts] = {
     **CHROMA,
     **_within(DOUBLE, {"img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",)}),
@@ -201,27 +201,21 @@ QWEN_21: Mapping[str, Parts] = {
     **_within(
         {"transformer_blocks.#": "transformer_blocks.#"},
         {
-            **{
-                f"attn.{layer}": (f"attn.{layer}",)
-                for layer in ("to_q", "to_k", "to_v", "to_out.0")
-            },
+            **_same("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
             "img_mlp.gate_up": ("img_mlp.gate_layer", "img_mlp.proj"),
             "img_mlp.out": ("img_mlp.out",),
         },
     ),
-    **{
-        layer: (layer,)
-        for layer in (
-            "img_in",
-            "txt_in.in_layer",
-            "txt_in.out_layer",
-            "time_text_embed.timestep_embedder.linear_1",
-            "time_text_embed.timestep_embedder.linear_2",
-            "modulation.1",
-            "norm_out.linear",
-            "proj_out",
-        )
-    },
+    **_same(
+        "img_in",
+        "txt_in.in_layer",
+        "txt_in.out_layer",
+        "time_text_embed.timestep_embedder.linear_1",
+        "time_text_embed.timestep_embedder.linear_2",
+        "modulation.1",
+        "norm_out.linear",
+        "proj_out",
+    ),
 }
 
 UNET_TRANSFORMERS = {
@@ -250,7 +244,7 @@ UNET_RESNETS = {
         for i in range(3)
     },
 }
-UNET_LAYERS = (
+UNET_LAYERS = _same(
     "proj_in",
     "proj_out",
     *(
@@ -262,7 +256,7 @@ UNET_LAYERS = (
     "transformer_blocks.#.ff.net.2",
 )
 SDXL: Mapping[str, Parts] = {
-    **_within(UNET_TRANSFORMERS, {layer: (layer,) for layer in UNET_LAYERS}),
+    **_within(UNET_TRANSFORMERS, UNET_LAYERS),
     **_within(UNET_RESNETS, {"emb_layers.1": ("time_emb_proj",)}),
     **_embedder("time_embed", "time_embedding", (0, 2)),
     **_embedder("label_emb.0", "add_embedding", (0, 2)),
@@ -291,7 +285,7 @@ SD3: Mapping[str, Parts] = {
     **_embedder("y_embedder.mlp", "time_text_embed.text_embedder", (0, 2)),
     **_one(context_embedder="context_embedder", final_layer__linear="proj_out"),
 }
-SD3_TURNED = frozenset({"joint_blocks.#.context_block.adaLN_modulation.1"})
+SD3_SWAPPED = frozenset({"joint_blocks.#.context_block.adaLN_modulation.1"})
 """In the last block, whose text ends there: it has no gates and no feed-forward part."""
 
 FLUX1_CLASS, CHROMA_CLASS = "FluxTransformer2DModel", "ChromaTransformer2DModel"
@@ -302,8 +296,8 @@ LAYOUTS: Mapping[str, Layout] = {
     CHROMA_CLASS: Layout(CHROMA, {}),
     "WanTransformer3DModel": Layout(WAN, {}),
     "Krea2Transformer2DModel": Layout(KREA2, {}),
-    "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, kohya_names="diffusers"),
-    SD3_CLASS: Layout(SD3, {}, SD3_TURNED),
+    "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, kohya_has_own_names=False),
+    SD3_CLASS: Layout(SD3, {}, SD3_SWAPPED),
     "UNet2DConditionModel": Layout(SDXL, {}),
 }
 """By class in diffusers."""
@@ -321,21 +315,23 @@ NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38
 
 
 def find_class(layers: Iterable[str]) -> str | None:
-    """The class whose layers, by diffusers' names, these must be; empty if of none in LAYOUTS, None
-    if they may be.
+    """Find the class whose layers, by diffusers' names, these must be.
 
-    Stable Diffusion 3.5 has all names of FLUX.1's double blocks, Qwen-Image those of its
-    attention. Chroma's layers are told to be FLUX.1's, which other programs call the same.
+    Empty if of none in LAYOUTS, None if they may be of several: Stable Diffusion 3.5 has all names
+    of FLUX.1's double blocks, Qwen-Image those of its attention. Chroma's layers pass for FLUX.1's,
+    which other programs call the same.
     """
     names = tuple(layers)
-    others = {name: layout for name, layout in LAYOUTS.items() if name != CHROMA_CLASS}
-    fitting = [name for name, layout in others.items() if names and layout.has_layers(names)]
+    fitting = [
+        name
+        for name, layout in LAYOUTS.items()
+        if name != CHROMA_CLASS and names and layout.has_layers(names)
+    ]
     numbers = [int(number) for _, number in map(split_number, names) if number]
     if not fitting or not numbers:
         return ""
-    if len(fitting) == 1 and (
-        fitting[0] != FLUX1_CLASS or any(name.startswith("single_") for name in names)
-    ):
+    is_flux = any(name.startswith("single_") for name in names)
+    if len(fitting) == 1 and (fitting[0] != FLUX1_CLASS or is_flux):
         return fitting[0]
     if max(numbers) < NUM_FLUX1_DOUBLE_BLOCKS:
         return None
@@ -345,12 +341,12 @@ def find_class(layers: Iterable[str]) -> str | None:
 
 
 def can_write(to: AdapterFormat, transformer: str) -> bool:
-    """Whether the names of the format are known for a model of this class."""
+    """Return whether the names of the format are known for a model of this class."""
     return to == "diffusers" or transformer in LAYOUTS or transformer in KEPT_NAMES
 
 
 def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:
-    """The layout whose authors' names these are; None if there is none.
+    """Find the layout whose authors' names these are.
 
     `widths` are (inputs, outputs) of each layer, by which FLUX.1 and FLUX.2 are told apart;
     `transformer` is the model's class, if it is known.
@@ -363,14 +359,12 @@ def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) 
 
 
 def restore_dots(kohya_names: Iterable[str]) -> list[str]:
-    """The dotted names of those in `kohya_names`, which have underscores for dots, that are any
-    layout's."""
-    layouts = LAYOUTS.values()
-    names = (
-        layout.original_of if layout.kohya_names == "diffusers" else layout.parts_of
-        for layout in layouts
+    """List the dotted names of those, with underscores for dots, that are any layout's."""
+    names = chain.from_iterable(
+        layout.parts_of if layout.kohya_has_own_names else layout.original_of
+        for layout in LAYOUTS.values()
     )
-    dotted = {name.replace(".", "_"): name for name in chain.from_iterable(names)}
+    dotted = {name.replace(".", "_"): name for name in names}
     keys = [split_number(name) for name in kohya_names]
     return [dotted[key].replace("#", number) for key, number in keys if key in dotted]
 
@@ -393,12 +387,11 @@ class LoraLayer:
 
     @property
     def rank(self) -> int:
-        """Inner dimension of the two matrices."""
         return int(self.down.shape[0])
 
 
 def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:
-    """Layers under the authors' names, from layers under diffusers'.
+    """Join layers under diffusers' names to those of the authors.
 
     Raises InvalidInput for a layer without such a name.
     """
@@ -410,32 +403,31 @@ def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, Lo
             message = f"{name} has no name in the code of the model's authors"
             raise InvalidInput(message, hint="choose the format diffusers") from error
         parts = layout.parts(original)
-        if original not in joined:
-            alone = len(parts) == 1
-            joined[original] = (
-                _turn(layer, original, layout)
-                if alone
-                else _join([layers.get(p) for p in parts], parts)
-            )
+        if len(parts) == 1:
+            joined[original] = _swap_halves(layer, original, layout)
+        elif original not in joined:
+            joined[original] = _join([layers.get(part) for part in parts], parts)
     return joined
 
 
 def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:
-    """The inverse of `join_layers`; a layer that was trained as one gives each part its rows and
-    all of `down`."""
+    """Invert `join_layers`; a layer that was trained as one gives each part its rows and all of `down`."""
     split: dict[str, LoraLayer] = {}
     for name, layer in layers.items():
         parts = layout.parts(name)
-        split |= {parts[0]: _turn(layer, name, layout)} if len(parts) == 1 else _split(layer, parts)
+        if len(parts) == 1:
+            split[parts[0]] = _swap_halves(layer, name, layout)
+        else:
+            split |= _split(layer, parts)
     return split
 
 
-def _turn(layer: LoraLayer, original: str, layout: Layout) -> LoraLayer:
-    """The layer with the halves of its rows exchanged, if it is one of `layout.turned`."""
-    is_turned = (
-        split_number(original)[0] in layout.turned and len(layer.up) == 2 * layer.down.shape[1]
-    )
-    return replace(layer, up=layer.up.roll(layer.down.shape[1], 0)) if is_turned else layer
+def _swap_halves(layer: LoraLayer, original: str, layout: Layout) -> LoraLayer:
+    """Exchange the halves of the rows if the layer is one of `layout.swapped`."""
+    width = layer.down.shape[1]
+    if split_number(original)[0] not in layout.swapped or len(layer.up) != 2 * width:
+        return layer
+    return replace(layer, up=layer.up.roll(width, 0))
 
 
 def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:
@@ -445,17 +437,12 @@ def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:
     """
     adapted = [layer for layer in layers if layer is not None]
     first, rank = adapted[0], max(layer.rank for layer in adapted)
-    scale = first.alpha / first.rank
+    scale, inputs = first.alpha / first.rank, first.down.shape[1]
     downs, ups = [], []
     for layer, part in zip(layers, parts, strict=True):
-        inputs = first.down.shape[1]
+        rows = inputs * (MLP_RATIO if part.endswith("mlp") else 1)
         down = first.down.new_zeros(rank, inputs)
-        rows = (
-            len(first.up)
-            if len(parts) == 2
-            else inputs * (MLP_RATIO if part.endswith("mlp") else 1)
-        )
-        up = first.up.new_zeros(rows, rank)
+        up = first.up.new_zeros(len(first.up) if len(parts) == 2 else rows, rank)
         if layer is not None:
             own = layer.alpha / layer.rank
             down[: layer.rank] = layer.down

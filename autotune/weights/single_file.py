@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from autotune.errors import first_line
 from autotune.system.process import lazy_module
-from autotune.weights.files import BadWeights, KeyMismatch, TensorEntry, WeightSource
+from autotune.weights.files import BadWeights, ModelMismatch, TensorEntry, WeightSource
 from autotune.weights.tensors import read_tensor
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class TensorView(TensorEntry):
 def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
     """View the DiT or UNet of a single file under the names of `model`, which may be on meta.
 
-    Shapes are left to `load_into` and `check_source`. Raises KeyMismatch if the file holds another
+    Shapes are left to `load_into` and `check_source`. Raises ModelMismatch if the file holds another
     model, and BadWeights if it is stored in a way that is not understood.
     """
     conversion = _find_conversion(type(model).__name__)
@@ -118,7 +118,7 @@ def has_part(source: WeightSource, name: str) -> bool:
 def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource:
     """View the component `name` under the names of a folder in the diffusers layout.
 
-    Raises KeyMismatch and BadWeights as `view_as`.
+    Raises ModelMismatch and BadWeights as `view_as`.
     """
     part = _read_part(source, PART_PREFIXES.get(name, ()))
     if name == "vae":
@@ -136,7 +136,7 @@ def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource
 def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> set[str]:
     """Return the first parts of the names that the file's tensors have in a model of class `kind`.
 
-    Raises KeyMismatch and BadWeights as `view_as`.
+    Raises ModelMismatch and BadWeights as `view_as`.
     """
     part = _read_part(source, PREFIXES)
     return {
@@ -195,7 +195,7 @@ def _make_view(
     rows = _find_rows(part, type(model).__name__, cast(Any, model).config, conversion)
     used = {stored for runs, _ in rows.values() for stored, _, _ in runs}
     if unknown := sorted(part.tensors.keys() - used - DROPPED):
-        raise KeyMismatch(
+        raise ModelMismatch(
             f"{part.source.path} has, but the model has no place for, {unknown[0]}", hint=NAME_BASE
         )
     views = [
@@ -223,7 +223,7 @@ def _find_rows(
         found = conversion(markers, config)
     except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {first_line(error)[:80]}"
-        raise KeyMismatch(
+        raise ModelMismatch(
             f"{part.source.path} does not hold a {kind}: {reason}", hint=NAME_BASE
         ) from error
     return {name: _read_marker(name, marker, order, unit, part) for name, marker in found.items()}
@@ -239,7 +239,9 @@ def _mark(number: int, entry: TensorEntry, unit: int) -> Tensor:
     """A tensor of size 1 in all dimensions but the rows; its values are `number` and the row."""
     rows = entry.shape[0] if entry.shape else 1
     if not 0 < rows <= MAX_ROWS:
-        raise KeyMismatch(f"{entry.name} has {rows} rows, which no DiT or UNet has", hint=NAME_BASE)
+        raise ModelMismatch(
+            f"{entry.name} has {rows} rows, which no DiT or UNet has", hint=NAME_BASE
+        )
     values = (number << ROW_BITS) + torch.arange(rows * unit)
     return values.view(-1, *[1] * (len(entry.shape) - 1))
 

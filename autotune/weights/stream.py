@@ -1,22 +1,19 @@
-"""Fill a model built without weights, tensor by tensor as they arrive, and quantize each module
-once it is complete.
+"""Fill a model built without weights, tensor by tensor, and quantize each module once it is complete.
 
 So loading needs the final model, the one module that is being converted, and what the loader holds;
 never two copies of the model.
 
     model = build_empty(lambda: QwenImageTransformer2DModel(**config), dtype=torch.bfloat16)
-    load_into(model, open_weights(folder / "transformer"), loader="pread", device="cuda",
-    transform=quantize)
+    load_into(model, open_weights(folder / "transformer"), loader="pread", transform=quantize)
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -28,9 +25,7 @@ from autotune.system.process import lazy_module
 from autotune.weights.files import (
     DOWNLOAD_AGAIN,
     BadWeights,
-    DtypeMismatch,
-    KeyMismatch,
-    ShapeMismatch,
+    ModelMismatch,
     TensorEntry,
     WeightSource,
     component_class,
@@ -48,41 +43,41 @@ else:
     nn = lazy_module("torch.nn")
 
 Model = TypeVar("Model", bound="nn.Module")
+DtypePolicy: TypeAlias = "Callable[[str, torch.dtype], torch.dtype]"
+"""Returns the dtype of a tensor in the model, from its name and its dtype as stored."""
+Transform: TypeAlias = "Callable[[str, nn.Module], nn.Module | None]"
+"""Called with a module and its qualified name as soon as all tensors of its own have arrived. It may
+change the module in place, or return another one to replace it."""
+Rename = Callable[[str], str]
+"""Returns the model's name of a stored tensor."""
 
 MAX_TENSORS = 100_000
-"""Far above any model; building so many takes some seconds, and constructors build whatever
-number a file says."""
-
+"""Far above any model: constructors build whatever number a file says, so many within seconds."""
 MAX_COMPUTED_TENSOR_BYTES = 1 << 31
 """Limit for one tensor that a constructor computes: Stable Diffusion 3.5 Medium's table of
 positions takes 1.8 GB."""
 MAX_COMPUTED_BYTES = 1 << 33
 """Limit for all of them, one after the other: the same model computes 7.2 GB."""
+TRIM_EVERY_BYTES = 4 << 20
+"""Bytes of converted tensors after which free memory and mapped pages return to the system."""
 
-if TYPE_CHECKING:
-    DtypePolicy: TypeAlias = Callable[[str, torch.dtype], torch.dtype]
-else:
-    DtypePolicy = Any
-"""Returns the dtype that a tensor should have in the model, from its name and its dtype as
-stored."""
+OTHER_MODEL = (
+    "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
+)
 
 
 def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold as plain attributes, as Qwen-Image its rotary frequencies."""
+    """List tensors that modules hold as plain attributes, as Qwen-Image its rotary frequencies."""
     values = (value for module in model.modules() for value in vars(module).values())
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = None) -> Model:
-    """Build what `factory` returns, with every parameter on the meta device and everything else
-    real.
+    """Build a model with its parameters on the meta device, tied ones tied, and everything else real.
 
-    Buffers and tensors held as plain attributes (rotary tables) are computed by constructors and
-    are in no file, so they must be real from the beginning. `dtype` is the default dtype while
-    building, as in `from_pretrained`.
-
-    Unlike with `accelerate.init_empty_weights`, tied parameters stay tied. Raises BadWeights before
-    a constructor computes far more than any model's does.
+    Buffers and plain attributes (rotary tables) are computed by constructors and are in no file.
+    `dtype` is the default dtype while building. Raises BadWeights before a constructor computes far
+    more than any model's does.
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -99,8 +94,7 @@ def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = Non
 
 @contextmanager
 def limit_tensors() -> Iterator[None]:
-    """Raise BadWeights if what is built meanwhile gets over `MAX_TENSORS` parameters, whatever
-    asks for them."""
+    """Raise BadWeights if what is built meanwhile gets over `MAX_TENSORS` parameters."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
     numbers = count(1)
@@ -117,7 +111,6 @@ def limit_tensors() -> Iterator[None]:
 
 
 def _limit_computed() -> Any:
-    """Return a mode that refuses what would compute too large tensors."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -132,12 +125,9 @@ def _limit_computed() -> Any:
             kwargs = kwargs or {}
             writes = not (func.is_view or func is torch.ops.aten.empty.memory_format)
             if writes and kwargs.get("device") != torch.device("meta"):
-                computed_bytes = _result_bytes(func, args, kwargs)
-                self._seen_bytes += computed_bytes
-                if (
-                    computed_bytes > MAX_COMPUTED_TENSOR_BYTES
-                    or self._seen_bytes > MAX_COMPUTED_BYTES
-                ):
+                size_bytes = _result_bytes(func, args, kwargs)
+                self._seen_bytes += size_bytes
+                if size_bytes > MAX_COMPUTED_TENSOR_BYTES or self._seen_bytes > MAX_COMPUTED_BYTES:
                     raise _too_much("larger tables")
             return func(*args, **kwargs)
 
@@ -145,8 +135,7 @@ def _limit_computed() -> Any:
 
 
 def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Size of the tensor that an operation on real tensors would make; 0 for others, and where
-    only values decide."""
+    """Size of what an operation on real tensors would make; 0 where only values decide."""
     from torch.utils._pytree import tree_map_only
 
     on_meta: list[bool] = []
@@ -160,7 +149,7 @@ def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
         return 0
     try:
         result = func(*args, **(kwargs if on_meta else kwargs | {"device": torch.device("meta")}))
-    except (RuntimeError, NotImplementedError):  # what is wrong with it, the real call tells
+    except (RuntimeError, NotImplementedError):  # the real call tells what is wrong with it
         return 0
     return result.nbytes if isinstance(result, torch.Tensor) else 0
 
@@ -179,21 +168,15 @@ def _move_to_meta(
 
 
 def from_pretrained_dtypes(model: nn.Module, dtype: torch.dtype) -> DtypePolicy:
-    """The dtypes that `from_pretrained` gives: `dtype` for floating-point tensors that the class
-    does not keep in fp32.
+    """Give the dtypes of `from_pretrained`: `dtype` unless the class keeps a module in fp32.
 
     diffusers always keeps `_keep_in_fp32_modules`; transformers keeps those for float16 only, and
     the strict ones for bfloat16 too.
     """
-
-    def names(attribute: str) -> set[str]:
-        return set(getattr(model, attribute, None) or ())
-
-    fp32_modules = names("_keep_in_fp32_modules")
+    fp32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     if hasattr(model, "_keep_in_fp32_modules_strict"):
-        fp32_modules = names("_keep_in_fp32_modules_strict") | (
-            fp32_modules if dtype == torch.float16 else set()
-        )
+        strict = set(model._keep_in_fp32_modules_strict or ())  # type: ignore[arg-type]
+        fp32_modules = strict | fp32_modules if dtype == torch.float16 else strict
 
     def policy(name: str, stored: torch.dtype) -> torch.dtype:
         if not stored.is_floating_point:
@@ -204,21 +187,16 @@ def from_pretrained_dtypes(model: nn.Module, dtype: torch.dtype) -> DtypePolicy:
 
 
 def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters of a model that was not loaded the dtypes that loading gives them, in
-    place.
-
-    Buffers are left alone, as `from_pretrained` does.
-    """
+    """Give parameters the dtypes that loading gives them, in place; as there, buffers keep theirs."""
     policy = from_pretrained_dtypes(model, dtype)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(policy(name, parameter.dtype))
 
 
-def transformers_renaming(model: nn.Module) -> Callable[[str], str]:
-    """A function from the name of a tensor in published checkpoints to its name in a transformers
-    model of today.
+def transformers_renaming(model: nn.Module) -> Rename:
+    """Map names in published checkpoints to those in a transformers model of today.
 
-    It raises BadWeights for a tensor that transformers also splits, merges or transposes.
+    The function raises BadWeights for a tensor that transformers also splits, merges or transposes.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping  # takes seconds
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -240,26 +218,6 @@ def transformers_renaming(model: nn.Module) -> Callable[[str], str]:
     return rename
 
 
-if TYPE_CHECKING:
-    Transform: TypeAlias = Callable[[str, nn.Module], nn.Module | None]
-else:
-    Transform = Any
-"""Called once with a module's qualified name and the module, as soon as all parameters and
-buffers of its own have arrived. It may change the module in place, or return another one to
-replace it."""
-
-Rename = Callable[[str], str]
-"""Returns the model's name of a stored tensor (`building.transformers_renaming`)."""
-
-TRIM_EVERY_BYTES = 4 << 20
-"""Bytes of converted tensors after which free memory and pages of the file are returned to the
-system."""
-
-OTHER_MODEL = (
-    "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
-)
-
-
 def load_into(
     model: nn.Module,
     source: WeightSource,
@@ -270,27 +228,25 @@ def load_into(
     rename: Rename | None = None,
     transform: Transform | None = None,
 ) -> None:
-    """Load `source` into `model`, tensor by tensor, onto `device`; the model ends in evaluation
-    mode.
+    """Load `source` into `model`, tensor by tensor, onto `device`, and set evaluation mode.
 
-    Without a policy every tensor takes the dtype of its slot in the model. `rename` returns the
-    model's name for a stored one (`building.transformers_renaming`). Names, shapes and kinds of
-    dtype are checked from the headers before a tensor is read. After an error during reading the
+    Without a policy every tensor takes the dtype of its slot in the model. Names, shapes and kinds
+    of dtype are checked from the headers before a tensor is read. After an error during reading the
     model must not be used.
 
     Raises:
-        KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
+        ModelMismatch: the files are of another model.
         TruncatedFile: a file shrank since its header was read.
         InvalidInput: the loader is unknown or cannot be used on this machine.
     """
     target = torch.device(device)
     loader = _loader_for(source, loader)
+    is_mapped = loader == MappedLoader.name and target.type == "cpu"
     stream_from = get_loader(loader, target).stream
-    slots = _find_slots(model)
-    names = _check_match(model, slots, source, rename)
+    filler = _Filler(model, transform)
+    names = _check_match(model, filler.slots, source, rename)
     converted: list[Tensor] = []
     converted_bytes = 0
-    filler = _Filler(model, slots, transform)
     with closing(stream_from(source, target)) as stream:
         for stored, tensor in stream:
             name = names[stored]
@@ -300,11 +256,7 @@ def load_into(
                 filler.fill(slot, tensor.to(dtype))
                 if transform or dtype != tensor.dtype or target.type != "cpu":
                     converted_bytes += tensor.nbytes
-                    if (
-                        loader == MappedLoader.name
-                        and target.type == "cpu"
-                        and source.is_mapped(stored)
-                    ):
+                    if is_mapped and source.locations[stored][1].is_mappable:
                         converted.append(tensor)  # which holds no memory: its pages are the file's
             del tensor  # or its memory would be held while the next one is read
             if converted_bytes >= TRIM_EVERY_BYTES:
@@ -316,22 +268,14 @@ def load_into(
 
 
 def check_source(model: nn.Module, source: WeightSource, rename: Rename | None = None) -> None:
-    """Check names, shapes and kinds of dtype of all weights of `model` from the headers, and read
-    nothing.
-
-    `rename` as for `load_into`.
-
-    Raises:
-        KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
-    """
+    """Check names, shapes and kinds of dtype from the headers. Raises ModelMismatch."""
     _check_match(model, _find_slots(model), source, rename)
 
 
 def stream_tensors(
     source: WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
 ) -> Generator[tuple[str, Tensor]]:
-    """Yield every tensor of `source` by name, on `device`, in the policy's dtype, for weights that
-    no model keeps.
+    """Yield every tensor by name, on `device`, in the policy's dtype, for weights that no model keeps.
 
     Hardly more than one is in memory, unless the caller keeps them.
     """
@@ -339,7 +283,7 @@ def stream_tensors(
     with closing(get_loader(loader, device).stream(source, device)) as stream:
         for name, tensor in stream:
             yield name, tensor.to(dtype_policy(name, tensor.dtype))
-            if loader == MappedLoader.name and source.is_mapped(name):
+            if loader == MappedLoader.name and source.locations[name][1].is_mappable:
                 drop_mapped_pages(tensor)
 
 
@@ -349,8 +293,7 @@ def _loader_for(source: WeightSource, loader: str) -> str:
 
 
 def _return_memory(converted: list[Tensor]) -> None:
-    """Return to the system what nothing needs any more, the mapped pages of `converted` too;
-    empties the list."""
+    """Return to the system what nothing needs any more; empties the list."""
     trim_heap()
     for tensor in converted:
         drop_mapped_pages(tensor)
@@ -365,31 +308,26 @@ def fill_random(
     dtype_policy: DtypePolicy | None = None,
     transform: Transform | None = None,
 ) -> None:
-    """Fill a model built by `build_empty` with random weights, streamed like `load_into`: for
-    trials without the files.
+    """Fill a model of `build_empty` with random weights, as `load_into`, for trials without files.
 
     Matrices are uniform with variance 1 / fan-in, so that activations stay in scale; vectors called
     `weight` are ones (norms), other vectors zeros (biases). A tensor's values depend on the seed
     and its name alone.
     """
     target = torch.device(device)
-    slots = _find_slots(model)
-    filler = _Filler(model, slots, transform)
-    for slot in slots:
+    filler = _Filler(model, transform)
+    for slot in filler.slots:
         dtype = dtype_policy(slot.name, slot.tensor.dtype) if dtype_policy else slot.tensor.dtype
-        is_known = slot.is_buffer and not slot.tensor.is_meta
-        values = (
-            slot.tensor.to(target)
-            if is_known
-            else draw_random(slot.name, slot.tensor, target, seed)
-        )
+        if slot.is_buffer and not slot.tensor.is_meta:
+            values = slot.tensor.to(target)
+        else:
+            values = draw_random(slot.name, slot.tensor, target, seed)
         filler.fill(slot, values.to(dtype))
     filler.finish(target)
 
 
 def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
-    """The random values that `fill_random` gives the tensor of this name, in shape and dtype of
-    `like`."""
+    """Draw the values that `fill_random` gives the tensor of this name, in shape and dtype of `like`."""
     values = torch.zeros(like.shape, device=device, dtype=like.dtype)
     if values.ndim < 2:
         return values.fill_(1) if name.rpartition(".")[2] == "weight" else values
@@ -398,55 +336,47 @@ def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Ten
     return values.uniform_(-bound, bound, generator=generator)
 
 
-@dataclass(frozen=True)
 class _Slot:
-    """A place for one tensor in a model: one parameter or persistent buffer, under all the names
-    that it has."""
+    """A place for one parameter or persistent buffer, under all the names that it has."""
 
-    names: tuple[str, ...]
-    tensor: Tensor
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def is_buffer(self) -> bool:
-        return not isinstance(self.tensor, nn.Parameter)
+    def __init__(self, tensor: Tensor, names: list[str]) -> None:
+        self.tensor = tensor
+        self.names = names
+        self.name = names[0]
+        self.is_buffer = not isinstance(tensor, nn.Parameter)
 
 
-def _find_slots(model: nn.Module) -> tuple[_Slot, ...]:
-    slots: dict[int, _Slot] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        known = slots.get(id(tensor))
-        slots[id(tensor)] = _Slot((*known.names, name) if known else (name,), tensor)
-    return tuple(slots.values())
-
-
-def _find_holders(model: nn.Module, slot: _Slot) -> list[tuple[nn.Module, str]]:
-    """Modules that have the slot's tensor, and its attribute name in each."""
-    places = [name.rpartition(".") for name in slot.names]
-    return list(dict.fromkeys((model.get_submodule(parent), leaf) for parent, _, leaf in places))
+def _find_slots(model: nn.Module) -> list[_Slot]:
+    tensors = model.state_dict(keep_vars=True)
+    names = defaultdict(list)
+    for name, tensor in tensors.items():
+        names[id(tensor)].append(name)
+    return [_Slot(tensors[own[0]], own) for own in names.values()]
 
 
 class _Filler:
     """Puts tensors into their slots and transforms each module once it is complete."""
 
-    def __init__(
-        self, model: nn.Module, slots: Sequence[_Slot], transform: Transform | None
-    ) -> None:
+    def __init__(self, model: nn.Module, transform: Transform | None) -> None:
         self.model = model
         self.transform = transform
-        self.by_name = {name: slot for slot in slots for name in slot.names}
+        self.slots = _find_slots(model)
+        self.by_name = {name: slot for slot in self.slots for name in slot.names}
         self.filled: set[str] = set()
-        self.holders = {slot.name: _find_holders(model, slot) for slot in slots}
+        self.holders = {slot.name: self._find_holders(slot) for slot in self.slots}
         self.num_missing = Counter(
             module for holders in self.holders.values() for module, _ in holders
         )
         self.module_names = {module: name for name, module in model.named_modules()}
 
+    def _find_holders(self, slot: _Slot) -> list[tuple[nn.Module, str]]:
+        """Modules that have the slot's tensor, and its attribute name in each."""
+        places = [name.rpartition(".") for name in slot.names]
+        holders = [(self.model.get_submodule(parent), leaf) for parent, _, leaf in places]
+        return list(dict.fromkeys(holders))
+
     def fill(self, slot: _Slot, tensor: Tensor) -> None:
-        """Put `tensor` into its slot. A tied tensor that was stored twice is taken once."""
+        """Put `tensor` into its slot; a tied one that was stored twice is taken once."""
         if slot.name in self.filled:
             return
         self.filled.add(slot.name)
@@ -465,57 +395,41 @@ class _Filler:
         replacement = self.transform(name, module) if self.transform else None
         if replacement is not None and replacement is not module and name:
             self.model.set_submodule(name, replacement)
-            for tensors in (
-                module._parameters,
-                module._buffers,
-            ):  # the slots refer to this module until the end
+            # The slots refer to the old module until the end, which must not hold its tensors.
+            for tensors in (module._parameters, module._buffers):
                 tensors.update(dict.fromkeys(tensors))
 
     def finish(self, device: torch.device) -> None:
-        """Move what is in no file, check that nothing was left without values, and return what
-        quantizing took.
-
-        CUDA's allocator would otherwise have to return it at the edge of memory, in the middle of a
-        step, which looks like a spill to host memory.
-        """
+        """Move what is in no file, check that nothing lacks values, and free what quantizing took."""
         for name, module in self.model.named_modules():
             for leaf in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(leaf)
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[leaf] = buffer.to(device)
-            for leaf, value in (
-                *module._parameters.items(),
-                *module._buffers.items(),
-                *vars(module).items(),
-            ):
+            for leaf, value in {**module._parameters, **module._buffers, **vars(module)}.items():
                 if getattr(value, "is_meta", False):
-                    message = (
-                        f"{name}.{leaf} has no values: it is in no file and was built on "
-                        "the meta "
-                        "device"
-                    )
+                    message = f"{name}.{leaf} has no values: it is in no file and was built on meta"
                     raise BadWeights(
                         message, hint="build the model with autotune.weights.stream.build_empty"
                     )
         self.model.eval()
         if device.type == "cuda":
+            # Or the allocator would return it in the middle of a step, at the edge of memory, which
+            # looks like a spill to host memory.
             torch.cuda.empty_cache()
 
 
 def _check_match(
-    model: nn.Module, slots: tuple[_Slot, ...], source: WeightSource, rename: Rename | None
+    model: nn.Module, slots: list[_Slot], source: WeightSource, rename: Rename | None
 ) -> dict[str, str]:
-    """The model's name of each stored tensor. Raises KeyMismatch, ShapeMismatch or DtypeMismatch
-    unless the headers are those of the model's weights."""
+    """The model's name of each stored tensor. Raises ModelMismatch if the headers do not fit."""
     names = {stored: rename(stored) if rename else stored for stored in source.locations}
     entries: dict[str, TensorEntry] = {}
     for stored, name in names.items():
-        entry = source.locations[stored][1]
         if name in entries:
-            raise KeyMismatch(
-                f"{entries[name].name} and {stored} are both {name} in the model", hint=OTHER_MODEL
-            )
-        entries[name] = entry
+            message = f"{entries[name].name} and {stored} are both {name} in the model"
+            raise ModelMismatch(message, hint=OTHER_MODEL)
+        entries[name] = source.locations[stored][1]
     known = {name for slot in slots for name in slot.names}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [
@@ -527,33 +441,29 @@ def _check_match(
     for keys, problem in ((missing, "lacks"), (unexpected, "has, but the model has no place for,")):
         if keys:
             shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-            raise KeyMismatch(f"{source.path} {problem} {shown}", hint=OTHER_MODEL)
+            raise ModelMismatch(f"{source.path} {problem} {shown}", hint=OTHER_MODEL)
     for slot in slots:
         for name in set(slot.names) & entries.keys():
-            _check_slot(slot, name, entries[name])
+            _check_slot(slot.tensor, name, entries[name])
     return names
 
 
-def _check_slot(slot: _Slot, name: str, entry: TensorEntry) -> None:
-    if entry.shape != tuple(slot.tensor.shape):
-        message = (
-            f"{name} has shape {entry.shape} in the file, {tuple(slot.tensor.shape)} in the model"
-        )
-        raise ShapeMismatch(message, hint=OTHER_MODEL)
-    if entry.torch_dtype.is_floating_point != slot.tensor.dtype.is_floating_point:
-        message = f"{name} is {entry.dtype} in the file, {slot.tensor.dtype} in the model"
-        raise DtypeMismatch(
-            message, hint="quantized files cannot be loaded; load the original and quantize it"
+def _check_slot(tensor: Tensor, name: str, entry: TensorEntry) -> None:
+    if entry.shape != tuple(tensor.shape):
+        message = f"{name} has shape {entry.shape} in the file, {tuple(tensor.shape)} in the model"
+        raise ModelMismatch(message, hint=OTHER_MODEL)
+    if entry.torch_dtype.is_floating_point != tensor.dtype.is_floating_point:
+        raise ModelMismatch(
+            f"{name} is {entry.dtype} in the file, {tensor.dtype} in the model",
+            hint="quantized files cannot be loaded; load the original and quantize it",
         )
 
 
 def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.Module:
-    """Build the component without weights, from its configuration.
+    """Build a pipeline's component without weights, from its configuration.
 
-    Raises:
-        InvalidInput: its configuration cannot be read.
-        BadWeights: `model_index.json` names no class for it, or that class does not take the
-            configuration.
+    Raises InvalidInput if that cannot be read, and BadWeights if `model_index.json` names no class
+    for it, or one that does not take the configuration.
     """
     library, class_name = component_class(folder, name)
     read_config(folder / name / "config.json")
@@ -580,8 +490,7 @@ def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.
 def _open(
     folder: Path, name: str, path: Path, dtype: torch.dtype
 ) -> tuple[nn.Module, WeightSource, Rename | None]:
-    """The empty component, its weights in a folder or a single file at `path`, and how these are
-    to be renamed."""
+    """The empty component, its weights in a folder or a single file, and their renaming."""
     model, source = build_empty_component(folder, name, dtype=dtype), open_weights(path)
     if path.is_file() and path.suffix == ".safetensors":
         source = view_part(source, name, model)
@@ -590,11 +499,7 @@ def _open(
 
 
 def check_part(folder: Path, name: str, path: Path) -> WeightSource:
-    """The weights of `folder`'s component `name` in a file or folder elsewhere, under the names
-    that are stored there.
-
-    Raises InvalidInput or BadWeights as `load_component`.
-    """
+    """Open weights elsewhere of `folder`'s component `name`; errors as of `load_component`."""
     model, source, rename = _open(folder, name, path, torch.float32)
     check_source(model, source, rename)
     return source
@@ -613,23 +518,20 @@ def load_component(
 ) -> Any:
     """Load what `from_pretrained` returns for `folder/name`, streamed onto `device`.
 
-    `weights` is a file or folder that has the weights, if `folder/name` has the configuration
-    alone. `transform` gets the empty model and returns what to do with each module as it arrives.
-    Without `casts` weights stay as they are stored.
+    `weights` is another file or folder that has them, `transform` gets the empty model and returns
+    what to do with each module as it arrives, and without `casts` weights stay as they are stored.
 
     Raises InvalidInput or BadWeights as `build_empty_component`, and for weights that are absent,
     damaged or of another model.
     """
     model, source, rename = _open(folder, name, weights or folder / name, dtype)
-    policy: DtypePolicy = (
-        from_pretrained_dtypes(model, dtype) if casts else lambda name, stored: stored
-    )
+    policy = from_pretrained_dtypes(model, dtype)
     load_into(
         model,
         source,
         loader=loader,
         device=device,
-        dtype_policy=policy,
+        dtype_policy=policy if casts else lambda name, stored: stored,
         rename=rename,
         transform=transform(model),
     )

@@ -1,12 +1,9 @@
-"""The ways of reading tensors from safetensors files, behind one interface. Which is fastest is
-measured, not known.
+"""Ways of reading tensors from safetensors files. Which is fastest is measured, not known.
 
-    safetensors      maps the file; instant on the CPU, and pages that are never touched are never read
-    pread            reads each tensor into a buffer of its own, in parallel pieces: the least host memory
-    fastsafetensors  reads chunks in parallel straight to the device: GPUDirect Storage if the driver has it,
-                     the unified copier on integrated memory, else bounce buffers
-
-To add one: a class and a line in LOADERS; the contract tests pick it up.
+safetensors      maps the file; instant on the CPU, and pages that are never touched are never read
+pread            reads each tensor into a buffer of its own, in parallel: the least host memory
+fastsafetensors  reads chunks in parallel straight to the device: GPUDirect Storage if the driver has it,
+                 the unified copier on integrated memory, else bounce buffers
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
@@ -39,27 +36,22 @@ from autotune.weights.files import (
 )
 
 if TYPE_CHECKING:
-    import safetensors.torch as safetensors_torch
     import torch
     from torch import Tensor
 else:
-    safetensors_torch = lazy_module("safetensors.torch")
     torch = lazy_module("torch")
 
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20
 """Bytes that one thread of `pread` reads at a time."""
-
 OWN_PAGES_BYTES = 1 << 20
 """Size from which a buffer of `pread` gets memory pages of its own."""
-
 CHUNK_BYTES = 256 << 20
 """Bytes that `fastsafetensors` holds at a time, unless one tensor alone is larger."""
+PIECE_ELEMENTS = 1 << 22
+"""Values that are checked at a time, so that widening fp8 to check it takes little memory."""
 
-if TYPE_CHECKING:
-    NamedTensors: TypeAlias = Generator[tuple[str, Tensor], None, None]
-else:
-    NamedTensors = Any
+NamedTensors: TypeAlias = "Generator[tuple[str, Tensor], None, None]"
 
 
 class Loader(ABC):
@@ -68,25 +60,21 @@ class Loader(ABC):
     name: ClassVar[str]
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot read to `device` on this machine, or None."""
+        """Tell why it cannot read to `device` on this machine; None if it can."""
         return None
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
-        """Maximum that it holds besides the tensors that it has yielded, for files of
-        `stored_bytes`.
+        """Bound what it holds besides the tensors that it has yielded, for files of `stored_bytes`.
 
-        `shares_memory`: whether the file's cached pages count against the device, as on integrated
-        GPUs.
+        `shares_memory`: the file's cached pages count against the device, as on integrated GPUs.
         """
         return 0
 
     @abstractmethod
     def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
-        """Yield every tensor of `source` once, by name, on `device`, as stored: same dtype, shape
-        and bits.
+        """Yield every tensor once, by name, on `device`, as stored; the caller owns it.
 
-        The caller owns a yielded tensor. Files and buffers are released when the generator ends or
-        is closed.
+        Files and buffers are released when the generator ends or is closed.
         """
 
 
@@ -96,9 +84,8 @@ class MappedLoader(Loader):
     name = "safetensors"
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
-        return (
-            stored_bytes if shares_memory else 0
-        )  # otherwise the system drops mapped pages when it needs memory
+        # On a device of its own the system drops mapped pages when it needs memory.
+        return stored_bytes if shares_memory else 0
 
     def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
         for file in source.files:
@@ -111,21 +98,23 @@ class MappedLoader(Loader):
 
 
 def _mapped_views(file: WeightFile, device: torch.device) -> NamedTensors:
-    """Rows of stored tensors where they lie in a map of the file; what has to be computed is
-    read."""
+    """Rows of stored tensors where they lie in a map of the file; what is computed is read."""
     with file.path.open("rb") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # held by the tensors
         for entry in file.entries:
             if not (entry.is_mappable and entry.size_bytes):
-                yield entry.name, entry.finished(_read(opened.fileno(), file, entry).to(device))
+                yield entry.name, _read(opened.fileno(), file, entry, device)
                 continue
             ((offset, size),) = entry.extents
             if offset + size > len(pages):
-                raise TruncatedFile(
-                    f"{file.path} ended while its tensors were read", hint=CHECK_FILE_SIZE
-                )
+                raise _shrunk(file)
             stored = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=offset)
             yield entry.name, stored.view(entry.torch_dtype).view(entry.shape).to(device)
+
+
+def _shrunk(file: WeightFile) -> TruncatedFile:
+    message = f"{file.path} ended while its tensors were read"
+    return TruncatedFile(message, hint=CHECK_FILE_SIZE)
 
 
 class PreadLoader(Loader):
@@ -142,29 +131,27 @@ class PreadLoader(Loader):
         return None if hasattr(os, "preadv") else "this system has no preadv"
 
     def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
-        for file in source.files:
-            with (
-                file.path.open("rb") as opened,
-                ThreadPoolExecutor(READ_THREADS, thread_name_prefix="pread") as pool,
-            ):
-                for entry in file.entries:
-                    yield (
-                        entry.name,
-                        entry.finished(_read(opened.fileno(), file, entry, pool).to(device)),
-                    )
+        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="pread") as pool:
+            for file in source.files:
+                with file.path.open("rb") as opened:
+                    for entry in file.entries:
+                        yield entry.name, _read(opened.fileno(), file, entry, device, pool)
 
 
 def read_tensor(file: WeightFile, entry: TensorEntry) -> Tensor:
-    """Read one tensor to the CPU. Raises TruncatedFile if the file has shrunk since its header
-    was read."""
+    """Read one tensor to the CPU. Raises TruncatedFile if the file has shrunk meanwhile."""
     with file.path.open("rb") as opened:
-        return entry.finished(_read(opened.fileno(), file, entry))
+        return _read(opened.fileno(), file, entry, torch.device("cpu"))
 
 
 def _read(
-    descriptor: int, file: WeightFile, entry: TensorEntry, pool: ThreadPoolExecutor | None = None
+    descriptor: int,
+    file: WeightFile,
+    entry: TensorEntry,
+    device: torch.device,
+    pool: ThreadPoolExecutor | None = None,
 ) -> Tensor:
-    """Read one tensor by the threads of `pool`, which share a large one, or by this thread."""
+    """Read one tensor in pieces, by the threads of `pool` or by this one."""
     tensor, buffer = _allocate(entry)
 
     def read_piece(piece: tuple[int, int, int]) -> None:
@@ -172,23 +159,21 @@ def _read(
         while start < end:
             count = os.preadv(descriptor, [buffer[start:end]], offset)
             if count == 0:
-                raise TruncatedFile(
-                    f"{file.path} ended while its tensors were read", hint=CHECK_FILE_SIZE
-                )
+                raise _shrunk(file)
             start, offset = start + count, offset + count
 
     pieces, filled = [], 0
     for offset, size in entry.extents:
-        parts = range(0, size, PIECE_BYTES)
-        pieces += [(offset + at, filled + at, filled + min(at + PIECE_BYTES, size)) for at in parts]
+        for at in range(0, size, PIECE_BYTES):
+            end = min(at + PIECE_BYTES, size)
+            pieces.append((offset + at, filled + at, filled + end))
         filled += size
-    for _ in pool.map(read_piece, pieces) if pool and len(pieces) > 1 else map(read_piece, pieces):
-        pass
-    return tensor
+    list(pool.map(read_piece, pieces) if pool and len(pieces) > 1 else map(read_piece, pieces))
+    return entry.finished(tensor.to(device))
 
 
 def _allocate(entry: TensorEntry) -> tuple[Tensor, memoryview]:
-    """Return an uninitialized tensor and its bytes.
+    """An uninitialized tensor and its bytes.
 
     A large one gets memory pages of its own, which are freed with it; a heap would keep what was
     freed below a small allocation.
@@ -197,14 +182,12 @@ def _allocate(entry: TensorEntry) -> tuple[Tensor, memoryview]:
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
         return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
     pages = mmap.mmap(-1, entry.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(entry.torch_dtype).view(
-        entry.shape
-    ), memoryview(pages)
+    flat = torch.frombuffer(pages, dtype=torch.uint8).view(entry.torch_dtype)
+    return flat.view(entry.shape), memoryview(pages)
 
 
 class FastLoader(Loader):
-    """IBM's fastsafetensors, in chunks, so that the device holds one chunk beyond what the
-    caller keeps."""
+    """IBM's fastsafetensors, in chunks: the device holds one beyond what the caller keeps."""
 
     name = "fastsafetensors"
 
@@ -215,11 +198,9 @@ class FastLoader(Loader):
             has_runtime = _has_cuda_runtime()
         except (ImportError, OSError) as error:
             return f"fastsafetensors does not import: {error}"
-        return (
-            None
-            if has_runtime
-            else "fastsafetensors finds no CUDA runtime, neither torch's nor a toolkit's"
-        )
+        if has_runtime:
+            return None
+        return "fastsafetensors finds no CUDA runtime, neither torch's nor a toolkit's"
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
         return CHUNK_BYTES
@@ -232,28 +213,28 @@ class FastLoader(Loader):
         yield from PreadLoader().stream(WeightSource(source.path, others), device)
         if not supported:
             return
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", torch.cuda.current_device())
+        sizes = [entry.size_bytes for file in supported for entry in file.entries]
         loader = ParallelLoader(
             pg=None,
             hf_weights_files=[str(file.path) for file in supported],
             queue_size=-1,  # one chunk at a time
             use_tqdm_on_load=False,
-            device=str(device)
-            if device != torch.device("cuda")
-            else f"cuda:{torch.cuda.current_device()}",
-            nogds=not has_gds(),
+            device=str(device),
+            nogds=not Path(
+                "/dev/nvidia-fs0"
+            ).exists(),  # without GPUDirect Storage's driver it fails
             tensor_filter=frozenset(source.locations).__contains__,
             all_local=True,
-            max_batch_bytes=max(
-                CHUNK_BYTES, *(entry.size_bytes for file in supported for entry in file.entries)
-            ),
+            max_batch_bytes=max(CHUNK_BYTES, *sizes),
         )
         with closing(loader), closing(loader.iterate_weights()) as weights:
             yield from weights
 
 
 def _has_cuda_runtime() -> bool:
-    """Whether fastsafetensors finds the GPU that torch sees, if any; it looks for one even to read
-    to the CPU.
+    """Whether fastsafetensors finds the GPU that torch sees; it looks for one even for the CPU.
 
     It asks for `libcudart.so` alone, which only a toolkit has, so it is first given the library
     that torch has loaded.
@@ -269,17 +250,9 @@ def _has_cuda_runtime() -> bool:
 
 
 def _is_supported(file: WeightFile) -> bool:
-    """Whether fastsafetensors 0.5 can read a file: it knows no complex numbers, and no file
-    without any bytes."""
-    return any(entry.size_bytes for entry in file.entries) and all(
-        entry.dtype != "C64" for entry in file.entries
-    )
-
-
-def has_gds() -> bool:
-    """Whether the driver of GPUDirect Storage is installed. Otherwise fastsafetensors must not
-    ask for it."""
-    return Path("/dev/nvidia-fs0").exists()
+    """fastsafetensors 0.5 knows no complex numbers, and no file without any bytes."""
+    has_bytes = any(entry.size_bytes for entry in file.entries)
+    return has_bytes and all(entry.dtype != "C64" for entry in file.entries)
 
 
 LOADERS: Mapping[str, Loader] = {
@@ -288,8 +261,7 @@ LOADERS: Mapping[str, Loader] = {
 
 
 def get_loader(name: str, device: torch.device) -> Loader:
-    """The loader with that name. Raises InvalidInput if it is unknown or cannot read to `device`
-    on this machine."""
+    """Return a loader by its name. Raises InvalidInput if it is unknown or cannot read to `device`."""
     if name not in LOADERS:
         raise InvalidInput(
             f"there is no loader called {name!r}", hint=f"choose one of {', '.join(LOADERS)}"
@@ -304,37 +276,26 @@ def get_loader(name: str, device: torch.device) -> Loader:
 
 
 def load_file(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Load all tensors of a small file (a cache, an adapter, a checkpoint) to the CPU, and its
-    metadata.
-
-    Raises what `files.read_header` raises for a file that is absent, pickled or damaged.
-    """
+    """Load all tensors of a small file to the CPU, and its metadata; errors as of `read_header`."""
     file = read_header(path)
-    return dict(
-        PreadLoader().stream(WeightSource(path, (file,)), torch.device("cpu"))
-    ), file.metadata
-
-
-METADATA = {"format": "pt"}
-"""Metadata that diffusers and transformers require in a file."""
+    tensors = PreadLoader().stream(WeightSource(path, (file,)), torch.device("cpu"))
+    return dict(tensors), file.metadata
 
 
 def save_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Save tensors of any layout and device into one file, atomically. Tied tensors are stored
-    under each name.
+    """Save tensors of any layout and device into one file, atomically; equal content, equal bytes.
 
-    Equal tensors and metadata give equal bytes.
-
-    Raises OSError if it cannot be written.
+    Tied tensors are stored under each name. Raises OSError if it cannot be written.
     """
+    from safetensors.torch import save_file as write_safetensors
+
     with atomic_write(path) as part:
         mode = part.stat().st_mode
         try:
-            safetensors_torch.save_file(
-                _separate(tensors), part, metadata={**METADATA, **(metadata or {})}
-            )
+            # diffusers and transformers require the format.
+            write_safetensors(_separate(tensors), part, {"format": "pt", **(metadata or {})})
         except SafetensorError as error:
             number = re.search(r"\(os error (\d+)\)", str(error))
             if number is None:
@@ -368,10 +329,6 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-PIECE_ELEMENTS = 1 << 22
-"""Values that are checked at a time, so that widening fp8 to check it takes little memory."""
-
-
 class TensorSummary(Frozen):
     """One tensor of a file."""
 
@@ -381,9 +338,8 @@ class TensorSummary(Frozen):
     shape: tuple[int, ...]
     size_bytes: int = NaturalInt
     num_nan: int | None = None
-    """Number of NaN values; None if values were not read."""
     num_inf: int | None = None
-    """Number of infinite values; None if values were not read."""
+    """Number of infinite values; None, as `num_nan`, if values were not read."""
 
 
 class FileSummary(Frozen):
@@ -395,44 +351,41 @@ class FileSummary(Frozen):
     """
 
     name: str
-    """Name of the file, the index or the folder, without its parent folders."""
+    """Of the file, the index or the folder, without its parents."""
     size_bytes: int = NaturalInt
     metadata: dict[str, str]
     tensors: tuple[TensorSummary, ...]
 
     @property
     def num_nonfinite(self) -> int | None:
-        """Number of NaN and infinite values of all tensors, None if values were not read."""
-        counted = [tensor for tensor in self.tensors if tensor.num_nan is not None]
-        total = sum((tensor.num_nan or 0) + (tensor.num_inf or 0) for tensor in counted)
-        return total if counted or not self.tensors else None
+        """Number of NaN and infinite values of all tensors; None if values were not read."""
+        if any(tensor.num_nan is None for tensor in self.tensors):
+            return None
+        return sum((tensor.num_nan or 0) + (tensor.num_inf or 0) for tensor in self.tensors)
 
 
 def inspect_file(
     path: Path, *, values: bool = True, on_progress: Callable[[int, int], None] | None = None
 ) -> FileSummary:
-    """Describe a file, or the model whose folder or index it is; without `values` only headers are
-    read, instantly.
+    """Describe a file, or the model of a folder or index; without `values` from headers alone.
 
-    `on_progress` is called with the bytes done and in all. Holds one tensor in memory. Raises what
-    `sources.open_weights` raises.
+    `on_progress` is called with the bytes done and in all. Raises what `open_weights` raises.
     """
     source = open_weights(path)
-    total, done, summaries = sum(entry.size_bytes for _, entry in source), 0, []
-    for file, entry in source:
+    located = source.locations.values()
+    total, done, summaries = sum(entry.size_bytes for _, entry in located), 0, []
+    for file, entry in located:
         num_nan, num_inf = _count_nonfinite(file, entry) if values else (None, None)
-        size = entry.size_bytes
-        summaries.append(
-            TensorSummary(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                size_bytes=size,
-                num_nan=num_nan,
-                num_inf=num_inf,
-            )
+        summary = TensorSummary(
+            name=entry.name,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            size_bytes=entry.size_bytes,
+            num_nan=num_nan,
+            num_inf=num_inf,
         )
-        done += size
+        summaries.append(summary)
+        done += entry.size_bytes
         if on_progress:
             on_progress(done, total)
     return FileSummary(

@@ -155,7 +155,7 @@ def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(pr
     prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
     for model, layout in LAYOUTS.items():
         known = table(program)[model]["layers"]
-        if layout.kohya_names == "diffusers" and program == "kohya":
+        if not layout.kohya_has_own_names and program == "kohya":
             assert all(key == prefix + part.replace(".", dot) for key, (part,) in known.items())
             continue
         for original, parts in layout.parts_of.items():

@@ -51,7 +51,7 @@ torch.set_num_threads(1)
 
 LOAD = """
 import torchao.quantization
-from autotune.quantization.quantized_layers import quantize_inside
+from autotune.knobs.quantized_layers import quantize_inside
 from autotune.weights.stream import build_empty
 from autotune.weights.tensors import LOADERS
 from autotune.weights.files import open_weights

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autotune.models.registry import FAMILIES
-from autotune.weights.files import BadWeights, KeyMismatch, open_weights
+from autotune.weights.files import BadWeights, ModelMismatch, open_weights
 from autotune.weights.single_file import view_as
 from autotune.weights.stream import build_empty, check_source, load_into
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
@@ -130,7 +130,7 @@ def test_a_header_that_asks_for_endless_rows_is_refused_before_a_marker_is_made(
         {"x": {"dtype": "F32", "shape": [1 << 40, 0], "data_offsets": [0, 0]}}
     ).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(KeyMismatch, match="rows"):
+    with pytest.raises(ModelMismatch, match="rows"):
         view_as(
             open_weights(tmp_path / "model.safetensors"), small_pipelines("z-image").transformer
         )
