@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from autotune.errors import first_line
 from autotune.system.process import lazy_module
@@ -61,7 +61,7 @@ ROW_BITS = 32
 NAME_BASE = (
     "name the folder or repository that the file belongs to, by --base; or take another file"
 )
-Conversion: TypeAlias = "Callable[[dict[str, Tensor], Mapping[str, Any]], Mapping[str, Tensor]]"
+Conversion = Callable[[dict[str, "Tensor"], Mapping[str, Any]], "Mapping[str, Tensor]"]
 """Makes a state under diffusers' names of one under others, for a model of a configuration."""
 Run = tuple[str, int, int]
 """Rows of a stored tensor: its name, the first one, and how many."""

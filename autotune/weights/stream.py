@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
 from autotune.errors import first_line
@@ -43,9 +43,9 @@ else:
     nn = lazy_module("torch.nn")
 
 Model = TypeVar("Model", bound="nn.Module")
-DtypePolicy: TypeAlias = "Callable[[str, torch.dtype], torch.dtype]"
+DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]
 """Returns the dtype of a tensor in the model, from its name and its dtype as stored."""
-Transform: TypeAlias = "Callable[[str, nn.Module], nn.Module | None]"
+Transform = Callable[[str, "nn.Module"], "nn.Module | None"]
 """Called with a module and its qualified name as soon as all tensors of its own have arrived. It may
 change the module in place, or return another one to replace it."""
 Rename = Callable[[str], str]

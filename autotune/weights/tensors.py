@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -51,7 +51,7 @@ CHUNK_BYTES = 256 << 20
 PIECE_ELEMENTS = 1 << 22
 """Values that are checked at a time, so that widening fp8 to check it takes little memory."""
 
-NamedTensors: TypeAlias = "Generator[tuple[str, Tensor], None, None]"
+NamedTensors = Generator[tuple[str, "Tensor"], None, None]
 
 
 class Loader(ABC):
