@@ -12,80 +12,80 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from itertools import islice
+from typing import Any, NoReturn
 
-import typer
+import click
+from click.exceptions import Exit
 
 import autotune
-from autotune.cli import data, profiles, weights
-from autotune.cli.about import doctor, fetch, models, probe
-from autotune.cli.compare import compare
-from autotune.cli.configs import audit, export_config, import_config
+from autotune.cli import commands, exchange
 from autotune.cli.demo import demo
-from autotune.cli.estimate import estimate
-from autotune.cli.options import one_of
+from autotune.cli.options import Commands
 from autotune.cli.output import Progress
-from autotune.cli.plan import plan
-from autotune.cli.plans import check, diff, explain, report
-from autotune.cli.train import sample, train
 from autotune.report.text import printable, wrapped
 
 INTERRUPTED = 130
-"""Exit status of typer on Ctrl-C."""
+"""Exit status after Ctrl-C."""
 
-UsageError: Any = typer.BadParameter.__base__
-"""Click's error for wrong usage. Typer exports only a subclass of it, and since 0.26 has a click
-of its own."""
 
-app = typer.Typer(
-    help=(
-        "Measures which settings train a diffusion-model LoRA fastest on this machine, and "
-        "freezes "
-        "them into a plan."
-    ),
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+class App(Commands):
+    """All commands; Ctrl-C ends one with a status of its own."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Exit(INTERRUPTED) from error
+
+
+@click.group(
+    cls=App, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
 )
-
-
-@app.callback(invoke_without_command=True)
-def top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    progress: Annotated[
-        str, typer.Option(help="On stderr: bar, json (a line for each event) or none.")
-    ] = "bar",
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="No progress; may stand after a command, too.")
-    ] = False,
-    verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Every step, reason and traceback; after a command, too."),
-    ] = False,
-) -> None:
-    """Options that stand before a command."""
-    one_of("--progress", progress, ("bar", "json", "none"))
+@click.version_option(autotune.__version__, message="%(prog)s %(version)s")
+@click.option(
+    "--progress",
+    type=click.Choice(["bar", "json", "none"]),
+    default="bar",
+    show_default=True,
+    help="On stderr: a bar, JSON lines (one for each event) or nothing; may stand anywhere.",
+)
+@click.option("--quiet", is_flag=True, help="No progress; may stand anywhere.")
+@click.option(
+    "--verbose", is_flag=True, help="Every step, reason and traceback; may stand anywhere."
+)
+def app(progress: str, quiet: bool, verbose: bool) -> None:
+    """Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes
+    them into a plan."""
     if quiet and verbose:
-        raise typer.BadParameter("it cannot be --quiet as well", param_hint="--verbose")
+        raise click.BadParameter("it cannot be --quiet as well", param_hint="--verbose")
     Progress.form = "none" if quiet else progress
     Progress.is_verbose = verbose
-    if version:
-        typer.echo(f"autotune {autotune.__version__}")
-        raise typer.Exit
 
 
-PLANS = (probe, doctor, models, fetch, estimate, compare, plan, check, explain, diff, report)
-for command in (*PLANS, train, sample, demo, import_config, export_config, audit):
-    app.command()(command)
-for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
-    app.add_typer(group, name=name)
-for listing in (app, data.app, profiles.app, weights.app):
-    for listed in listing.registered_commands:
-        listed.short_help = (listed.callback.__doc__ or "").partition("\n\n")[
-            0
-        ]  # whole: by default it is cut off
+for command in (
+    commands.probe,
+    commands.doctor,
+    commands.models,
+    commands.fetch,
+    commands.estimate,
+    commands.compare,
+    commands.plan,
+    commands.check,
+    commands.explain,
+    commands.diff,
+    commands.report,
+    commands.train,
+    commands.sample,
+    demo,
+    exchange.import_config,
+    exchange.export_config,
+    exchange.audit,
+    commands.data,
+    exchange.profiles,
+    exchange.weights,
+):
+    app.add_command(command)
 
 
 def main() -> None:
@@ -98,11 +98,13 @@ def main() -> None:
         printable,
     )  # when memory has run out, nothing can be imported
     try:
-        status = app(
+        status = app.main(
             args=_with_loudness_first(sys.argv[1:]), standalone_mode=False, prog_name="autotune"
         )
-    except UsageError as error:
-        error.message = _hide_logins(error.message) + _told_here(error)
+    except click.Abort:
+        status = INTERRUPTED
+    except click.UsageError as error:
+        error.message = _hide_logins(error.message) + _told_here(error)  # type: ignore[misc]
         error.show()
         _exit(
             error.format_message(),
@@ -167,11 +169,19 @@ def _only_predicts(words: Sequence[str]) -> bool:
 
 
 def _with_loudness_first(words: Sequence[str]) -> list[str]:
-    """The arguments with `--quiet` and `--verbose` where options of all commands stand, wherever
-    they were typed."""
+    """The arguments with the options of all commands first, wherever they were typed."""
     end = words.index("--") if "--" in words else len(words)
-    moved = [word for word in words[:end] if word in ("--quiet", "--verbose")]
-    return [*moved, *(word for word in words[:end] if word not in moved), *words[end:]]
+    first: list[str] = []
+    others: list[str] = []
+    rest = iter(words[:end])
+    for word in rest:
+        if word == "--progress":
+            first += [word, *islice(rest, 1)]
+        elif word in ("--quiet", "--verbose") or word.startswith("--progress="):
+            first.append(word)
+        else:
+            others.append(word)
+    return [*first, *others, *words[end:]]
 
 
 def _open_streams() -> None:
@@ -216,7 +226,7 @@ def _exit(message: str, hint: str, status: int) -> NoReturn:
     """Exit with `status`; a script that reads JSON gets the error on stdout as well."""
     if "--json" in sys.argv:
         try:
-            typer.echo(
+            click.echo(
                 json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1)
             )
         except OSError:  # nobody reads, or its disk is full

@@ -6,23 +6,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 import autotune
+from autotune.cli.options import Command
 from autotune.cli.output import Progress, print_out, show_events
 
 
-def demo(
-    context: typer.Context,
-    output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path(
-        "demo"
-    ),
-    no_profiles: Annotated[
-        bool, typer.Option("--no-profiles", help="Search even if a record has the answer.")
-    ] = False,
-) -> None:
+@click.command(cls=Command)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("demo"),
+    show_default=True,
+    help="Folder for everything the demo makes.",
+)
+@click.option("--no-profiles", is_flag=True, help="Search even if a record has the answer.")
+@click.pass_context
+def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
     Progress.after_interrupt = (
         f"a demo always starts over: remove {output}, or name another folder with --output"
@@ -71,7 +73,7 @@ def demo(
     print_out(f"picture: {result / 'concept.png'}; figures: {result / 'concept.json'}")
 
 
-def _run(context: typer.Context, *words: object) -> None:
+def _run(context: click.Context, *words: object) -> None:
     """Show a command and run it here, where the libraries are loaded.
 
     Raises:
@@ -80,7 +82,7 @@ def _run(context: typer.Context, *words: object) -> None:
     root = context.find_root()
     command = [*_loudness(), *_shown(words)]
     if status := root.command.main(command, prog_name=root.info_name, standalone_mode=False):
-        raise typer.Exit(status)
+        raise click.exceptions.Exit(status)
 
 
 def _run_alone(*words: object) -> None:
@@ -95,7 +97,7 @@ def _run_alone(*words: object) -> None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
             process.wait()
     if process.returncode:
-        raise typer.Exit(process.returncode)
+        raise click.exceptions.Exit(process.returncode)
 
 
 def _loudness() -> list[str]:

@@ -1,352 +1,209 @@
-"""Options and arguments that several commands have, and how a command takes many of them.
+"""Commands whose options are the fields of a request: their types, bounds, defaults and texts."""
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    rank: int | None = option("Rank of the adapter.", min=1, max=4096)
-
-@takes(Options, JobOptions)
-def command(asked: Options, job: JobOptions) -> None: ...
-"""
+from __future__ import annotations
 
 import ast
-import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+import re
+from functools import cached_property
+from inspect import get_annotations
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-import typer
+import click
+from click.core import ParameterSource
 
-import autotune
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
-REQUIRED: Any = dataclasses.MISSING
-"""Default of what must be given."""
+    from autotune.plan.base import Option, Request
+
+INSTEAD = {"num_train_epochs": "num_steps", "checkpointing_epochs": "checkpointing_steps"}
+"""Fields that cannot be given together."""
+UNBOUNDED = 2**62
+"""A limit from which on none is shown."""
 
 
-def option(text: str, *names: str, default: Any = None, **how: Any) -> Any:
-    """A field of a class of options.
+class Command(click.Command):
+    """A command whose whole first paragraph is shown in a list of commands."""
 
-    Args:
-        text: what `--help` says of it.
-        names: what it is called, if that is not the field's name.
-        default: its value if it is not given; `REQUIRED` if it must be.
-        how: what `typer.Option` takes besides, such as `min` and `metavar`.
+    def get_short_help_str(self, limit: int = 0) -> str:
+        return " ".join((self.help or "").partition("\n\n")[0].split())
+
+
+class Commands(click.Group):
+    """Commands in the order in which they were added."""
+
+    command_class = Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+class RequestCommand(Command):
+    """A command that asks for the fields of a request, which is imported when it is called.
+
+    Its function gets `asked`: the values that were given, by the names of their fields.
     """
-    return dataclasses.field(
-        default=default, metadata={"typer": typer.Option(*names, help=text, **how)}
-    )
 
+    def __init__(self, *args: Any, request: str, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.request_name = request
 
-def argument(text: str, metavar: str, default: Any = REQUIRED) -> Any:
-    """The same without a name: its place tells what it is."""
-    return dataclasses.field(
-        default=default, metadata={"typer": typer.Argument(help=text, metavar=metavar)}
-    )
+    @cached_property
+    def request(self) -> type[Request]:
+        from autotune.plan import request
 
+        kind: type[Request] = getattr(request, self.request_name)
+        return kind
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Folder of images with same-stem .txt captions, or a data.yaml; repeat for several."
-    ),
-]
-PlansOptimizer = Annotated[
-    str | None,
-    typer.Option(
-        "--optimizer",
-        help="The plan's package:Class, which is loaded only if you name it.",
-        metavar="OPTIMIZER",
-    ),
-]
+    @cached_property
+    def fields(self) -> dict[str, click.Parameter]:
+        from autotune.plan.base import Option
 
+        parameters = {}
+        order = self.request.__mro__.index
+        declared = self.request.model_fields
+        for name in sorted(declared, key=lambda name: -order(self._owner(name))):
+            field = declared[name]
+            spelled = next((one for one in field.metadata if isinstance(one, Option)), Option())
+            if not spelled.is_hidden:
+                parameters[name] = _parameter(name, field, spelled)
+        return parameters
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShapeOptions:
-    """What is trained, as far as all predictions ask, by the names of
-    `autotune.WorkloadOptions`."""
+    def _owner(self, name: str) -> type:
+        """The class that declares a field, or that declares it anew."""
+        return next(c for c in self.request.__mro__ if name in get_annotations(c))
 
-    resolution: str | None = option("Side of a square in pixels, or WIDTHxHEIGHT.")
-    num_frames: int | None = option("Frames of a clip, for video models.", "--frames", min=1)
-    rank: int | None = option("Rank of the adapter.", min=1, max=4096)
-    targets: str | None = option(
-        "attention (default), attention+mlp, all-linear (SDXL: attention+mlp+proj); or names: "
-        "to_q,ff.*"
-    )
-    effective_batch_size: int | None = option(
-        "Images per optimizer step (effective batch).", "--batch-size", min=1, max=65536
-    )
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*self.fields.values(), *super().get_params(ctx)]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkloadOptions(ShapeOptions):
-    """What is trained and on what, by the names of `autotune.WorkloadOptions`. None, empty: not
-    given."""
-
-    host_memory: str | None = option("Memory of that GPU's host; 64GiB by default.")
-    assume: list[str] | None = option(
-        "A package to assume on that GPU: flash-attn(-3, -4), xformers.", metavar="PACKAGE"
-    )
-    adapted_blocks: str | None = option(
-        "Adapt only layers of these blocks: 10-30 or 0-4,18.", "--blocks", metavar="RANGES"
-    )
-    adapter: str | None = option("lora (default), rslora or dora.")
-    ema_decay: float | None = option(
-        "Save an average of steps with this decay: 0.999.", "--ema", min=0, max=0.99999
-    )
-    optimizer: str | None = option(
-        "adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free or package:Class."
-    )
-    optimizer_options: list[str] | None = option(
-        "An option of the optimizer; repeat for more.", "--optimizer-option", metavar="NAME=VALUE"
-    )
-    price_per_hour: float | None = option(
-        "Price of an hour of one GPU, for the cost of the job.", "--price", min=0, max=1e6
-    )
-
-    def values(self) -> dict[str, Any]:
-        """The arguments that the user gave. Raises BadParameter for values that there are not."""
-        one_of("--adapter", self.adapter, ("lora", "rslora", "dora"))
-        return given(self) | given({"optimizer_options": named_values(self.optimizer_options)})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """How a job's data is read, by the names of `Job`. None, empty: not given."""
-
-    control: Path | None = option("Folder of control images, for edit models.")
-    caption: str | None = option("Caption of images that have none.")
-    trigger: str | None = option("Word put in front of every caption that lacks it.")
-    clips: str | None = option(
-        "Clips of a video: head (default), all, or a number of them, evenly spread."
-    )
-    shuffle_tags: int | None = option(
-        "Orders of a caption's tags that are seen; default 0: as written.", min=0
-    )
-    keep_tags: int | None = option("First tags that stay in front; default 0.", min=0)
-    flip: bool | None = option("Mirror images half of the time.", "--flip/--no-flip")
-    crop: str | None = option("What stays of a cropped image: center (default) or top.")
-    loss_mask: str | None = option(
-        "What the loss counts: none (default: all), files (NAME.mask.png) or alpha."
-    )
-
-    def values(self) -> dict[str, Any]:
-        """The fields of a job that the user gave.
-
-        Raises:
-            BadParameter: a job cannot have a value.
-        """
-        values = given(self)
-        values |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        values |= {
-            name: _parsed(values[name], kind)
-            for name, kind in NUMBER_OR_NAME.items()
-            if name in values
+    def invoke(self, ctx: click.Context) -> Any:
+        values = {name: ctx.params.pop(name) for name in self.fields}
+        given = ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT
+        asked = {
+            name: value for name, value in values.items() if ctx.get_parameter_source(name) in given
         }
-        for name, value in values.items():
-            _require_valid(name, value)
-        return values
+        for name, other in INSTEAD.items():
+            if name in asked and other in asked:
+                raise click.BadParameter("epochs take the place of steps", ctx, self.fields[name])
+        self._require_valid(ctx, asked)
+        ctx.params["asked"] = asked
+        return super().invoke(ctx)
 
+    def _require_valid(self, ctx: click.Context, asked: dict[str, Any]) -> None:
+        from pydantic import ValidationError
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobOptions(DataOptions):
-    """How a job trains, by the names of `Job`: what a plan starts with and a run may change.
-    None, empty: not given."""
-
-    base: str | None = option(
-        "For a --model in one file: folder or hub id that its other parts come from."
-    )
-    vae: str | None = option("For a --model in one file: its VAE.", metavar="FILE|FOLDER")
-    text_encoders: list[str] | None = option(
-        "For a --model in one file: a text encoder; repeat for several.",
-        "--text-encoder",
-        metavar="FILE|FOLDER",
-    )
-    expert: str | None = option(
-        "Which transformer to train, if a model has two: high-noise or low-noise."
-    )
-    caption_dropout: float | None = option("Share of captions left out; default 0.")
-    from_adapter: Path | None = option(
-        "Start from this adapter of diffusers, ComfyUI or kohya.", metavar="FILE"
-    )
-    save_dtype: str | None = option("Dtype of the adapter's file: bf16 (default), fp16 or fp32.")
-    adapter_format: str | None = option(
-        "Write the adapter for diffusers (default), or also for comfyui or kohya."
-    )
-    cache: str | None = option(
-        "Where encoded data is kept: disk (default) or memory, until the run ends."
-    )
-    num_steps: int | None = option("Optimizer steps of the job.", "--steps", min=1)
-    num_train_epochs: int | None = option("Epochs, instead of steps.", "--epochs", min=1)
-    learning_rate: float | None = option("Learning rate of the job.")
-    lr_scheduler: str | None = option(
-        "constant (default), constant_with_warmup, linear, cosine or plateau."
-    )
-    lr_warmup_steps: int | None = option("Steps over which the rate rises.", min=0)
-    timestep_sampling: str | None = option("Noise levels: logit_normal (default) or uniform.")
-    timestep_shift: str | None = option("Shift of the noise levels: a number, or by_resolution.")
-    guidance_scale: float | None = option(
-        "Guidance scale in training, for distilled models.", "--guidance", min=0
-    )
-    preview_prompts: list[str] | None = option(
-        "What previews show; repeat for more, up to 4.", "--preview-prompt", metavar="TEXT"
-    )
-    preview_every: int | None = option(
-        "Steps between previews (default 250); 0: only at the end.", min=0
-    )
-    validation: str | None = option(
-        "Images to hold out and measure: a share, or a folder.", metavar="10%|FOLDER"
-    )
-    validation_every: int | None = option(
-        "Steps between validations (default 250); 0: only at the end.", min=0
-    )
-    keep_best: bool | None = option(
-        "Keep the adapter that was best on held-out images.", "--keep-best"
-    )
-    weighting_scheme: str | None = option(
-        "Weight by noise level: none (default), sigma_sqrt, cosmap; SDXL: none, min_snr.",
-        "--loss-weighting",
-    )
-    checkpointing_epochs: int | None = option("Epochs between checkpoints.", min=1)
-    checkpoints_total_limit: int | None = option(
-        "Newest checkpoints to keep; default 2.", "--keep-last", min=1
-    )
-    checkpoints_keep_every: int | None = option(
-        "Keep every Nth checkpoint for good; default 0: none.", "--keep-every", min=0
-    )
-    checkpointing_steps: int | None = option("Steps between checkpoints; default 250.", min=0)
-    seed: int | None = option(
-        "Seed of initial weights, order and noise; default 0.", min=0, max=2**63 - 1
-    )
-
-    def values(self) -> dict[str, Any]:
-        """The fields of a job that the user gave.
-
-        Raises:
-            BadParameter: both steps and epochs were given, or a job cannot have a value.
-        """
-        if self.num_steps and self.num_train_epochs:
-            raise typer.BadParameter(
-                "epochs take the place of steps", param_hint=option_of("num_train_epochs")
-            )
-        if self.checkpointing_steps is not None and self.checkpointing_epochs:
-            raise typer.BadParameter(
-                "epochs take the place of steps", param_hint=option_of("checkpointing_epochs")
-            )
-        return DataOptions.values(self)
-
-
-def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
-    """`value`, where it is `known` or there is none. Raises BadParameter for another."""
-    if value is not None and value not in known:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
-    return value
-
-
-def given(options: Any, *, but: Sequence[str] = ()) -> dict[str, Any]:
-    """The options that the user gave, by name, without those in `but`."""
-    values = options if isinstance(options, dict) else vars(options)
-    return {
-        name: value for name, value in values.items() if name not in but and value not in (None, [])
-    }
-
-
-def named_values(texts: Sequence[str] | None) -> dict[str, Any] | None:
-    """Values by name of texts such as `betas=(0.9, 0.99)`; None if there are none. Raises
-    BadParameter for others."""
-    values: dict[str, Any] = {}
-    for text in texts or ():
-        name, sign, value = text.partition("=")
-        if not (name.isidentifier() and sign and value):
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--optimizer-option")
         try:
-            values[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            values[name] = {"true": True, "false": False}.get(value, value)
-        if isinstance(values[name], list):
-            values[name] = tuple(values[name])
-        if isinstance(values[name], tuple):
-            values[name] = tuple(
-                float(one) if isinstance(one, int) else one for one in values[name]
-            )
-    return values or None
+            self.request(**asked)
+        except ValidationError as error:
+            name = error.errors()[0]["loc"][0]
+            texts = [one["msg"] for one in error.errors() if one["loc"][0] == name]
+            why = " or ".join(texts).lower().replace("value error, ", "")
+            raise click.BadParameter(why, ctx, self.fields[str(name)]) from error
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under the classes of the request that declare them."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                sections.setdefault(self.section(parameter), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def section(self, parameter: click.Parameter) -> str:
+        """Return the title under which the help shows an option."""
+        if parameter.name not in self.fields:
+            return "Options"
+        return re.sub("Fields|Request", "", self._owner(parameter.name).__name__) + " options"
 
 
-def option_of(name: str) -> str:
-    """What the option for that field of a job is called."""
-    (metadata,) = (field.metadata for field in dataclasses.fields(JobOptions) if field.name == name)
-    info = metadata["typer"]
-    declared = (
-        info.default,
-        *(info.param_decls or ()),
-    )  # annotated, the first name stands where defaults do
-    return next((one for one in declared if isinstance(one, str)), "--" + name.replace("_", "-"))
-
-
-def _require_valid(name: str, value: object) -> None:
-    from pydantic import TypeAdapter, ValidationError
-
-    field = autotune.Job.model_fields[name]
-    kind: Any = Annotated[field.annotation, field]
-    try:
-        TypeAdapter(kind, config=autotune.Job.model_config).validate_python(value)
-    except ValidationError as error:
-        wrong = " or ".join(one["msg"].lower() for one in error.errors())
-        raise typer.BadParameter(wrong, param_hint=option_of(name)) from error
-
-
-def _annotated(options: type) -> dict[str, Any]:
-    """What typer needs to know of each field."""
-    hints, fields = get_type_hints(options, include_extras=True), dataclasses.fields(options)
-    infos = {field.name: field.metadata.get("typer") for field in fields}
-    return {
-        name: Annotated[hints[name], info] if info else hints[name] for name, info in infos.items()
-    }
-
-
-def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command whose options are the fields of dataclasses, each an `option`, an
-    `argument`, or annotated."""
-    hints = {name: hint for one in options for name, hint in _annotated(one).items()}
-    defaults = {field.name: field.default for one in options for field in dataclasses.fields(one)}
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if default is REQUIRED else default,
-                annotation=hints[name],
-            )
-            for name, default in defaults.items()
-        ]
+def _parameter(name: str, field: FieldInfo, spelled: Option) -> click.Parameter:
+    flag = spelled.flag or "--" + name.replace("_", "-")
+    text = " ".join((field.description or "").split())
+    kinds = _members(field.annotation)
+    is_many = any(get_args(kind)[-1:] == (...,) for kind in kinds)
+    if not flag.startswith("-"):
+        return click.Argument(
+            [name],
+            metavar=flag + "..." * is_many if spelled.is_required else f"[{flag}]",
+            nargs=-1 if is_many else 1,
+            required=spelled.is_required,
+            help=text,
+        )
+    how: dict[str, Any] = {}
+    if kinds == [bool]:
+        how["is_flag"] = True
+    elif "=" in spelled.metavar:
+        how["type"] = _NamedValue(spelled.metavar)
+    elif not spelled.metavar and kinds[0] in (int, float) and len(kinds) == 1:
+        how |= {"type": _range(kinds[0], field), "metavar": kinds[0].__name__.upper()}
+    elif len(kinds) == 1 and get_origin(kinds[0]) is Literal:
+        how["type"] = click.Choice(get_args(kinds[0]))
+    elif str not in kinds and {int, float} & set(kinds):
+        how["type"] = _NumberOrName()
+    default = field.default
+    if not is_many and default not in (None, "") and default is not False and "default" not in text:
+        how |= {"default": default, "show_default": True}
+    return click.Option(
+        [name, *filter(None, [spelled.short]), flag],
+        help=text.removesuffix(".") + "; repeat for more." if is_many else text,
+        multiple=is_many,
+        required=spelled.is_required,
+        envvar=spelled.envvar or None,
+        show_envvar=True,
+        **{"metavar": spelled.metavar or None, **how},
     )
 
-    def command_of(run: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(run)
-        def command(**values: Any) -> None:
-            run(
-                *(
-                    one(**{field.name: values[field.name] for field in dataclasses.fields(one)})
-                    for one in options
-                )
-            )
 
-        command.__signature__ = signature  # type: ignore[attr-defined]
-        command.__annotations__ = hints
-        return command
-
-    return command_of
+def _members(kind: Any) -> list[Any]:
+    """The types of a union but None, without what annotates them."""
+    if get_origin(kind) is Annotated:
+        return _members(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [one for part in get_args(kind) for one in _members(part)]
+    return [] if kind is NoneType else [kind]
 
 
-NUMBER_OR_NAME: dict[str, type[int] | type[float]] = {"timestep_shift": float, "clips": int}
-"""Options that take a number or a name."""
+def _range(kind: type, field: FieldInfo) -> click.ParamType[Any]:
+    bounds = {
+        name: getattr(limit, name)
+        for limit in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(limit, name)
+    }
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if high is not None and high > UNBOUNDED:
+        high = None
+    made = click.IntRange if kind is int else click.FloatRange
+    return made(low, high, min_open="gt" in bounds, max_open="lt" in bounds)
 
 
-def _parsed(text: str, kind: type[int] | type[float]) -> float | str:
-    try:
-        return kind(text)
-    except ValueError:
-        return text
+class _NumberOrName(click.ParamType[Any]):
+    name = "text"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                pass
+        return value
+
+
+class _NamedValue(click.ParamType[Any]):
+    """A name and a literal of Python, such as `betas=(0.9, 0.99)`, or else a text."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        name, sign, text = value.partition("=")
+        if not (name and sign and text):
+            self.fail(f"{value!r} is not {self.name}", param, ctx)
+        try:
+            parsed = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+            return name, tuple(map(float, parsed)) if isinstance(parsed, (list, tuple)) else parsed
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return name, text

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import typer
+import click
 
 import autotune
 from autotune.report.text import with_command, wrapped
@@ -32,7 +32,7 @@ def show_events() -> AbstractContextManager[Listener]:
     """A listener for `on_event` that shows on stderr what long work tells: bars and lines, JSON
     lines, or nothing."""
     if Progress.form == "json":
-        return nullcontext(lambda event: typer.echo(autotune.event_line(event), err=True))
+        return nullcontext(lambda event: click.echo(autotune.event_line(event), err=True))
     if Progress.form == "none":
         return nullcontext(lambda event: None)
     from autotune.cli import terminal
@@ -65,4 +65,4 @@ def print_result(result: T, as_json: bool, view: Callable[[T], Any]) -> None:
         return
     from pydantic_core import to_json
 
-    typer.echo(to_json(result, indent=1).decode())
+    click.echo(to_json(result, indent=1).decode())

@@ -1,9 +1,9 @@
 """Amounts as people write them: memory such as `20GiB`, sizes such as `1024x768`."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from autotune.errors import InvalidInput
 
@@ -39,8 +39,20 @@ def image_size(size: int | str | tuple[int, int]) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
+def _hours(time: Any) -> Any:
+    """The hours of text such as `2h` or `90 min`; another value as it is."""
+    if not isinstance(time, str):
+        return time
+    match = re.fullmatch(r"\s*(\d{1,6}(?:\.\d+)?)\s*(h|hours?|m|min|minutes?)\s*", time)
+    if match is None:
+        raise InvalidInput(f"{time!r} is not a time", hint="write it like 2h or 90min")
+    return float(match.group(1)) / (1 if match.group(2).startswith("h") else 60)
+
+
 MemoryAmount = Annotated[int | str, AfterValidator(memory_bytes)]
 """Bytes, or text such as `20GiB`, `900 MiB` or `20GB`; kept as bytes."""
+Hours = Annotated[float, BeforeValidator(_hours), Field(ge=0)]
+"""Hours, or text such as `2h` or `90min`; kept as hours."""
 ImageSize = Annotated[int | str | tuple[int, int], AfterValidator(image_size)]
 """Side of a square in pixels, text such as `1024` or `512x768`, or (width, height) in pixels;
 kept as (width, height)."""

@@ -4,7 +4,8 @@ one."""
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -36,6 +37,24 @@ class Frozen(BaseModel):
         return type(self).model_validate({**dict(self), **changes})
 
 
+@dataclass(frozen=True)
+class Option:
+    """How the command line spells a field of a request whose option is not `--` and its name."""
+
+    flag: str = ""
+    """`--steps` or `--flip/--no-flip`; without dashes it stands for an argument: `PLAN`."""
+    short: str = ""
+    metavar: str = ""
+    """What the value is called; one with `=` is a name and a value, and may be repeated."""
+    envvar: str = ""
+    is_required: bool = False
+    is_hidden: bool = False
+    """Whether only Python has it."""
+
+
+HIDDEN = Option(is_hidden=True)
+
+
 def ignore(event: object) -> None:
     """Do nothing."""
 
@@ -43,7 +62,7 @@ def ignore(event: object) -> None:
 class Request(Frozen):
     """Base of what a user asks: it knows which of its fields were given."""
 
-    on_event: Callable[[Any], None] = Field(default=ignore, repr=False)
+    on_event: Annotated[Callable[[Any], None], HIDDEN] = Field(default=ignore, repr=False)
     """Listener to progress: it gets the events of `autotune.events`."""
 
     @property

@@ -1,11 +1,11 @@
 """One value for every knob, and how captions are encoded before training."""
 
 import statistics
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from autotune.plan.base import Frozen, NaturalInt, PositiveInt
+from autotune.plan.base import HIDDEN, Frozen, NaturalInt, PositiveInt
 
 Choice = str | int
 
@@ -18,37 +18,36 @@ class Candidate(Frozen):
     """
 
     micro_batch_size: int = PositiveInt
-    """Images per forward pass. Gradients are accumulated until the effective batch is reached."""
+    """Images per forward pass; gradients are accumulated until the batch size is reached."""
     checkpointed_blocks: int = NaturalInt
     """Number of blocks, from the first on, that recompute their activations in the backward
     pass."""
     quantization: str = "none"
-    """Weight format of the frozen base weights: a name in `autotune.backends`."""
+    """Weight format of the base model, e.g. none, or another that `plan --list-knobs` shows."""
     attention: str = "native"
-    """Attention backend, under diffusers' name."""
-    precision: str = "bf16"
+    """Attention backend under diffusers' name, e.g. native, or another of `plan --list-knobs`."""
+    precision: Annotated[str, HIDDEN] = "bf16"
     """Compute dtype of the transformer and the adapter."""
-    loader: str = "safetensors"
+    loader: Annotated[str, HIDDEN] = "safetensors"
     """How weights are read from disk: a name in `autotune.weights.tensors`."""
     swapped_blocks: int = Field(default=0, ge=0)
-    """Number of blocks, from the first on, whose frozen weights stay in host memory until they
-    are needed."""
-    selective_blocks: int = Field(default=0, ge=0)
+    """Blocks, from the first on, whose frozen weights stay in host memory until they are needed."""
+    selective_blocks: Annotated[int, HIDDEN] = Field(default=0, ge=0)
     """Number of blocks, after those that recompute everything, that recompute all but attention:
     they keep its output."""
     modulation: str = "resident"
-    """`resident`, or `ahead`: the modulations of coming draws are computed in windows, and their
-    layers not loaded."""
+    """resident, or ahead: the modulations of coming draws are computed in windows, and their layers
+    not loaded."""
     compile: str = "off"
-    """`off`, or `block`: each repeated block is compiled by torch.compile."""
-    norm_rope: str = "stock"
+    """off, or block: each repeated block is compiled by torch.compile."""
+    norm_rope: Annotated[str, HIDDEN] = "stock"
     """How queries and keys are normed, turned and joined: `stock`, `fused`, or `compiled`."""
     optimizer: str = "adamw"
-    allocator: str = "default"
+    allocator: Annotated[str, HIDDEN] = "default"
     """How the device's caching allocator grows: by `default` or by `expandable` segments."""
-    data_workers: int = Field(default=1, ge=0)
+    data_workers: Annotated[int, HIDDEN] = Field(default=1, ge=0)
     """Number of threads that collate batches ahead of the step."""
-    batch_memory: str = "pageable"
+    batch_memory: Annotated[str, HIDDEN] = "pageable"
     """Kind of host memory that batches are copied to the device from: `pageable` or `pinned`."""
 
     @property

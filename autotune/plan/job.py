@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from autotune.errors import InvalidInput
-from autotune.plan.base import Frozen
+from autotune.plan.base import HIDDEN, Frozen, Option
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 SaveDtype = Literal["bf16", "fp16", "fp32"]
@@ -105,121 +105,123 @@ class ModelFields(Frozen):
     """Which model, and which parts of it lie elsewhere."""
 
     model: Place | None = None
-    """Folder in the diffusers layout, a family's name, a hub id, or a file with a DiT or UNet
-    alone."""
+    """A folder in the diffusers layout, a known name, a hub id, or a single file."""
     base: Place | None = None
-    """What such a file's other parts come from: a folder or a hub id; None for the model that
-    the file is recognized as."""
-    vae: Place | None = None
-    """File or folder of its VAE; None for the file's own, if it has one, or the base's."""
-    text_encoders: tuple[Place, ...] = ()
-    """Files or folders of its text encoders, in any order; others are the file's own or the
-    base's."""
-    revision: Words | None = None
+    """For a model in one file: folder or hub id that its other parts come from; by default the
+    model that the file is recognized as."""
+    vae: Annotated[Place | None, Option(metavar="FILE|FOLDER")] = None
+    """For a model in one file: its VAE; by default the file's own or the base's."""
+    text_encoders: Annotated[
+        tuple[Place, ...], Option("--text-encoder", metavar="FILE|FOLDER")
+    ] = ()
+    """For a model in one file: a text encoder; others are the file's own or the base's."""
+    revision: Annotated[Words | None, HIDDEN] = None
     """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is
     first fetched."""
     expert: Expert | None = None
-    """Which of its transformers is trained, of a model that has one for much noise and one for
-    little; None for models with one transformer."""
+    """Which transformer to train, if a model has two: high-noise or low-noise."""
 
 
-class DataFields(ModelFields):
+class DataFields(Frozen):
     """Which data, and how it is read."""
 
     data: Annotated[Place | Places | None, BeforeValidator(as_job_data)] = None
-    """Folder of images with same-stem `.txt` captions, a YAML file that lists such folders, or
-    several of either; None until `train --data` names one."""
+    """Folder of images with same-stem .txt captions, or a YAML file that lists such folders."""
     control: Place | None = None
-    """Folder of control images for editing, by the same stems."""
+    """Folder of control images of the same stems, for edit models."""
     caption: Words | None = None
     """Caption of images that have none."""
     trigger: Words | None = None
     """Word put in front of every caption that lacks it."""
-    num_frames: int = Field(default=1, ge=1)
-    """Frames of a clip. Above 1, videos and subfolders of images in the data are clips."""
-    clips: ClipChoice = "head"
-    """Which clips of that length are taken of a video: the first, `all` one after the other, or
-    so many, evenly spread from its start to its end."""
+    num_frames: Annotated[int, Option("--frames")] = Field(default=1, ge=1)
+    """Frames of a clip; above 1, videos and subfolders of images in the data are clips."""
+    clips: Annotated[ClipChoice, Option(metavar="head|all|NUMBER")] = "head"
+    """Clips that are taken of a video: the first, all one after the other, or so many, evenly
+    spread."""
     shuffle_tags: int = Field(default=0, ge=0, le=100)
-    """Orders of a caption's comma-separated tags that are seen, the written one among them; each
-    time one is drawn."""
+    """Orders of a caption's comma-separated tags that are seen, one drawn each time; by default
+    only as written."""
     keep_tags: int = Field(default=0, ge=0, le=100)
-    """Number of first tags that stay in front of any order."""
-    flip: bool = False
-    """Whether images are seen mirrored half of the time."""
+    """First tags that stay in front of any order."""
+    flip: Annotated[bool, Option("--flip/--no-flip")] = False
+    """Mirror images half of the time."""
     crop: Crop = "center"
-    """Which part stays of an image that is cropped to its shape."""
+    """What stays of an image that is cropped to its shape."""
     loss_mask: LossMask = "none"
-    """Whether the loss counts parts of an image alone: those that are white in `NAME.mask.png`
-    (`files`) or opaque (`alpha`)."""
+    """What the loss counts: all (none), what is white in NAME.mask.png (files), or what is opaque
+    (alpha)."""
 
 
-class JobFields(DataFields):
+class JobFields(DataFields, ModelFields):
     """What a user may say of a job. What is not given is the family's or as written here.
 
     Names are those of diffusers' training scripts where they have one.
     """
 
-    output: Place = "output"
-    from_adapter: Place | None = None
-    """File of an adapter, in any format that is known, whose training goes on; None begins a new
-    one."""
+    output: Annotated[Place, Option("--run-output")] = "output"
+    """Folder that the run writes: adapter, checkpoints, samples and report."""
+    from_adapter: Annotated[Place | None, Option(metavar="FILE")] = None
+    """Start from this adapter of diffusers, ComfyUI or kohya."""
     save_dtype: SaveDtype = "bf16"
     """Dtype of the adapter's file; training and checkpoints keep fp32."""
     adapter_format: AdapterFormat = "diffusers"
-    """Whose names of layers the adapter is also written under, beside diffusers'."""
-    num_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    """Number of optimizer steps, each of the effective batch."""
-    num_train_epochs: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    """Number of epochs; if it is given, it decides the number of steps instead of `num_steps`."""
+    """Program under whose names of layers the adapter is written, too."""
+    num_steps: Annotated[int | None, Option("--steps")] = Field(default=None, ge=1, le=MAX_STEPS)
+    """Optimizer steps of the job; by default so many that each image is seen often enough."""
+    num_train_epochs: Annotated[int | None, Option("--epochs")] = Field(
+        default=None, ge=1, le=MAX_STEPS
+    )
+    """Epochs of the job, instead of steps."""
     learning_rate: float = Field(default=1e-4, gt=0, le=1)
+    """Learning rate; by default the family's, or what is usual for the optimizer."""
     lr_scheduler: Schedule = "constant"
-    """`plateau` halves the rate when the mean loss of an epoch has not fallen for a while."""
+    """How the rate goes on; plateau halves it when the mean loss of an epoch has not fallen for a
+    while."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises from 0; `constant` and `plateau` have none."""
-    weight_decay: float = Field(default=0.01, ge=0, le=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Steps over which the rate rises from 0; constant and plateau have none."""
+    weight_decay: Annotated[float, HIDDEN] = Field(default=0.01, ge=0, le=1)
+    max_grad_norm: Annotated[float, HIDDEN] = Field(default=1.0, gt=0)
     timestep_sampling: TimestepSampling = "logit_normal"
-    """Density of the noise levels before they are shifted."""
-    timestep_shift: Annotated[float, Field(gt=0)] | Literal["by_resolution"] = 1.0
-    """Shift of the noise levels toward noise; 1 leaves them as sampled. `by_resolution` shifts
-    larger images more, as the family's pipeline does."""
-    guidance_scale: float | None = Field(default=None, ge=0)
-    """What a guidance-distilled model is told while it trains; None for models that take none,
-    or the family's."""
-    weighting_scheme: Weighting = "none"
-    """How the loss weighs images by their noise."""
+    """Density of the noise levels before they are shifted; by default the family's."""
+    timestep_shift: Annotated[
+        Annotated[float, Field(gt=0)] | Literal["by_resolution"],
+        Option(metavar="NUMBER|by_resolution"),
+    ] = 1.0
+    """Shift of the noise levels toward noise: 1 leaves them, by_resolution shifts larger images
+    more; by default the family's."""
+    guidance_scale: Annotated[float | None, Option("--guidance")] = Field(default=None, ge=0)
+    """Guidance scale in training, for distilled models; by default the family's."""
+    weighting_scheme: Annotated[Weighting, Option("--loss-weighting")] = "none"
+    """How the loss weighs noise levels: none, sigma_sqrt or cosmap; SDXL: none or min_snr."""
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of captions that are replaced by the empty one, drawn anew each time."""
-    mask_floor: float = Field(default=0.0, ge=0, le=1)
+    """Share of captions that are left out, drawn anew each time."""
+    mask_floor: Annotated[float, HIDDEN] = Field(default=0.0, ge=0, le=1)
     """Weight of the loss where a mask is black."""
     cache: Literal["disk", "memory"] = "disk"
-    """Where encoded captions and images are kept; from `memory` they are gone when the run ends."""
+    """Where encoded captions and images are kept; those in memory are gone when the run ends."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of initial weights, order and noise. torch's generators take 63 bits."""
+    """Seed of initial weights, order and noise."""
     checkpointing_steps: int = Field(default=250, ge=0)
-    """Steps between checkpoints; 0 writes one only at the end or when the run is told to stop."""
+    """Steps between checkpoints; 0: one at the end, or when the run is told to stop."""
     checkpointing_epochs: int | None = Field(default=None, ge=1)
-    """Epochs between checkpoints; if it is given, it takes the place of `checkpointing_steps`."""
-    checkpoints_total_limit: int = Field(default=2, ge=1)
-    """Number of newest checkpoints that are kept."""
-    checkpoints_keep_every: int = Field(default=0, ge=0)
-    """One of every so many checkpoints is kept for good; 0 keeps none."""
-    preview_prompts: tuple[Words, ...] = ()
-    """Prompts of previews. The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the
-    same noise."""
-    preview_steps: int = Field(default=20, ge=1, le=1000)
+    """Epochs between checkpoints, instead of steps."""
+    checkpoints_total_limit: Annotated[int, Option("--keep-last")] = Field(default=2, ge=1)
+    """Newest checkpoints to keep."""
+    checkpoints_keep_every: Annotated[int, Option("--keep-every")] = Field(default=0, ge=0)
+    """Keep one of every so many checkpoints for good; by default none."""
+    preview_prompts: Annotated[tuple[Words, ...], Option("--preview-prompt", metavar="TEXT")] = ()
+    """What previews show, each always from the same noise; the first four are sampled."""
+    preview_steps: Annotated[int, HIDDEN] = Field(default=20, ge=1, le=1000)
     """Denoising steps of a preview; models know 1,000 noise levels."""
     preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
-    """Training steps between previews; 0 samples only at the end."""
-    validation: HeldOut | None = None
-    """Images that never train, to measure the loss on: a share of the data such as `10%`, or a
-    folder of others."""
+    """Steps between previews; 0: only at the end."""
+    validation: Annotated[HeldOut | None, Option(metavar="10%|FOLDER")] = None
+    """Images that never train, to measure the loss on: a share of the data, or a folder."""
     validation_every: int = Field(default=PREVIEW_EVERY, ge=0)
-    """Training steps between validations; 0 validates only at the end."""
+    """Steps between validations; 0: only at the end."""
     keep_best: bool = False
-    """Whether the adapter is kept as it was when the loss on held-out images was lowest."""
-    report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    """Keep the adapter as it was when the loss on held-out images was lowest."""
+    report_to: Annotated[Literal["tensorboard", "wandb", "none"], HIDDEN] = "tensorboard"
     """Tracker that gets the curves besides `metrics.jsonl`."""
 
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field
 
 from autotune.errors import InvalidInput
-from autotune.plan.amounts import MemoryAmount
-from autotune.plan.base import Request
+from autotune.plan.amounts import Hours, MemoryAmount
+from autotune.plan.base import HIDDEN, Option, Request
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import DataFields, Job, JobFields, ModelRef, as_job_data
+from autotune.plan.job import DataFields, Job, JobFields, ModelRef, Place, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Overheads
 from autotune.plan.workload import ADAMW, NamedOptimizer, WorkloadRequest
@@ -36,13 +36,13 @@ class HardwareRequest(Request):
     """What to plan for instead of this machine."""
 
     hardware: str | HardwareProfile | None = None
-    """Another machine: a GPU of the catalog, e.g. 4090 (see probe --list), or a saved probe."""
+    """Another machine: a GPU of the catalog, e.g. 4090 (see `probe --list`), or a saved probe."""
     host_memory: MemoryAmount | None = None
     """Memory of that GPU's host; 64GiB by default."""
-    assume: Annotated[tuple[str, ...], BeforeValidator(tuple)] = ()
-    """A package to assume on that GPU: flash-attn, flash-attn-3, flash-attn-4 or xformers. Their
-    speed is then taken from publications."""
-    price_per_hour: float | None = Field(default=None, ge=0, le=1e6)
+    assume: Annotated[tuple[str, ...], BeforeValidator(tuple), Option(metavar="PACKAGE")] = ()
+    """A package to assume on that GPU, as fast as published: flash-attn, flash-attn-3, flash-attn-4
+    or xformers."""
+    price_per_hour: Annotated[float | None, Option("--price")] = Field(default=None, ge=0, le=1e6)
     """Price of an hour of one GPU, for the cost of the job, in any currency."""
 
     def require_named(self) -> None:
@@ -55,48 +55,50 @@ class HardwareRequest(Request):
                 )
 
 
-class PlanRequest(JobFields, WorkloadRequest, HardwareRequest):
+class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     """What a user asks of a search.
 
     Example:
         >>> autotune.plan("qwen-image", data="photos", rank=32, max_trials=4, path="plan.yaml")
     """
 
-    path: str | Path | None = None
-    """File to write the plan to. That it can be written is checked before the search."""
-    earlier: TrainingPlan | str | Path | None = None
+    path: Annotated[str | Path | None, Option("--output", short="-o", metavar="FILE")] = None
+    """File to write the plan to; by default the command writes plan.yaml, Python none."""
+    earlier: Annotated[TrainingPlan | str | Path | None, Option("--from", metavar="PLAN")] = None
     """Make this plan again; other options replace what it was made for."""
-    pins: KnobValues = ()
+    pins: Annotated[KnobValues, Option("--pin", metavar="KNOB=VALUE")] = ()
     """Choose only this value of a knob."""
-    exclusions: KnobValues = ()
+    exclusions: Annotated[KnobValues, Option("--exclude", metavar="KNOB=VALUE")] = ()
     """Never choose this value of a knob."""
-    for_trainer: str | None = None
+    for_trainer: Annotated[str | None, Option("--for", metavar="TRAINER")] = None
     """Choose only what this trainer can express and fit, as `export-config` names it."""
-    num_gpus: int = Field(default=1, ge=1)
+    num_gpus: Annotated[int, Option("--gpus")] = Field(default=1, ge=1)
     """GPUs that train together, one process each; tested on CPUs only."""
     max_memory: MemoryAmount | None = None
     """The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."""
-    reserve_memory: MemoryAmount | None = None
+    reserve_memory: Annotated[MemoryAmount | None, Option("--reserve")] = None
     """Memory to leave to the display and other programs, in place of the usual reserve."""
     cap_memory: MemoryAmount | None = None
     """Rehearse a device with only so much memory, e.g. 12GiB."""
-    use_records: bool = True
+    use_records: Annotated[bool, Option("--profiles/--no-profiles")] = True
     """Use what machines measured before."""
     max_trials: int = Field(default=8, ge=1)
     """The most trials to run."""
-    search_seconds: float | None = Field(default=None, ge=1)
+    search_seconds: Annotated[float | None, Option("--search-time")] = Field(default=None, ge=1)
     """The most seconds of trials; by default 5% of the run, at least 60."""
     fresh: bool = False
     """Forget what an interrupted search has measured."""
     study: str | None = None
     """Keep the trials and their plan under this name."""
-    storage: str | None = Field(default=None, repr=False)
+    storage: Annotated[str | None, Option(envvar="AUTOTUNE_STORAGE")] = Field(
+        default=None, repr=False
+    )
     """Share the study: postgresql+psycopg://user:password@host/database."""
-    ref: ModelRef | None = None
+    ref: Annotated[ModelRef | None, HIDDEN] = None
     """The model with its parts, if it is resolved."""
-    overheads: Overheads | None = None
+    overheads: Annotated[Overheads | None, HIDDEN] = None
     """Overheads of the program that will train; None for autotune's own executor."""
-    interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
+    interrupted: Annotated[Literal["ignored", "resumed", "forgotten"], HIDDEN] = "ignored"
     """What becomes of an interrupted search of the same without a name. `ignored` keeps trials in
     memory."""
 
@@ -181,47 +183,59 @@ class PlanRequest(JobFields, WorkloadRequest, HardwareRequest):
         return type(self).model_validate({"on_event": self.on_event, **before, **now})
 
 
-class EstimateRequest(WorkloadRequest, HardwareRequest, Candidate):
+CheckpointedBlocks = Annotated[
+    int | Literal["all", "none"], Option("--checkpointing", metavar="all|none|NUMBER")
+]
+
+
+class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
     """What a user asks of an estimate: a workload, hardware, and one candidate.
 
     Example:
         >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
     """
 
-    model: str = ""
-    """A known model's name, a folder in the diffusers layout, or a hub id."""
-    num_steps: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps of the job."""
+    model: Annotated[str, Option(is_required=True)] = ""
+    """A known name, a folder in the diffusers layout, or a hub id."""
+    num_steps: Annotated[int | None, Option("--steps")] = Field(default=None, ge=1)
+    """Optimizer steps of the job."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Images per forward pass."""
-    checkpointed_blocks: int | Literal["all", "none"] = "all"  # type: ignore[assignment]
-    """Blocks that recompute their activations: none, all, or how many."""
+    checkpointed_blocks: CheckpointedBlocks = "all"  # type: ignore[assignment]
+    """Blocks that recompute their activations in the backward pass."""
     optimizer: NamedOptimizer = ADAMW  # type: ignore[assignment]
-    """The optimizer, as for plan."""
+    """As for plan; adamw by default."""
 
 
-class CompareRequest(JobFields, WorkloadRequest):
+class CompareRequest(WorkloadRequest, JobFields):
     """What a user asks of a comparison of GPUs.
 
     Example:
         >>> autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
     """
 
+    model: Annotated[Place | None, Option(is_required=True)] = None
+    """A folder in the diffusers layout, a known name, a hub id, or a single file."""
     hardware: str | tuple[str, ...] = "all"
-    """GPUs of the catalog, separated by commas, or all."""
-    prices: Mapping[str, float] | str | Path | None = None
-    """YAML: what an hour of each GPU costs (docs/prices.yaml)."""
-    max_cost: float | None = Field(default=None, ge=0)
+    """GPU of the catalog, or several separated by commas; by default all."""
+    prices: Annotated[
+        Mapping[str, float] | str | Path | None, Option("--price-file", metavar="FILE")
+    ] = None
+    """What an hour of each GPU costs: a YAML file such as docs/prices.yaml."""
+    max_cost: Annotated[float | None, Option("--under")] = Field(default=None, ge=0)
     """Leave out what costs more."""
-    max_hours: float | None = Field(default=None, ge=0)
-    """Leave out what takes longer."""
-    order: Literal["cost", "hours", "name"] | None = None
+    max_hours: Annotated[Hours | None, Option("--within", metavar="TIME")] = None
+    """Leave out what takes longer, e.g. 2h or 90min; a number counts hours."""
+    order: Annotated[Literal["cost", "hours", "name"] | None, HIDDEN] = None
     """What comes first; by default the cheapest if there are prices, else the fastest."""
-    download_rate: MemoryAmount = 100_000_000
+    download_rate: Annotated[MemoryAmount, HIDDEN] = 100_000_000
     """Bytes a second at which the model's files arrive; a folder needs no download."""
-    pins: KnobValues = ()
-    exclusions: KnobValues = ()
-    for_trainer: str | None = None
+    pins: Annotated[KnobValues, Option("--pin", metavar="KNOB=VALUE")] = ()
+    """Choose only this value of a knob."""
+    exclusions: Annotated[KnobValues, Option("--exclude", metavar="KNOB=VALUE")] = ()
+    """Never choose this value of a knob."""
+    for_trainer: Annotated[str | None, Option("--for", metavar="TRAINER")] = None
+    """Choose only what this trainer can express and fit, as `export-config` names it."""
 
 
 class TrainRequest(JobFields, Request):
@@ -231,8 +245,12 @@ class TrainRequest(JobFields, Request):
         >>> autotune.train("plan.yaml", output="first-run", learning_rate=5e-5)
     """
 
-    plan: TrainingPlan | str | Path | None = None
+    plan: Annotated[TrainingPlan | str | Path | None, Option("PLAN")] = None
     """A plan made by `autotune plan`; without one, --model is planned first."""
+    model: Place | None = None
+    """Another folder of the same architecture; without PLAN, the model to train."""
+    output: Annotated[Place, Option("--output", metavar="FOLDER")] = "output"
+    """Folder for adapter, checkpoints, samples and report; by default the plan's."""
     optimizer: str | None = None
     """The plan's package:Class, which is loaded only if you name it."""
     resume: bool = False
@@ -241,7 +259,7 @@ class TrainRequest(JobFields, Request):
     """Write a trace of a few steps (torch.profiler) to trace.json."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Serve Prometheus metrics at this port of localhost."""
-    push_to_hub: str | None = None
+    push_to_hub: Annotated[str | None, Option(metavar="OWNER/NAME")] = None
     """Upload adapter, samples and a model card, privately, at the end."""
 
     @property
@@ -257,13 +275,15 @@ class CheckDataRequest(DataFields, Request):
         >>> autotune.check_data("photos", resolution_px=512).problems
     """
 
-    data: Annotated[str | tuple[str, ...], BeforeValidator(as_job_data)] = ()
-    """Folders of images with same-stem .txt captions, or a data.yaml."""
+    data: Annotated[
+        str | tuple[str, ...], BeforeValidator(as_job_data), Option("DIR", is_required=True)
+    ] = ()
+    """Folder of images with same-stem .txt captions, or a YAML file that lists such folders."""
     model: str = "qwen-image"
     """Family whose sizes count."""
-    resolution_px: int | None = Field(default=None, ge=1)
-    """Side of a square image, in pixels."""
-    max_upscaling: float = Field(default=1.5, ge=1)
+    resolution_px: Annotated[int | None, Option("--resolution")] = Field(default=None, ge=1)
+    """Side of a square image, in pixels; by default the family's."""
+    max_upscaling: Annotated[float, HIDDEN] = Field(default=1.5, ge=1)
     """Count images enlarged by more, per side."""
-    max_crop: float = Field(default=0.25, ge=0, le=1)
+    max_crop: Annotated[float, HIDDEN] = Field(default=0.25, ge=0, le=1)
     """Name images that lose more of their area."""

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from autotune.errors import InvalidInput
 from autotune.plan.amounts import ImageSize, image_size
-from autotune.plan.base import Frozen, NaturalInt, PositiveInt, Request
+from autotune.plan.base import HIDDEN, Frozen, NaturalInt, Option, PositiveInt, Request
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
@@ -103,30 +103,32 @@ class Bucket(Frozen):
 class Learning(Frozen):
     """What decides what is learned, whatever the model and the data."""
 
-    rank: int = Field(default=16, ge=1, lt=2**63)
+    rank: int = Field(default=16, ge=1, le=4096)
     """Rank of the adapter; by default the family's."""
-    lora_alpha: float = Field(default=16.0, gt=0)
+    lora_alpha: Annotated[float, Option("--alpha")] = Field(default=16.0, ge=1e-3, le=1e6)
     """Alpha of the adapter; by default in proportion to the rank."""
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps
-    its own copy of them."""
+    lora_dropout: Annotated[float, Option("--dropout")] = Field(default=0.0, ge=0, le=0.9)
+    """Share of the adapter's inputs to drop; above 0, adapted layers keep a copy of them."""
     targets: str = "attention"
-    """Adapted layers: attention (default), attention+mlp, all-linear, SDXL: attention+mlp+proj; or
-    patterns of names or their ends, separated by commas: to_q,ff.net.*."""
-    adapted_blocks: str = Field(default="all", pattern=BLOCK_RANGES, max_length=200)
-    """Blocks whose layers are adapted, numbered from 0 in the order they run: 10-30 or 0-4,18."""
+    """Adapted layers: attention (default), attention+mlp, all-linear; SDXL: attention+mlp+proj; or
+    patterns of names: to_q,ff.*."""
+    adapted_blocks: Annotated[str, Option("--blocks", metavar="RANGES")] = Field(
+        default="all", pattern=BLOCK_RANGES, max_length=200
+    )
+    """Adapt only layers of these blocks, numbered from 0: 10-30 or 0-4,18."""
     adapter: AdapterKind = "lora"
-    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms
-    of outputs, too."""
-    ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Decay of an average of the adapter over steps, which is what is saved; 0 keeps none."""
-    effective_batch_size: int = Field(default=1, ge=1, lt=2**63)
-    """Images that one optimizer step sees; by default the family's. Tuning never changes it."""
+    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms of
+    outputs, too."""
+    ema_decay: Annotated[float, Option("--ema")] = Field(default=0.0, ge=0, le=0.99999)
+    """Save an average of steps with this decay, e.g. 0.999; by default none."""
+    effective_batch_size: Annotated[int, Option("--batch-size")] = Field(default=1, ge=1, le=65536)
+    """Images that one optimizer step sees, on all GPUs together; by default the family's. How many
+    pass at once is tuned."""
     quality: Quality = "high"
-    """Least fidelity of the base model: exact (16-bit), high (also 8-bit) or compact (also 4-bit
+    """Least fidelity of the base model: exact (16-bit), high (also 8-bit), or compact (also 4-bit,
     and 8-bit products)."""
     objective: Objective = "throughput"
-    """What to optimize: throughput (default) or memory."""
+    """What to optimize: time, or memory of a step."""
 
 
 class WorkloadRequest(Learning, Request):
@@ -136,18 +138,21 @@ class WorkloadRequest(Learning, Request):
         >>> autotune.estimate("qwen-image", hardware="4090", rank=32, adapter="dora")
     """
 
-    resolution: ImageSize | None = None
-    """Side of a square in pixels, or WIDTHxHEIGHT. With data, its area is the largest of a
-    bucket."""
-    num_frames: int = Field(default=1, ge=1)
-    """Frames of a clip. Above 1, videos and subfolders of images in the data are clips."""
-    text_tokens: int | None = None
+    resolution: Annotated[ImageSize | None, Option(metavar="SIDE|WIDTHxHEIGHT")] = None
+    """Size of images in pixels; images of other shapes get about its area."""
+    num_frames: Annotated[int, Option("--frames")] = Field(default=1, ge=1)
+    """Frames of a clip; above 1, videos and subfolders of images in the data are clips."""
+    text_tokens: Annotated[int | None, HIDDEN] = None
     """Length of captions if there is no data to count it from."""
     optimizer: NamedOptimizer = ADAMW
-    """adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free or package:Class, which
+    """adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free; or package:Class, which
     is loaded only if you name it."""
-    optimizer_options: Annotated[OptimizerOptions, AfterValidator(as_options)] = ()
-    """An option of the optimizer beside learning rate and weight decay."""
+    optimizer_options: Annotated[
+        OptimizerOptions,
+        AfterValidator(as_options),
+        Option("--optimizer-option", metavar="NAME=VALUE"),
+    ] = ()
+    """An option of the optimizer, besides learning rate and weight decay."""
 
     @classmethod
     def again(cls, work: "Workload", *, has_data: bool = True) -> Self:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer.main
 
 from autotune.cli.app import app
 from autotune.cli.output import Progress
@@ -139,7 +139,7 @@ def options_under(command: Any) -> set[str]:
     """All options of a command and of those below it."""
     own = {
         option
-        for parameter in command.params
+        for parameter in command.get_params(click.Context(command))
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
     return own.union(*(options_under(below) for below in getattr(command, "commands", {}).values()))
@@ -149,7 +149,7 @@ def test_every_option_that_a_message_or_the_documentation_names_exists() -> None
     others = """--help --upgrade --index-url --install --logdir --nproc-per-node --nnodes --signal
         --rdzv-backend --rdzv-endpoint --memory --build-arg --ipc --no-deps --rm --runtime --target
         --user --config --dataset --isolation --storage-driver --pull-never --variant --include"""
-    known = options_under(typer.main.get_command(app)) | {*others.split()}
+    known = options_under(app) | {*others.split()}
     root = Path(__file__).parents[2]
     texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
     foreign = "interop|report/(page|charts)"  # options of other programs, and names of colors
@@ -165,7 +165,7 @@ def test_every_option_that_a_message_or_the_documentation_names_exists() -> None
 
 def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file() -> None:
     code = (
-        "import os, sys; from autotune.cli import app as cli; cli.app = lambda **_: "
+        "import os, sys; from autotune.cli import app as cli; cli.app.main = lambda **_: "
         "print(os.open('/', 0)); cli.main()"
     )
     command = [sys.executable, "-c", code]
@@ -184,9 +184,10 @@ def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file() -> 
 
 def test_an_interruption_says_so_and_has_a_status_of_its_own() -> None:
     code = (
-        "import autotune.cli.app as cli, typer; app = typer.Typer()\n"
-        "@app.command()\ndef work(): raise KeyboardInterrupt\n"
-        "cli.app = app; cli.main()"
+        "import autotune.cli.app as cli\n"
+        "def interrupt(): raise KeyboardInterrupt\n"
+        "cli.app.commands['doctor'].callback = lambda **_: interrupt()\n"
+        "cli.sys.argv = ['autotune', 'doctor']; cli.main()"
     )
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from autotune.cli.app import app
 from tests.conftest import autotune_here
@@ -43,7 +42,7 @@ def words_of(line: str) -> list[str]:
 def parse(words: list[str]) -> None:
     """Have the command line parse the words, without running anything. Raises its error of
     usage."""
-    command: Any = typer.main.get_command(app)
+    command: Any = app
     context = command.make_context("autotune", list(words))
     while hasattr(command, "commands"):
         rest = [*context._protected_args, *context.args]

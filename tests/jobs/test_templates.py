@@ -5,8 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
-import typer
 import yaml
 
 from autotune.cli.app import app
@@ -27,8 +27,8 @@ def test_a_template_parses_and_starts_a_run_that_goes_on_after_its_checkpoint(fi
         subprocess.run([shell, "-n", file], check=True)
         calls = [call.split() for call in re.findall(r"\b(train plan\.yaml [^|\n]*)", text)]
         assert '"$status" -eq 75' in text
-    train = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
-    known = {name for parameter in train.params for name in parameter.opts}
+    train = app.commands["train"]
+    known = {name for one in train.get_params(click.Context(train)) for name in one.opts}
     assert calls
     for call in calls:
         assert {word for word in call if word.startswith("--")} <= known

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.errors import AutotuneError, InvalidInput

@@ -1,0 +1,361 @@
+"""Commands about the machine, models, plans and runs."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+import autotune
+from autotune.cli.options import Command, Commands, RequestCommand
+from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
+from autotune.report.text import wrapped
+
+PATH = click.Path(path_type=Path)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+PLAN = click.argument(
+    "plan_file", type=PATH, metavar="PLAN", help="A plan made by `autotune plan`."
+)
+PRICE = click.FloatRange(0, 1e6)
+
+
+@click.command(cls=Command)
+@click.option("--quick", is_flag=True, help="Facts only; measure nothing.")
+@click.option("--list", "list_catalog", is_flag=True, help="Show the catalog of GPUs instead.")
+@click.option(
+    "--device",
+    type=click.IntRange(0),
+    help="Which GPU, if there are several; the largest by default.",
+)
+@JSON
+def probe(quick: bool, list_catalog: bool, device: int | None, as_json: bool) -> None:
+    """Find out what this machine can really do, and keep the answer."""
+    from autotune.report.machine import catalog_view, profile_view
+
+    if list_catalog:
+        print_result(autotune.list_gpus(), as_json, catalog_view)
+        return
+    with show_events() as show:
+        profile = autotune.probe(quick=quick, device=device, on_event=show)
+    print_result(profile, as_json, profile_view)
+
+
+@click.command(cls=Command)
+@JSON
+def doctor(as_json: bool) -> None:
+    """Find what is wrong with this machine, and the fix, worst first. Needs no torch; exits 1 if
+    something blocks."""
+    from autotune.report.machine import findings_view
+
+    findings = autotune.doctor()
+    print_result(findings, as_json, findings_view)
+    if any(finding.severity == "blocks" for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+@click.command(cls=Command)
+@click.option("--hardware", help="Show what fits this GPU, e.g. 4090 (see probe --list).")
+@click.option(
+    "--model", "file", type=PATH, metavar="FILE", help="Show which of them a single file is."
+)
+@JSON
+def models(hardware: str | None, file: Path | None, as_json: bool) -> None:
+    """List the models that can be planned and trained; with --hardware, what a GPU is predicted
+    to do with each."""
+    from autotune.report.machine import model_lines
+
+    found = autotune.list_models(hardware, file=file)
+    print_result(found, as_json, lambda models: model_lines(models, hardware))
+    if file is not None and len(found) > 1:
+        print_remark(
+            f"only its name tells these apart: without --base, {file.name} is taken for "
+            f"{found[0].name}"
+        )
+
+
+@click.command(cls=Command)
+@click.option(
+    "--model",
+    required=True,
+    help="A known name or a hub id, with @REVISION for a particular commit.",
+)
+@JSON
+def fetch(model: str, as_json: bool) -> None:
+    """Download a model and verify its files, so that plan and train need no network."""
+    from autotune.report.machine import fetched_lines
+
+    with show_events() as show:
+        fetched = autotune.fetch(model, on_event=show)
+    print_result(fetched, as_json, fetched_lines)
+
+
+@click.command(cls=RequestCommand, request="EstimateRequest")
+@JSON
+def estimate(asked: dict[str, Any], as_json: bool) -> None:
+    """Predict memory, time and cost of one candidate; runs nothing and downloads nothing."""
+    from autotune.report.machine import estimate_text
+
+    with show_events() as show:
+        answer = autotune.estimate(**asked, on_event=show)
+    print_result(answer, as_json, estimate_text)
+
+
+@click.command(cls=RequestCommand, request="CompareRequest")
+@JSON
+def compare(asked: dict[str, Any], as_json: bool) -> None:
+    """Predict one job on several GPUs: settings, speed, hours and cost of the finished adapter."""
+    from autotune.report.machine import comparison_lines
+
+    with show_events() as show:
+        found = autotune.compare(**asked, on_event=show)
+    print_result(found, as_json, comparison_lines)
+
+
+@click.command(cls=RequestCommand, request="PlanRequest")
+@click.option(
+    "--list-knobs",
+    is_flag=True,
+    help="Show what can be chosen, and what not and why; plan nothing.",
+)
+@JSON
+def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
+    """Search the fastest settings with short real trials, and freeze them into a plan."""
+    from autotune.report.machine import elsewhere_lines
+    from autotune.report.plan import knob_lines
+
+    if "model" not in asked and "earlier" not in asked:
+        raise click.BadParameter(
+            "name a model, or an earlier plan with --from", param_hint="--model"
+        )
+    if list_knobs:
+        with show_events() as show:
+            space = autotune.list_choices(**asked, on_event=show)
+        print_out(knob_lines(space))
+        return
+    asked.setdefault("path", "plan.yaml")
+    try:
+        if "model" in asked and "hardware" not in asked:
+            autotune.require_gpu(asked["model"])
+        with show_events() as show:
+            made = autotune.plan(**asked, on_event=show)
+    except autotune.NoGpu as error:
+        if error.elsewhere and not as_json:
+            print_out(elsewhere_lines(error))
+        error.hint = error.advice(
+            shlex.join(["autotune", *_predictable(sys.argv[1:]), "--hardware", error.gpu])
+        )
+        raise
+    except autotune.PlanNotWritten as error:
+        click.echo(autotune.plan_text(error.plan))
+        hint = "keep what is printed above as a file: it is the whole plan"
+        raise autotune.AutotuneError(
+            f"{error.message}; the plan is printed instead", hint=hint
+        ) from error
+    print_result(made, as_json, lambda _: _ending(made, Path(asked["path"])))
+
+
+def _ending(made: "autotune.TrainingPlan", file: Path) -> list[str]:
+    """What a person needs; with `--verbose` everything."""
+    from autotune.report.plan import (
+        explain_lines,
+        full_settings_lines,
+        origin_lines,
+        plan_lines,
+        train_hint,
+        user_values_line,
+    )
+
+    about, hint = plan_lines(made), train_hint(made, file)
+    if Progress.is_verbose:
+        everything = (full_settings_lines, explain_lines, origin_lines)
+        return [*(line for lines in everything for line in (*lines(made), "")), *about, hint]
+    more = f"{'more':<15}reasons: autotune explain; a page with charts: autotune report"
+    return [*about, *user_values_line(made), *wrapped(more, 15), hint]
+
+
+def _predictable(words: Sequence[str]) -> list[str]:
+    """The words of a command without a search that is shared, whose URL may hold a password: a
+    prediction shares nothing."""
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if not word.startswith("--storage") and before != "--storage"
+    ]
+
+
+@click.command(cls=Command)
+@PLAN
+@click.option(
+    "--hardware", multiple=True, help="A GPU of the catalog or a saved probe; repeat for more."
+)
+@JSON
+def check(plan_file: Path, hardware: tuple[str, ...], as_json: bool) -> None:
+    """Check whether a plan fits this machine, or others, without training."""
+    from autotune.report.plan import check_lines
+
+    results = {name: autotune.check(plan_file, hardware=name) for name in hardware}
+    if not hardware:
+        results = {"this machine": autotune.check(plan_file)}
+    lines = [
+        line
+        for name, result in results.items()
+        for line in check_lines(result, f"{plan_file}", name)
+    ]
+    print_result(results if hardware else results["this machine"], as_json, lambda _: lines)
+    if not all(result.fits for result in results.values()):
+        where = "for such a machine" if hardware else "for this machine"
+        there = " --hardware NAME" if hardware else ""
+        print_remark(
+            f"hint: make one {where}:", f"autotune plan --from {shlex.quote(str(plan_file))}{there}"
+        )
+        raise click.exceptions.Exit(4)
+
+
+@click.command(cls=Command)
+@PLAN
+@JSON
+def explain(plan_file: Path, as_json: bool) -> None:
+    """Say why each setting was chosen, and what was rejected and why."""
+    from autotune.report.plan import explain_lines, origin_lines
+
+    plan = autotune.load_plan(plan_file)
+    lines = explain_lines, origin_lines
+    print_result(plan.frozen.reasons, as_json, lambda _: [*lines[0](plan), "", *lines[1](plan)])
+
+
+@click.command(cls=Command)
+@click.argument("first", type=PATH, metavar="A", help="A plan.")
+@click.argument("second", type=PATH, metavar="B", help="Another plan.")
+@click.option("--price", type=PRICE, help="Price of an hour of one GPU, to compare costs.")
+@JSON
+def diff(first: Path, second: Path, price: float | None, as_json: bool) -> None:
+    """Compare two plans: settings, memory, time and cost."""
+    from autotune.report.plan import difference_lines, differences
+
+    plans = autotune.load_plan(first), autotune.load_plan(second)
+    print_result(differences(*plans, price_per_hour=price), as_json, difference_lines)
+
+
+@click.command(cls=Command)
+@click.argument(
+    "subjects",
+    nargs=-1,
+    required=True,
+    metavar="WHAT...",
+    help="Plan files or folders of runs; several side by side.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=PATH,
+    help="File to write; by default report.html, in a single run's folder.",
+)
+@JSON
+def report(subjects: tuple[str, ...], output: Path | None, as_json: bool) -> None:
+    """Write one HTML page about plans or runs."""
+    written = autotune.report(*subjects, path=output)
+    print_result(
+        {"path": str(written)}, as_json, lambda _: f"written to {written}; open it in a browser"
+    )
+
+
+@click.command(cls=RequestCommand, request="TrainRequest")
+@JSON
+def train(asked: dict[str, Any], as_json: bool) -> None:
+    """Train exactly what a plan says; options override its job."""
+    from autotune.report.run import PAGE_FILE, after_training_lines, report_lines
+
+    repository = asked.pop("push_to_hub", None)
+    if repository is not None:
+        from autotune.weights.hub import require_hub
+
+        require_hub(repository)
+    if "plan" not in asked and "resume" not in asked:
+        if "model" not in asked:
+            raise click.BadParameter(
+                "name a plan, or what to plan for: --model and --data", param_hint="PLAN"
+            )
+        autotune.require_gpu(asked["model"])
+    with show_events() as show:
+        report = autotune.train(**asked, on_event=show)
+    if not autotune.is_first_process():
+        return
+    folder = asked.get("output", autotune.Job.model_fields["output"].default)
+    planned = autotune.load_plan(asked.get("plan", Path(folder) / "run-plan.yaml")).job
+    output = Path(asked.get("output", planned.output))
+    has_page = (output / PAGE_FILE).is_file()
+    after = after_training_lines(report, output, planned.report_to, has_page=has_page)
+    print_result(report, as_json, lambda _: [*report_lines(report), *after])
+    if repository is not None:
+        from autotune.api.publishing import push_to_hub
+
+        print_remark(f"uploaded to {push_to_hub(output, repository)}")
+
+
+@click.command(cls=Command)
+@click.argument(
+    "run_folder",
+    type=PATH,
+    metavar="RUN|PLAN",
+    help="Output folder of a run; or a plan, for its model alone.",
+)
+@click.option("--prompt", required=True, help="What to show.")
+@click.option(
+    "--count",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Pictures, each from another seed.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**62),
+    default=0,
+    show_default=True,
+    help="Seed of the first picture.",
+)
+@click.option(
+    "--steps", "num_steps", type=click.IntRange(1), help="Denoising steps; the plan's by default."
+)
+@click.option(
+    "--control",
+    multiple=True,
+    type=PATH,
+    metavar="FILE",
+    help="Control image of an edit model; repeat for more.",
+)
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=PATH,
+    help="File, .mp4 for a clip; in RUN or beside PLAN by default.",
+)
+def sample(run_folder: Path, prompt: str, **asked: Any) -> None:
+    """Sample from a trained adapter, or from a plan's model alone, through the model's stock
+    pipeline."""
+    with show_events() as show:
+        written = autotune.sample(run_folder, prompt, **asked, on_event=show)
+    print_out([str(path) for path in written])
+
+
+@click.group(cls=Commands)
+def data() -> None:
+    """Look at training data before training on it."""
+
+
+@data.command("check", cls=RequestCommand, request="CheckDataRequest")
+@click.option("--strict", is_flag=True, help="Exit with 2 on any problem.")
+@JSON
+def check_data(asked: dict[str, Any], strict: bool, as_json: bool) -> None:
+    """Name every broken, tiny, duplicate or captionless file, and show what training will make
+    of the rest."""
+    from autotune.report.machine import data_report_lines
+
+    with show_events() as show:
+        found = autotune.check_data(**asked, on_event=show)
+    print_result(found, as_json, data_report_lines)
+    if not (found.is_clean if strict else found.can_train):
+        raise click.exceptions.Exit(2)

@@ -1,0 +1,208 @@
+"""Commands about what others read and write: configurations, measurements, weight files."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+import autotune
+from autotune.cli.commands import JSON, PATH, PLAN
+from autotune.cli.options import Command, Commands
+from autotune.cli.output import print_out, print_remark, print_result, show_events
+
+CONFIG = click.argument(
+    "config_file", type=PATH, metavar="FILE", help="A configuration of another trainer."
+)
+HARDWARE = click.option("--hardware", help="Plan for this GPU, e.g. 4090 (see probe --list).")
+URL = click.argument("url", metavar="URL", help="A folder, a git checkout, s3://bucket/path ...")
+STORE = click.option("--store", metavar="URL", help="Another store than your own.")
+
+
+@click.command(cls=Command)
+@CONFIG
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=PATH,
+    help="Make a plan with the file's settings, and write it here.",
+)
+@HARDWARE
+@JSON
+def import_config(
+    config_file: Path, path: Path | None, hardware: str | None, as_json: bool
+) -> None:
+    """Read a configuration of ai-toolkit, musubi, SimpleTuner, sd-scripts, OneTrainer or diffusers'
+    scripts.
+
+    Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not
+    carry over.
+    """
+    from autotune.report.configs import import_lines
+
+    config = autotune.import_config(config_file)
+    print_result(config, as_json, import_lines)
+    if path is None:
+        return
+    options: dict[str, Any] = {"path": path}
+    if hardware is not None:
+        options["hardware"] = hardware
+    with show_events() as show:
+        made = autotune.plan_from_config(config, on_event=show, **options)
+    for remark in made.remarks:
+        print_remark(f"note: {remark}")
+    print_remark(f"written to {path}; train it with: autotune train {shlex.quote(str(path))}")
+
+
+@click.command(cls=Command)
+@PLAN
+@click.option(
+    "--to",
+    required=True,
+    metavar="TRAINER",
+    help="ai-toolkit, musubi, simpletuner, diffusers, sd-scripts, onetrainer.",
+)
+@click.option("-o", "--output", type=PATH, required=True, help="Folder to write the files to.")
+@click.option("--strict", is_flag=True, help="Refuse if learning or memory would differ.")
+@click.option("--overwrite", is_flag=True, help="Replace files that are there.")
+@JSON
+def export_config(
+    plan_file: Path, to: str, output: Path, strict: bool, overwrite: bool, as_json: bool
+) -> None:
+    """Write a plan as another trainer's configuration, data sets and starting script."""
+    from autotune.report.configs import export_lines
+
+    exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite)
+    print_result(exported, as_json, export_lines)
+
+
+@click.command(cls=Command)
+@CONFIG
+@HARDWARE
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Also run a few steps of both on this machine; needs the model's files.",
+)
+@click.option("--markdown", is_flag=True, help="Print Markdown, to post.")
+@JSON
+def audit(
+    config_file: Path, hardware: str | None, measure: bool, markdown: bool, as_json: bool
+) -> None:
+    """Predict another trainer's file on a card: memory, time, whether it fits, and what other
+    settings would gain."""
+    from autotune.report.configs import audit_lines, audit_markdown
+
+    with show_events() as show:
+        found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
+    if markdown:
+        print_out(audit_markdown(found), markup=False, highlight=False, soft_wrap=True)
+        return
+    print_result(found, as_json, audit_lines)
+
+
+@click.group(cls=Commands)
+def profiles() -> None:
+    """Share what machines measured."""
+
+
+@profiles.command()
+@URL
+@click.option("--create", is_flag=True, help="Create the folder if there is none.")
+def push(url: str, create: bool) -> None:
+    """Add your records to a team's store."""
+    _print_transfer(autotune.push_records(url, create=create))
+
+
+@profiles.command()
+@URL
+def pull(url: str) -> None:
+    """Add a team's records to your own; only new ones are copied."""
+    _print_transfer(autotune.pull_records(url))
+
+
+@profiles.command("list")
+@click.option("--why", is_flag=True, help="Say which count on this machine, and what differs.")
+@STORE
+@JSON
+def list_records(why: bool, store: str | None, as_json: bool) -> None:
+    """List records; with --why, whether each counts here."""
+    from autotune.report.machine import record_list_lines
+
+    found = autotune.list_records(store, compare_here=why)
+    print_result(found, as_json, lambda _: record_list_lines(found))
+
+
+@profiles.command()
+@click.argument("names", nargs=-1, metavar="[ID]...", help="Only these.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@STORE
+def prune(names: tuple[str, ...], dry_run: bool, store: str | None) -> None:
+    """Delete the named records, or those that are superseded, damaged, impossible, or of an
+    older trial protocol."""
+    reasons = autotune.prune_records(names, store, dry_run=dry_run)
+    print_out([*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}"])
+
+
+@profiles.command()
+@STORE
+def verify(store: str | None) -> None:
+    """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
+    count, bad = autotune.verify_records(store)
+    print_out([*bad, f"records: {count}, bad: {len(bad)}"])
+    if bad:
+        raise click.exceptions.Exit(1)
+
+
+def _print_transfer(transfer: "autotune.Transfer") -> None:
+    for refused in transfer.refused:
+        print_remark(f"refused: {refused}")
+    counts = (
+        f"new: {transfer.num_new}, already there: {transfer.num_present}, refused: "
+        f"{len(transfer.refused)}"
+    )
+    print_out(f"{counts}; in {transfer.target}")
+    if transfer.refused and not transfer.num_new + transfer.num_present:
+        raise click.exceptions.Exit(1)
+
+
+@click.group(cls=Commands)
+def weights() -> None:
+    """Inspect and convert weight files."""
+
+
+@weights.command()
+@click.argument(
+    "file", type=PATH, metavar="FILE", help="A safetensors file; or a model: its folder or index."
+)
+@click.option("--no-values", is_flag=True, help="Read headers only: instant at any size.")
+@JSON
+def inspect(file: Path, no_values: bool, as_json: bool) -> None:
+    """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
+    from autotune.report.machine import weights_lines
+
+    with show_events() as show:
+        summary = autotune.inspect_weights(file, count_values=not no_values, on_event=show)
+    print_result(summary, as_json, weights_lines)
+
+
+@weights.command()
+@click.argument("source", type=PATH, metavar="IN", help="An adapter.")
+@click.argument("target", type=PATH, metavar="OUT", help="File to write.")
+@click.option(
+    "--format",
+    "to",
+    type=click.Choice(["diffusers", "comfyui", "kohya"]),
+    default="diffusers",
+    show_default=True,
+    help="Program whose names it gets.",
+)
+@click.option("--model", help="Family of the adapter, if its names do not show it.")
+def convert(source: Path, target: Path, to: str, model: str | None) -> None:
+    """Write an adapter under the names that another program loads.
+
+    Weights and alphas stay the same.
+    """
+    autotune.convert_weights(source, target, to=to, model=model)
+    print_out(f"written to {target}")
