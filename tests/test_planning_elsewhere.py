@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api.estimating import estimate
-from autotune.api.machines import hardware_for, limit_memory
+from autotune.api import estimate
 from autotune.errors import InvalidInput
 from autotune.knobs.registry import KNOBS
 from autotune.machine.probe import hardware_named
+from autotune.machine.target import hardware_for
 from autotune.plan.file import read_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Estimate

@@ -1,10 +1,29 @@
 """What a configuration's settings cost on a card, compared with those that are predicted to be
 fastest there."""
 
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from autotune.errors import InvalidInput
+from autotune.interop.exporting import BLOCKS
 from autotune.interop.importing import ImportedConfig
+from autotune.interop.rules import count_blocks
+from autotune.knobs.caching import PIN, describe_caching
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import KNOBS, NAMES, why_not_on
+from autotune.knobs.settings import plain_choices
 from autotune.plan.base import Frozen
-from autotune.plan.candidate import Choice, TrialResult
+from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
+from autotune.plan.plan import Reason
 from autotune.plan.prediction import Estimate
+
+if TYPE_CHECKING:
+    from autotune.cost.predict import CostModel
+
+UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
+"""Settings that files seldom name."""
 
 
 class SettingWorth(Frozen):
@@ -58,3 +77,78 @@ class Audit(Frozen):
         """The sum of what each difference saves alone; settings that need each other make it
         differ from the whole."""
         return sum(one.step_seconds_saved for one in self.worth)
+
+
+def caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
+    """How the trainer encodes captions: as the file says, else as they are."""
+    written = {
+        name.removeprefix(PIN): value for name, value in config.pins.items() if name.startswith(PIN)
+    }
+    streamed = written.pop("text_encoder_streamed", "") == "True"
+    caching = CachingSettings.model_validate({**written, "text_encoder_streamed": streamed})
+    return caching, Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
+
+
+def as_written(
+    config: ImportedConfig, context: TuningContext, made: Candidate | None
+) -> tuple[Candidate, tuple[str, ...]]:
+    """The settings of a file, and what of them does not work on the card.
+
+    What the file does not name, and no other trainer tunes, is as in the plan that was made, if one
+    was.
+    """
+    total, hardware = context.workload.model.num_blocks, context.hardware
+    usual = Candidate(micro_batch_size=1, checkpointed_blocks=total)
+    written, breaks = (
+        usual if made is None else usual.changed(**{name: getattr(made, name) for name in UNNAMED}),
+        [],
+    )
+    knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)
+    for name, names in NAMES.items():
+        if (value := config.pins.get(name)) is None:
+            continue
+        choice = count_blocks(value, total) if name in BLOCKS else value if names else int(value)
+        why = why_not_on(name, choice, hardware)
+        if name in knobs:
+            here = knobs[name].choices(context)
+            why = why or (here.rejected.get(choice) if len(here.admitted) == 1 else None)
+        elif choice not in plain[name]:
+            why = why or "it cannot be had here"
+        if why is None and names and choice not in names:
+            why = "autotune knows no such value"
+        changed = written if why else written.changed(**{name: choice})
+        if why is None and name in knobs:
+            why = knobs[name].why_not(changed, context)
+        if why:
+            breaks.append(f"{name} {choice}: {why}")
+        else:
+            written = changed
+    return written, tuple(breaks)
+
+
+def worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[SettingWorth, ...]:
+    """Each setting that differs, changed alone; those that cannot go without another are left
+    out."""
+    from autotune.cost.estimate import estimate as estimate_candidate
+
+    written = as_written.prediction.candidate
+    found = []
+    for name, value in better:
+        own = getattr(written, name)
+        if own == value:
+            continue
+        with suppress(InvalidInput):
+            changed = estimate_candidate(
+                cost, written.changed(**{name: value}), num_steps=as_written.num_steps
+            )
+            before, after = as_written.prediction, changed.prediction
+            found.append(
+                SettingWorth(
+                    knob=name,
+                    written=own,
+                    better=value,
+                    step_seconds_saved=before.step_seconds - after.step_seconds,
+                    run_memory_saved_bytes=before.run_memory_bytes - after.run_memory_bytes,
+                )
+            )
+    return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))

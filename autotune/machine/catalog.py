@@ -8,7 +8,7 @@ tell.
 import importlib.metadata
 import platform
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -209,6 +209,18 @@ def gpu_named(name: str) -> CatalogGpu:
     raise InvalidInput(
         f"no hardware called {name!r}: neither a catalog name nor a saved profile", hint=hint
     )
+
+
+def gpus_named(names: str | Sequence[str]) -> list[CatalogGpu]:
+    """Return the GPUs of names, or of texts with several separated by commas; `all` for the
+    catalog. Raises InvalidInput as `gpu_named`, or if nothing is named."""
+    given = [names] if isinstance(names, str) else names
+    listed = [name.strip() for one in given for name in one.split(",") if name.strip()]
+    if "all" in listed:
+        return list(load_catalog())
+    if not listed:
+        raise InvalidInput("no GPU is named", hint="name some, e.g. 4090,5090, or all")
+    return list({gpu.id: gpu for gpu in map(gpu_named, listed)}.values())
 
 
 def _words(name: str) -> list[str]:

@@ -8,10 +8,12 @@ from typing import Literal
 
 from pydantic import computed_field
 
-from autotune.errors import NothingFits
+from autotune.errors import InvalidInput, NothingFits
 from autotune.machine.catalog import CatalogGpu, load_catalog
 from autotune.models.family import Family, Parts, PublishedModel
 from autotune.models.registry import FAMILIES
+from autotune.models.resolve import ResolvedModel, read_parts
+from autotune.plan.amounts import memory_bytes
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
@@ -137,6 +139,21 @@ def download_bytes(num_parameters: int, parts: Parts) -> int:
     """Bytes of a published model's files: transformer and text encoders in bf16. The autoencoder
     is small beside."""
     return BYTES_PER_PARAMETER * (num_parameters + sum(parts.text_encoder_parameters))
+
+
+def download_seconds(model: ResolvedModel, bytes_per_second: int | str) -> float:
+    """Return the seconds until the model's files are here; 0 if they are. Raises InvalidInput if
+    nothing comes at that rate."""
+    rate = memory_bytes(bytes_per_second)
+    if rate <= 0:
+        raise InvalidInput(
+            "nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB"
+        )
+    if model.folder is not None:
+        return 0.0
+    num_transformers = 1 + len(model.family.other_denoisers)
+    parts = read_parts(model) or Parts()
+    return download_bytes(num_transformers * model.spec.num_parameters, parts) / rate
 
 
 def select_gpus(

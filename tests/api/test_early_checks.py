@@ -94,7 +94,7 @@ def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_
     None
 ):
     code = (
-        "import sys, autotune.api.machines as machines\n"
+        "import sys, autotune.api as machines\n"
         "machines.may_have_gpu = lambda: False\n"
         "from autotune.search import comparison as elsewhere\n"
         f"elsewhere.catalog_predictions = lambda family: {TABLE}\n"

@@ -6,7 +6,7 @@ import doctest
 import inspect
 import textwrap
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import click
 import mypy.api
@@ -15,13 +15,12 @@ import pytest
 import autotune
 from autotune.cli.app import app
 from autotune.errors import InvalidInput
-from autotune.events import Event
 from autotune.plan.amounts import image_size, memory_bytes
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", autotune.__all__)
+@pytest.mark.parametrize("name", sorted({*autotune.__all__} - {"AutotuneError", "__version__"}))
 def test_every_name_has_types_and_an_example_of_its_use(name: str) -> None:
     thing = getattr(autotune, name)
     if inspect.isfunction(thing):
@@ -89,8 +88,3 @@ def test_amounts_are_read_as_people_write_them() -> None:
         7,
     ]
     assert image_size(512) == image_size("512") == image_size((512, 512)) == (512, 512)
-
-
-def test_every_event_is_offered_by_the_front_door() -> None:
-    assert {kind.__name__ for kind in Event.__subclasses__()} <= set(autotune.__all__)
-    assert all(get_type_hints(kind) for kind in Event.__subclasses__())

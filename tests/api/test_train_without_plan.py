@@ -23,7 +23,7 @@ def test_model_and_data_are_planned_then_trained_and_resumed_by_the_runs_own_pla
             *small, machine(), output=arguments["output"], num_steps=arguments["num_steps"]
         )
 
-    monkeypatch.setattr("autotune.api.plans.plan", search)
+    monkeypatch.setattr("autotune.api.plan", search)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = write_model_and_images(tmp_path)
     model, data, output = str(small[0]), str(small[1]), str(tmp_path / "run")

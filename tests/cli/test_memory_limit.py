@@ -24,7 +24,7 @@ main()
 LIMITED_DATA = """
 import resource
 import psutil
-import autotune.api.checking
+import autotune.api
 from autotune.cli.app import main
 
 hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

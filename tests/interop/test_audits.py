@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api.audits import audit
+from autotune.api import audit
 from autotune.errors import InvalidInput
 from autotune.report.configs import audit_lines, audit_markdown
 from tests.interop.test_importing import CONFIGS

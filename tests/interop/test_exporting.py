@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.api.plans import list_choices
+from autotune.api import list_choices
 from autotune.errors import InvalidInput
 from autotune.interop.exporting import (
     LOADING,

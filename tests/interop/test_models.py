@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.api.plans import complete
+from autotune.api import complete
 from autotune.errors import InvalidInput
 from autotune.interop.importing import ImportedConfig, read_config
 from autotune.interop.rules import LISTS, convolutions, find_target_set, layers_of, linear_layers

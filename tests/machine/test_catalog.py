@@ -3,12 +3,13 @@
 import pytest
 
 import autotune
-from autotune.api.machines import hardware_for, limit_memory
 from autotune.cost.timing import Rates
 from autotune.errors import InvalidInput
 from autotune.machine.capabilities import NO_BF16
 from autotune.machine.catalog import PCIE_BYTES_PER_LANE, find_gpu, load_catalog
 from autotune.machine.probe import hardware_named
+from autotune.machine.target import hardware_for, limit_memory
+from autotune.plan.request import PlanRequest
 
 GIB = 2**30
 
@@ -214,7 +215,7 @@ def test_the_host_of_a_catalog_card_can_be_described_and_a_reserve_asked_for() -
     assert small.host.available_memory_bytes < 32 << 30
     assert any("32 GiB of host memory" in note for note in small.notes)
     assert small.device == usual.device
-    left = limit_memory(usual, reserve_memory="1GiB").device.budget_bytes
+    left = limit_memory(usual, PlanRequest(reserve_memory="1GiB")).device.budget_bytes
     assert left == usual.device.budget_bytes - (1 << 30)
     with pytest.raises(InvalidInput, match="it is this device's own memory"):
         hardware_for("gb10", host_memory="32GiB")

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api.machines import hardware_for, limit_memory
 from autotune.errors import InvalidInput
 from autotune.knobs.registry import Attention
 from autotune.machine.capabilities import NO_BF16, limit_device
 from autotune.machine.doctor import MIN_VERSIONS, findings, read_doctor_facts
 from autotune.machine.probe import read_profile
+from autotune.machine.target import hardware_for, limit_memory
+from autotune.plan.request import PlanRequest
 from tests.machine.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
 
 GIB = 2**30
@@ -136,13 +137,13 @@ def test_whether_a_plan_may_be_reused_does_not_depend_on_the_driver():
 def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (read_profile(machine("two-gpus"), index) for index in range(2))
-    monkeypatch.setattr("autotune.api.machines.read_machine", lambda index: (free, busy)[index])
+    monkeypatch.setattr("autotune.machine.target.probe", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
-    assert limit_memory(free) == free
-    both = limit_memory(free, num_devices=2).device
+    assert limit_memory(free, PlanRequest()) == free
+    both = limit_memory(free, PlanRequest(num_gpus=2)).device
     assert (both.index, both.budget_bytes) == (0, busy.device.budget_bytes)
     assert not both.budget_set_by_user
-    left = limit_memory(free, num_devices=2, reserve_memory="2GiB").device
+    left = limit_memory(free, PlanRequest(num_gpus=2, reserve_memory="2GiB")).device
     assert left.budget_bytes == limit_device(busy.device, reserve_bytes=2 * GIB).budget_bytes
     assert left.budget_set_by_user
 
@@ -267,7 +268,7 @@ def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
     old, new = (read_profile(machine(name)) for name in ("v100", "a100-40gb"))
     assert any(note.startswith(NO_BF16) and "trains in fp16" in note for note in old.notes)
     assert not any(note.startswith(NO_BF16) for note in new.notes)
-    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: old)
+    monkeypatch.setattr("autotune.machine.target.cached_profile", lambda **_: old)
     events = []
     hardware_for(None, on_event=events.append)
     assert "trains in fp16" in events[-1].text

@@ -199,7 +199,7 @@ def run(*arguments: object) -> str:
 def test_the_commands_carry_a_record_from_one_machine_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.api.records.read_machine", machine)
+    monkeypatch.setattr("autotune.records.read_machine", machine)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "alice"))
     user_store().add(made := record())
     with pytest.raises(InvalidInput, match="there is no folder"):

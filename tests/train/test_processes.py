@@ -250,7 +250,7 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     plan = seal(plan.job, plan.frozen.model_copy(update={"hardware": pair}))
     monkeypatch.setattr(prepare_module, "device_misfits", lambda number, hardware: ())
     monkeypatch.setattr(prepare_module, "probe", lambda index: (free, used)[index])
-    monkeypatch.setattr("autotune.api.checking.probe", lambda: free)
+    monkeypatch.setattr("autotune.api.read_machine", lambda: free)
     write_plan(tmp_path / "plan.yaml", plan)
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
     assert (checked.returncode, "on cuda:1" in " ".join(checked.stdout.split())) == (4, True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.api.files import convert_weights
+from autotune.api import convert_weights
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
 from autotune.weights.files import read_header

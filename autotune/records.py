@@ -18,7 +18,7 @@ class RecordSummary(Frozen):
     """One record in a list.
 
     Example:
-        >>> [(record.device_name, record.work, record.step_seconds) for record in autotune.list_records()]
+        >>> [(record.device_name, record.work, record.step_seconds) for record in autotune.records.list_records()]
     """
 
     name: str
@@ -36,7 +36,7 @@ class RecordSummary(Frozen):
     """What differs here."""
 
 
-def push_records(url: str, *, create: bool = False) -> Transfer:
+def push(url: str, *, create: bool = False) -> Transfer:
     """Copy your records to a team's store; only new ones travel.
 
     Args:
@@ -47,7 +47,7 @@ def push_records(url: str, *, create: bool = False) -> Transfer:
         InvalidInput: there is no such folder, and `create` was not asked for.
 
     Example:
-        >>> autotune.push_records("s3://team/records").num_new
+        >>> autotune.records.push("s3://team/records").num_new
     """
     team = Store(url)
     if team.folder and not team.folder.exists() and not create:
@@ -57,14 +57,14 @@ def push_records(url: str, *, create: bool = False) -> Transfer:
     return merge_stores(user_store(), team)
 
 
-def pull_records(url: str) -> Transfer:
+def pull(url: str) -> Transfer:
     """Copy a team's records to your own store; only new ones travel.
 
     Raises:
         InvalidInput: there are no records at the address.
 
     Example:
-        >>> autotune.pull_records("s3://team/records").num_new
+        >>> autotune.records.pull("s3://team/records").num_new
     """
     merged = merge_stores(team := Store(url), user_store())
     if not (merged.num_new or merged.num_present or merged.refused):
@@ -82,7 +82,7 @@ def list_records(
     machine.
 
     Example:
-        >>> [(record.device_name, record.step_seconds) for record in autotune.list_records()]
+        >>> [(record.device_name, record.step_seconds) for record in autotune.records.list_records()]
     """
     hardware, rows = read_machine() if compare_here else None, []
     for file in _store(store).read():
@@ -106,7 +106,7 @@ def list_records(
     return tuple(sorted(rows, key=lambda row: (row.measured_on, row.name), reverse=True))
 
 
-def prune_records(
+def prune(
     names: Sequence[str] = (), store: str | None = None, *, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Delete the named records, or those that are superseded, damaged, impossible or of an older
@@ -116,17 +116,17 @@ def prune_records(
         one line for each record, with the reason.
 
     Example:
-        >>> autotune.prune_records(dry_run=True)
+        >>> autotune.records.prune(dry_run=True)
     """
     return prune_store(_store(store), names, dry_run=dry_run)
 
 
-def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:
+def verify(store: str | None = None) -> tuple[int, tuple[str, ...]]:
     """Check that every record is whole, unaltered and possible: their number, and a line for each
     that is not.
 
     Example:
-        >>> count, bad = autotune.verify_records("s3://team/records")
+        >>> count, bad = autotune.records.verify("s3://team/records")
     """
     problems = [file.problem for file in _store(store).read()]
     return len(problems), tuple(filter(None, problems))

@@ -1,0 +1,942 @@
+"""Everything that a command or a notebook does. The command line and the page call these functions
+and nothing else.
+
+What is wrong with a question is told before a library such as torch is loaded, so the work itself
+is imported in the functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import ValidationError
+
+from autotune.data.check import DataReport, check_dataset
+from autotune.data.dataset import data_text, is_list
+from autotune.data.items import make_options
+from autotune.errors import AutotuneError, InvalidInput, NothingFits, suggest_nearest
+from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
+from autotune.interop.auditing import Audit, as_written, caching_of, worth
+from autotune.interop.exporting import (
+    ExportedConfig,
+    export_plan,
+    expressible_targets,
+    inexpressible,
+    overheads_for,
+)
+from autotune.interop.importing import ImportedConfig, read_config
+from autotune.interop.planning import possible_pins
+from autotune.interop.trainer import get_trainer
+from autotune.knobs.caching import caching_choices
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import require_choice
+from autotune.knobs.settings import allow_optimizer, plain_choices
+from autotune.machine.catalog import CatalogGpu, gpu_named, gpus_named, load_catalog, profile_of_gpu
+from autotune.machine.prices import read_prices
+from autotune.machine.probe import cached_profile, lock_for_run, may_have_gpu
+from autotune.machine.probe import probe as read_machine
+from autotune.machine.target import hardware_for, limit_memory, status_to, with_earlier_packages
+from autotune.models.family import build_on_meta
+from autotune.models.registry import find_published, get_family
+from autotune.models.resolve import is_single_file, read_parts, resolve_model
+from autotune.models.single_file import open_single_file, recognize
+from autotune.plan.base import first_problem
+from autotune.plan.candidate import Candidate
+from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job, write_plan
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import AdapterFormat, ModelRef
+from autotune.plan.plan import CheckResult, TrainingPlan
+from autotune.plan.prediction import Estimate
+from autotune.plan.request import (
+    CheckDataRequest,
+    CompareRequest,
+    EstimateRequest,
+    PlanRequest,
+    TrainRequest,
+    make_request,
+    takes,
+)
+from autotune.plan.run import RunReport
+from autotune.plan.workload import ADAMW
+from autotune.report.pages import RunPage
+from autotune.share.record import unshareable_reason
+from autotune.share.store import save_record
+from autotune.system.files import cache_path, require_writable, write_text_atomic
+from autotune.system.process import (
+    Launch,
+    adopt_launch,
+    collect_rarely,
+    silence_progress_bars,
+    started_by_launcher,
+)
+from autotune.train.metrics_server import serve_metrics
+from autotune.weights.adapters import read_adapter, write_adapter
+from autotune.weights.files import read_header
+from autotune.weights.tensors import FileSummary, inspect_file
+
+if TYPE_CHECKING:
+    from autotune.search.comparison import Comparison, ModelSummary
+    from autotune.search.planner import PlanningResult
+    from autotune.search.request import ResolvedRequest
+    from autotune.search.space import SearchSpace
+
+ENCODED = "encoded"
+"""Folder of the user's cache that holds encoded captions and images."""
+NUMBERS = ("micro_batch_size", "checkpointed_blocks")
+CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
+"""Settings whose default is the first choice for the machine and the work rather than the
+field's default."""
+NOT_OF_PINS = ("path", "max_trials", "search_seconds", "pins")
+
+
+class PlanNotWritten(AutotuneError):
+    """A plan that was made, but whose file could not be written: the error's `plan`."""
+
+    def __init__(self, message: str, *, hint: str, plan: TrainingPlan) -> None:
+        super().__init__(message, hint=hint)
+        self.plan = plan
+
+
+# --- This machine, and what there is to train ----------------------------------------------------
+
+
+def probe(
+    *, quick: bool = False, device: int | None = None, on_event: OnEvent = ignore_event
+) -> HardwareProfile:
+    """Find out what this machine can do, and keep the measured rates for later plans.
+
+    With `quick`, facts are read alone: nothing is measured or kept. `device` is the index of a GPU,
+    by default of the one with the most memory.
+
+    Raises:
+        InvalidInput: there is no such device.
+        AutotuneError: the amount of memory cannot be found out.
+
+    Example:
+        >>> machine = autotune.probe()
+        >>> machine.device.name, machine.device.budget_bytes
+    """
+    on_event(StatusChanged(text="reading the machine"))
+    on_progress = status_to(on_event)
+    if quick:
+        return read_machine(index=device, on_progress=on_progress)
+    return cached_profile(fresh=True, index=device, on_progress=on_progress)
+
+
+def list_gpus() -> tuple[CatalogGpu, ...]:
+    """List the GPUs that can be planned for without owning one, by compute capability.
+
+    Example:
+        >>> [gpu.id for gpu in autotune.list_gpus()]
+    """
+    return load_catalog()
+
+
+def list_models(
+    hardware: str | None = None, *, file: str | Path | None = None
+) -> tuple[ModelSummary, ...]:
+    """List the published models that autotune knows by name.
+
+    With a GPU of the catalog, tells what it is predicted to do with each. With a single file of
+    ComfyUI, Kohya or Civitai, lists only those that it may be: models of one architecture differ in
+    nothing that is in it, and the one for which it is taken, by its name, comes first.
+
+    Raises:
+        InvalidInput: the catalog has no such GPU, or the file holds no known model.
+
+    Example:
+        >>> {model.name: model.num_parameters for model in autotune.list_models()}
+        >>> [model.name for model in autotune.list_models(file="flux1-dev-fp8.safetensors")]
+    """
+    from autotune.search.comparison import summarize_models
+
+    summaries = summarize_models(gpu_named(hardware).id if hardware else None)
+    if file is None:
+        return summaries
+    by_id = {summary.hub_id: summary for summary in summaries}
+    return tuple(by_id[model.hub_id] for _, model in recognize(open_single_file(Path(file))))
+
+
+def require_gpu(model: str) -> None:
+    """Raise NoGpu, with what the model takes on GPUs of the catalog, if `model` is a published one
+    and this machine certainly has no GPU. Loads no library."""
+    from autotune.search.comparison import NoGpu
+
+    found = find_published(model)
+    if found is not None and not Path(model).is_dir() and not may_have_gpu():
+        raise NoGpu.build(*found)
+
+
+# --- Plans ---------------------------------------------------------------------------------------
+
+
+@takes(PlanRequest, "model", "data")
+def plan(request: PlanRequest) -> TrainingPlan:
+    """Search the fastest settings with short real trials, and freeze them into a plan.
+
+    On this machine trials run in child processes, and what they measured is kept for later
+    searches. For `hardware` that is named instead, the cost model answers alone, and the plan says
+    that it is predicted.
+
+    Raises:
+        InvalidInput: an argument, the model or the data cannot be used.
+        NothingFits: no settings run on this hardware.
+        PlanNotWritten: the plan was made, but not written to `path`.
+        PlanInterrupted: Ctrl-C; its `plan`, which is written to `path`, is the best so far. The
+            same call goes on.
+
+    Example:
+        >>> plan = autotune.plan("/models/Qwen-Image", "photos", path="plan.yaml", num_steps=2000)
+        >>> plan.frozen.settings.micro_batch_size, plan.frozen.expected.images_per_second
+    """
+    on_event, path = request.on_event, request.path
+    request = complete(request)
+    if path is not None:
+        require_writable(Path(path))
+    resolved, profile = _resolve_on_hardware(request)
+    from autotune.search.planner import PlanInterrupted, make_plan
+
+    try:
+        result = make_plan(resolved, profile, on_event)
+    except PlanInterrupted as stopped:
+        if path is not None:
+            _write(stopped.plan, Path(path))
+            number = len(stopped.plan.frozen.trials)
+            tried = f"the best of {number} trials" if number > 1 else "what the only trial ran"
+            text = f"stopped: {tried} is written to {path}, and can be trained"
+            on_event(Notice(text=text, level="warning"))
+        raise
+    _remember(result, profile, on_event)
+    if path is not None:
+        _write(result.plan, Path(path))
+    return result.plan
+
+
+@takes(PlanRequest, "model", "data")
+def list_choices(request: PlanRequest) -> SearchSpace:
+    """List what `plan` with the same arguments could choose, and what it could not and why. Tries
+    nothing.
+
+    Example:
+        >>> space = autotune.api.list_choices("qwen-image", hardware="4090")
+        >>> space.choices["quantization"], space.rejected["quantization"]
+    """
+    resolved, profile = _resolve_on_hardware(complete(request), tries=False)
+    return resolved.space(profile)
+
+
+def complete(request: PlanRequest) -> PlanRequest:
+    """Return the request on top of what an earlier plan was made for, with what follows from it.
+
+    Raises:
+        InvalidInput: it contradicts itself.
+    """
+    request.require_named()
+    if ":" in request.optimizer_choice.name and request.optimizer_choice.name != ADAMW.name:
+        allow_optimizer(request.optimizer_choice.name)
+    said = request
+    if request.earlier is not None:
+        before = _loaded(request.earlier)
+        request = request.over(before)
+        expert = before.job.expert
+        is_kept = said.model is not None and expert is not None and "expert" not in said.given
+        if is_kept and expert in resolve_model(said.model_ref).family.experts:
+            request = request.changed(expert=expert)
+    added = {"base", "vae", "text_encoders"} & said.given.keys()
+    if added and not is_single_file(request.model_ref):
+        raise InvalidInput(
+            f"{request.model_ref.name} is not a single file, so it takes no base, VAE or text "
+            "encoders",
+            hint="leave them out: a folder has them all",
+        )
+    request = request.changed(
+        study=request.study or ("search" if request.storage else None),
+        interrupted="forgotten" if request.fresh else "resumed",
+    )
+    if request.for_trainer is None:
+        return request
+    trainer, family = get_trainer(request.for_trainer), resolve_model(request.model_ref).family
+    possible = expressible_targets(trainer, family.name)
+    if request.targets in possible or not possible:
+        return request
+    if "targets" in said.given:
+        what = f"{trainer.title} cannot adapt the layers {request.targets!r} of {family.name}"
+        raise InvalidInput(what, hint=f"use --targets {' or '.join(possible)}")
+    return request.changed(targets=possible[0])
+
+
+def _resolve_on_hardware(
+    request: PlanRequest, *, tries: bool = True
+) -> tuple[ResolvedRequest, HardwareProfile]:
+    """The request on the machine that it names. What can be wrong is looked at before a rate is
+    measured, and as far as possible before torch is imported. `tries`: whether trials follow."""
+    from autotune.search.fork_server import warm_up
+    from autotune.search.request import ResolvedRequest
+
+    on_event, on_sound, profile = request.on_event, lambda: None, None
+    if request.hardware is not None:
+        profile = hardware_for(
+            request.hardware,
+            host_memory=request.host_memory,
+            assume=request.assume,
+            on_event=on_event,
+        )
+        if not request.assume and profile.origin == "catalog" and request.earlier is not None:
+            assumed = _loaded(request.earlier).frozen.hardware.assumed
+            profile = with_earlier_packages(profile, assumed, on_event)
+    elif tries:
+        on_sound = warm_up  # it imports for seconds, beside what is imported and predicted here
+    on_event(StatusChanged(text="reading model and data"))
+    resolved = ResolvedRequest.build(request, needs_weights=tries, on_sound=on_sound)
+    if request.storage is not None:
+        from autotune.search.study import check_storage
+
+        check_storage(request.storage)
+
+    def require(facts: HardwareProfile) -> None:
+        if tries:
+            from autotune.search.problem import require_devices
+
+            require_devices(resolved, facts)
+            resolved.space(facts)  # what is pinned is refused before rates are measured
+
+    profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
+    profile = limit_memory(profile, request)
+    if request.for_trainer is not None:
+        resolved = replace(resolved, request=_suited_to_trainer(resolved, profile))
+    return resolved, profile
+
+
+def _suited_to_trainer(resolved: ResolvedRequest, profile: HardwareProfile) -> PlanRequest:
+    """The request without what the trainer that it names cannot express, and with what its
+    program takes."""
+    request = resolved.request
+    trainer = get_trainer(str(request.for_trainer))
+    spec, space = resolved.model.spec, resolved.space(profile)
+    possible = {
+        name: (*choices, *space.pinnable.get(name, ())) for name, choices in space.choices.items()
+    }
+    every = {**possible, **caching_choices(resolved.context(profile))}
+    lacking = inexpressible(trainer, spec.family, spec.num_blocks, every)
+    overheads = overheads_for(trainer, resolved.job, resolved.workload, possible)
+    return request.changed(exclusions=(*request.exclusion_pairs, *lacking), overheads=overheads)
+
+
+def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEvent) -> None:
+    """Keep what was measured for later searches; a store that fails costs no plan."""
+    if unshareable_reason(result.plan, profile) is not None:
+        return
+    try:
+        save_record(result.plan, profile, result.residuals)
+    except AutotuneError as error:
+        text = f"not kept for the next search: {error.message}"
+        on_event(Notice(text=text, topic="records", level="warning"))
+
+
+def _write(plan: TrainingPlan, path: Path) -> None:
+    try:
+        write_plan(path, plan)
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror}"
+        hint = "write it elsewhere: it is the error's `plan`"
+        raise PlanNotWritten(message, hint=hint, plan=plan) from error
+
+
+def _loaded(plan: TrainingPlan | str | Path) -> TrainingPlan:
+    return plan if isinstance(plan, TrainingPlan) else read_plan(Path(plan))
+
+
+def load_plan(path: str | Path) -> TrainingPlan:
+    """Read and validate a plan file. Says nothing about whether it fits this machine: `check` does.
+
+    Raises:
+        InvalidPlan: the file is not a plan, comes from a newer autotune, or was edited where it is
+            frozen.
+
+    Example:
+        >>> plan = autotune.load_plan("plan.yaml")
+        >>> plan.job.num_steps, plan.frozen.settings
+    """
+    return read_plan(Path(path))
+
+
+def save_plan(plan: TrainingPlan, path: str | Path) -> None:
+    """Write a plan file, whole or not at all.
+
+    Example:
+        >>> autotune.save_plan(autotune.load_plan("plan.yaml"), "copy.yaml")
+    """
+    write_plan(Path(path), plan)
+
+
+def check(
+    plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | None = None
+) -> CheckResult:
+    """Tell whether a plan fits this machine, or the one that is named, without training.
+
+    Raises:
+        InvalidPlan: the file is not a valid plan.
+        InvalidInput: there is no such hardware.
+
+    Example:
+        >>> autotune.check("plan.yaml").misfits
+        >>> autotune.check("plan.yaml", hardware="4090").misfits
+    """
+    chosen = _loaded(plan)
+    from autotune.train.prepare import card_misfits, hardware_misfits
+
+    if hardware is not None:
+        misfits = hardware_misfits(chosen, hardware_for(hardware))
+    else:
+        machine = read_machine()
+        misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
+    return CheckResult(fits=not misfits, misfits=misfits)
+
+
+# --- Predictions ---------------------------------------------------------------------------------
+
+
+@takes(EstimateRequest, "model")
+@collect_rarely()
+def estimate(request: EstimateRequest) -> Estimate:
+    """Predict memory, time and cost of one candidate. Runs nothing and downloads nothing.
+
+    Raises:
+        InvalidInput: the model, the hardware or a setting does not exist, or settings do not go
+            together.
+
+    Example:
+        >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").run_memory_bytes
+    """
+    from autotune.train.prepare import check_overrides, describe_workload
+
+    request.require_named()
+    request.on_event(StatusChanged(text="tracing the model"))
+    resolved = resolve_model(ModelRef.of(request.model))
+    family = resolved.family
+    batch = max(request.micro_batch_size, family.defaults.effective_batch_size)
+    batch = request.given.get("effective_batch_size", batch)
+    work = request.changed(effective_batch_size=batch)
+    if ":" in request.optimizer_choice.name:
+        allow_optimizer(request.optimizer_choice.name)
+    settings = {
+        name: value
+        for name, value in request.given.items()
+        if name in Candidate.model_fields and name not in ("optimizer", *NUMBERS)
+    }
+    for name, value in settings.items():
+        require_choice(name, value)
+    check_overrides(family, work)
+    profile = hardware_for(
+        request.hardware,
+        host_memory=request.host_memory,
+        assume=request.assume,
+        on_event=request.on_event,
+    )
+    from autotune.cost.estimate import estimate as estimate_candidate
+    from autotune.cost.estimate import require_divisor
+    from autotune.cost.predict import CostModel
+
+    require_divisor(request.micro_batch_size, batch)
+    context = TuningContext(profile, family, describe_workload(resolved, None, work))
+    total = context.workload.model.num_blocks
+    blocks = {"all": total, "none": 0}.get(str(request.checkpointed_blocks))
+    try:
+        candidate = Candidate.model_validate(
+            {
+                **{name: plain_choices(context)[name][0] for name in CHOSEN_BY_MACHINE},
+                **settings,
+                "checkpointed_blocks": request.checkpointed_blocks if blocks is None else blocks,
+                "micro_batch_size": request.micro_batch_size,
+            }
+        )
+    except ValidationError as error:
+        where, why = first_problem(error)
+        raise InvalidInput(f"{where}: {why.lower()}", hint="give another value") from error
+    cost = CostModel.build(profile, context.workload, family, resolved.config, read_parts(resolved))
+    return estimate_candidate(
+        cost, candidate, num_steps=request.num_steps, price_per_hour=request.price_per_hour
+    )
+
+
+@takes(CompareRequest, "model", "data")
+def compare(request: CompareRequest) -> Comparison:
+    """Predict the same job on several GPUs of the catalog: settings, speed, hours and cost of the
+    finished adapter.
+
+    Hours and cost count everything from an empty machine on: download, search, loading, caching,
+    steps, previews.
+
+    Raises:
+        InvalidInput: an argument, the model, the data or the prices cannot be used.
+
+    Example:
+        >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
+        >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
+    """
+    from autotune.search.comparison import (
+        ComparedGpu,
+        Comparison,
+        compared_gpu,
+        download_seconds,
+        select_gpus,
+    )
+    from autotune.search.request import ResolvedRequest
+
+    asked = {name: v for name, v in request.given.items() if name in PlanRequest.model_fields}
+    asked.pop("hardware", None)
+    on_event, found = request.on_event, []
+    gpus, prices = gpus_named(request.hardware), read_prices(request.prices)
+    on_event(StatusChanged(text="reading model and data"))
+    anywhere = complete(PlanRequest(**asked, hardware="any"))
+    model = ResolvedRequest.build(anywhere, needs_weights=False).model
+    download = download_seconds(model, request.download_rate)
+    for done, gpu in enumerate(gpus):
+        on_event(Progressed(name="comparing", done=done, total=len(gpus)))
+        price = prices.per_hour.get(gpu.id)
+        try:
+            made = plan(**asked, hardware=profile_of_gpu(gpu))
+        except NothingFits as error:
+            size = gpu.memory_nominal_gb
+            found.append(ComparedGpu(gpu=gpu.id, memory_gb=size, misfit=error.message))
+            continue
+        found.append(compared_gpu(gpu, made, download_seconds=download, price_per_hour=price))
+    on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
+    selected = select_gpus(
+        found, max_cost=request.max_cost, max_hours=request.max_hours, order=request.order
+    )
+    return Comparison(
+        model=model.spec.name,
+        gpus=selected,
+        num_left_out=len(found) - len(selected),
+        currency=prices.currency,
+        priced=prices.date,
+    )
+
+
+# --- Training ------------------------------------------------------------------------------------
+
+
+@takes(CheckDataRequest, "data")
+def check_data(request: CheckDataRequest) -> DataReport:
+    """Look at every file of a data folder as training would, and name what is broken, tiny,
+    duplicate or captionless.
+
+    Raises:
+        InvalidInput: there is no such folder or family.
+
+    Example:
+        >>> report = autotune.check_data("photos")
+        >>> report.can_train, report.problems
+    """
+    family = get_family(request.model)
+    num_frames = request.given.get("num_frames", family.defaults.num_frames)
+    family.check_num_frames(num_frames)
+    return check_dataset(
+        request.data,
+        make_options(request.given, family, num_frames),
+        resolution_px=request.resolution_px or family.defaults.resolution_px,
+        multiple_px=family.size_multiple_px,
+        max_side_px=family.max_side_px,
+        max_upscaling=request.max_upscaling,
+        max_crop=request.max_crop,
+        on_progress=_progress_to(request.on_event, "reading"),
+    )
+
+
+@takes(TrainRequest, "plan")
+def train(request: TrainRequest) -> RunReport:
+    """Train exactly what a plan says, in as many processes as it says.
+
+    Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan
+    is taken. A predicted plan is tried once on this machine first; the measured plan is written
+    beside its file. If torchrun started this process, it is one of the plan's; else it starts them.
+
+    Raises:
+        InvalidPlan: the file is not a valid plan, or a value of the job is out of range.
+        DoesNotFit: the plan was made for another machine, model or class of data.
+        InvalidInput: model, data or output folder cannot be used, or a launcher started another
+            number of processes.
+        Preempted: a signal came; a checkpoint is written.
+        AutotuneError: another process of the run failed, memory or disk ran out, or the loss is no
+            longer finite.
+
+    Example:
+        >>> autotune.train("plan.yaml", output="first-run").final_loss
+        >>> autotune.train(model="qwen-image", data="photos")
+    """
+    named, on_event = request.plan, request.on_event
+    given = _plan_first(request) if named is None else _loaded(named)
+    file = None if named is None or isinstance(named, TrainingPlan) else Path(named)
+    planned = given.frozen.workload.optimizer
+    if request.optimizer not in (None, planned.name):
+        raise InvalidInput(
+            f"the plan was made for the optimizer {planned.name}, not for {request.optimizer}",
+            hint=f"plan for it: autotune plan --from PLAN --optimizer {request.optimizer}",
+        )
+    if request.optimizer is not None and ":" in request.optimizer:
+        allow_optimizer(request.optimizer)
+    chosen = with_job(given, **request.given_job)
+    launch = adopt_launch(chosen.frozen.hardware.num_processes)
+    is_first = launch is None or launch.rank == 0
+    on_event = on_event if is_first else ignore_event
+    with contextlib.ExitStack() as stack:
+        if request.metrics_port is not None and is_first:
+            on_event = stack.enter_context(serve_metrics(request.metrics_port, on_event))
+        return _train_here(
+            chosen, file, launch, on_event, resume=request.resume, trace=request.trace
+        )
+
+
+def _train_here(
+    chosen: TrainingPlan,
+    file: Path | None,
+    launch: Launch | None,
+    on_event: OnEvent,
+    *,
+    resume: bool,
+    trace: bool,
+) -> RunReport:
+    from autotune.train.prepare import fetch_weights, prepare, read_inputs
+
+    on_event(StatusChanged(text="reading model and data"))
+    inputs = read_inputs(chosen, resume=resume)
+    from autotune.train.processes import train_in_processes
+    from autotune.train.run import train as run_training
+
+    on_event(StatusChanged(text="reading the machine"))
+    silence_progress_bars()
+    number = chosen.frozen.hardware.num_processes
+    hardware = read_machine() if launch is None and number == 1 else read_machine(index=0)
+    if launch and hardware.device.kind == "cuda" and launch.local_rank:
+        hardware = read_machine(index=launch.local_rank % hardware.device.count)
+    chosen = fetch_weights(chosen, hardware)
+    if chosen.frozen.expected.evidence == "predicted":
+        from autotune.search.arrival import load_or_verify
+
+        chosen = load_or_verify(chosen, hardware, file, on_event)
+    on_event(RunStarted(plan=chosen))
+    page = RunPage(Path(chosen.job.output), on_event)
+    with lock_for_run(
+        hardware.device, 1 if launch else number, lambda text: on_event(Notice(text=text))
+    ):
+        encoded = cache_path(ENCODED)
+        if launch or number == 1:
+            made = run_training(
+                chosen, hardware, encoded, page, resume=resume, trace=trace, inputs=inputs
+            )
+        else:  # checked here, so that what is wrong is reported once, before any process starts
+            prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
+            made = train_in_processes(chosen, encoded, page, resume=resume, trace=trace)
+    if page.has_trained:  # of several processes only the first tells of steps
+        page.write()
+    return made
+
+
+def _plan_first(request: TrainRequest) -> TrainingPlan:
+    """The plan of the run in the output folder that is resumed, else a new one for what the
+    request says."""
+    from autotune.train.folder import check_folder
+
+    if (file := Path(request.output) / RUN_PLAN_FILE).exists():
+        earlier = with_job(load_plan(file), output=request.output)
+        if request.resume:
+            return earlier
+        check_folder(earlier, resume=False)  # before a search
+    if started_by_launcher():
+        hint = (
+            "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
+        )
+        raise InvalidInput("processes that train together need a plan file", hint=hint)
+    if request.data is None:
+        raise InvalidInput(
+            "there is no data to train on", hint="name a folder with --data, or a plan that has one"
+        )
+    asked = {**request.given_job, "optimizer": request.optimizer, "on_event": request.on_event}
+    made: TrainingPlan = plan(**asked)
+    return made
+
+
+def sample(
+    run: str | Path,
+    prompt: str,
+    *,
+    count: int = 1,
+    seed: int = 0,
+    num_steps: int | None = None,
+    control: Sequence[str | Path] = (),
+    path: str | Path | None = None,
+    on_event: OnEvent = ignore_event,
+) -> list[Path]:
+    """Sample pictures from a trained adapter through the model's stock pipeline; return the files.
+
+    `run` is the output folder of a training run; or a plan, whose model is shown without an
+    adapter, which makes images for prior preservation. Picture N has the seed `seed` + N, and
+    `num_steps` denoising steps, by default the job's. `path` gets a number added if there are
+    several, and lies in or beside `run` by default. A video model writes an mp4; to a name that
+    ends otherwise, its first frame as a PNG.
+
+    Raises:
+        InvalidInput: the folder holds no trained adapter, or control images do not suit the model.
+        InvalidPlan: the file is no plan.
+        DoesNotFit: the plan was made for another machine.
+        AutotuneError: memory ran out.
+
+    Example:
+        >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
+        >>> autotune.sample("plan.yaml", "a photo of a dog", count=100, path="class-images/dog.png")
+    """
+    from autotune.train.prepare import hardware_misfits, require_fit
+    from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
+
+    on_event(StatusChanged(text="sampling"))
+    target = None if path is None else Path(path)
+    wanted = SampleRequest(prompt, count, seed, num_steps, tuple(map(Path, control)), target)
+    machine = cache(read_machine)
+
+    def require(plan: TrainingPlan) -> None:
+        require_fit(hardware_misfits(plan, machine(), 1))
+
+    inputs = read_sample_inputs(Path(run), wanted, on_event, require)
+    silence_progress_bars()
+    return sample_run(inputs, machine(), cache_path(ENCODED), on_event)
+
+
+# --- Weights, and other trainers' configurations -------------------------------------------------
+
+
+def inspect_weights(
+    path: str | Path, *, count_values: bool = True, on_event: OnEvent = ignore_event
+) -> FileSummary:
+    """Read keys, shapes, dtypes, metadata and size of a safetensors file, or of a model by its
+    folder or index of shards; unless `count_values` is false, count NaN and infinite values, too.
+
+    Raises:
+        BadWeights: the file is not safetensors, or damaged.
+
+    Example:
+        >>> autotune.api.inspect_weights("pytorch_lora_weights.safetensors").num_nonfinite
+    """
+    name = "counting NaN and infinite values"
+    on_event(StatusChanged(text=name))
+    return inspect_file(Path(path), values=count_values, on_progress=_progress_to(on_event, name))
+
+
+def convert_weights(
+    source: str | Path, target: str | Path, *, to: str = "diffusers", model: str | None = None
+) -> None:
+    """Write an adapter under the names that another program loads: `diffusers`, `comfyui` or
+    `kohya`. Values, dtypes and alphas stay the same.
+
+    `model` is the family of an adapter whose names do not tell it.
+
+    Raises:
+        InvalidInput: the format does not exist, or `source` is no adapter.
+        BadWeights: `source` cannot be read.
+
+    Example:
+        >>> autotune.api.convert_weights("run/pytorch_lora_weights.safetensors", "for-comfyui.safetensors", to="comfyui")
+    """
+    source, target = Path(source), Path(target)
+    if to not in get_args(AdapterFormat):
+        raise InvalidInput(
+            f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat))
+        )
+    read_header(source)
+    named = resolve_model(ModelRef.of(model)) if model else None
+    modules = build_on_meta(named.family, named.config).named_modules() if named else ()
+    transformer = named.family.transformer_class if named else None
+    adapter = read_adapter(source, [name for name, _ in modules], transformer)
+    write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
+
+
+def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedConfig:
+    """Read another trainer's configuration: what carries over, what becomes a pin, and what does
+    not carry over. Runs nothing of what the file names, and needs none of these programs.
+
+    Knows ai-toolkit, musubi-tuner, SimpleTuner, sd-scripts and the JSON of its GUI, OneTrainer, and
+    command lines of diffusers' scripts; `trainer` says which, if the content does not tell.
+
+    Raises:
+        InvalidInput: it cannot be read, is no known trainer's, or trains a model that autotune does
+            not know.
+
+    Example:
+        >>> config = autotune.import_config("train_lora.yaml")
+        >>> [line.meaning for line in config.not_carried]
+        >>> plan = autotune.plan(config.model, config.data, **config.options)
+    """
+    return read_config(Path(path), trainer)
+
+
+@dataclass(frozen=True)
+class PlanFromConfig:
+    """A plan with the settings of another trainer's configuration, where this is possible."""
+
+    plan: TrainingPlan
+    remarks: tuple[str, ...]
+    """What of the configuration the plan could not keep, and why."""
+
+
+def plan_from_config(
+    config: ImportedConfig, *, on_event: OnEvent = ignore_event, **options: Any
+) -> PlanFromConfig:
+    """Plan the training that a configuration describes, with its own settings pinned where the
+    machine has them. `options` are those of `plan`, and go before what the configuration says.
+
+    `autotune.plan(config.model, config.data, **config.options)` plans the same training with the
+    fastest settings.
+
+    Raises:
+        InvalidInput, NothingFits: as `plan`.
+
+    Example:
+        >>> made = autotune.api.plan_from_config(autotune.import_config("train_lora.yaml"), hardware="4090")
+        >>> made.remarks
+    """
+    asked: dict[str, Any] = {**config.options, **options}
+    data, remarks = _folder_here(config.data), []
+    if data is None and config.data is not None:
+        remarks.append(
+            f"there is no folder {config.data} here: name the data with `autotune train --data`"
+        )
+    without_pins = {name: value for name, value in asked.items() if name not in NOT_OF_PINS}
+    pins, impossible = possible_pins(config, without_pins, list_choices)
+    asked["pins"] = {**pins, **dict(asked.get("pins", {}))}
+    made = plan(config.model, data, on_event=on_event, **asked)
+    remarks += [
+        f"{name} is not {value} as in the file: {why}" for name, (value, why) in impossible.items()
+    ]
+    return PlanFromConfig(made, tuple(remarks))
+
+
+def audit(
+    config: ImportedConfig | str | Path,
+    *,
+    hardware: str | HardwareProfile | None = None,
+    measure: bool = False,
+    on_event: OnEvent = ignore_event,
+) -> Audit:
+    """Predict another trainer's configuration on a card as it is written, and the fastest plan that
+    learns the same; with `measure`, also run a few steps of both on this machine.
+
+    Settings are compared as autotune's executor takes them; `in_trainer` is the file in its own
+    program, by what that keeps on the card and how it holds the adapter.
+
+    Raises:
+        InvalidInput: as `import_config` and `plan`.
+
+    Example:
+        >>> found = autotune.audit("train_lora.yaml", hardware="4090")
+        >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
+    """
+    if measure and hardware is not None:
+        raise InvalidInput(
+            "only this machine can be measured", hint="leave out --measure, or --hardware"
+        )
+    read = config if isinstance(config, ImportedConfig) else import_config(config)
+    from autotune.cost.estimate import estimate as estimate_candidate
+    from autotune.cost.predict import CostModel
+    from autotune.search.problem import PlannerBackend
+    from autotune.search.request import ResolvedRequest
+
+    profile = hardware_for(hardware, on_event=on_event)
+    asked = {"model": read.model, "data": _folder_here(read.data), "hardware": profile}
+    options: dict[str, Any] = {**read.options, **asked}
+    request = make_request(PlanRequest, "audit", options)
+    on_event(StatusChanged(text="predicting the file as written"))
+    resolved = ResolvedRequest.build(complete(request), needs_weights=measure)
+    model, steps = resolved.model, resolved.job.num_steps
+    cost = CostModel.build(
+        profile, resolved.workload, model.family, model.config, read_parts(model)
+    )
+    made = None
+    with contextlib.suppress(NothingFits):
+        made = plan(**options, on_event=on_event).frozen.settings
+    settings, breaks = as_written(read, cost.context, made)
+    written = estimate_candidate(cost, settings, num_steps=steps)
+    in_trainer = fastest = None
+    if read.overheads is not None:
+        theirs = cost.with_overheads(read.overheads, caching_of(read))
+        in_trainer = estimate_candidate(theirs, settings, num_steps=steps)
+    if made is not None:
+        fastest = estimate_candidate(cost, made, num_steps=steps)
+    found = Audit(
+        config=read,
+        as_written=written,
+        in_trainer=in_trainer,
+        breaks=breaks,
+        fastest=fastest,
+        worth=() if made is None else worth(cost, written, made),
+    )
+    if not measure:
+        return found
+    on_event(StatusChanged(text="running a few steps of both"))
+    with PlannerBackend().trials(resolved.request.model_ref, cost) as run:
+        return found.changed(
+            measured_as_written=run(settings), measured_fastest=None if made is None else run(made)
+        )
+
+
+def export_config(
+    plan: TrainingPlan | str | Path,
+    to: str,
+    output: str | Path | None = None,
+    *,
+    strict: bool = False,
+    overwrite: bool = False,
+) -> ExportedConfig:
+    """Turn a plan into the files of another trainer (configuration, data sets, starting script),
+    and write them to the folder `output`, if it is named.
+
+    `to` is `ai-toolkit`, `musubi`, `simpletuner`, `diffusers`, `sd-scripts` or `onetrainer`. What
+    that trainer lacks goes to its nearest setting that needs no more memory, which the head of the
+    files says; with `strict`, differences that change learning or memory are refused.
+
+    Raises:
+        InvalidPlan: the file is not a valid plan.
+        InvalidInput: the trainer lacks the model, or something that has no such neighbor, or
+            anything with `strict`; or a file is there already, unless `overwrite`.
+
+    Example:
+        >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
+        >>> exported.files.keys(), exported.differences
+    """
+    made = _loaded(plan)
+    if made.job.data is not None and is_list(made.job.data):
+        raise InvalidInput(
+            f"{data_text(made.job.data)}: this is a list of folders, and only a single folder can "
+            "be exported",
+            hint="name one folder as the plan's data, export, and add the others to the files",
+        )
+    folders = {name: getattr(made.job, name) for name in ("data", "control")}
+    places = {
+        name: str(Path(one).absolute()) if Path(one).is_dir() else one
+        for name, one in folders.items()
+        if one is not None
+    }
+    exported = export_plan(with_job(made, **places), get_trainer(to), strict=strict)
+    if output is not None:
+        folder = Path(output)
+        there = next((folder / name for name in exported.files if (folder / name).exists()), None)
+        if there is not None and not overwrite:
+            raise InvalidInput(
+                f"{there} is there already", hint="name another folder, or allow it: --overwrite"
+            )
+        for name, text in exported.files.items():
+            write_text_atomic(folder / name, text)
+    return exported
+
+
+def _folder_here(data: str | None) -> str | None:
+    """The folder of a configuration, if it is on this machine."""
+    return data if data is not None and Path(data).expanduser().is_dir() else None
+
+
+def _progress_to(on_event: OnEvent, name: str) -> Callable[[int, int], None]:
+    return lambda done, total: on_event(Progressed(name=name, done=done, total=total))
