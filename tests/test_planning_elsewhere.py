@@ -12,7 +12,7 @@ from autotune.api import estimate
 from autotune.errors import InvalidInput
 from autotune.knobs.registry import KNOBS
 from autotune.machine.probe import hardware_named
-from autotune.machine.target import hardware_for
+from autotune.machine.target import hardware_for, limit_memory
 from autotune.plan.file import read_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Estimate
@@ -160,7 +160,7 @@ def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them
         hardware="another",
         num_gpus=4,
     )
-    small = limit_memory(card, max_memory="10GiB")
+    small = limit_memory(card, PlanRequest(max_memory="10GiB"))
     whole, shared = make_plan(request, card).frozen, make_plan(request, small).frozen
     assert (whole.hardware.num_processes, whole.hardware.strategy) == (4, "ddp")
     assert shared.hardware.strategy == "fsdp2"
@@ -178,7 +178,7 @@ def test_blocks_are_swapped_where_that_is_predicted_to_be_faster_and_nowhere_els
         resolution=(512, 512), effective_batch_size=1, quality="compact"
     )
     request = PlanRequest(model="qwen-image", **workload_overrides.given, hardware="another")
-    tight = limit_memory(hardware_named("nvidia-rtx-3060"), max_memory="10.5GiB")
+    tight = limit_memory(hardware_named("nvidia-rtx-3060"), PlanRequest(max_memory="10.5GiB"))
     small = make_plan(request, tight).frozen.settings
     assert small.swapped_blocks > 0
     large = make_plan(request, hardware_named("nvidia-h200-sxm")).frozen.settings
