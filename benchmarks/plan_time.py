@@ -58,7 +58,7 @@ def main() -> None:
     """All models and cards, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("plans", type=Path)
-    known = [model.name or family.name for family in FAMILIES.values() for model in family.models]
+    known = [model.name for family in FAMILIES.values() for model in family.models]
     parser.add_argument("models", nargs="*", default=known)
     parser.add_argument("--cards", default=CARDS)
     arguments = parser.parse_args()

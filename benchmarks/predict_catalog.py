@@ -54,9 +54,7 @@ def write(found: Mapping[str, Mapping[str, object]]) -> None:
 
 def main() -> None:
     models = {
-        model.name or family.name: (family, model)
-        for family in FAMILIES.values()
-        for model in family.models
+        model.name: (family, model) for family in FAMILIES.values() for model in family.models
     }
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
     found: dict[str, dict[str, dict[str, object] | None]] = {

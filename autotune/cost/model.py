@@ -35,7 +35,8 @@ from autotune.knobs.norm_rope import use_kernels
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import encoder_precision
 from autotune.models.adapter import add_adapter, block_numbers
-from autotune.models.family import Family, Parts, build_on_meta
+from autotune.models.facts import Parts
+from autotune.models.family import Family, build_on_meta
 from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes

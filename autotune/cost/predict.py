@@ -18,7 +18,8 @@ from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.cost.trace import ComposedPass, ComposedPasses
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
-from autotune.models.family import Family, Parts
+from autotune.models.facts import Parts
+from autotune.models.family import Family
 from autotune.plan.candidate import CachingSettings, Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import EncoderGpu, Reason

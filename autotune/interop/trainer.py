@@ -12,7 +12,8 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.interop import rules
 from autotune.interop.files import Document
 from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings, read_data
-from autotune.models.family import Family, PublishedModel
+from autotune.models.facts import PublishedModel
+from autotune.models.family import Family
 from autotune.models.registry import find_published
 from autotune.plan.prediction import Overheads
 

@@ -16,7 +16,8 @@ from autotune.errors import InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.settings import encoder_element_bytes
-from autotune.models.family import Family, Parts
+from autotune.models.facts import Parts
+from autotune.models.family import Family
 from autotune.plan.base import first_problem
 from autotune.plan.candidate import CachingSettings, Choice
 from autotune.plan.hardware import (

@@ -23,7 +23,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-from autotune.models.family import AttentionLayout, Rotary, Stream
+from autotune.models.facts import AttentionLayout, Rotary, Stream
 
 Tables = Sequence[Any]  # for each stream what turns it, as the kernels take it, or None
 

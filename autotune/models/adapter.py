@@ -9,20 +9,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 from unittest import mock
 
 from autotune.errors import InvalidInput
 from autotune.models.family import Family
 from autotune.plan.workload import Workload
-from autotune.system.process import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
+from autotune.system.lazy import nn, torch
 
 ADAPTER_NAME = "default"
 

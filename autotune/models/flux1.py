@@ -2,99 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
-from PIL import Image
-
-from autotune.models.family import (
+from autotune.models.facts import (
     ADDED_TEXT,
     AttentionLayout,
-    Batch,
     Config,
     Defaults,
-    Family,
     ModulationLayers,
     Parts,
     PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
 )
+from autotune.models.family import Batch, Family, Images, Options, Sample, Sizes
 from autotune.models.latents import (
     ATTENTION,
-    CONTROL,
     FLUX_VAE,
     PATCH,
-    VAE_FACTOR,
     ImageLatents,
+    adapted_layers,
     count_tokens,
     pack,
     unpack,
     with_controls,
 )
 from autotune.plan.workload import Bucket
-from autotune.system.process import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
+from autotune.system.lazy import Tensor, torch
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
 attend to the padding."""
-
-DEV: Config = {"guidance_embeds": True}
-DEV_PARTS = Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE)
-DEV_LICENSE = "flux-1-dev-non-commercial-license"
 BLOCK = r"(single_)?transformer_blocks\.\d+"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
+DEV = PublishedModel(
+    "black-forest-labs/FLUX.1-dev",
+    "flux1-dev",
+    {"guidance_embeds": True},
+    Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE),
+    num_parameters=11_901_408_320,
+    license="flux-1-dev-non-commercial-license",
+    source="the configuration on the hub",
+)
+KONTEXT = DEV.variant(
+    "black-forest-labs/FLUX.1-Kontext-dev",
+    "flux1-kontext",
+    source="flux-dev-kontext in src/flux/util.py of black-forest-labs/flux@57ce405: as flux-dev",
+)
 
 
 class Flux1Dev(ImageLatents, Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
-    models: ClassVar[tuple[PublishedModel, ...]] = (
-        PublishedModel(
-            "black-forest-labs/FLUX.1-dev",
-            DEV,
-            DEV_PARTS,
-            num_parameters=11_901_408_320,
-            license=DEV_LICENSE,
-            source="the configuration on the hub",
-        ),
-    )
+    models: ClassVar[tuple[PublishedModel, ...]] = (DEV,)
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = (
-        *(
-            "transformer",
-            "vae",
-            "text_encoder",
-            "text_encoder_2",
-            "tokenizer",
-            "tokenizer_2",
-            "scheduler",
-        ),
+        "transformer",
+        "vae",
+        "text_encoder",
+        "text_encoder_2",
+        "tokenizer",
+        "tokenizer_2",
+        "scheduler",
     )
     tiny_config: ClassVar[Config] = {
-        **{"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2},
-        **{"joint_attention_dim": 64, "pooled_projection_dim": 32},
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "pooled_projection_dim": 32,
     }
     defaults = Defaults(
-        learning_rate=1e-4,
-        resolution_px=1024,
         text_tokens=TEXT_TOKENS,
         timestep_shift=3.1582,
-        preview_steps=28,
         preview_calls=1,
         sampling_guidance=3.5,
         training_guidance=1.0,
@@ -107,13 +92,12 @@ class Flux1Dev(ImageLatents, Family):
         },
     )
     casts_to_weight_dtype = True
-    size_multiple_px = VAE_FACTOR * PATCH
+    latent_channels = ("in_channels", 64)
+    counts_packed = True
+    pooled_size: ClassVar[tuple[str, int] | None] = ("pooled_projection_dim", 768)
+    encode_options = {"prompt_2": None}
     max_text_tokens = TEXT_TOKENS
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
-        "attention": rf"{BLOCK}\.({ATTENTION})",
-        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|norm(1|1_context)?\.linear)",
-    }
+    target_sets = adapted_layers(BLOCK, ATTENTION, MLP, r"norm(1|1_context)?\.linear")
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     modulation: ClassVar[ModulationLayers | None] = ModulationLayers(
         rf"{BLOCK}\.norm(1|1_context)?|norm_out",
@@ -124,36 +108,7 @@ class Flux1Dev(ImageLatents, Family):
         AttentionLayout("FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
     )
 
-    def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> Shapes:
-        channels = config.get("in_channels", 64) // PATCH**2
-        latents = (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
-        controls = {
-            f"{CONTROL}{number}": latents
-            for number in range(1, min(num_controls, self.max_controls) + 1)
-        }
-        return {
-            "latents": latents,
-            **controls,
-            "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 4096)),
-            "pooled_prompt_embeds": (config.get("pooled_projection_dim", 768),),
-        }
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        prompt, pooled, _ = pipeline.encode_prompt(prompt=caption, prompt_2=None)
-        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
-
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
-        return [TEXT_TOKENS] * len(captions)
-
-    def predict(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)
         tokens = [pack(image) for image in images]
         # An image token's position is (number of the image, row, column); text has none.
@@ -175,9 +130,9 @@ class Flux1Dev(ImageLatents, Family):
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def conditioning(
-        self, transformer: nn.Module, levels: Tensor, batch: Batch, num_image_tokens: int
-    ) -> dict[str, Any]:
-        """What the transformer takes besides tokens, their positions and the noise level."""
+        self, transformer: Any, levels: Tensor, batch: Batch, num_image_tokens: int
+    ) -> Options:
+        """Return what the transformer takes besides tokens, their positions and the noise level."""
         guidance = self.guidance_input(transformer, levels, batch)
         return {"guidance": guidance, "pooled_projections": batch["pooled_prompt_embeds"]}
 
@@ -186,19 +141,7 @@ class Flux1Kontext(Flux1Dev):
     """Edits one control image. Training and previews show it in the size of the image."""
 
     name = "flux1-kontext"
-    models = (
-        PublishedModel(
-            "black-forest-labs/FLUX.1-Kontext-dev",
-            DEV,
-            DEV_PARTS,
-            num_parameters=11_901_408_320,
-            license=DEV_LICENSE,
-            source=(
-                "flux-dev-kontext in src/flux/util.py of black-forest-labs/flux@57ce405: as "
-                "flux-dev"
-            ),
-        ),
-    )
+    models = (KONTEXT,)
     pipeline_class = "FluxKontextPipeline"
     max_controls = 1
     defaults = replace(
@@ -207,15 +150,13 @@ class Flux1Kontext(Flux1Dev):
         sources={**Flux1Dev.defaults.sources, "sampling_guidance": "the model's card"},
     )
 
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         from PIL import Image, ImageOps
 
         self.check_num_controls(len(controls), "the prompt")
         size = (bucket.width_px, bucket.height_px)
         return {
-            **super().sampling_arguments(pipeline, prompt, bucket, controls),
+            **super().call_options(pipeline, prompt, bucket, controls),
             "image": ImageOps.fit(controls[0], size, Image.Resampling.LANCZOS),
             # The pipeline would make a megapixel of both.
             "max_area": bucket.width_px * bucket.height_px,
@@ -223,23 +164,18 @@ class Flux1Kontext(Flux1Dev):
         }
 
 
-PARTS = Parts((4_762_310_656,), "AutoencoderKL", FLUX_VAE)
-SOURCE = (
-    "chroma_params in src/models/chroma/model.py of lodestone-rock/flow@27991a4; 8.9 billion "
-    "by "
-    "its card"
-)
-
-
-HD = PublishedModel(
+CHROMA = PublishedModel(
     "lodestones/Chroma1-HD",
+    "chroma",
     {},
-    PARTS,
+    Parts((4_762_310_656,), "AutoencoderKL", FLUX_VAE),
     num_parameters=8_899_983_424,
     license="apache-2.0",
-    source=SOURCE,
+    source=(
+        "chroma_params in src/models/chroma/model.py of lodestone-rock/flow@27991a4; 8.9 billion "
+        "by its card"
+    ),
 )
-BASE_NOTE = "trained at 512 px (--resolution 512); chroma at 1,024"
 
 
 class Chroma(Flux1Dev):
@@ -248,14 +184,19 @@ class Chroma(Flux1Dev):
 
     name = "chroma"
     models = (
-        HD,
-        HD.variant("lodestones/Chroma1-Base", "chroma-base", note=BASE_NOTE, source=SOURCE),
+        CHROMA,
+        CHROMA.variant(
+            "lodestones/Chroma1-Base",
+            "chroma-base",
+            note="trained at 512 px (--resolution 512); chroma at 1,024",
+            source=CHROMA.source,
+        ),
     )
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
-    components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-    tiny_config: ClassVar[Config] = {
+    components = Family.components
+    tiny_config = {
         "num_layers": 1,
         "num_single_layers": 1,
         "num_attention_heads": 2,
@@ -263,9 +204,6 @@ class Chroma(Flux1Dev):
         "approximator_hidden_dim": 64,
     }
     defaults = Defaults(
-        learning_rate=1e-4,
-        resolution_px=1024,
-        text_tokens=256,
         timestep_shift=3.0,
         preview_steps=40,
         sampling_guidance=3.0,
@@ -275,27 +213,15 @@ class Chroma(Flux1Dev):
             "sampling_guidance": "diffusers' example",
         },
     )
+    pooled_size = None
     masks_padding = True
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
-        "attention": rf"{BLOCK}\.({ATTENTION})",
-        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-        # the modulation is made outside of the blocks
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-    }
+    target_sets = adapted_layers(BLOCK, ATTENTION, MLP)
     modulation = None
-    excluded = MappingProxyType(
-        {
-            "modulation": (
-                "one network makes the modulation of all its blocks, and holds 3% of the weights"
-            )
-        }
-    )
-
-    def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> Shapes:
-        shapes = super().sample_shapes(config, bucket, text_tokens)
-        return {name: shapes[name] for name in ("latents", "prompt_embeds")}
+    excluded = {
+        "modulation": (
+            "one network makes the modulation of all its blocks, and holds 3% of the weights"
+        )
+    }
 
     def encode_caption(
         self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
@@ -309,26 +235,19 @@ class Chroma(Flux1Dev):
         return [min(length + 1, TEXT_TOKENS) for length in count_tokens(folder, captions)]
 
     def conditioning(
-        self, transformer: nn.Module, levels: Tensor, batch: Batch, num_image_tokens: int
-    ) -> dict[str, Any]:
-        from torch.nn.functional import pad
-
+        self, transformer: Any, levels: Tensor, batch: Batch, num_image_tokens: int
+    ) -> Options:
         mask = batch.get("prompt_mask")
-        return {
-            "attention_mask": None if mask is None else pad(mask, (0, num_image_tokens), value=True)
-        }
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, num_image_tokens), value=True)
+        return {"attention_mask": mask}
 
-    def sample(
-        self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
-    ) -> list[Image.Image]:
+    def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
         # The pipeline adds its mask to what it should mask (huggingface/diffusers#13619): no
         # padding, no mask.
-        with mock.patch.object(pipeline, "_prepare_attention_mask", return_value=None):
-            return super().sample(pipeline, prompt, bucket, **options)
+        return mock.patch.object(pipeline, "_prepare_attention_mask", return_value=None)
 
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         wanted, _, mask, unwanted, _, unwanted_mask = pipeline.encode_prompt(prompt)
         own, unwanted_own = mask[0] > 0, unwanted_mask[0] > 0
         return {

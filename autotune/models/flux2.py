@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from autotune.models.family import (
+from autotune.models.facts import (
     ADDED_TEXT,
     AttentionLayout,
-    Batch,
     Config,
     Defaults,
-    Family,
     Parts,
     PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
 )
+from autotune.models.family import Batch, Family
 from autotune.models.latents import ATTENTION, load_tokenizer
-from autotune.plan.workload import Bucket
-from autotune.system.process import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
+from autotune.system.lazy import Tensor, torch
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
 attend to the padding."""
-LATENT_PX = 16
-"""Pixels per latent, along each side: the autoencoder's factor of 8, and 2x2 patches."""
-
 DISTILLED = (
     "distilled to 4 steps without guidance, which training undoes: train on the base model instead"
 )
@@ -55,18 +38,23 @@ KLEIN_9B: Config = {
     "joint_attention_dim": 12288,
     "guidance_embeds": False,
 }
-WITH_4B, WITH_8B = (Parts((size,), "AutoencoderKLFlux2") for size in (4_022_468_096, 8_190_735_360))
 HUB = "black-forest-labs/FLUX.2-klein"
-BASE_4B = PublishedModel(f"{HUB}-base-4B", KLEIN_4B, WITH_4B, "", 3_875_544_576, "apache-2.0")
+BASE_4B = PublishedModel(
+    f"{HUB}-base-4B",
+    "flux2-klein",
+    KLEIN_4B,
+    Parts((4_022_468_096,), "AutoencoderKLFlux2"),
+    num_parameters=3_875_544_576,
+    license="apache-2.0",
+)
 BASE_9B = PublishedModel(
     f"{HUB}-base-9B",
-    KLEIN_9B,
-    WITH_8B,
     "flux2-klein-9b",
-    9_078_581_248,
-    "flux-non-commercial-license",
+    KLEIN_9B,
+    Parts((8_190_735_360,), "AutoencoderKLFlux2"),
+    num_parameters=9_078_581_248,
+    license="flux-non-commercial-license",
 )
-
 BLOCK = r"transformer_blocks\.\d+"
 SINGLE = r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
 MLP = r"ff(_context)?\.linear_(in|out)"
@@ -77,91 +65,63 @@ class Flux2Klein(Family):
 
     name = "flux2-klein"
     models: ClassVar[tuple[PublishedModel, ...]] = (
-        *(BASE_4B, BASE_9B),
+        BASE_4B,
+        BASE_9B,
         BASE_4B.variant(f"{HUB}-4B", "flux2-klein-4b-distilled", note=DISTILLED),
         BASE_9B.variant(f"{HUB}-9B", "flux2-klein-9b-distilled", note=DISTILLED),
     )
     pipeline_class = "Flux2KleinPipeline"
     transformer_class = "Flux2Transformer2DModel"
-    components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-    tiny_config: ClassVar[Config] = {
+    tiny_config = {
         "num_layers": 1,
         "num_single_layers": 1,
         "num_attention_heads": 2,
         "joint_attention_dim": 64,
     }
     defaults = Defaults(
-        learning_rate=1e-4,
-        resolution_px=1024,
         text_tokens=TEXT_TOKENS,
         timestep_shift=3.0,
-        preview_steps=28,
         sampling_guidance=4.0,
         sources={"sampling_guidance": "the pipeline's default"},
     )
-    size_multiple_px = LATENT_PX
+    latent_px = 16  # the autoencoder's factor of 8, and 2x2 patches
     patch = 1
+    latent_channels = ("in_channels", 128)
+    prompt_size = (("joint_attention_dim", 15360),)
     max_text_tokens = TEXT_TOKENS
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
+    target_sets = {
         "attention": rf"{BLOCK}\.{ATTENTION}|{SINGLE}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",
         # the modulation is outside of the blocks
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    excluded = MappingProxyType(
-        {
-            "modulation": (
-                "its blocks share their modulation layers, which hold at most 4% of the weights"
-            )
-        }
-    )
+    excluded = {
+        "modulation": (
+            "its blocks share their modulation layers, which hold at most 4% of the weights"
+        )
+    }
     # Not of single-stream blocks: there one projection makes queries, keys, values and the
     # feed-forward part.
     attention_layouts = (
         AttentionLayout("Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
     )
 
-    def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> Shapes:
-        size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)
-        return {
-            "latents": (config.get("in_channels", 128), 1, *size),
-            "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 15360)),
-        }
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        return {"prompt_embeds": pipeline.encode_prompt(prompt=caption)[0][0]}
-
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
-        return [TEXT_TOKENS] * len(captions)
-
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
         latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()
-        mean, std = self._statistics(vae)
-        return ((torch.nn.functional.pixel_unshuffle(latents, 2).to(pixels.dtype) - mean) / std)[
-            0, :, None
-        ]
+        patches = torch.nn.functional.pixel_unshuffle(latents, 2).to(pixels.dtype)
+        # The autoencoder keeps mean and deviation of each channel in a batch norm.
+        norm = vae.bn
+        mean = norm.running_mean.view(1, -1, 1, 1)
+        variance = norm.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps
+        normalized: Tensor = (patches - mean) / variance.sqrt()
+        return normalized[0, :, None]
 
     def decodable(self, latents: Tensor) -> Tensor:
         return torch.nn.functional.pixel_shuffle(latents[:, :, 0], 2)
 
-    def _statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of each channel (1, channels, 1, 1), which the autoencoder keeps in
-        a batch norm."""
-        norm = vae.bn
-        variance = norm.running_var + vae.config.batch_norm_eps
-        return norm.running_mean.view(1, -1, 1, 1), variance.sqrt().view(1, -1, 1, 1)
-
-    def predict(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         prompt = batch["prompt_embeds"]
         rows, columns = noisy.shape[3], noisy.shape[4]
         # A position is (time, row, column, place in the text).
@@ -187,13 +147,13 @@ class Flux2Dev(Flux2Klein):
     models = (
         PublishedModel(
             "black-forest-labs/FLUX.2-dev",
+            "flux2-dev",
             {},
             Parts((24_011_361_280,), "AutoencoderKLFlux2"),
             num_parameters=32_223_281_152,
             license="flux-dev-non-commercial-license",
             source=(
-                "Flux2Params in src/flux2/model.py of black-forest-labs/flux2@ab7cca6, as "
-                "built "
+                "Flux2Params in src/flux2/model.py of black-forest-labs/flux2@ab7cca6, as built "
                 "there"
             ),
         ),

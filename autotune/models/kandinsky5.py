@@ -7,45 +7,36 @@ different lengths go through it one length at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from PIL import Image
+from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models.family import (
+from autotune.models.facts import (
     AttentionLayout,
-    Batch,
     Config,
     Defaults,
-    Family,
     ModulationLayers,
     Parts,
     PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
     Stream,
-    unwrap_model,
 )
-from autotune.models.latents import FLUX_VAE, PATCH, VAE_FACTOR, build_empty_pipeline, count_tokens
+from autotune.models.family import Batch, Family, Images, Options, Sizes, unwrap_model
+from autotune.models.latents import (
+    FLUX_VAE,
+    ImageLatents,
+    adapted_layers,
+    build_empty_pipeline,
+    count_tokens,
+    load_processor,
+)
 from autotune.plan.workload import Bucket
-from autotune.system.process import lazy_module
+from autotune.system.lazy import Tensor, nn, torch
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
-
-FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512
 """Length to which the pipelines cut prompts."""
 POSITIONS = 128
 """Maximum rows, columns and latent frames of the transformer's rotary embedding."""
-
 LITE_CONFIG: Config = {
     "in_visual_dim": 16,
     "out_visual_dim": 16,
@@ -53,10 +44,8 @@ LITE_CONFIG: Config = {
     "num_text_blocks": 2,
 }
 """Constructor arguments that both Lite models share."""
-
 TEXT_ENCODERS = (8_292_166_656, 123_060_480)
 """Parameters of Qwen2.5-VL and of CLIP."""
-
 BLOCK = r"(text|visual)_transformer_blocks\.\d+"
 ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
 MLP = r"feed_forward\.(in_layer|out_layer)"
@@ -67,7 +56,7 @@ class Kandinsky5(Family):
     timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
-    tiny_config: ClassVar[Config] = {
+    tiny_config = {
         "model_dim": 128,  # two heads of the published size
         "ff_dim": 128,
         "time_dim": 64,
@@ -85,14 +74,12 @@ class Kandinsky5(Family):
         "tokenizer_2",
         "scheduler",
     )
-    size_multiple_px = VAE_FACTOR * PATCH
+    latent_channels = ("in_visual_dim", 4)
+    prompt_size = (("in_text_dim", 3584),)
+    pooled_size = ("in_text_dim2", 768)
     max_text_tokens = MAX_TEXT_TOKENS
-    max_side_px = POSITIONS * size_multiple_px
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
-        "attention": rf"{BLOCK}\.{ATTENTION}",
-        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(text|visual)_modulation\.out_layer)",
-    }
+    max_side_px = POSITIONS * Family.size_multiple_px
+    target_sets = adapted_layers(BLOCK, ATTENTION, MLP, r"(text|visual)_modulation\.out_layer")
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
     fp16_overflow = "ComfyUI runs it in bf16 or fp32 alone (comfy/supported_models.py, 01f03bbd)"
     modulation = ModulationLayers(
@@ -120,27 +107,8 @@ class Kandinsky5(Family):
         return super().build_transformer(config)
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        from autotune.models.qwen_processor import Qwen2VLProcessor
-
-        processor = Qwen2VLProcessor.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+        processor = load_processor("Qwen2VLProcessor", folder / "tokenizer")
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})
-
-    def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> Shapes:
-        frames = self.num_latent_frames(bucket.num_frames)
-        size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
-        return {
-            "latents": (config.get("in_visual_dim", 4), frames, *size),
-            "prompt_embeds": (text_tokens, config.get("in_text_dim", 3584)),
-            "pooled_prompt_embeds": (config.get("in_text_dim2", 768),),
-        }
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        prompt, pooled, _ = pipeline.encode_prompt(prompt=[caption])
-        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
     def count_text_tokens(
         self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
@@ -148,28 +116,21 @@ class Kandinsky5(Family):
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
 
         stock = build_empty_pipeline(self.pipeline_class)
-        lengths = count_tokens(
-            folder, [stock.prompt_template.format(prompt_clean(caption)) for caption in captions]
-        )
+        texts = [stock.prompt_template.format(prompt_clean(caption)) for caption in captions]
+        start = stock.prompt_template_encode_start_idx
         # The pipeline cuts characters of a prompt that is too long, so a token or two fewer may
         # remain.
-        return [
-            min(length - stock.prompt_template_encode_start_idx, MAX_TEXT_TOKENS)
-            for length in lengths
-        ]
+        return [min(length - start, MAX_TEXT_TOKENS) for length in count_tokens(folder, texts)]
 
-    def predict(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         if "prompt_mask" not in batch:
             return self._predict_one_length(transformer, noisy, levels, batch)
         lengths = batch["prompt_mask"].sum(dim=1)
         velocity = torch.empty_like(noisy)
         for length in sorted(set(lengths.tolist())):
             chosen = lengths == length
-            prompts = batch["prompt_embeds"][chosen, :length]
             part = {
-                "prompt_embeds": prompts,
+                "prompt_embeds": batch["prompt_embeds"][chosen, :length],
                 "pooled_prompt_embeds": batch["pooled_prompt_embeds"][chosen],
             }
             velocity[chosen] = self._predict_one_length(
@@ -178,7 +139,7 @@ class Kandinsky5(Family):
         return velocity
 
     def _predict_one_length(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch
     ) -> Tensor:
         _, _, frames, height, width = noisy.shape
         visual = noisy.permute(0, 2, 3, 4, 1)
@@ -195,10 +156,10 @@ class Kandinsky5(Family):
             timestep=(levels * 1000).to(noisy.dtype),
             visual_rope_pos=[
                 torch.arange(length, device=noisy.device)
-                for length in (frames, height // PATCH, width // PATCH)
+                for length in (frames, height // self.patch, width // self.patch)
             ],
             text_rope_pos=torch.arange(prompt.shape[1], device=noisy.device),
-            scale_factor=self._rope_scale(height * VAE_FACTOR, width * VAE_FACTOR),
+            scale_factor=self._rope_scale(height * self.latent_px, width * self.latent_px),
             return_dict=False,
         )
         return velocity.permute(0, 4, 1, 2, 3)
@@ -208,7 +169,7 @@ class Kandinsky5(Family):
         return (1.0, 1.0, 1.0)
 
 
-class Kandinsky5Image(Kandinsky5):
+class Kandinsky5Image(ImageLatents, Kandinsky5):
     """Image Lite, text to image: 50 visual blocks, and FLUX's VAE."""
 
     name = "kandinsky5-image-lite"
@@ -216,6 +177,7 @@ class Kandinsky5Image(Kandinsky5):
     models = (
         PublishedModel(
             "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
+            "kandinsky5-image-lite",
             {
                 **LITE_CONFIG,
                 "model_dim": 2560,
@@ -230,9 +192,6 @@ class Kandinsky5Image(Kandinsky5):
         ),
     )
     defaults = Defaults(
-        learning_rate=1e-4,
-        resolution_px=1024,
-        text_tokens=256,
         timestep_shift=3.0,
         preview_steps=25,
         sampling_guidance=3.5,
@@ -245,21 +204,15 @@ class Kandinsky5Image(Kandinsky5):
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
-        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[
-            0, :, None
-        ]
+        images = pixels[:, 0][None].to(vae.dtype)
+        latents: Tensor = vae.encode(images).latent_dist.mode()[0, :, None].to(pixels.dtype)
         # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
-        return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
+        return latents * float(vae.config.scaling_factor)
 
-    def decodable(self, latents: Tensor) -> Tensor:
-        return latents[:, :, 0]
-
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         # The pipeline would replace any other size by one of its seven.
         pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
-        return super().sampling_arguments(pipeline, prompt, bucket, controls)
+        return super().call_options(pipeline, prompt, bucket, controls)
 
 
 class Kandinsky5Video(Kandinsky5):
@@ -272,6 +225,7 @@ class Kandinsky5Video(Kandinsky5):
     models = (
         PublishedModel(
             "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
+            "kandinsky5-video-lite",
             {
                 **LITE_CONFIG,
                 "model_dim": 1792,
@@ -286,13 +240,12 @@ class Kandinsky5Video(Kandinsky5):
             source="the configuration on the hub",
         ),
     )
-    frames_per_latent = FRAMES_PER_LATENT
-    max_frames = FRAMES_PER_LATENT * (POSITIONS - 1) + 1
+    frames_per_latent = 4
+    max_frames = 4 * (POSITIONS - 1) + 1
     defaults = Defaults(
         learning_rate=6e-5,
         effective_batch_size=1,
         resolution_px=512,
-        text_tokens=256,
         timestep_shift=5.0,
         preview_steps=25,
         sampling_guidance=5.0,
@@ -306,21 +259,11 @@ class Kandinsky5Video(Kandinsky5):
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
-        clip = pixels[None, :, : self._whole_frames(pixels.shape[1])]
+        clip = pixels[None, :, : self.whole_frames(pixels.shape[1])]
         latents: Tensor = vae.encode(clip.to(vae.dtype)).latent_dist.mode()[0]
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
-
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
-        usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
-        return {**usual, "num_frames": self._whole_frames(bucket.num_frames)}
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         # As `Kandinsky5T2VPipeline._get_scale_factor`.
         near_480p = all(480 <= side <= 854 for side in (height_px, width_px))
         return (1, 2, 2) if near_480p else (1, 3.16, 3.16)
-
-    def _whole_frames(self, num_frames: int) -> int:
-        """Number of a clip's frames that latents are made of."""
-        return (self.num_latent_frames(num_frames) - 1) * FRAMES_PER_LATENT + 1

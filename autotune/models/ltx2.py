@@ -8,54 +8,39 @@ of Lightricks/LTX-2@400fd31).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from PIL import Image
-
-from autotune.models.family import (
-    Batch,
-    Config,
-    Defaults,
-    Family,
-    Parts,
-    PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
-    unwrap_model,
-)
+from autotune.models.facts import Config, Defaults, Parts, PublishedModel
+from autotune.models.family import Batch, Family, Images, Options, Shapes, unwrap_model
+from autotune.models.latents import adapted_layers
 from autotune.plan.workload import Bucket
-from autotune.system.process import lazy_module
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-else:
-    nn = lazy_module("torch.nn")
+from autotune.system.lazy import Tensor
 
 TEXT_TOKENS = 1024
 """Length of every prompt: the connectors put learned tokens in the place of the padding, so that
 there is no mask."""
-LATENT_PX = 32
 FIRST: Config = {"rope_type": "split"}
 LATER: Config = {
-    **{"rope_type": "split", "use_prompt_embeddings": False, "perturbed_attn": True},
-    **dict.fromkeys(
-        ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True
-    ),
+    "rope_type": "split",
+    "use_prompt_embeddings": False,
+    "perturbed_attn": True,
+    "gated_attn": True,
+    "cross_attn_mod": True,
+    "audio_gated_attn": True,
+    "audio_cross_attn_mod": True,
 }
 GEMMA, VAE_CLASS = 12_187_325_040, "AutoencoderKLLTX2Video"
 AUDIO_VAE = 53_248_146
 """Number of its parameters, as of the vocoders beside it: what diffusers' classes have by
 default."""
-VAE: Mapping[str, Any] = {
+VAE: Config = {
     "decoder_causal": False,
-    "spatial_compression_ratio": LATENT_PX,
+    "spatial_compression_ratio": 32,
     "temporal_compression_ratio": 8,
 }
-LATER_VAE: Mapping[str, Any] = {
+LATER_VAE: Config = {
     **VAE,
     "block_out_channels": (256, 512, 1024, 1024),
     "decoder_block_out_channels": (256, 512, 512, 1024),
@@ -68,18 +53,28 @@ LATER_VAE: Mapping[str, Any] = {
     "upsample_factor": (2, 2, 1, 2),
     "decoder_spatial_padding_mode": "zeros",
 }
-LICENSE, NOTE = (
-    "ltx-2-community-license-agreement",
-    "trained here from text to silent clips or images",
+LTX_23 = PublishedModel(
+    "diffusers/LTX-2.3-Diffusers",
+    "ltx-2.3",
+    LATER,
+    Parts((GEMMA, 3_172_227_584), VAE_CLASS, LATER_VAE, AUDIO_VAE + 128_537_448),
+    num_parameters=18_988_838_144,
+    license="ltx-2-community-license-agreement",
+    source=(
+        "ltx_2_3/pytorch/loader.py of tenstorrent/tt-forge-models@3154030: 19 billion; 22 with the "
+        "connectors"
+    ),
+    note="trained here from text to silent clips or images",
 )
-SOURCE = (
-    "ltx_2_3/pytorch/loader.py of tenstorrent/tt-forge-models@3154030: 19 billion; 22 with "
-    "the "
-    "connectors"
+LTX_2 = PublishedModel(
+    "Lightricks/LTX-2",
+    "ltx-2",
+    FIRST,
+    Parts((GEMMA, 1_431_475_200), VAE_CLASS, VAE, AUDIO_VAE + 55_592_802),
+    num_parameters=18_876_174_592,
+    license=LTX_23.license,
+    note=LTX_23.note,
 )
-BLOCK = r"transformer_blocks\.\d+"
-ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
-MLP = r"ff\.net\.(0\.proj|2)"
 
 
 class LTX2(Family):
@@ -87,58 +82,32 @@ class LTX2(Family):
     token."""
 
     name = "ltx-2.3"
-    models = (
-        PublishedModel(
-            "diffusers/LTX-2.3-Diffusers",
-            LATER,
-            Parts((GEMMA, 3_172_227_584), VAE_CLASS, LATER_VAE, AUDIO_VAE + 128_537_448),
-            num_parameters=18_988_838_144,
-            license=LICENSE,
-            source=SOURCE,
-            note=NOTE,
-        ),
-        PublishedModel(
-            "Lightricks/LTX-2",
-            FIRST,
-            Parts((GEMMA, 1_431_475_200), VAE_CLASS, VAE, AUDIO_VAE + 55_592_802),
-            name="ltx-2",
-            num_parameters=18_876_174_592,
-            license=LICENSE,
-            note=NOTE,
-        ),
-    )
+    models = (LTX_23, LTX_2)
     pipeline_class = "LTX2Pipeline"
     transformer_class = "LTX2VideoTransformer3DModel"
     components = (
-        *(
-            "transformer",
-            "vae",
-            "audio_vae",
-            "vocoder",
-            "text_encoder",
-            "connectors",
-            "tokenizer",
-            "scheduler",
-        ),
+        "transformer",
+        "vae",
+        "audio_vae",
+        "vocoder",
+        "text_encoder",
+        "connectors",
+        "tokenizer",
+        "scheduler",
     )
     connectors = ("connectors",)
     decoders = ("vae", "audio_vae", "vocoder")
-    tiny_config: ClassVar[Config] = {
+    tiny_config = {
         "num_layers": 2,
-        **{
-            "num_attention_heads": 2,
-            "attention_head_dim": 128,
-            "cross_attention_dim": 256,
-            "caption_channels": 64,
-        },
-        **{
-            "audio_num_attention_heads": 2,
-            "audio_attention_head_dim": 64,
-            "audio_cross_attention_dim": 128,
-        },
+        "num_attention_heads": 2,
+        "attention_head_dim": 128,
+        "cross_attention_dim": 256,
+        "caption_channels": 64,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 64,
+        "audio_cross_attention_dim": 128,
     }
     defaults = Defaults(
-        learning_rate=1e-4,
         effective_batch_size=1,
         resolution_px=768,
         text_tokens=TEXT_TOKENS,
@@ -154,25 +123,25 @@ class LTX2(Family):
             "sampling_guidance": "the pipeline's default",
         },
     )
-    size_multiple_px = LATENT_PX
+    latent_px = 32
     patch = 1
+    size_multiple_px = 32
+    latent_channels = ("in_channels", 128)
+    encode_options = {"do_classifier_free_guidance": False}
     max_text_tokens = TEXT_TOKENS
     max_side_px = 2048
     frames_per_latent = 8
     max_frames = 481  # 20 seconds: as sides, what positions are a share of
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
-        "attention": rf"{BLOCK}\.{ATTENTION}",
-        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-        # of the video's stream
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|attn[12]\.to_gate_logits)",
-    }
-    block_lists = ("transformer_blocks",)
-    excluded = MappingProxyType(
-        {
-            "modulation": "its blocks share their modulation layers, which hold 2% of the weights",
-            "norm_rope": "its norms span all heads of a projection",
-        }
+    target_sets = adapted_layers(
+        r"transformer_blocks\.\d+",
+        r"attn[12]\.(to_q|to_k|to_v|to_out\.0)",
+        r"ff\.net\.(0\.proj|2)",
+        r"attn[12]\.to_gate_logits",  # of the video's stream
     )
+    excluded = {
+        "modulation": "its blocks share their modulation layers, which hold 2% of the weights",
+        "norm_rope": "its norms span all heads of a projection",
+    }
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         return _connect(super().load_pipeline(folder, **components))
@@ -181,55 +150,26 @@ class LTX2(Family):
         self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
     ) -> Shapes:
         is_first = config.get("use_prompt_embeddings", True)
-        width = (
-            config.get("caption_channels", 3840)
-            if is_first
-            else config.get("cross_attention_dim", 4096)
-        )
-        size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)
-        frames = self.num_latent_frames(bucket.num_frames)
-        return {
-            "latents": (config.get("in_channels", 128), frames, *size),
-            "prompt_embeds": (text_tokens, width),
-        }
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        return {
-            "prompt_embeds": pipeline.encode_prompt(caption, do_classifier_free_guidance=False)[0][
-                0
-            ]
-        }
-
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
-        return [TEXT_TOKENS] * len(captions)
+        size = ("caption_channels", 3840) if is_first else ("cross_attention_dim", 4096)
+        shapes = super().sample_shapes(config, bucket, text_tokens, num_controls)
+        return {**shapes, "prompt_embeds": (text_tokens, config.get(*size))}
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
-        latents: Tensor = (
-            vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0].to(pixels.dtype)
-        )
-        mean, std = (
-            table.to(latents).view(-1, 1, 1, 1) for table in (vae.latents_mean, vae.latents_std)
-        )
-        latents = (latents - mean) * float(vae.config.scaling_factor) / std
-        return latents
+        encoded: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
+        latents, scale = encoded.to(pixels.dtype), float(vae.config.scaling_factor)
+        tables = (vae.latents_mean, vae.latents_std)
+        mean, std = (table.to(latents).view(-1, 1, 1, 1) for table in tables)
+        normalized: Tensor = (latents - mean) * scale / std
+        return normalized
 
-    def predict(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         size, _, frames, height, width = noisy.shape
         config, timestep = unwrap_model(transformer).config, levels * 1000
         # Where the streams do not hear each other the sound's has no part in the video: one token,
         # and a word.
-        text = (
-            config.caption_channels
-            if config.use_prompt_embeddings
-            else config.audio_cross_attention_dim
-        )
+        is_first = config.use_prompt_embeddings
+        text = config.caption_channels if is_first else config.audio_cross_attention_dim
         velocity: Tensor = transformer(
             hidden_states=noisy.flatten(2).mT,
             audio_hidden_states=noisy.new_zeros(size, 1, config.audio_in_channels),
@@ -247,31 +187,22 @@ class LTX2(Family):
         )[0]
         return velocity.mT.reshape(noisy.shape)
 
-    def sample(
-        self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
-    ) -> list[Image.Image]:
+    def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
         # The pipeline's mask of the text masks nothing, and some attention backends take none.
-        handle = unwrap_model(pipeline.transformer).register_forward_pre_hook(
-            _without_masks, with_kwargs=True
-        )
-        try:
-            return super().sample(pipeline, prompt, bucket, **options)
-        finally:
-            handle.remove()
+        hook: AbstractContextManager[object] = unwrap_model(
+            pipeline.transformer
+        ).register_forward_pre_hook(_without_masks, with_kwargs=True)
+        return hook
 
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
-        usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
-        usual |= {"num_frames": bucket.num_frames, "frame_rate": self.defaults.frames_per_second}
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
+        usual = super().call_options(pipeline, prompt, bucket, controls)
+        usual["frame_rate"] = self.defaults.frames_per_second
         is_first = unwrap_model(pipeline.transformer).config.use_prompt_embeddings
         first = {"use_cross_timestep": False, "spatio_temporal_guidance_blocks": [29]}
         return usual | first if is_first else usual
 
 
-def _without_masks(
-    _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+def _without_masks(_: Any, args: tuple[Any, ...], options: Options) -> tuple[Any, Options]:
     return args, {**options, "encoder_attention_mask": None, "audio_encoder_attention_mask": None}
 
 
@@ -296,13 +227,12 @@ def _connect(pipeline: Any) -> Any:
     def encode_prompt(*args: Any, **options: Any) -> tuple[Tensor | None, ...]:
         prompts, mask, negative, negative_mask = stock(*args, **options)
         connectors, side = pipeline.connectors.connectors, pipeline.tokenizer.padding_side
-        with attention_backend(
-            "native"
-        ):  # a transformer's backend holds for all, and these always have a mask
+        # A transformer's backend holds for all, and these always have a mask.
+        with attention_backend("native"):
             connected = connectors(prompts, mask, padding_side=side)[:2]
-            return *connected, *(
-                (None, None) if negative is None else connectors(negative, negative_mask, side)[:2]
-            )
+            if negative is None:
+                return *connected, None, None
+            return *connected, *connectors(negative, negative_mask, side)[:2]
 
     pipeline.encode_prompt, pipeline.connectors = encode_prompt, _Passed(pipeline.connectors)
     return pipeline

@@ -1,5 +1,4 @@
-"""How noise is mixed into clean latents, and what the model predicts of it: one value per kind of
-noise process.
+"""Noise processes: they mix noise into clean latents, and say what the model predicts of it.
 
 Levels are what a process calls them: the share of noise in [0, 1] of flow matching, the number of a
 timestep of a discrete schedule. They are drawn, mixed and handed to `Family.predict` without
@@ -10,19 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import Weighting
-from autotune.system.process import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = lazy_module("torch")
+from autotune.system.lazy import Tensor, diffusers, torch
 
 Prediction = Literal["epsilon", "v_prediction"]
 """What a model of a discrete schedule predicts, under diffusers' names."""
@@ -33,7 +26,7 @@ MIN_SNR_GAMMA = 5.0
 
 
 class NoiseProcess(ABC):
-    """What training draws, mixes and compares. Immutable."""
+    """Levels, mixture and target of training. Immutable."""
 
     weightings: ClassVar[tuple[Weighting, ...]]
     """Weights of the loss that are defined for it."""
@@ -45,7 +38,7 @@ class NoiseProcess(ABC):
 
     @abstractmethod
     def level(self, share: float) -> float:
-        """The level at a share of the way from clean (0) to noise (1)."""
+        """Return the level at a share of the way from clean (0) to noise (1)."""
 
     @abstractmethod
     def add_noise(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
@@ -53,11 +46,11 @@ class NoiseProcess(ABC):
 
     @abstractmethod
     def target(self, clean: Tensor, noise: Tensor, levels: Tensor) -> Tensor:
-        """What the model is to predict, in the shape of `clean`."""
+        """Return what the model is to predict, in the shape of `clean`."""
 
     @abstractmethod
     def weights(self, levels: Tensor, weighting: Weighting) -> Tensor:
-        """How each image weighs in the loss (batch,); only for `weightings` other than `none`."""
+        """Weigh each image in the loss (batch,); only for `weightings` other than `none`."""
 
     def check_weighting(self, weighting: Weighting, name: str) -> None:
         """Raise InvalidInput if the loss of the family called `name` has no such weights."""
@@ -121,8 +114,8 @@ class DiscreteDiffusion(NoiseProcess):
 
     @classmethod
     def from_scheduler(cls, config: Mapping[str, Any]) -> DiscreteDiffusion:
-        """The process of a model with this scheduler. Raises InvalidInput if the model predicts
-        something else."""
+        """Build the process of a model with this scheduler. Raises InvalidInput if the model
+        predicts something else."""
         prediction = config.get("prediction_type", "epsilon")
         if prediction not in get_args(Prediction):
             hint = "autotune trains models that predict epsilon or v"
@@ -157,10 +150,5 @@ class DiscreteDiffusion(NoiseProcess):
 @cache
 def _signal_share(process: DiscreteDiffusion, device: torch.device) -> Tensor:
     """Share of the signal's variance that is left at each timestep, from diffusers' own tables."""
-    from diffusers import DDPMScheduler
-
-    scheduler = DDPMScheduler(
-        **{name: getattr(process, name) for name in process.__dataclass_fields__}
-    )
-    table: Tensor = scheduler.alphas_cumprod
+    table: Tensor = diffusers.DDPMScheduler(**asdict(process)).alphas_cumprod
     return table.to(device)

@@ -3,58 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
-from PIL import Image
-
-from autotune.models.family import (
+from autotune.models.facts import (
     ADDED_TEXT,
     AttentionLayout,
-    Batch,
     Config,
     Defaults,
-    Family,
     ModulationLayers,
     Parts,
     PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
 )
+from autotune.models.family import Batch, Family, Images, Options, Sample, Sizes
 from autotune.models.latents import (
     ATTENTION,
-    CONTROL,
     PATCH,
-    VAE_FACTOR,
+    adapted_layers,
     build_empty_pipeline,
     count_tokens,
-    encode_standardized,
+    load_processor,
     pack,
     unpack,
     with_controls,
 )
 from autotune.plan.workload import Bucket, TextPadding
-from autotune.system.process import lazy_module
+from autotune.system.lazy import Tensor, torch
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
-
-BLOCK = r"transformer_blocks\.\d+"
-QWEN_PARTS = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
-QWEN_SOURCE = "the configuration on the hub; the class's own defaults are that model"
 ORIGINAL = PublishedModel(
-    "Qwen/Qwen-Image", {}, QWEN_PARTS, "", 20_430_401_088, "apache-2.0", QWEN_SOURCE
+    "Qwen/Qwen-Image",
+    "qwen-image",
+    {},
+    Parts((8_292_166_656,), "AutoencoderKLQwenImage"),
+    num_parameters=20_430_401_088,
+    license="apache-2.0",
+    source="the configuration on the hub; the class's own defaults are that model",
 )
+EDIT, EDIT_PLUS = (
+    ORIGINAL.variant(f"Qwen/Qwen-Image-{hub_name}", name, source=ORIGINAL.source)
+    for hub_name, name in (("Edit", "qwen-image-edit"), ("Edit-2509", "qwen-image-edit-plus"))
+)
+EDIT_2511 = replace(
+    EDIT.variant("Qwen/Qwen-Image-Edit-2511", "qwen-image-edit-2511"),
+    config={"zero_cond_t": True},  # control images count as clean, whatever the noise
+)
+BLOCK = r"transformer_blocks\.\d+"
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
 
 
@@ -68,25 +65,14 @@ class QwenImage(Family):
     )
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
-    components: ClassVar[tuple[str, ...]] = (
-        "transformer",
-        "vae",
-        "text_encoder",
-        "tokenizer",
-        "scheduler",
-    )
-    obsolete_config = frozenset(
-        {"pooled_projection_dim"}
-    )  # unused, and gone before a release had it
+    # Unused, and gone before a release had it.
+    obsolete_config = frozenset({"pooled_projection_dim"})
     tiny_config: ClassVar[Config] = {
         "num_layers": 2,
         "num_attention_heads": 2,
         "joint_attention_dim": 64,
     }
     defaults = Defaults(
-        learning_rate=1e-4,
-        resolution_px=1024,
-        text_tokens=256,
         timestep_shift=2.2,
         preview_steps=20,
         sampling_guidance=4.0,
@@ -97,17 +83,17 @@ class QwenImage(Family):
             "timestep_shift": "musubi-tuner's guide",
         },
     )
-    size_multiple_px = VAE_FACTOR * PATCH
+    latent_channels = ("in_channels", 64)
+    counts_packed = True
+    prompt_size = (("joint_attention_dim", 3584),)
     max_text_tokens = 1024
     masks_padding = True
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
+    target_sets = {
+        # musubi-tuner's choice: both streams, everything but the modulation.
+        **adapted_layers(BLOCK, ATTENTION, MLP, r"(img|txt)_mod\.1"),
         # diffusers' own script adapts the image stream's attention alone.
         "attention": ("to_q", "to_k", "to_v", "to_out.0"),
-        # musubi-tuner's choice: both streams, everything but the modulation.
-        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(img|txt)_mod\.1)",
     }
-    block_lists = ("transformer_blocks",)
     fp16_overflow = "in fp16 its activations overflow: Comfy-Org/ComfyUI#10751"
     modulation = ModulationLayers(rf"{BLOCK}\.(img|txt)_mod|norm_out", ("time_text_embed",))
     attention_layouts = (
@@ -116,64 +102,33 @@ class QwenImage(Family):
         ),
     )
 
-    def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> Shapes:
-        channels = config.get("in_channels", 64) // PATCH**2
-        latents = (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
-        controls = {
-            f"{CONTROL}{number}": latents
-            for number in range(1, min(num_controls, self.max_controls) + 1)
-        }
-        prompt = (text_tokens, config.get("joint_attention_dim", 3584))
-        return {"latents": latents, **controls, "prompt_embeds": prompt}
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        return {"prompt_embeds": pipeline.encode_prompt(prompt=[caption])[0][0]}
-
     def count_text_tokens(
         self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
     ) -> list[int]:
         stock = build_empty_pipeline(self.pipeline_class)
-        lengths = count_tokens(
-            folder, [stock.prompt_template_encode.format(caption) for caption in captions]
-        )
-        return [
-            min(n - stock.prompt_template_encode_start_idx, stock.tokenizer_max_length)
-            for n in lengths
-        ]
+        texts = [stock.prompt_template_encode.format(caption) for caption in captions]
+        start, longest = stock.prompt_template_encode_start_idx, stock.tokenizer_max_length
+        return [min(length - start, longest) for length in count_tokens(folder, texts)]
 
-    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
-        return encode_standardized(pipeline.vae, pixels)
-
-    def predict(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         images = with_controls(noisy, batch)
         tokens = [pack(image) for image in images]
+        shapes = [(1, image.shape[3] // PATCH, image.shape[4] // PATCH) for image in images]
         velocity: Tensor = transformer(
             hidden_states=torch.cat(tokens, dim=1),
             encoder_hidden_states=batch["prompt_embeds"],
             encoder_hidden_states_mask=batch.get("prompt_mask"),
             timestep=levels.to(noisy.dtype),
-            img_shapes=[[(1, image.shape[3] // PATCH, image.shape[4] // PATCH) for image in images]]
-            * len(noisy),
+            img_shapes=[shapes] * len(noisy),
             return_dict=False,
         )[0]
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank
         # one.
-        return {
-            "prompt": prompt,
-            "true_cfg_scale": self.defaults.sampling_guidance,
-            "negative_prompt": " ",
-        }
+        guidance = self.defaults.sampling_guidance
+        return {"prompt": prompt, "true_cfg_scale": guidance, "negative_prompt": " "}
 
 
 class QwenImageEdit(QwenImage):
@@ -181,16 +136,7 @@ class QwenImageEdit(QwenImage):
     tokens."""
 
     name = "qwen-image-edit"
-    models: ClassVar[tuple[PublishedModel, ...]] = (
-        PublishedModel(
-            "Qwen/Qwen-Image-Edit",
-            {},
-            QWEN_PARTS,
-            num_parameters=20_430_401_088,
-            license="apache-2.0",
-            source=QWEN_SOURCE,
-        ),
-    )
+    models: ClassVar[tuple[PublishedModel, ...]] = (EDIT,)
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
     max_controls = 1
@@ -204,7 +150,8 @@ class QwenImageEdit(QwenImage):
     template."""
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        return super().load_pipeline(folder, **{"processor": _load_processor(folder), **components})
+        processor = load_processor("Qwen2VLProcessor", folder / "processor")
+        return super().load_pipeline(folder, **{"processor": processor, **components})
 
     def encode_caption(
         self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
@@ -214,7 +161,7 @@ class QwenImageEdit(QwenImage):
         images = [to_images(pixels.movedim(1, 0).float())[0] for pixels in controls]
         return {"prompt_embeds": self._encode(pipeline, caption, images)[0]}
 
-    def _encode(self, pipeline: Any, caption: str, images: Sequence[Image.Image]) -> Tensor:
+    def _encode(self, pipeline: Any, caption: str, images: Images) -> Tensor:
         resized = []
         for image in images:
             width, height = self._condition_size(*image.size)
@@ -225,34 +172,22 @@ class QwenImageEdit(QwenImage):
     def count_text_tokens(
         self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
     ) -> list[int]:
-        processor = _load_processor(folder)
-        pipeline = build_empty_pipeline(self.pipeline_class)
+        processor = load_processor("Qwen2VLProcessor", folder / "processor")
+        stock = build_empty_pipeline(self.pipeline_class)
         counts = []
         for caption, sizes in zip(captions, controls, strict=True):
             self.check_num_controls(len(sizes), f"the caption {caption!r}")
-            pictures = "".join(
-                self.picture_prompt.format(number) for number in range(1, len(sizes) + 1)
-            )
-            text = pipeline.prompt_template_encode.format(pictures + caption)
-            num_image_tokens = sum(
-                processor.num_image_tokens(*self._condition_size(*size)) for size in sizes
-            )
+            pictures = (self.picture_prompt.format(number + 1) for number in range(len(sizes)))
+            text = stock.prompt_template_encode.format("".join(pictures) + caption)
+            seen = [processor.num_image_tokens(*self._condition_size(*size)) for size in sizes]
             # Each image's placeholder is one token of the text already.
-            num_tokens = len(processor.tokenizer(text)["input_ids"]) + num_image_tokens - len(sizes)
-            counts.append(num_tokens - pipeline.prompt_template_encode_start_idx)
+            num_tokens = len(processor.tokenizer(text)["input_ids"]) + sum(seen) - len(sizes)
+            counts.append(num_tokens - stock.prompt_template_encode_start_idx)
         return counts
 
-    def sample(
-        self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any
-    ) -> list[Image.Image]:
-        with self._control_area(bucket.width_px * bucket.height_px):
-            return super().sample(pipeline, prompt, bucket, **options)
-
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         self.check_num_controls(len(controls), "the prompt")
-        usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
+        usual = super().call_options(pipeline, prompt, bucket, controls)
         return {
             "true_cfg_scale": usual["true_cfg_scale"],
             "prompt_embeds": self._encode(pipeline, prompt, controls),
@@ -260,7 +195,7 @@ class QwenImageEdit(QwenImage):
             "image": controls[0] if self.max_controls == 1 else list(controls),
         }
 
-    def _control_area(self, area_px: int) -> AbstractContextManager[object]:
+    def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
         """Make the pipeline encode control images with this many pixels, as training does, instead
         of a megapixel.
 
@@ -270,7 +205,7 @@ class QwenImageEdit(QwenImage):
         """
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
 
-        stock_size = stock.calculate_dimensions
+        area_px, stock_size = bucket.width_px * bucket.height_px, stock.calculate_dimensions
         return mock.patch.object(
             stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio)
         )
@@ -287,64 +222,39 @@ class QwenImageEditPlus(QwenImageEdit):
     """One to three control images; the text encoder sees each with 384 x 384 pixels."""
 
     name = "qwen-image-edit-plus"
-    models = (
-        PublishedModel(
-            "Qwen/Qwen-Image-Edit-2509",
-            {},
-            QWEN_PARTS,
-            num_parameters=20_430_401_088,
-            license="apache-2.0",
-            source=QWEN_SOURCE,
-        ),
-        PublishedModel(
-            "Qwen/Qwen-Image-Edit-2511",
-            {"zero_cond_t": True},  # control images count as clean, whatever the noise
-            QWEN_PARTS,
-            name="qwen-image-edit-2511",
-            num_parameters=20_430_401_088,
-            license="apache-2.0",
-        ),
-    )
+    models = (EDIT_PLUS, EDIT_2511)
     pipeline_class = "QwenImageEditPlusPipeline"
     max_controls = 3  # the model's card: best with one to three
     defaults = replace(QwenImage.defaults, text_tokens=384)
     condition_area_px = 384 * 384
     picture_prompt = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 
-    def _control_area(self, area_px: int) -> AbstractContextManager[object]:
+    def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
-        return mock.patch.object(stock, "VAE_IMAGE_SIZE", area_px)
+        return mock.patch.object(stock, "VAE_IMAGE_SIZE", bucket.width_px * bucket.height_px)
 
 
-def _load_processor(folder: Path) -> Any:
-    from autotune.models.qwen_processor import Qwen2VLProcessor
-
-    return Qwen2VLProcessor.from_pretrained(folder / "processor", trust_remote_code=False)
-
-
-LATENT_PX = 16
-"""Pixels per latent, along each side; each latent is a token."""
 SLOT = 2
-"""Latents along each side of what the transformer counts as one slot of an image, so sides are
-multiples of it."""
-PARTS = Parts((8_767_123_696,), "AutoencoderKLQwenImage21")
-SOURCE = (
-    "transformer/ of Qwen/Qwen-Image-2.1@790c92633540aa0cb11d9abf19eb46d861714758: "
-    "14,230,249,472 "
-    "bytes of bf16"
+"""Latents along each side of what the transformer of Qwen-Image 2.1 counts as one slot of an image,
+so sides are multiples of it."""
+QWEN_21 = PublishedModel(
+    "Qwen/Qwen-Image-2.1",
+    "qwen-image-2.1",
+    {},
+    Parts((8_767_123_696,), "AutoencoderKLQwenImage21"),
+    num_parameters=7_115_124_736,
+    license="qwen-research",
+    source=(
+        "transformer/ of Qwen/Qwen-Image-2.1@790c92633540aa0cb11d9abf19eb46d861714758: "
+        "14,230,249,472 bytes of bf16"
+    ),
+    note=(
+        "its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of "
+        "it collapse that were trained long without their training adapter, so look at previews "
+        "often"
+    ),
 )
-NOTE = (
-    "its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of it "
-    "collapse that were "
-    "trained long without their training adapter, so look at previews often"
-)
-BASE = PublishedModel(
-    "Qwen/Qwen-Image-2.1", {}, PARTS, "", 7_115_124_736, "qwen-research", SOURCE, NOTE
-)
-QWEN_21_BLOCK = r"transformer_blocks\.\d+"
-ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0)"
-QWEN_21_MLP = r"img_mlp\.(gate_layer|proj|out)"
 
 
 class QwenImage21(Family):
@@ -352,29 +262,19 @@ class QwenImage21(Family):
 
     name = "qwen-image-2.1"
     models = (
-        BASE,
-        BASE.variant(
+        QWEN_21,
+        QWEN_21.variant(
             "Qwen/Qwen-Image-2.1-Turbo",
             "qwen-image-2.1-turbo",
-            note=(
-                "distilled to 8 steps, which training undoes: train on qwen-image-2.1, and use "
-                "the "
-                "adapter here"
-            ),
+            note="distilled to 8 steps, which training undoes: train on qwen-image-2.1, and use "
+            "the adapter here",
         ),
     )
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")
-    tiny_config: ClassVar[Config] = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "context_in_dim": 64,
-    }
+    tiny_config = {"num_layers": 2, "num_attention_heads": 2, "context_in_dim": 64}
     defaults = Defaults(
-        learning_rate=1e-4,
-        resolution_px=1024,
-        text_tokens=256,
         timestep_shift=3.0,
         preview_steps=40,
         sampling_guidance=1.0,
@@ -388,106 +288,75 @@ class QwenImage21(Family):
             "sampling_guidance": "the pipeline's default",
         },
     )
-    size_multiple_px = LATENT_PX * SLOT
+    latent_px = 16
     patch = 1
+    size_multiple_px = latent_px * SLOT
+    latent_channels = ("in_channels", 64)
+    prompt_size = (("context_in_dim", 4096),)
     separates_prompts = True
-    max_micro_batch_size = (
-        1  # captions of other lengths cannot share a pass, and sharded processes count passes
+    # Captions of other lengths cannot share a pass, and sharded processes count passes.
+    max_micro_batch_size = 1
+    # Nothing is cut, and the rotary tables know 8,192; nobody trains on more.
+    max_text_tokens = 2048
+    target_sets = adapted_layers(
+        BLOCK, r"attn\.(to_q|to_k|to_v|to_out\.0)", r"img_mlp\.(gate_layer|proj|out)"
     )
-    max_text_tokens = (
-        2048  # nothing is cut, and the rotary tables know 8,192; nobody trains on more
-    )
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
-        "attention": rf"{QWEN_21_BLOCK}\.{ATTENTION}",
-        "attention+mlp": rf"{QWEN_21_BLOCK}\.({ATTENTION}|{QWEN_21_MLP})",
-        "all-linear": rf"{QWEN_21_BLOCK}\.({ATTENTION}|{QWEN_21_MLP})",  # the modulation is outside of the blocks
+    excluded = {
+        "modulation": "its blocks share one modulation layer, which holds 1% of the weights",
+        "norm_rope": (
+            "text and image attend one after the other, which the function does not support"
+        ),
     }
-    block_lists = ("transformer_blocks",)
-    excluded = MappingProxyType(
-        {
-            "modulation": "its blocks share one modulation layer, which holds 1% of the weights",
-            "norm_rope": (
-                "text and image attend one after the other, which the function does not support"
-            ),
-        }
-    )
 
     def tokens_per_frame(self, bucket: Bucket) -> int:
         return super().tokens_per_frame(bucket) * SLOT**2
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        return super().load_pipeline(
-            folder, **{"processor": _qwen_21_load_processor(folder), **components}
-        )
-
-    def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> Shapes:
-        size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)
-        return {
-            "latents": (config.get("in_channels", 64), 1, *size),
-            "prompt_embeds": (text_tokens, config.get("context_in_dim", 4096)),
-        }
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        return {"prompt_embeds": pipeline.encode_prompt(caption)[0][0]}
+        processor = load_processor("Qwen3VLProcessor", folder / "processor")
+        return super().load_pipeline(folder, **{"processor": processor, **components})
 
     def count_text_tokens(
         self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
     ) -> list[int]:
         from diffusers import QwenImage21Pipeline
 
-        processor = _qwen_21_load_processor(folder)
+        processor = load_processor("Qwen3VLProcessor", folder / "processor")
         stock = QwenImage21Pipeline(None, None, None, processor, None)
         texts = [stock.prompt_template_t2i.format(caption or " ") for caption in captions]
         return [len(ids) - stock._drop_idx for ids in processor.tokenizer(texts)["input_ids"]]
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
-        return encode_standardized(
-            pipeline.vae, torch.cat([pixels, torch.ones_like(pixels[:1])])
-        )  # opaque
+        opaque = torch.cat([pixels, torch.ones_like(pixels[:1])])
+        return super().encode_pixels(pipeline, opaque)
 
-    def predict(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         if len({len(prompt) for prompt in prompts}) > 1:
             # Padding would count as text, and move the image away from it: diffusers' own test of
             # batches allows 2e-3.
-            alone = [
-                self.predict(
-                    transformer, noisy[i : i + 1], levels[i : i + 1], {"prompt_embeds_0": prompt}
-                )
-                for i, prompt in enumerate(prompts)
-            ]
-            return torch.cat(alone)
-        text, (rows, columns) = len(prompts[0]), noisy.shape[3:]
+            rows = zip(noisy[:, None], levels[:, None], prompts, strict=True)
+            return torch.cat(
+                [
+                    self.predict(transformer, one, level, {"prompt_embeds_0": prompt})
+                    for one, level, prompt in rows
+                ]
+            )
+        text, (height, width) = len(prompts[0]), noisy.shape[3:]
         # A trace has no numbers, but the model reads these: they stay on the host, where it does.
-        places = torch.arange(
-            text + rows * columns // SLOT**2, device="cpu" if noisy.is_meta else noisy.device
-        )
+        device = "cpu" if noisy.is_meta else noisy.device
+        places = torch.arange(text + height * width // SLOT**2, device=device)
         velocity: Tensor = transformer(
             hidden_states=noisy.flatten(2).mT,
             encoder_hidden_states=torch.stack(prompts),
             timestep=levels,
-            img_shapes=[[(1, rows, columns)]] * len(noisy),
+            img_shapes=[[(1, height, width)]] * len(noisy),
             img_mask=(places >= text).expand(len(noisy), -1),
             return_dict=False,
         )[0]
         return velocity[:, text:].mT.reshape(noisy.shape)
 
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         return {"prompt": prompt}
 
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return True  # of the text, which attends to what comes before
-
-
-def _qwen_21_load_processor(folder: Path) -> Any:
-    from autotune.models.qwen_processor import Qwen3VLProcessor
-
-    return Qwen3VLProcessor.from_pretrained(folder / "processor", trust_remote_code=False)

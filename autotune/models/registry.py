@@ -3,12 +3,12 @@ table; or, from another distribution, an entry point in the group `autotune.fami
 the class or an instance."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.models.family import Family, PublishedModel
+from autotune.models.facts import PublishedModel
+from autotune.models.family import Family
 from autotune.models.flux1 import Chroma, Flux1Dev, Flux1Kontext
 from autotune.models.flux2 import Flux2Dev, Flux2Klein
 from autotune.models.kandinsky5 import Kandinsky5Image, Kandinsky5Video
@@ -45,29 +45,29 @@ class Families(Mapping[str, Family]):
         """Add a family to this process. Trials run in others: what a plan is to train needs an
         entry point.
 
-        Raises:
-            TypeError: it is no family.
-            ValueError: there is another one of its name, or of its pipelines, by which folders are
-                recognized.
+        Raises TypeError if it is no family, and ValueError if there is another one of its name, or
+        of its pipelines, by which folders are recognized.
         """
         if not isinstance(family, Family):
             raise TypeError(f"not a Family: {family!r}")
-        index = {**family.pipeline_config, "_class_name": family.pipeline_class}
-        if any(
-            family.name == other.name or other.is_pipeline(index)
-            for other in self._families.values()
-        ):
+        name, index = family.name, {**family.pipeline_config, "_class_name": family.pipeline_class}
+        if any(name == other.name or other.is_pipeline(index) for other in self._families.values()):
             raise ValueError(
-                f"there is already a family {family.name}, or one with a {family.pipeline_class}"
+                f"there is already a family {name}, or one with a {family.pipeline_class}"
             )
-        self._families[family.name] = family
+        self._families[name] = family
 
     def _all(self) -> Mapping[str, Family]:
-        if not self._is_complete:
-            self._is_complete = True
-            load_entry_points(
-                ENTRY_POINTS, lambda found: self.add(found() if isinstance(found, type) else found)
-            )
+        if self._is_complete:
+            return self._families
+        self._is_complete = True
+        for point in entry_points(group=ENTRY_POINTS):
+            reveal_packages()
+            try:
+                found = point.load()
+                self.add(found() if isinstance(found, type) else found)
+            except Exception as error:  # what is broken costs a warning, not the command
+                warnings.warn(f"{point.value} adds nothing to autotune: {error}", stacklevel=2)
         return self._families
 
 
@@ -95,38 +95,19 @@ FAMILIES = Families(
 
 
 def find_published(name: str, expert: str | None = None) -> tuple[Family, PublishedModel] | None:
-    """The published model of that name or hub id, with its family as it trains `expert`; by its
-    family's name the first one. Raises InvalidInput if it has no such expert."""
-    known = ((family, each) for family in FAMILIES.values() for each in family.models)
-    found = next(
-        (found for found in known if name in (found[1].name or found[0].name, found[1].hub_id)),
-        None,
-    )
-    return found and (found[0].with_expert(expert), found[1])
+    """Find the published model of that name or hub id, and its family as it trains `expert`.
+    Raises InvalidInput if it has no such expert."""
+    for family in FAMILIES.values():
+        for model in family.models:
+            if name in (model.name, model.hub_id):
+                return family.with_expert(expert), model
+    return None
 
 
 def get_family(name: str) -> Family:
-    """The family called `name`. Raises InvalidInput if no family has that name."""
+    """Return the family called `name`. Raises InvalidInput if no family has that name."""
     if name not in FAMILIES:
         raise InvalidInput(
             f"there is no model family called {name!r}", hint=suggest_nearest(name, FAMILIES)
         )
     return FAMILIES[name]
-
-
-def load_entry_points(group: str, add: Callable[[Any], None]) -> dict[str, str]:
-    """Give each entry point of a group to `add`; returns the version of each distribution that
-    added any.
-
-    What is broken costs a warning, not the command.
-    """
-    found: dict[str, str] = {}
-    for point in entry_points(group=group):
-        reveal_packages()
-        try:
-            add(point.load())
-        except Exception as error:
-            warnings.warn(f"{point.value} adds nothing to autotune: {error}", stacklevel=2)
-        else:
-            found |= {point.dist.name: point.dist.version} if point.dist else {}
-    return found

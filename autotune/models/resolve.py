@@ -15,18 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.events import OnEvent, StatusChanged, ignore_event
-from autotune.models.family import (
-    CHECK_CONFIG,
-    Family,
-    Parts,
-    PublishedModel,
-    build_on_meta,
-    public_config,
-)
+from autotune.models.facts import Parts, PublishedModel
+from autotune.models.family import CHECK_CONFIG, Family, build_on_meta, public_config
 from autotune.models.noise import NoiseProcess
 from autotune.models.registry import FAMILIES, find_published
 from autotune.models.single_file import (
@@ -42,7 +36,7 @@ from autotune.models.single_file import (
 from autotune.plan.base import Frozen, NaturalInt, digest_of
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
-from autotune.system.process import lazy_module
+from autotune.system.lazy import torch
 from autotune.weights.files import (
     BadWeights,
     MissingWeights,
@@ -56,11 +50,6 @@ from autotune.weights.files import (
 from autotune.weights.hub import fetch as fetch_files
 from autotune.weights.hub import missing_files, snapshot_in_cache, verify
 from autotune.weights.single_file import view_as
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on the hub."""
@@ -187,7 +176,7 @@ def resolve_model(ref: ModelRef) -> ResolvedModel:
     if snapshot is not None:
         return _resolve_folder(snapshot, repo, snapshot.name, ref.expert)
     if found is None:
-        names = [each.name or family.name for family in FAMILIES.values() for each in family.models]
+        names = [each.name for family in FAMILIES.values() for each in family.models]
         hint = f"{suggest_nearest(ref.name, names)}; or a hub id, owner/name"
         raise InvalidInput(f"{ref.name!r} is neither a folder nor a known model", hint=hint)
     family, published = found

@@ -7,54 +7,40 @@ prompt's padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from autotune.models.family import (
-    Batch,
-    Config,
-    Defaults,
-    Family,
-    ModulationLayers,
-    Parts,
-    PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
-)
-from autotune.models.latents import ATTENTION, FLUX_VAE, PATCH, VAE_FACTOR, ImageLatents
-from autotune.plan.workload import Bucket
-from autotune.system.process import lazy_module
+from autotune.models.facts import Config, Defaults, ModulationLayers, Parts, PublishedModel
+from autotune.models.family import Batch, Family
+from autotune.models.latents import ATTENTION, FLUX_VAE, ImageLatents, adapted_layers
+from autotune.system.lazy import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-else:
-    nn = lazy_module("torch.nn")
-
-CLIP_TOKENS, T5_TOKENS = 77, 256
+TEXT_TOKENS = 77 + 256
 """Lengths that the pipeline pads a prompt to, for both CLIPs side by side, and after them for
 T5."""
 LARGE: Config = {
-    **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
-    **{"pos_embed_max_size": 192, "qk_norm": "rms_norm"},
+    "num_layers": 38,
+    "num_attention_heads": 38,
+    "caption_projection_dim": 2432,
+    "pos_embed_max_size": 192,
+    "qk_norm": "rms_norm",
 }
 MEDIUM: Config = {
-    **{"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536},
-    **{"pos_embed_max_size": 384, "qk_norm": "rms_norm", "dual_attention_layers": tuple(range(13))},
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "caption_projection_dim": 1536,
+    "pos_embed_max_size": 384,
+    "qk_norm": "rms_norm",
+    "dual_attention_layers": tuple(range(13)),
 }
-VAE: Mapping[str, Any] = {**FLUX_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}
+VAE: Config = {**FLUX_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}
 PARTS = Parts((123_650_304, 694_659_840, 4_762_310_656), "AutoencoderKL", VAE)
 HUB, LICENSE = "stabilityai/stable-diffusion-3.5", "stabilityai-ai-community"
 SOURCE = (
-    "stable_diffusion_3_5_fp8 of tenstorrent/tt-forge-models@183b1f5; 8.1 and 2.5 billion "
-    "with "
+    "stable_diffusion_3_5_fp8 of tenstorrent/tt-forge-models@183b1f5; 8.1 and 2.5 billion with "
     "tables of positions"
 )
+LARGE_MODEL = PublishedModel(f"{HUB}-large", "sd3.5", LARGE, PARTS, 8_056_627_520, LICENSE, SOURCE)
 BLOCK = r"transformer_blocks\.\d+"
-DUAL = r"attn2\.(to_q|to_k|to_v|to_out\.0)"
-MLP = r"ff(_context)?\.net\.(0\.proj|2)"
 
 
 class StableDiffusion35(ImageLatents, Family):
@@ -62,24 +48,31 @@ class StableDiffusion35(ImageLatents, Family):
 
     name = "sd3.5"
     models = (
-        PublishedModel(f"{HUB}-large", LARGE, PARTS, "", 8_056_627_520, LICENSE, SOURCE),
+        LARGE_MODEL,
         PublishedModel(
-            f"{HUB}-medium", MEDIUM, PARTS, "sd3.5-medium", 2_243_171_520, LICENSE, SOURCE
+            f"{HUB}-medium", "sd3.5-medium", MEDIUM, PARTS, 2_243_171_520, LICENSE, SOURCE
         ),
-        PublishedModel(
-            *(f"{HUB}-large-turbo", LARGE, PARTS, "sd3.5-turbo", 8_056_627_520, LICENSE),
+        LARGE_MODEL.variant(
+            f"{HUB}-large-turbo",
+            "sd3.5-turbo",
             note="distilled to 4 steps without guidance, which training undoes: train on sd3.5, "
-            "and use the adapter "
-            "here; previews are sampled as sd3.5's",
+            "and use the adapter here; previews are sampled as sd3.5's",
         ),
     )
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
     components = (
-        *("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
-        *("tokenizer", "tokenizer_2", "tokenizer_3", "scheduler"),
+        "transformer",
+        "vae",
+        "text_encoder",
+        "text_encoder_2",
+        "text_encoder_3",
+        "tokenizer",
+        "tokenizer_2",
+        "tokenizer_3",
+        "scheduler",
     )
-    tiny_config: ClassVar[Config] = {
+    tiny_config = {
         "num_layers": 2,
         "num_attention_heads": 2,
         "caption_projection_dim": 128,
@@ -88,11 +81,8 @@ class StableDiffusion35(ImageLatents, Family):
         "dual_attention_layers": (0,),
     }
     defaults = Defaults(
-        learning_rate=1e-4,
-        resolution_px=1024,
-        text_tokens=CLIP_TOKENS + T5_TOKENS,
+        text_tokens=TEXT_TOKENS,
         timestep_shift=3.0,
-        preview_steps=28,
         sampling_guidance=4.5,
         sources={
             "rank": "ai-toolkit's example",
@@ -103,53 +93,28 @@ class StableDiffusion35(ImageLatents, Family):
         },
     )
     casts_to_weight_dtype = True
-    size_multiple_px = VAE_FACTOR * PATCH
-    max_side_px = 192 * VAE_FACTOR * PATCH  # of large: medium's table of positions is twice as wide
-    max_text_tokens = CLIP_TOKENS + T5_TOKENS
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
-        "attention": rf"{BLOCK}\.({ATTENTION}|{DUAL})",
-        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{DUAL}|{MLP})",
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{DUAL}|{MLP}|norm1(_context)?\.linear)",
-    }
-    block_lists = ("transformer_blocks",)
+    max_side_px = 192 * 16  # of large: medium's table of positions is twice as wide
+    pooled_size = ("pooled_projection_dim", 2048)
+    pooled_output = 2
+    encode_options = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+    max_text_tokens = TEXT_TOKENS
+    target_sets = adapted_layers(
+        BLOCK,
+        rf"{ATTENTION}|attn2\.(to_q|to_k|to_v|to_out\.0)",
+        r"ff(_context)?\.net\.(0\.proj|2)",
+        r"norm1(_context)?\.linear",
+    )
     modulation = ModulationLayers(
         rf"{BLOCK}\.norm1(_context)?|norm_out",
         ("time_text_embed",),
         inputs=("pooled_prompt_embeds",),
     )
-    excluded = MappingProxyType(
-        {
-            "attention": "its attention calls PyTorch's directly, whatever backend is set",
-            "norm_rope": "it does not rotate queries and keys: positions are added to the patches",
-        }
-    )
+    excluded = {
+        "attention": "its attention calls PyTorch's directly, whatever backend is set",
+        "norm_rope": "it does not rotate queries and keys: positions are added to the patches",
+    }
 
-    def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> Shapes:
-        size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
-        return {
-            "latents": (config.get("in_channels", 16), 1, *size),
-            "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 4096)),
-            "pooled_prompt_embeds": (config.get("pooled_projection_dim", 2048),),
-        }
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        prompt, _, pooled, _ = pipeline.encode_prompt(
-            caption, None, None, do_classifier_free_guidance=False
-        )
-        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
-
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
-        return [self.max_text_tokens] * len(captions)
-
-    def predict(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         velocity: Tensor = transformer(
             hidden_states=noisy[:, :, 0],
             timestep=1000 * levels,

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models.family import Family, PublishedModel, build_on_meta
+from autotune.models.facts import PublishedModel
+from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES
 from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, MissingWeights, WeightSource, open_weights
@@ -48,7 +49,7 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
     for family in FAMILIES.values():
         for model in family.models if _may_be(source, family) else ():
             if error := _why_not(source, family, model.config):
-                refusals[model.name or family.name] = error
+                refusals[model.name] = error
             else:
                 found.append((family, model))
     if not found:

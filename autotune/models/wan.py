@@ -1,49 +1,30 @@
-"""Wan 2.1 and Wan 2.2 5B, text to video: one stream of blocks that attend to the text, UMT5 as its
-text encoder.
-
-Single images train them as well. Wan 2.2's model of 14B: `wan22_14b.py`.
-"""
+"""Wan 2.1 and Wan 2.2, text to video: one stream of blocks that attend to the text, UMT5 as its text
+encoder. Single images train them as well."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from PIL import Image
+from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models.family import (
-    Batch,
-    Config,
-    Defaults,
-    Family,
-    Parts,
-    PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
-)
-from autotune.models.latents import encode_standardized
+from autotune.models.facts import Config, Defaults, Parts, PublishedModel
+from autotune.models.family import Batch, Family, Images, Options
+from autotune.models.latents import adapted_layers
 from autotune.models.noise import FlowMatching, NoiseProcess
 from autotune.plan.workload import Bucket
-from autotune.system.process import lazy_module
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-else:
-    nn = lazy_module("torch.nn")
+from autotune.system.lazy import Tensor
 
 TEXT_TOKENS = 512
 """Length that the pipeline pads every encoded prompt to with zeros, which the transformer
 attends to: no mask."""
 POSITIONS = 1024
 """Maximum rows, columns and latent frames of the transformer's rotary embedding."""
+BOUNDARY = 0.875
+"""Share of noise from which one transformer of Wan 2.2 14B denoises, and below which the other."""
 UMT5 = (5_680_910_336,)
 """Parameters of UMT5-XXL's encoder."""
-VAE_22: Mapping[str, Any] = {
+PARTS = Parts(UMT5, "AutoencoderKLWan")
+VAE_22: Config = {
     "base_dim": 160,
     "decoder_base_dim": 256,
     "z_dim": 48,
@@ -54,29 +35,19 @@ VAE_22: Mapping[str, Any] = {
     "scale_factor_spatial": 16,
     "latents_mean": (
         -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542,
-        0.2813, 0.0891,
-        0.157, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108,
-        -0.2158, 0.2502,
-        -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.123, -0.0313, -0.1649,
-        0.0117, 0.0723,
-        -0.2839, -0.2083, -0.052, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681,
-        -0.0667,
+        0.2813, 0.0891, 0.157, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109,
+        0.2665, -0.2108, -0.2158, 0.2502, -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899,
+        -0.2799, -0.123, -0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.052, 0.3748,
+        0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
     ),
     "latents_std": (
         0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894,
-        1.0901,
-        0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986,
-        0.5659,
-        0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415,
-        0.4944,
-        0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.06, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468,
-        0.7744,
+        1.0901, 0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146,
+        0.8986, 0.5659, 0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709,
+        0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.06, 0.3943, 0.5537,
+        0.5444, 0.4089, 0.7468, 0.7744,
     ),
 }  # fmt: skip
-
-BLOCK = r"blocks\.\d+"
-ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
-MLP = r"ffn\.net\.(0\.proj|2)"
 
 
 class Wan(Family):
@@ -84,81 +55,28 @@ class Wan(Family):
 
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
-    components: ClassVar[tuple[str, ...]] = (
-        "transformer",
-        "vae",
-        "text_encoder",
-        "tokenizer",
-        "scheduler",
-    )
-    tiny_config: ClassVar[Config] = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "ffn_dim": 128,
-        "text_dim": 64,
-    }
+    tiny_config = {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 128, "text_dim": 64}
+    prompt_size = (("text_dim", 4096),)
+    encode_options = {"do_classifier_free_guidance": False, "max_sequence_length": TEXT_TOKENS}
     max_text_tokens = TEXT_TOKENS
     frames_per_latent = 4
     max_frames = 4 * (POSITIONS - 1) + 1
     casts_to_weight_dtype = True
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
-        "attention": rf"{BLOCK}\.{ATTENTION}",
-        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",  # a block's modulation is a table
-    }
-    block_lists = ("blocks",)
-    excluded = MappingProxyType(
-        {
-            "modulation": "a block's modulation is a table, of next to no weights",
-            "norm_rope": "its norms span all heads of a projection",
-        }
+    target_sets = adapted_layers(
+        r"blocks\.\d+", r"attn[12]\.(to_q|to_k|to_v|to_out\.0)", r"ffn\.net\.(0\.proj|2)"
     )
+    block_lists = ("blocks",)
+    excluded = {
+        "modulation": "a block's modulation is a table, of next to no weights",
+        "norm_rope": "its norms span all heads of a projection",
+    }
 
-    def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> Shapes:
-        latent_px = self.size_multiple_px // self.patch
-        size = (bucket.height_px // latent_px, bucket.width_px // latent_px)
-        return {
-            "latents": (
-                config.get("in_channels", 16),
-                self.num_latent_frames(bucket.num_frames),
-                *size,
-            ),
-            "prompt_embeds": (text_tokens, config.get("text_dim", 4096)),
-        }
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        prompts, _ = pipeline.encode_prompt(
-            caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
-        )
-        return {"prompt_embeds": prompts[0]}
-
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
-        return [TEXT_TOKENS] * len(captions)
-
-    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
-        return encode_standardized(pipeline.vae, pixels)
-
-    def predict(
-        self, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         # The pipeline of Wan 2.2 gives each token a timestep of its own, but to text to video the
         # same for all.
-        velocity: Tensor = transformer(
-            noisy, levels * 1000, batch["prompt_embeds"], return_dict=False
-        )[0]
+        text = batch["prompt_embeds"]
+        velocity: Tensor = transformer(noisy, levels * 1000, text, return_dict=False)[0]
         return velocity
-
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
-        usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
-        return {**usual, "num_frames": bucket.num_frames, "output_type": "pil"}
 
 
 class Wan21(Wan):
@@ -168,26 +86,25 @@ class Wan21(Wan):
     models = (
         PublishedModel(
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+            "wan-2.1",
             {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-            Parts(UMT5, "AutoencoderKLWan"),
+            PARTS,
             num_parameters=1_418_996_800,
             license="apache-2.0",
             source="wan/configs/wan_t2v_1_3B.py in Wan-Video/Wan2.1@9737cba",
         ),
         PublishedModel(
             "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+            "wan-2.1-14b",
             {},
-            Parts(UMT5, "AutoencoderKLWan"),
-            name="wan-2.1-14b",
+            PARTS,
             num_parameters=14_288_491_584,
             license="apache-2.0",
             source="wan/configs/wan_t2v_14B.py in Wan-Video/Wan2.1@9737cba; 28.6 GB in bf16",
         ),
     )
-    pipeline_config: ClassVar[Config] = {"expand_timesteps": None, "boundary_ratio": None}
-    size_multiple_px = 16
+    pipeline_config = {"expand_timesteps": None, "boundary_ratio": None}
     defaults = Defaults(
-        learning_rate=1e-4,
         effective_batch_size=1,
         resolution_px=640,
         text_tokens=TEXT_TOKENS,
@@ -210,6 +127,7 @@ class Wan22(Wan):
     models = (
         PublishedModel(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+            "wan-2.2",
             {
                 "num_attention_heads": 24,
                 "ffn_dim": 14336,
@@ -224,10 +142,10 @@ class Wan22(Wan):
             note="trained here from text to clips or images, without a start image",
         ),
     )
-    pipeline_config: ClassVar[Config] = {"expand_timesteps": True, "boundary_ratio": None}
+    pipeline_config = {"expand_timesteps": True, "boundary_ratio": None}
+    latent_px = 16
     size_multiple_px = 32
     defaults = Defaults(
-        learning_rate=1e-4,
         effective_batch_size=1,
         resolution_px=960,
         text_tokens=TEXT_TOKENS,
@@ -242,11 +160,6 @@ class Wan22(Wan):
     )
 
 
-BOUNDARY = 0.875
-"""Share of noise from which one transformer of the published model denoises, and below which the
-other."""
-
-
 class Wan22HighNoise(Wan):
     """Wan 2.2 of 14B parameters, at 480p: the transformer for much noise."""
 
@@ -257,8 +170,9 @@ class Wan22HighNoise(Wan):
     models = (
         PublishedModel(
             "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+            "wan-2.2-14b",
             {},
-            Parts(UMT5, "AutoencoderKLWan"),
+            PARTS,
             num_parameters=14_288_491_584,
             license="apache-2.0",
             source="wan/configs/wan_t2v_A14B.py in Wan-Video/Wan2.2@42bf4cf; 28.6 GB in fp16 each",
@@ -268,9 +182,8 @@ class Wan22HighNoise(Wan):
             ),
         ),
     )
-    pipeline_config: ClassVar[Config] = {"expand_timesteps": None, "boundary_ratio": BOUNDARY}
-    size_multiple_px = 16
-    noise: ClassVar[NoiseProcess] = FlowMatching(lowest_share=BOUNDARY)
+    pipeline_config = {"expand_timesteps": None, "boundary_ratio": BOUNDARY}
+    noise = FlowMatching(lowest_share=BOUNDARY)
     defaults = replace(
         Wan21.defaults,
         timestep_shift=12.0,
@@ -281,14 +194,9 @@ class Wan22HighNoise(Wan):
         },
     )
 
-    @property
-    def experts(self) -> Mapping[str, type[Family]]:
-        return {"high-noise": Wan22HighNoise, "low-noise": Wan22LowNoise}
-
-    def is_pipeline(self, index: Mapping[str, Any]) -> bool:
-        return super().is_pipeline(
-            {**index, "boundary_ratio": index.get("boundary_ratio") and BOUNDARY}
-        )
+    def is_pipeline(self, index: Config) -> bool:
+        boundary = index.get("boundary_ratio") and BOUNDARY
+        return super().is_pipeline({**index, "boundary_ratio": boundary})
 
     def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
         boundary = index.get("boundary_ratio")
@@ -300,14 +208,10 @@ class Wan22HighNoise(Wan):
     def _noise_beside(self, boundary: float) -> NoiseProcess:
         return FlowMatching(lowest_share=boundary)
 
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence[Image.Image]
-    ) -> dict[str, Any]:
-        usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
-        return {
-            **usual,
-            "guidance_scale_2": 0.75 * usual["guidance_scale"],
-        }  # 3 and 4 in Wan-Video/Wan2.2
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
+        usual = super().call_options(pipeline, prompt, bucket, controls)
+        usual["guidance_scale_2"] = 0.75 * usual["guidance_scale"]  # 3 and 4 in Wan-Video/Wan2.2
+        return usual
 
 
 class Wan22LowNoise(Wan22HighNoise):
@@ -316,8 +220,8 @@ class Wan22LowNoise(Wan22HighNoise):
     expert = "low-noise"
     denoiser = "transformer_2"
     other_denoisers = ("transformer",)
-    adapter_options: ClassVar[Mapping[str, Any]] = {"load_into_transformer_2": True}
-    noise: ClassVar[NoiseProcess] = FlowMatching(highest_share=BOUNDARY)
+    adapter_options = {"load_into_transformer_2": True}
+    noise = FlowMatching(highest_share=BOUNDARY)
 
     @property
     def adapter_component(self) -> str:
@@ -325,3 +229,6 @@ class Wan22LowNoise(Wan22HighNoise):
 
     def _noise_beside(self, boundary: float) -> NoiseProcess:
         return FlowMatching(highest_share=boundary)
+
+
+Wan22HighNoise.experts = {"high-noise": Wan22HighNoise(), "low-noise": Wan22LowNoise()}

@@ -340,7 +340,7 @@ def user_values_line(plan: TrainingPlan) -> list[str]:
 
 def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
     from autotune.knobs.settings import usual_learning_rate
-    from autotune.models.family import VIEWS_PER_IMAGE
+    from autotune.models.facts import VIEWS_PER_IMAGE
     from autotune.models.registry import get_family
 
     job, work, optimizer = plan.job, plan.frozen.workload, plan.frozen.workload.optimizer

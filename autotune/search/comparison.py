@@ -10,7 +10,8 @@ from pydantic import computed_field
 
 from autotune.errors import InvalidInput, NothingFits
 from autotune.machine.catalog import CatalogGpu, load_catalog
-from autotune.models.family import Family, Parts, PublishedModel
+from autotune.models.facts import Parts, PublishedModel
+from autotune.models.family import Family
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.amounts import memory_bytes
@@ -236,7 +237,7 @@ class NoGpu(NothingFits):
     @classmethod
     def build(cls, family: Family, model: PublishedModel) -> "NoGpu":
         """The error for a family's published model; it names the smallest GPU that it fits."""
-        name = model.name or family.name
+        name = model.name
         predictions = catalog_predictions(name)
         fitting = [each for each in predictions if each.step_seconds is not None]
         smallest = min(
@@ -332,7 +333,7 @@ class ModelSummary(Frozen):
     @classmethod
     def build(cls, family: Family, model: PublishedModel, gpu: str | None) -> "ModelSummary":
         """Summarize a model for the GPU of that name in the catalog."""
-        name, missing = model.name or family.name, missing_levers(family)
+        name, missing = model.name, missing_levers(family)
         return cls(
             name=name,
             family=family.name,

@@ -12,7 +12,7 @@ from autotune.knobs.caching import PIN
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import usual_learning_rate
-from autotune.models.family import Defaults
+from autotune.models.facts import Defaults
 from autotune.models.registry import find_published
 from autotune.models.resolve import (
     ResolvedModel,

@@ -9,7 +9,7 @@ from tiny_models import TINY, cpu, gpu, workload_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
 from autotune.cost.trace import BlockTables, choose_traced, compose, table_of
-from autotune.models.family import Parts
+from autotune.models.facts import Parts
 from autotune.models.registry import FAMILIES
 
 DEPTHS = {

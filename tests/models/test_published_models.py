@@ -21,7 +21,7 @@ from tests.kinds import KINDS
 from tests.models.published import CONFIGS
 from tests.small import write_small_pipeline
 
-MODELS = {each.name or name: each for name, family in FAMILIES.items() for each in family.models}
+MODELS = {each.name: each for name, family in FAMILIES.items() for each in family.models}
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

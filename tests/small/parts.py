@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from autotune.models.qwen_processor import Qwen2VLProcessor
+from autotune.models.latents import image_processor
 
 QWEN_CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
@@ -229,7 +229,9 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> 
 
 def qwen_processor(tokenizer: Any) -> Any:
     """Processor of Qwen2.5-VL that shrinks images to at most 16 tokens."""
-    return Qwen2VLProcessor(image_processor=qwen_image_processor(), tokenizer=tokenizer)
+    return image_processor("Qwen2VLProcessor")(
+        image_processor=qwen_image_processor(), tokenizer=tokenizer
+    )
 
 
 def qwen_image_processor() -> Any:

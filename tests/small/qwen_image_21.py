@@ -7,7 +7,7 @@ from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline, QwenImage21
 from transformers import Qwen3VLForConditionalGeneration
 
 from autotune.models.family import Family
-from autotune.models.qwen_processor import Qwen3VLProcessor
+from autotune.models.latents import image_processor
 from tests.small.parts import (
     QWEN_VL_CHAT,
     invert_input_layer,
@@ -38,7 +38,9 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     vae = AutoencoderKLQwenImage21(
         base_dim=16, decoder_base_dim=16, dim_mult=[1, 1, 2, 2, 2], num_res_blocks=1
     ).eval()
-    processor = Qwen3VLProcessor(qwen_image_processor(), tokenizer, chat_template=QWEN_VL_CHAT)
+    processor = image_processor("Qwen3VLProcessor")(
+        qwen_image_processor(), tokenizer, chat_template=QWEN_VL_CHAT
+    )
     return QwenImage21Pipeline(
         scheduler=make_scheduler(),
         vae=vae,
