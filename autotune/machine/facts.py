@@ -1,5 +1,5 @@
-"""Turns raw values into facts: queries the sources in order, rejects invalid values, records
-why one is absent."""
+"""Turns raw values into facts: asks the sources in order, rejects invalid values, records why one
+is absent."""
 
 import platform
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from autotune.machine.sources import System, Unavailable
 from autotune.plan.hardware import Device, Host, Link, MemoryKind, OtherGpu, Versions
 
 T = TypeVar("T")
+# Name of each fact: its type, and where it is read, as `source:query`, the best source first.
 Facts = Mapping[str, tuple[TypeAdapter[Any], *tuple[str, ...]]]
-"""Name of each fact: its type, and where it is read, as `source:query`, the best source first."""
 
 SOURCE_NAMES = {
     "torch": "CUDA runtime",
@@ -34,24 +34,20 @@ SOURCE_NAMES = {
 
 
 def integer(minimum: int, maximum: int) -> TypeAdapter[int]:
-    """An integer within [minimum, maximum]."""
+    """Validate an integer within [minimum, maximum]."""
     return TypeAdapter(Annotated[int, Field(strict=True, ge=minimum, le=maximum)])
 
 
 def positive_number(maximum: float) -> TypeAdapter[float]:
-    """A finite number above 0 and at most `maximum`."""
+    """Validate a finite number above 0 and at most `maximum`."""
     return TypeAdapter(Annotated[float, Field(strict=True, gt=0, le=maximum, allow_inf_nan=False)])
 
 
+# Bytes; more than a petabyte is nonsense. What is free may be 0.
 SIZE, FREE = integer(1, 2**50), integer(0, 2**50)
-"""Bytes; more than a petabyte is nonsense. What is free may be 0."""
-TEXT: TypeAdapter[str] = TypeAdapter(
-    Annotated[
-        str,
-        StringConstraints(strict=True, strip_whitespace=True, pattern=r"^(?: |[^\p{C}\p{Z}])+$"),
-    ]
-)
-"""Printable and not empty."""
+# Printable and not empty.
+PRINTABLE = StringConstraints(strict=True, strip_whitespace=True, pattern=r"^(?: |[^\p{C}\p{Z}])+$")
+TEXT: TypeAdapter[str] = TypeAdapter(Annotated[str, PRINTABLE])
 FLAG: TypeAdapter[Any] = TypeAdapter(Annotated[StrictBool | Literal[0, 1], AfterValidator(bool)])
 
 
@@ -64,7 +60,7 @@ class Reader:
         self.absent: dict[str, str] = {}
 
     def facts(self, owner: str, wanted: Facts) -> dict[str, Any]:
-        """The facts of `owner` (`device`, `host` ...) that some source knows, by name."""
+        """Read the facts of `owner` (`device`, `host` ...) that some source knows, by name."""
         found = {
             name: self.fact(f"{owner}.{name}", kind, *queries)
             for name, (kind, *queries) in wanted.items()
@@ -72,8 +68,7 @@ class Reader:
         return {name: value for name, value in found.items() if value is not None}
 
     def fact(self, fact: str, kind: TypeAdapter[T], *queries: str) -> T | None:
-        """The first valid value that the `queries` return; None, with every source's reason
-        recorded, if none is."""
+        """Return the first valid value that the `queries` give, or None and record why."""
         reasons = []
         for query in queries:
             source, _, name = query.partition(":")
@@ -91,8 +86,7 @@ class Reader:
         return None
 
     def raw(self, query: str) -> object:
-        """The value without validation, or None: for what is no fact of the
-        profile."""
+        """Return the value without validation, or None: for what is no fact of the profile."""
         source, _, name = query.partition(":")
         try:
             return self.system.query(source, name, self.index)
@@ -101,10 +95,10 @@ class Reader:
 
 
 NO_PACKAGES = frozenset({"python", "cuda_runtime", "cuda_driver", "driver", "cudnn"})
+# Field of `Versions`: name of the distribution.
 PACKAGES: Mapping[str, str] = {
     name: name.replace("_", "-") for name in Versions.model_fields if name not in NO_PACKAGES
 }
-"""Field of `Versions`: name of the distribution."""
 
 HOST: Facts = {
     "memory_bytes": (SIZE, "os:memory_bytes"),
@@ -132,18 +126,14 @@ MEMORY_SIGNALS: Facts = {
     "integrated": (FLAG, "driver:integrated", "torch:integrated"),
     "host_page_tables": (FLAG, "driver:host_page_tables"),
 }
+Natural = Annotated[int, Field(strict=True, ge=0)]
 WATTS, LANES = positive_number(1e5), integer(1, 64)
 CUDA: Facts = {
     "total_memory_bytes": (SIZE, "torch:total_bytes", "nvml:total_bytes"),
     "drives_display": (FLAG, "nvml:display_active"),
     "name": (TEXT, "torch:name", "nvml:name"),
     "compute_capability": (
-        TypeAdapter(
-            tuple[
-                Annotated[int, Field(strict=True, ge=1)],
-                Annotated[int, Field(strict=True, ge=0, lt=10)],
-            ]
-        ),
+        TypeAdapter(tuple[Annotated[Natural, Field(ge=1)], Annotated[Natural, Field(lt=10)]]),
         "torch:capability",
         "nvml:capability",
     ),
@@ -156,20 +146,12 @@ CUDA: Facts = {
     "default_power_limit_watts": (WATTS, "nvml:default_power_limit_watts"),
     "mig": (FLAG, "nvml:mig"),
     "other_process_bytes": (FREE, "nvml:other_process_bytes"),
-    "links": (
-        TypeAdapter(tuple[tuple[Annotated[int, Field(strict=True, ge=0)], str], ...]),
-        "nvml:links",
-    ),
+    "links": (TypeAdapter(tuple[tuple[Natural, str], ...]), "nvml:links"),
 }
 
 
 def read_host(reader: Reader) -> Host:
-    """The computer around the device.
-
-    Raises:
-        AutotuneError: the operating system does not report how much memory there is; nothing could
-            be planned.
-    """
+    """Read the computer around the device. Raises AutotuneError if its memory is unknown."""
     facts: dict[str, Any] = {"cpu": "unknown CPU", "logical_cores": 1, "system": "unknown"}
     facts |= reader.facts("host", HOST)
     limit, wsl = facts.pop("container_free_bytes", None), facts.pop("wsl", False)
@@ -179,31 +161,30 @@ def read_host(reader: Reader) -> Host:
                 f"the host's memory is unknown ({reader.absent[f'host.{name}']})",
                 hint="check /proc/meminfo and psutil",
             )
-    sizes = (facts["available_memory_bytes"], facts["memory_bytes"], limit)
-    facts["available_memory_bytes"] = min(size for size in sizes if size is not None)
+    free = min(facts["available_memory_bytes"], facts["memory_bytes"])
+    facts["available_memory_bytes"] = free if limit is None else min(free, limit)
     by_system = {"Windows": "windows", "Darwin": "macos"}
     model: Any = "wsl" if wsl else by_system.get(facts["system"].partition(" ")[0], "linux")
     return Host(memory_model=model, **facts)
 
 
 def read_versions(reader: Reader) -> Versions:
-    """Versions of what decides how a step runs."""
+    """Read the versions of what decides how a step runs."""
     return Versions(**({"python": platform.python_version()} | reader.facts("versions", VERSIONS)))
 
 
 def read_device(reader: Reader, host: Host) -> Device:
-    """The device that torch would train on: CUDA if there is one, else MPS, else the CPU.
+    """Read the device that torch would train on: CUDA if there is one, else MPS, else the CPU.
 
     Raises:
         InvalidInput: there is no device with the reader's index, or AUTOTUNE_MEMORY_KIND is no
             kind.
         AutotuneError: a CUDA device whose memory no source reports.
     """
-    kind = reader.raw("torch:kind")
+    kind, count = reader.raw("torch:kind"), 1
     kind = kind if kind in ("cuda", "mps") else "cpu"
-    count = (
-        (reader.fact("device.count", integer(1, 1024), "torch:count") or 1) if kind == "cuda" else 1
-    )
+    if kind == "cuda":
+        count = reader.fact("device.count", integer(1, 1024), "torch:count") or 1
     if reader.index >= count:
         raise InvalidInput(
             f"there is no {kind} device {reader.index}: {count} visible",
@@ -211,26 +192,23 @@ def read_device(reader: Reader, host: Host) -> Device:
         )
     if kind == "cuda":
         return _cuda_device(reader, count)
-    if kind == "mps":
+    facts = {"kind": kind, "index": 0, "free_memory_bytes": host.available_memory_bytes}
+    if kind == "cpu":
         return device_with_budget(
-            "integrated",
-            kind="mps",
-            index=0,
-            total_memory_bytes=reader.fact(
-                "device.total_memory_bytes", SIZE, "torch:recommended_bytes"
-            ),
-            name=reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU",
-            memory_kind_reason="Apple GPUs share the host's memory",
-            free_memory_bytes=host.available_memory_bytes,
+            "host",
+            name=host.cpu,
+            memory_kind_reason="the CPU trains in the host's memory",
+            total_memory_bytes=host.memory_bytes,
+            **facts,
         )
     return device_with_budget(
-        "host",
-        kind="cpu",
-        index=0,
-        name=host.cpu,
-        memory_kind_reason="the CPU trains in the host's memory",
-        total_memory_bytes=host.memory_bytes,
-        free_memory_bytes=host.available_memory_bytes,
+        "integrated",
+        name=reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU",
+        memory_kind_reason="Apple GPUs share the host's memory",
+        total_memory_bytes=reader.fact(
+            "device.total_memory_bytes", SIZE, "torch:recommended_bytes"
+        ),
+        **facts,
     )
 
 
@@ -245,15 +223,12 @@ def _cuda_device(reader: Reader, count: int) -> Device:
     # NVML before torch: it opens no context, so free memory does not include ours. If memory is
     # shared, the host's counts, and not a container's part of it: a limit there does not contain
     # CUDA's allocations.
-    queries = (
-        ("os:available_bytes",) if kind == "integrated" else ("nvml:free_bytes", "torch:free_bytes")
-    )
+    own = ("nvml:free_bytes", "torch:free_bytes")
+    queries = ("os:available_bytes",) if kind == "integrated" else own
     free = reader.fact("device.free_memory_bytes", FREE, *queries)
     facts = {"name": "unknown GPU"} | reader.facts("device", CUDA)
-    facts["links"] = tuple(
-        Link(peer_index=peer, path=path) for peer, path in facts.get("links", ())
-    )
-    total = facts.get("total_memory_bytes")
+    links, total = facts.get("links", ()), facts.get("total_memory_bytes")
+    facts["links"] = tuple(Link(peer_index=peer, path=path) for peer, path in links)
     if total is not None and free is not None:
         free = min(free, total)
     facts |= {"index": reader.index, "count": count, "others": _other_gpus(reader, count, kind)}
@@ -263,23 +238,16 @@ def _cuda_device(reader: Reader, count: int) -> Device:
 
 
 def _other_gpus(reader: Reader, count: int, kind: MemoryKind) -> tuple[OtherGpu, ...]:
-    """The GPUs beside the reader's own whose size is known. What is free is asked of NVML alone:
-    torch would open a context there."""
+    """What is free is asked of NVML alone: torch would open a context there."""
     found = []
-    for beside in (Reader(reader.system, index) for index in range(count) if index != reader.index):
-        facts = beside.facts(
-            "other", {name: CUDA[name] for name in ("name", "total_memory_bytes", "drives_display")}
-        )
-        total, free = (
-            facts.get("total_memory_bytes"),
-            beside.fact("other.free", FREE, "nvml:free_bytes"),
-        )
-        if total is not None:
-            budget, _ = compute_budget(kind, total, free, facts.get("drives_display"))
-            name = facts.get("name", "unknown GPU")
-            found.append(
-                OtherGpu(
-                    index=beside.index, name=name, total_memory_bytes=total, budget_bytes=budget
-                )
-            )
+    wanted = {name: CUDA[name] for name in ("name", "total_memory_bytes", "drives_display")}
+    for index in range(count):
+        beside = Reader(reader.system, index)
+        facts = {"name": "unknown GPU"} | beside.facts("other", wanted)
+        if index == reader.index or "total_memory_bytes" not in facts:
+            continue
+        free = beside.fact("other.free", FREE, "nvml:free_bytes")
+        drives_display = facts.pop("drives_display", None)
+        budget, _ = compute_budget(kind, facts["total_memory_bytes"], free, drives_display)
+        found.append(OtherGpu(index=index, budget_bytes=budget, **facts))
     return tuple(found)

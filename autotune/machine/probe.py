@@ -23,7 +23,7 @@ from autotune.errors import AutotuneError, InvalidInput
 from autotune.machine.capabilities import CUDA_13, capabilities_of, without_bf16
 from autotune.machine.catalog import find_gpu, gpu_named, is_gpu_name, profile_of_gpu
 from autotune.machine.facts import Reader, read_device, read_host, read_versions
-from autotune.machine.sources import DriverSource, RealSystem, System, Unavailable
+from autotune.machine.sources import DriverSource, System, Unavailable
 from autotune.plan.base import digest_of
 from autotune.plan.hardware import Device, HardwareProfile, OtherGpu, Rate, Versions
 from autotune.system.files import cache_path, read_bounded, write_text_atomic
@@ -46,7 +46,7 @@ def probe(*, index: int | None = None, on_progress: Progress | None = None) -> H
     silence_libraries()
     if on_progress:
         on_progress("reading facts")
-    return read_profile(RealSystem(), index)
+    return read_profile(System(), index)
 
 
 def read_profile(system: System, index: int | None = None) -> HardwareProfile:
@@ -80,7 +80,7 @@ def may_have_gpu() -> bool:
     if sys.platform != "linux":
         return True
     try:
-        return bool(RealSystem().query("driver", "count"))
+        return bool(System().query("driver", "count"))
     except Unavailable:
         return False
 

@@ -23,7 +23,7 @@ from safetensors.torch import save
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.machine.facts import Facts, Reader, integer, positive_number
-from autotune.machine.sources import RealSystem, System, Unavailable
+from autotune.machine.sources import System, Unavailable
 from autotune.plan.hardware import Conditions, DeviceKind, HardwareProfile, Rate
 from autotune.system.files import cache_path
 from autotune.system.process import silence_libraries
@@ -509,7 +509,7 @@ def main() -> None:
         signal.signal(ending, signal.SIG_DFL)
     silence_libraries()
     profile = HardwareProfile.model_validate_json(sys.stdin.buffer.read())
-    measure(profile, RealSystem(), lambda kind, value: print(json.dumps({kind: value}), flush=True))  # noqa: T201
+    measure(profile, System(), lambda kind, value: print(json.dumps({kind: value}), flush=True))  # noqa: T201
 
 
 def measure(profile: HardwareProfile, system: System, report: Report) -> None:

@@ -1,8 +1,7 @@
-"""The one seam to the machine: a query goes to a source; a raw value comes back, or the reason why
-there is none.
+"""The one seam to the machine: a query goes to a source; a raw value comes back, or why there is none.
 
 Sources: `torch` (the CUDA runtime or MPS as torch sees it), `nvml`, `driver` (CUDA driver API),
-`os`, `packages` (installed versions), `environment` (variables). The real ones are in `sources.py`.
+`os`, `packages` (installed versions), `environment` (variables).
 """
 
 import ctypes
@@ -17,27 +16,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import pynvml
 from huggingface_hub import constants
 
+from autotune.system.process import usable_cores
+
 
 class Unavailable(Exception):
     """A source has no value; the message is the reason, for people."""
-
-
-class System(Protocol):
-    """Whatever the facts of a machine are read from."""
-
-    def query(self, source: str, name: str, index: int = 0) -> object:
-        """The raw value for device `index` (sources without devices ignore it); the caller
-        validates it.
-
-        Raises:
-            Unavailable: the source is missing, failed, or does not support the query.
-        """
 
 
 Query = Callable[[int], object]
@@ -46,6 +35,7 @@ Query = Callable[[int], object]
 CU_ATTRIBUTE_INTEGRATED = 18
 CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES = 100
 
+# NVML's topology levels in words.
 TOPOLOGY_PATHS = {
     0: "same board",
     10: "pcie switch",
@@ -54,21 +44,20 @@ TOPOLOGY_PATHS = {
     40: "same socket",
     50: "cpu sockets",
 }
-"""NVML's topology levels in words."""
 
 
 class NvmlSource:
-    """NVML. `uuid_of` maps CUDA's device index to a UUID, because NVML numbers devices in
-    another order and ignores CUDA_VISIBLE_DEVICES; None means NVML's own order."""
+    """NVML. `uuid_of` maps CUDA's device index to a UUID; None means NVML's own order.
+
+    NVML numbers devices in another order than CUDA, and ignores CUDA_VISIBLE_DEVICES.
+    """
 
     def __init__(self, uuid_of: Callable[[int], str] | None) -> None:
         self._uuid_of = uuid_of
         self._initialized = False
         self.queries: Mapping[str, Query] = {
             "driver": lambda _: _text(self._nvml().nvmlSystemGetDriverVersion()),
-            "cuda_driver": lambda _: cuda_version_text(
-                self._nvml().nvmlSystemGetCudaDriverVersion_v2()
-            ),
+            "cuda_driver": lambda _: _dotted(self._nvml().nvmlSystemGetCudaDriverVersion_v2()),
             "count": lambda _: self._nvml().nvmlDeviceGetCount(),
             "name": self._get("nvmlDeviceGetName", _text),
             "capability": self._get("nvmlDeviceGetCudaComputeCapability", tuple),
@@ -81,9 +70,7 @@ class NvmlSource:
             "default_power_limit_watts": self._get(
                 "nvmlDeviceGetPowerManagementDefaultLimit", _watts
             ),
-            "mig": self._get(
-                "nvmlDeviceIsMigDeviceHandle", lambda flag: getattr(flag, "value", flag)
-            ),  # a c_uint
+            "mig": self._get("nvmlDeviceIsMigDeviceHandle", _from_c),
             "display_active": self._get("nvmlDeviceGetDisplayActive"),
             "other_process_bytes": self._other_process_bytes,
             "links": self._links,
@@ -130,16 +117,13 @@ class NvmlSource:
             *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
             *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
         ]
-        bytes_of = {
-            process.pid: process.usedGpuMemory
-            for process in processes
-            if process.pid != os.getpid()
-        }
-        if any(num_bytes is None for num_bytes in bytes_of.values()):
+        held = {process.pid: process.usedGpuMemory for process in processes}
+        held.pop(os.getpid(), None)
+        if None in held.values():
             raise Unavailable(
-                f"{len(bytes_of)} other processes, whose memory the driver does not report"
+                f"{len(held)} other processes, whose memory the driver does not report"
             )
-        return sum(bytes_of.values())
+        return sum(held.values())
 
     def _links(self, index: int) -> list[tuple[int, str]]:
         nvml, handle = self._nvml(), self._handle(index)
@@ -161,7 +145,7 @@ class DriverSource:
         self._library: Any = None
         self.queries: Mapping[str, Query] = {
             "count": lambda _: self._integer("cuDeviceGetCount"),
-            "cuda_driver": lambda _: cuda_version_text(self._integer("cuDriverGetVersion")),
+            "cuda_driver": lambda _: _dotted(self._integer("cuDriverGetVersion")),
             "integrated": lambda index: self._attribute(CU_ATTRIBUTE_INTEGRATED, index),
             "host_page_tables": lambda index: self._attribute(
                 CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES, index
@@ -183,7 +167,7 @@ class DriverSource:
         return value.value
 
     def uuid(self, index: int) -> str:
-        """UUID of CUDA device `index`; of the slice, under MIG."""
+        """Return the UUID of CUDA device `index`; of the slice, under MIG."""
         buffer = (ctypes.c_ubyte * 16)()
         self._call("cuDeviceGetUuid_v2", buffer, self._integer("cuDeviceGet", index))
         return str(uuid.UUID(bytes=bytes(buffer)))
@@ -192,21 +176,24 @@ class DriverSource:
         return self._integer("cuDeviceGetAttribute", attribute, self._integer("cuDeviceGet", index))
 
 
-def cuda_version_text(version: int) -> str:
-    """13000 is 13.0, 12040 is 12.4."""
-    return f"{version // 1000}.{version % 1000 // 10}"
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"  # 13000 is 13.0, 12040 is 12.4
 
 
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+def _from_c(value: Any) -> object:
+    return getattr(value, "value", value)
+
+
 def _watts(milliwatts: float) -> float:
     return milliwatts / 1000
 
 
-class RealSystem:
-    """This machine."""
+class System:
+    """This machine, or in tests a fake one. The doctor asks without torch."""
 
     def __init__(self, *, torch: bool = True) -> None:
         driver = DriverSource()
@@ -219,8 +206,10 @@ class RealSystem:
         }
 
     def query(self, source: str, name: str, index: int = 0) -> object:
-        """The raw value. Raises Unavailable if the source is missing, failed, or does not
-        support the query."""
+        """Return the raw value for device `index`, which sources without devices ignore.
+
+        Raises Unavailable if the source is missing, failed, or does not support the query.
+        """
         try:
             if source == "packages":
                 return _package(name)
@@ -262,6 +251,7 @@ def _property(name: str) -> Query:
     return lambda index: getattr(_cuda().get_device_properties(index), name)
 
 
+# torch is imported at the first query.
 TORCH_QUERIES: Mapping[str, Query] = {
     "kind": lambda _: _torch_kind(),
     "count": lambda _: _cuda().device_count(),
@@ -276,7 +266,6 @@ TORCH_QUERIES: Mapping[str, Query] = {
     "integrated": _property("is_integrated"),
     "free_bytes": lambda index: _cuda().mem_get_info(index)[0],
 }
-"""The CUDA runtime (or MPS) as torch sees it; torch is imported at the first query."""
 
 
 def _require(value: object, otherwise: str) -> object:
@@ -286,10 +275,9 @@ def _require(value: object, otherwise: str) -> object:
 
 
 def cudnn_version() -> str | None:
-    """The version of cuDNN that torch loads; None if there is none.
+    """Return the version of cuDNN that torch loads, if any.
 
-    torch says 91002 for 9.10.2 and 8902 for 8.9.2: the base changed from 1000 to 10000 with cuDNN
-    9.
+    torch says 91002 for 9.10.2 and 8902 for 8.9.2: the base changed with cuDNN 9.
     """
     number = _torch().backends.cudnn.version()
     if number is None:
@@ -299,58 +287,49 @@ def cudnn_version() -> str | None:
 
 
 def _package(name: str) -> str:
-    """Version of a distribution. `torch_cuda` and `torch_hip` tell how torch was built, without
-    importing it; `torchvision_needs` is the torch that an installed torchvision was built for."""
+    """`torch_cuda` and `torch_hip` tell how torch was built, without importing it;
+    `torchvision_needs` is the torch that an installed torchvision was built for."""
     if name == "torchvision_needs":
         needs = importlib.metadata.requires("torchvision") or []
-        return str(
-            _require(
-                next((need for need in needs if need.startswith("torch==")), None), "any torch"
-            )
-        )
+        torch = next((need for need in needs if need.startswith("torch==")), None)
+        return str(_require(torch, "any torch"))
     if name in ("torch_cuda", "torch_hip"):
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
             raise Unavailable("torch is not installed")
         text = (Path(spec.origin).parent / "version.py").read_text()
-        found = re.search(
-            rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'", text, re.MULTILINE
-        )
+        pattern = rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'"
+        found = re.search(pattern, text, re.MULTILINE)
         return str(_require(found and found.group(1), "this torch is built without it"))
     return importlib.metadata.version(name)
 
 
 CPUINFO = Path("/proc/cpuinfo")
+# Prints the name of an Apple chip, which Python does not know: to it each is `arm`.
 BRAND = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
-"""Prints the name of an Apple chip, which Python does not know: to it each is `arm`."""
 
 
 def _cpu(_: int) -> str:
-    """The CPU's name; on Arm servers, whose kernel knows none, the numbers of implementer and
-    part."""
+    """On Arm servers, whose kernel knows no name, the numbers of implementer and part."""
     if platform.system() == "Darwin":
-        return subprocess.run(
-            BRAND, capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
+        return subprocess.check_output(BRAND, text=True, timeout=5, stderr=subprocess.PIPE).strip()
     text = _content(CPUINFO)
     if found := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE):
         return found.group(1)
     name = platform.processor() or platform.machine()
-    if found := re.search(
-        r"^CPU implementer\s*:\s*(\w+)\n(?:.+\n)*?CPU part\s*:\s*(\w+)", text, re.MULTILINE
-    ):
+    ids = r"^CPU implementer\s*:\s*(\w+)\n(?:.+\n)*?CPU part\s*:\s*(\w+)"
+    if found := re.search(ids, text, re.MULTILINE):
         name = f"{name} {found.group(1)}/{found.group(2)}"
     return str(_require(name or None, "no name"))
 
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# From this size on, a limit of cgroup v1 means that there is none.
 UNLIMITED_BYTES = 1 << 60
-"""From this size on, a limit of cgroup v1 means that there is none."""
 
 
 def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """(control group, numbers in its `files`) of this process's group and each group above it that
-    sets limits.
+    """(control group, numbers in its `files`) of this process's group and each group above it.
 
     A container sees its own group as the root; a Slurm job or a systemd service is a group further
     down. Under cgroup v1 each controller has its own hierarchy, and a container reads its path as
@@ -363,14 +342,13 @@ def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...
         root = CGROUPS / controller if names else CGROUPS
         group = root / own.lstrip("/")
         for place in (group, *group.parents):
-            if place.is_relative_to(root) and (
-                found := tuple(n for file in files for n in _numbers(place / file))
-            ):
+            found = tuple(n for file in files for n in _numbers(place / file))
+            if place.is_relative_to(root) and found:
                 yield place, found
 
 
 def _numbers(file: Path) -> tuple[int, ...]:
-    """The numbers in a file; none if it cannot be read or holds `max`."""
+    """None if the file cannot be read or holds `max`."""
     try:
         return tuple(map(int, _content(file).split()))
     except ValueError:
@@ -378,7 +356,6 @@ def _numbers(file: Path) -> tuple[int, ...]:
 
 
 def _content(file: Path) -> str:
-    """Text of one of the kernel's files, empty if it cannot be read."""
     try:
         return file.read_text(errors="replace")
     except OSError:
@@ -386,21 +363,15 @@ def _content(file: Path) -> str:
 
 
 def _logical_cores(_: int) -> int:
-    """Number of cores that this process may use, by its affinity and the quotas of its control
-    groups."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """By the process's affinity and the quotas of its control groups."""
     found = (*_limits("cpu", "cpu.max"), *_limits("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
-    quotas = (
-        numbers[0] // numbers[1] for _, numbers in found if len(numbers) == 2 and min(numbers) > 0
-    )
-    return max(1, min((allowed, *quotas)))
+    valid = [numbers for _, numbers in found if len(numbers) == 2 and min(numbers) > 0]
+    return max(1, min((usable_cores(), *(quota // period for quota, period in valid))))
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """(limit, what is left of it) in bytes, for each group that limits memory; its page cache
-    counts as left."""
+    """List (limit, what is left of it) in bytes for each group with one; page cache counts as
+    left."""
     limits = []
     for file, used, idle in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -415,31 +386,28 @@ def memory_limits() -> list[tuple[int, int]]:
 
 
 def memory_bytes() -> int:
-    """Memory of the machine, or of the container or job within it."""
+    """Return the memory of the machine, or of the container or job within it."""
     return min((psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())))
 
 
 def available_bytes() -> int:
-    """What the host, and any container or job that this process runs in, can give without
-    swapping."""
+    """Return what the host, and a container or job, can give without swapping."""
     limits = memory_limits() if _is_limited() else ()
     return min((host_available_bytes(), *(left for _, left in limits)))
 
 
 @cache
 def _is_limited() -> bool:
-    """Whether a container or a job limits memory: reading the limits takes 0.3 ms, too long for
-    every look."""
+    """Cached, since reading the limits takes 0.3 ms, too long for every look."""
     return bool(memory_limits())
 
 
 def host_available_bytes() -> int:
-    """What the whole host can give without swapping (MemAvailable)."""
+    """Return what the whole host can give without swapping (MemAvailable)."""
     return int(psutil.virtual_memory().available)
 
 
 def _container_free_bytes(_: int) -> int:
-    """What the memory limits of the container or job leave."""
     limits = memory_limits()
     if not limits:
         raise Unavailable("no limit")
@@ -460,12 +428,9 @@ def _wsl(_: int) -> bool:
 
 
 def _compiler(_: int) -> str:
-    names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return str(
-        _require(
-            next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"
-        )
-    )
+    names = (os.environ.get("CC") or "cc", "cc", "gcc", "clang")
+    found = next(filter(None, map(shutil.which, names)), None)
+    return str(_require(found, "none on PATH"))
 
 
 def _disk_free_bytes(_: int) -> int:
@@ -477,14 +442,10 @@ def _disk_free_bytes(_: int) -> int:
 
 
 def _nvidia_cards(_: int) -> int:
-    """NVIDIA display controllers (PCI vendor 0x10de, class 0x03....) on the bus, with or without
-    a driver."""
+    """NVIDIA display controllers (PCI vendor 0x10de, class 0x03....), with or without a driver."""
     cards = 0
     for device in Path("/sys/bus/pci/devices").iterdir():
-        vendor, kind = (
-            (device / "vendor").read_text().strip(),
-            (device / "class").read_text().strip(),
-        )
+        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
         cards += vendor == "0x10de" and kind.startswith("0x03")
     return cards
 

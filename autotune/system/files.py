@@ -1,7 +1,5 @@
-"""Writes files atomically, so that what readers look for is never half written; reads untrusted
-ones within limits."""
+"""Writes files atomically, reads untrusted ones within limits, and shows URLs without passwords."""
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -24,14 +22,13 @@ import platformdirs
 
 from autotune.errors import InvalidInput
 
+# Pattern for files that `atomic_write` was writing when its process was killed.
 PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
-"""Pattern for files that `atomic_write` was writing when its process was killed."""
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; what was written there replaces `path` if nothing
-    failed.
+    """Yield a temporary path in the same folder; what is written there replaces `path` if nothing failed.
 
     The bytes are on disk (fsync) before the name changes, and so is the name, if folders can be
     synced, before this returns.
@@ -57,12 +54,8 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file that may be untrusted: reading it never waits, as for a pipe, nor goes on for
-    ever, as for a device.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
+    """Open an untrusted file: unlike a pipe or a device it ends. Raises OSError if it is not
+    regular."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -74,19 +67,13 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """The content of a file that may be untrusted; never more than the limit is held in memory.
-
-    Raises:
-        OSError: as `open_regular`, or it is larger.
-    """
+    """Read an untrusted file, as `open_regular`; raises OSError, too, if it is larger than the
+    limit."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(
-            errno.EFBIG,
-            f"larger than the {max_bytes >> 10:,} KiB that are read of such a file",
-            str(path),
-        )
+        why = f"larger than the {max_bytes >> 10:,} KiB that are read of such a file"
+        raise OSError(errno.EFBIG, why, str(path))
     return content
 
 
@@ -108,8 +95,7 @@ def _new_part(path: Path) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Check before long work that `atomic_write` will be able to write `path`. Raises OSError if
-    it will not."""
+    """Raise OSError before long work if `atomic_write` will not be able to write `path`."""
     _new_part(path).unlink()
 
 
@@ -122,47 +108,41 @@ def _sync(path: Path) -> None:
 
 
 def cache_path(*parts: str) -> Path:
-    """A path in the user's cache folder: what lies there can be computed again."""
+    """Return a path in the user's cache folder: what lies there can be computed again."""
     return platformdirs.user_cache_path("autotune").joinpath(*parts)
 
 
 def data_path(*parts: str) -> Path:
-    """A path in the user's data folder: what lies there would be lost work."""
+    """Return a path in the user's data folder: what lies there would be lost work."""
     return platformdirs.user_data_path("autotune").joinpath(*parts)
 
 
 def shipped_path(*parts: str) -> Path:
-    """A path in `profiles/`, which ships with autotune: the catalog of GPUs, and shared records."""
+    """Return a path in `profiles/`, which ships with autotune: the catalog of GPUs, and records."""
     return Path(str(files("autotune") / "profiles")).joinpath(*parts)
 
 
 PREFIX = "autotune-scratch-"
+# A folder that is younger may not be locked yet.
 MIN_AGE_SECONDS = 60.0
-"""A folder that is younger may not be locked yet."""
 
 
 def make_scratch_folder(purpose: str) -> "tempfile.TemporaryDirectory[str]":
-    """A new folder in the system's temporary one, for as long as this process, or a `with` block,
-    lasts.
+    """Make a temporary folder that lasts as long as this process, or a `with` block.
 
     The process holds a lock on it, which the system drops however the process dies. Process ids
     would not do: containers that share a temporary folder see other ids. Other hosts may share one
     whose locks do not reach them: only this host's folders are removed.
     """
     own = f"{PREFIX}{platform.node()}-"
-    _sweep(Path(tempfile.gettempdir()), own)
+    for path in Path(tempfile.gettempdir()).glob(f"{own}*"):
+        with suppress(OSError):  # another process removes it, or it is another user's
+            _remove_abandoned(path)
     folder = tempfile.TemporaryDirectory(prefix=f"{own}{purpose}-", ignore_cleanup_errors=True)
     descriptor = os.open(folder.name, os.O_RDONLY)
     weakref.finalize(folder, os.close, descriptor)
     _try_lock(descriptor)
     return folder
-
-
-def _sweep(place: Path, own: str) -> None:
-    """Remove this user's folders that no process holds, of those whose names begin with `own`."""
-    for path in place.glob(f"{own}*"):
-        with contextlib.suppress(OSError):  # another process removes it, or it is another user's
-            _remove_abandoned(path)
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -177,8 +157,6 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Whether nobody else holds the lock; then this process does, until the descriptor is
-    closed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # held, or a file system without locks
@@ -186,25 +164,25 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
+# A URL in which each character can have one meaning only.
 URL = re.compile(
     r"(?P<origin>[A-Za-z][\w+.-]*://)(?:(?P<login>[^@/?#;\\]*)@)?(?P<place>[^@?#;\\]*)(?P<rest>[?#;][^@]*)?"
 )
-"""A URL in which each character can have one meaning only."""
+# Beginning of a URL, or of what was meant to be one.
 SCHEME = re.compile(r"[A-Za-z][\w+.-]+:[/\\]")
-"""Beginning of a URL, or of what was meant to be one."""
 ESCAPE_CHARACTERS = (
     "inside a name or a password write @ as %40, / as %2F, ? as %3F, # as %23 and ; as %3B"
 )
 
 
 def is_clear_url(url: str) -> bool:
-    """Whether it is certain which part of the URL is a password."""
+    """Tell if it is certain which part of the URL is a password."""
     return URL.fullmatch(url) is not None
 
 
 def describe_url(url: str) -> str:
-    """The URL with `***` for its login and for all that follows `?`, `#` or `;`; its scheme
-    alone if it is unclear."""
+    """Show the URL with `***` for its login and all after `?`, `#` or `;`; if unclear, its scheme
+    alone."""
     parts = URL.fullmatch(url)
     if parts is None:
         origin = URL.match(url)
@@ -214,28 +192,23 @@ def describe_url(url: str) -> str:
 
 
 def quote_error(error: BaseException, url: str | None = None) -> str:
-    """What a library says, in one printable line; not what repeats a secret of `url`, or if that
-    is unclear."""
-    text = " ".join(
-        "".join(letter if letter.isprintable() else " " for letter in str(error)).split()
-    )
+    """Quote a library's error in a printable line, unless it may repeat a secret of `url`."""
+    letters = (letter if letter.isprintable() else " " for letter in str(error))
+    text = " ".join("".join(letters).split())
     secrets = _secrets_in(url) if url else set()
-    if secrets is None or any(
-        re.search(rf"(?<!\w){re.escape(secret)}(?!\w)", text) for secret in secrets
-    ):
+    is_quoted = (re.search(rf"(?<!\w){re.escape(each)}(?!\w)", text) for each in secrets or ())
+    if secrets is None or any(is_quoted):
         return "what it says is not shown because it may repeat a password"
     return text[:300]
 
 
 def _secrets_in(url: str) -> set[str] | None:
-    """What nobody else may read; None if that is unclear."""
     parts = URL.fullmatch(url)
     if parts is None:
         return None
     login, rest = parts["login"] or "", parts["rest"] or ""
-    secrets = {
-        login.partition(":")[2] or login,
-        *(pair.rpartition("=")[2] for pair in re.split("[?#;&]", rest)),
-    }
+    secrets = {pair.rpartition("=")[2] for pair in re.split("[?#;&]", rest)}
+    secrets.add(login.partition(":")[2] or login)
     secrets |= {unquote(secret) for secret in secrets}
-    return (secrets | {word for secret in secrets for word in re.findall(r"\w{4,}", secret)}) - {""}
+    secrets |= {word for secret in secrets for word in re.findall(r"\w{4,}", secret)}
+    return secrets - {""}

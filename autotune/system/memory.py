@@ -1,5 +1,5 @@
-"""Measures memory: the peak of a piece of work by the device's own allocator, and what the
-process holds."""
+"""Measures memory: the peak of a piece of work by the device's allocator, and what the process
+holds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`, looking inside quantized ones."""
+    """Count the bytes of the distinct storages behind `tensors`, looking inside quantized ones."""
     seen: dict[int, int] = {}
     pending = list(tensors)
     while pending:
@@ -50,12 +50,10 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def measure_peak_memory(
     device: torch.device, live: Callable[[], Iterable[torch.Tensor]], work: Callable[[], T]
 ) -> tuple[T, int]:
-    """The result of `work`, and the peak of allocated bytes on `device` meanwhile, `live` tensors
-    included.
+    """Return the result of `work`, and the peak of bytes on `device` meanwhile, `live` tensors included.
 
-    On CUDA the caching allocator keeps count by itself. On CPU the profiler's allocation events are
-    added up on top of the tensors that are live before; that slows the work down, so it must not be
-    timed.
+    On CUDA the caching allocator keeps count. On CPU the profiler's allocation events are added up
+    on top of the tensors that are live before; that is slow, so the work must not be timed.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -90,33 +88,28 @@ def release_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Have glibc return free pages to the system, which it holds if a small allocation lies behind
-    them.
+    """Have glibc return free pages that lie below a small allocation: malloc_trim(3), a millisecond.
 
-    Without it the heap grew to several times the model while quantizing. A no-op on other C
-    libraries. See malloc_trim(3); a call takes about a millisecond.
+    Without it the heap grew to several times the model while quantizing. A no-op elsewhere.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
+# glibc's number for the size in bytes from which malloc maps a buffer by itself, mallopt(3).
 M_MMAP_THRESHOLD = -3
-"""glibc's number for the size in bytes from which malloc maps a buffer by itself, see
-mallopt(3)."""
 MAPPED_BYTES = 1 << 20
+# What glibc raises that size to, as ever larger buffers are freed, and no further.
 MAX_HEAP_BYTES = 32 << 20
-"""What glibc raises that size to, as ever larger buffers are freed, and no further."""
 
 
 @contextlib.contextmanager
 def map_large_buffers() -> Iterator[None]:
-    """Have glibc give pages of their own to buffers of 1 MiB and more, which go back to the system
-    once they are freed.
+    """Have glibc map buffers of 1 MiB and more, which go back to the system once they are freed.
 
     In the heap they leave holes: decoding took 1 to 3 times its tensors, another figure each time.
-    Afterwards buffers of up to 32 MiB come from the heap again, which is faster. A no-op on other C
-    libraries.
+    Afterwards buffers of up to 32 MiB come from the heap again, which is faster.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
@@ -130,10 +123,9 @@ def map_large_buffers() -> Iterator[None]:
 
 
 def drop_mapped_pages(tensor: torch.Tensor) -> None:
-    """Have Linux drop the whole pages below a tensor that maps a file and is no longer needed,
-    before the file is closed; a later look would read them again. See madvise(2), MADV_DONTNEED.
+    """Have Linux drop the pages below a mapped, unwritten tensor: MADV_DONTNEED, madvise(2).
 
-    The tensor must not have been written to.
+    The file may be open still; a later look would read them again.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return
@@ -143,42 +135,39 @@ def drop_mapped_pages(tensor: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
+# By process id, because a fork has another; cached, because creating one would slow short steps.
 _process = functools.cache(psutil.Process)
-"""By process id, because a fork has another; cached, because creating one would slow short
-steps."""
 
 
+# In proc_pid_smaps(5) the line of a mapping ends with its file; those of its sizes follow.
 RESIDENT_KIB_OF_LIBRARY = re.compile(
     rb"\.so(?:\.\d+)*(?: \(deleted\))?\n(?:\S+: .*\n){1,4}?Rss: +(\d+) kB"
 )
-"""In proc_pid_smaps(5): the line of a mapping ends with its file, and those of its sizes follow."""
 
 
 def library_bytes() -> int:
-    """Resident pages of shared libraries, on Linux; takes some 15 ms, and 50 to 150 ms for each GiB
-    in small pages.
+    """Count resident pages of shared libraries, on Linux: 15 ms, and 50 to 150 ms for each GiB.
 
     They are no part of what a run needs: all processes share them, they can be dropped and read
     again, and a fork maps only those that it uses, 100 MiB fewer than a process that imported them.
     """
     if sys.platform != "linux":
         return 0
-    return (
-        sum(map(int, RESIDENT_KIB_OF_LIBRARY.findall(Path("/proc/self/smaps").read_bytes()))) * 1024
-    )
+    sizes_kib = RESIDENT_KIB_OF_LIBRARY.findall(Path("/proc/self/smaps").read_bytes())
+    return sum(map(int, sizes_kib)) * 1024
 
 
+# By process id: until when, by the monotonic clock, a count of `library_bytes` holds, and the
+# count.
 _recent_library_bytes: dict[int, tuple[float, int]] = {}
-"""By process id: until when `library_bytes` need not be looked at again, by the monotonic clock,
-and what it was."""
 MIN_SECONDS_BETWEEN_LOOKS = 1.0
+# Of the time. A look at each short step would slow it; without new looks, libraries that steps
+# first use would seem to be growth.
 MAX_SHARE_OF_LOOKS = 0.02
-"""Of the time: a look at each short step would slow it, and one takes long in a process with
-much memory; without new ones, libraries that steps first use would seem to be growth."""
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now, without shared libraries as they were a moment ago."""
+    """Count resident memory of this process, without shared libraries as they were a moment ago."""
     until, libraries = _recent_library_bytes.get(os.getpid(), (-math.inf, 0))
     if time.monotonic() > until:
         libraries = _look_at_libraries()
@@ -193,29 +182,26 @@ def _look_at_libraries() -> int:
 
 
 def host_peak_bytes() -> int:
-    """Process memory: peak resident memory of this process, without shared libraries, so far or
-    since `reset_host_peak`. A fork starts with its parent's."""
+    """Return the peak of `resident_bytes` so far, or since `reset_host_peak`. A fork starts with
+    its parent's."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 - _look_at_libraries()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_host_peak() -> None:
-    """Reset the peak of resident memory, if the system can: on Linux by writing 5 to clear_refs,
-    proc(5)."""
+    """Reset the peak of resident memory, if the system can: 5 in clear_refs, proc(5)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def device_peak_bytes(device: torch.device) -> int | None:
-    """Peak of allocated device memory since it was last reset; on MPS, which has no count, what is
-    allocated now.
+    """Return the peak of allocated device memory since it was reset; None on CPU.
 
-    None on CPU, where the process's memory is the figure.
+    MPS keeps none: what is allocated now.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -223,7 +209,8 @@ def device_peak_bytes(device: torch.device) -> int | None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes that this process has allocated on `device` now; on CPU its resident memory."""
+    """Count the bytes that this process has allocated on `device` now; on CPU its resident
+    memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":

@@ -1,4 +1,4 @@
-"""Settles how a process imports, threads, ends on signals and joins others, before torch is imported."""
+"""Settles how a process imports, waits, ends and joins others, before torch is imported."""
 
 import ast
 import atexit
@@ -21,20 +21,19 @@ from typing import Any, Self
 
 from autotune.errors import InvalidInput, Preempted
 
+# How often a thread of a parallel loop polls for work before it sleeps: for some 100 us, longer
+# than the gap between two operations. When another program with two threads ran, steps took 50 to
+# 64 times as long with libgomp's 300,000 and 3.4 times with this; alone they took the same
+# (`benchmarks/DECISIONS.md`).
 SPIN_COUNT = "6000"
-"""How often a thread of a parallel loop polls for work before it sleeps: for some 100 us, longer
-than the gap between two operations. When another program with two threads ran, steps took 50 to
-64 times as long with libgomp's 300,000 and 3.4 times with this; alone they took the same
-(`benchmarks/DECISIONS.md`)."""
+# Packages that diffusers, transformers, peft and torch import if they find them: the first two,
+# with Inductor, are 900 modules and a quarter of the time of all imports; those of CUDA's build of
+# torch, 90 MiB of 1,014 and a process.
 UNNEEDED = ("bitsandbytes", "scipy", "triton", "cuda")
-"""Packages that diffusers, transformers, peft and torch import if they find them: the first two,
-with Inductor, are 900 modules and a quarter of the time of all imports; those of CUDA's build of
-torch, 90 MiB of 1,014 and a process."""
 
 
 def prepare_process(*, only_predicts: bool = False) -> None:
-    """Silence the libraries, let idle threads sleep, end quickly. Safe to call twice; what the user
-    has set stays.
+    """Silence the libraries, let idle threads sleep, end quickly. What the user has set stays.
 
     With `only_predicts`, for a process that neither trains nor tries anything, packages that
     predictions do not need seem not to be installed until `reveal_packages`.
@@ -53,15 +52,14 @@ def prepare_process(*, only_predicts: bool = False) -> None:
 
 def reveal_packages() -> None:
     """Let all that is installed be imported again, before code that may need it: an optimizer's,
-    or another distribution's."""
+    say."""
     for name in UNNEEDED:
         if name in sys.modules and sys.modules[name] is None:
             del sys.modules[name]
 
 
 def limit_thread_spinning(environment: MutableMapping[str, str]) -> None:
-    """Set libgomp's spin count, for this process and its children, unless the user has set how
-    threads wait."""
+    """Set libgomp's spin count, unless the environment says how threads wait."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
@@ -82,7 +80,7 @@ NOISY_LOGGERS = (
 
 
 def silence_libraries() -> None:
-    """Let only the libraries' errors through. Safe to call twice.
+    """Let only the libraries' errors through.
 
     This also disables the kernels that torch 2.13 compiles at their first call on CUDA: triton
     fails at an outer product if there is no C compiler, or Python's headers are missing.
@@ -107,12 +105,10 @@ def silence_progress_bars() -> None:
 
 @contextlib.contextmanager
 def redirect_output(file: str | Path) -> Iterator[None]:
-    """Append to `file` what is written to descriptors 1 and 2, below Python, where no library's
-    setting has effect."""
-    handle, saved = (
-        os.open(file, os.O_WRONLY | os.O_APPEND),
-        {number: os.dup(number) for number in (1, 2)},
-    )
+    """Append to `file` what is written to descriptors 1 and 2, where no library's setting has
+    effect."""
+    handle = os.open(file, os.O_WRONLY | os.O_APPEND)
+    saved = {number: os.dup(number) for number in (1, 2)}
     try:
         for number in saved:
             os.dup2(handle, number)
@@ -124,18 +120,16 @@ def redirect_output(file: str | Path) -> Iterator[None]:
         os.close(handle)
 
 
+# New objects between two collections, in place of Python's 700: small ones, some 10 MB.
 RARELY = 100_000
-"""New objects between two collections, in place of Python's 700. They are small there: some 10
-MB."""
 
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Within this context, or a function that it decorates, look for cycles of objects rarely.
+    """Look for cycles of objects rarely, in a `with` block or a decorated function.
 
     Imports of torch and transformers and traces of models make a million objects that stay: a plan
-    takes an eighth less time so. Not for what holds large tensors, which a cycle would keep alive
-    for longer.
+    takes an eighth less time so. Not for what holds large tensors, which a cycle would keep alive.
     """
     with _lock:
         if not _before:
@@ -154,9 +148,8 @@ def collect_rarely() -> Iterator[None]:
 
 
 _lock = Lock()
+# The usual thresholds, once for each context open in any thread: the last to be left restores them.
 _before: list[tuple[int, int, int]] = []
-"""The usual thresholds, once for each context that is open in any thread: the last that is left
-restores them."""
 
 
 def lazy_exports(
@@ -188,7 +181,6 @@ def lazy_exports(
 
 
 def _homes(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """For each exported name its module and its name there."""
     guards = [node for node in tree.body if isinstance(node, ast.If)]
     guarded = (node for guard in guards for node in guard.body)
     imports = [node for node in guarded if isinstance(node, ast.ImportFrom)]
@@ -220,31 +212,27 @@ def lazy_module(name: str) -> ModuleType:
     return _LazyModule(name)
 
 
+# SIGHUP comes when a terminal or connection closes; if it is ignored, as under `nohup`, it stays
+# so.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""SIGHUP comes when a terminal or connection closes; if it is ignored, as under `nohup`, it
-stays ignored."""
 
 
 @contextlib.contextmanager
 def catch_stop_signals(*, second_ends: bool) -> Iterator[Callable[[], str | None]]:
-    """Yield a function that returns the name of the signal that came, or None: for callers that
-    finish a step first."""
+    """Yield a function that returns the name of the signal that came, or None."""
     came: list[str] = []
     with _handle(came.append, second_ends=second_ends):
         yield lambda: came[-1] if came else None
 
 
 class _Stopped(BaseException):
-    """Not an `Exception`, which libraries catch, like KeyboardInterrupt."""
+    """Not an `Exception`, which libraries catch."""
 
 
 @contextlib.contextmanager
 def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
-    """Stop at once on a signal: for the work after the last step, whose checkpoint is written.
-
-    Raises:
-        Preempted: a signal came.
-    """
+    """Raise Preempted on a signal: for the work after the last step, whose checkpoint is
+    written."""
     came: list[str] = []
 
     def stop(name: str) -> None:
@@ -264,11 +252,7 @@ def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupt_on_signal() -> Iterator[None]:
-    """Treat each of the signals like Ctrl-C: for work with no step to finish and nothing to write.
-
-    Raises:
-        KeyboardInterrupt: a signal came.
-    """
+    """Raise KeyboardInterrupt on a signal: for work with no step to finish and nothing to write."""
 
     def stop(name: str) -> None:
         raise KeyboardInterrupt
@@ -299,26 +283,23 @@ def _handle(on_signal: Callable[[str], None], *, second_ends: bool) -> Iterator[
         restore()
 
 
+# Begins the run ids of `launch`, by which processes that autotune itself started are known.
 OWN_RUN_ID = "autotune-"
-"""How the run ids of `launch` begin, by which processes that autotune itself started are known."""
 
 TORCH_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables with which torchrun names a process."""
 
+# Variables that accelerate (`state.py`) would take for ranks besides those of torch.
 OTHER_RANKS = tuple(
     f"{prefix}_{name}"
     for prefix in ("PMI", "OMPI_COMM_WORLD", "MV2_COMM_WORLD")
     for name in ("RANK", "SIZE")
 )
-"""Variables that accelerate (`state.py`) would take for ranks besides those of torch."""
 
+# For processes to finish their step and write a checkpoint after a signal; older torch gives 30.
 SHUTDOWN_SECONDS = 900
-"""How long processes may take to finish their step and write a checkpoint after a signal; older
-torch gives 30."""
 
+# Processes wait so long for each other at the start: some may still load a container or a model.
 MAX_JOIN_SECONDS = 3600
-"""How long processes wait for each other at the start: others may still load a container or a
-model."""
 
 
 @dataclass(frozen=True)
@@ -337,10 +318,9 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self | None:
-        """The launch that a process with this environment belongs to; None if it was started alone.
+        """Read the launch of a process with this environment; None if it was started alone.
 
-        Raises:
-            InvalidInput: torchrun's variables are incomplete or contradict each other.
+        Raises InvalidInput if torchrun's variables are incomplete or contradict each other.
         """
         size = environment.get("WORLD_SIZE", "1"), environment.get("RANK", "0")
         if "TORCHELASTIC_RUN_ID" not in environment and size == ("1", "0"):
@@ -362,18 +342,17 @@ class Launch:
 
 
 def current_launch() -> Launch | None:
-    """The launch that this process belongs to. Raises InvalidInput as `Launch.read`."""
+    """Read the launch that this process belongs to, as `Launch.read`."""
     return Launch.read(os.environ)
 
 
 def started_by_launcher() -> bool:
-    """Whether this is one of the processes that a launcher, autotune's or another, started."""
+    """Tell if a launcher, autotune's or another, started this process."""
     return current_launch() is not None
 
 
 def is_first_process() -> bool:
-    """Whether this is the only process of a command, or the first of several: the one that prints
-    and writes.
+    """Tell if this is the process of a command that prints and writes: the only or first one.
 
     Example:
         >>> if autotune.is_first_process():
@@ -384,10 +363,9 @@ def is_first_process() -> bool:
 
 
 def adopt_launch(num_processes: int) -> Launch | None:
-    """The launch of this process, which torch and accelerate then find alone in the environment.
+    """Return the launch, which torch and accelerate then find alone in the environment.
 
-    Raises:
-        InvalidInput: other than `num_processes`, the plan's, were started.
+    Raises InvalidInput if other than `num_processes`, the plan's, were started.
     """
     launch = current_launch()
     if launch is not None and launch.world_size != num_processes:
@@ -402,20 +380,20 @@ def adopt_launch(num_processes: int) -> Launch | None:
     return launch
 
 
+def usable_cores() -> int:
+    """Count the cores that this process may use, by its affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def launch(
     num_processes: int, arguments: Sequence[str], checkpoints: Callable[[], set[Path]]
 ) -> int:
-    """Run `python ARGUMENTS` in several processes of this machine; returns the exit status that one
-    process would have.
+    """Run `python ARGUMENTS` in several processes; return the exit status that one would have.
 
     On a signal all get SIGTERM, finish their step and write a checkpoint; those that take too long
-    are killed.
-
-    Args:
-        num_processes: how many to start.
-        arguments: those that each process is called with.
-        checkpoints: lists the run's checkpoints; a new one after a signal means that the run was
-            preempted (75).
+    are killed. A new one of `checkpoints()` after a signal means that the run was preempted (75).
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -423,11 +401,8 @@ def launch(
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_SECONDS)
-    # torch warns of hosts whose addresses have no name
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without names
+    cores = usable_cores()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
     config = LaunchConfig(
         min_nodes=1,

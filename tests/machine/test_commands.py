@@ -15,14 +15,14 @@ from tests.machine.fleet import machine
 
 @pytest.mark.parametrize(("name", "status"), [("cpu-only-torch", 1), ("gb10", 0), ("h200", 0)])
 def test_the_doctor_exits_with_one_where_something_blocks(monkeypatch, name, status):
-    monkeypatch.setattr(doctor, "RealSystem", lambda torch: machine(name))
+    monkeypatch.setattr(doctor, "System", lambda torch: machine(name))
     result = CliRunner().invoke(app, ["doctor", "--json"])
     severities = [finding["severity"] for finding in json.loads(result.stdout)]
     assert result.exit_code == status == int("blocks" in severities)
 
 
 def test_the_probe_shows_the_fingerprint_to_people_and_scripts(monkeypatch):
-    monkeypatch.setattr(probing, "RealSystem", lambda: machine("rtx-4090"))
+    monkeypatch.setattr(probing, "System", lambda: machine("rtx-4090"))
     fingerprint = probing.probe().fingerprint
     assert fingerprint[:23] in CliRunner().invoke(app, ["probe", "--quick"]).stdout
     printed = CliRunner().invoke(app, ["probe", "--quick", "--json"]).stdout

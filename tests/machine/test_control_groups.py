@@ -9,7 +9,7 @@ import pytest
 from autotune.machine import sources
 from autotune.machine.capabilities import compute_budget
 from autotune.machine.facts import Reader, read_host
-from autotune.machine.sources import RealSystem, Unavailable
+from autotune.machine.sources import System, Unavailable
 
 GIB = 2**30
 
@@ -34,13 +34,13 @@ def test_the_narrowest_of_the_limits_above_a_process_counts(groups: Path) -> Non
     limit(groups / "slurm", 100 * GIB, used=90 * GIB, inactive=5 * GIB)
     limit(groups / "slurm" / "job_7", 32 * GIB, used=2 * GIB)
     limit(groups / "slurm" / "job_7" / "step_0", "max")
-    assert RealSystem(torch=False).query("os", "container_free_bytes") == 15 * GIB
+    assert System(torch=False).query("os", "container_free_bytes") == 15 * GIB
 
 
 def test_a_container_sees_its_own_group_as_the_root(groups: Path) -> None:
     limit(groups, 8 * GIB, used=GIB)
     sources.OWN_CGROUP.write_text("0::/\n")
-    assert RealSystem(torch=False).query("os", "container_free_bytes") == 7 * GIB
+    assert System(torch=False).query("os", "container_free_bytes") == 7 * GIB
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_limits_of_the_older_control_groups_count_too(
     v1: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources.os, "sched_getaffinity", lambda _: range(64), raising=False)
-    query = RealSystem(torch=False).query
+    query = System(torch=False).query
     assert query("os", "container_free_bytes") == 2 * GIB
     (v1 / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
     assert query("os", "logical_cores") == 64
@@ -82,7 +82,7 @@ def test_a_small_container_of_a_large_host_keeps_a_share_of_its_own_memory_free(
         lambda: SimpleNamespace(total=512 * GIB, available=400 * GIB),
     )
     limit(groups, 2 * GIB, used=GIB // 4)
-    host = read_host(Reader(RealSystem(torch=False)))
+    host = read_host(Reader(System(torch=False)))
     assert (host.memory_bytes, host.available_memory_bytes) == (2 * GIB, 2 * GIB - GIB // 4)
     assert compute_budget("host", host.memory_bytes, host.available_memory_bytes, None)[0] == int(
         1.5 * GIB
@@ -97,19 +97,18 @@ def test_odd_control_groups_cost_neither_cores_nor_memory(
     for file in ("cpu.max", "memory.current", "memory.stat"):
         (groups / file).write_text(damage)
     (groups / "slurm" / "memory.max").mkdir()
-    assert RealSystem(torch=False).query("os", "logical_cores") == 8
+    assert System(torch=False).query("os", "logical_cores") == 8
     assert (
-        read_host(Reader(RealSystem(torch=False))).memory_bytes
-        == sources.psutil.virtual_memory().total
+        read_host(Reader(System(torch=False))).memory_bytes == sources.psutil.virtual_memory().total
     )
 
 
 def test_without_limits_nothing_is_answered(groups: Path) -> None:
     with pytest.raises(Unavailable, match="no limit"):
-        RealSystem(torch=False).query("os", "container_free_bytes")
+        System(torch=False).query("os", "container_free_bytes")
     sources.OWN_CGROUP.unlink()
     with pytest.raises(Unavailable, match="no limit"):
-        RealSystem(torch=False).query("os", "container_free_bytes")
+        System(torch=False).query("os", "container_free_bytes")
 
 
 def test_cores_of_a_job_are_counted_by_its_quota(
@@ -118,6 +117,6 @@ def test_cores_of_a_job_are_counted_by_its_quota(
     monkeypatch.setattr(sources.os, "sched_getaffinity", lambda _: range(64), raising=False)
     (groups / "slurm" / "cpu.max").write_text("max 100000\n")
     (groups / "slurm" / "job_7" / "cpu.max").write_text("850000 100000\n")
-    assert RealSystem(torch=False).query("os", "logical_cores") == 8
+    assert System(torch=False).query("os", "logical_cores") == 8
     (groups / "slurm" / "job_7" / "step_0" / "cpu.max").write_text("50000 100000\n")
-    assert RealSystem(torch=False).query("os", "logical_cores") == 1
+    assert System(torch=False).query("os", "logical_cores") == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autotune.machine import sources
-from autotune.machine.sources import RealSystem, Unavailable
+from autotune.machine.sources import System, Unavailable
 
 XEON = (
     "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) "
@@ -34,13 +34,13 @@ def test_on_linux_the_kernel_says(
     monkeypatch.setattr(sources.platform, "system", lambda: "Linux")
     monkeypatch.setattr(sources.platform, "processor", lambda: "")
     monkeypatch.setattr(sources.platform, "machine", lambda: "aarch64")
-    assert RealSystem(torch=False).query("os", "cpu") == name
+    assert System(torch=False).query("os", "cpu") == name
 
 
 def test_one_apple_chip_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(sources, "BRAND", ("printf", "Apple M3 Max\\n"))
-    assert RealSystem(torch=False).query("os", "cpu") == "Apple M3 Max"
+    assert System(torch=False).query("os", "cpu") == "Apple M3 Max"
     monkeypatch.setattr(sources, "BRAND", ("false",))
     with pytest.raises(Unavailable):
-        RealSystem(torch=False).query("os", "cpu")
+        System(torch=False).query("os", "cpu")

@@ -17,7 +17,6 @@ from autotune.plan.request import PlanRequest
 from tests.machine.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
 
 GIB = 2**30
-DISK = 90 * GIB
 
 # Written by hand, apart from the recorded profiles below: (kind, memory kind, findings).
 TRUTH = {
@@ -45,7 +44,7 @@ TRUTH = {
 
 
 def found(system):
-    return {finding.name: finding for finding in findings(read_doctor_facts(system, DISK))}
+    return {finding.name: finding for finding in findings(read_doctor_facts(system))}
 
 
 def changed(name, **sources):
@@ -73,7 +72,7 @@ def test_the_whole_profile_is_as_recorded(name):
     review the difference."""
     lines = [
         f"{f.severity} {f.name}: {f.what} -- {f.fix}"
-        for f in findings(read_doctor_facts(machine(name), DISK))
+        for f in findings(read_doctor_facts(machine(name)))
     ]
     text, path = as_text(read_profile(machine(name)), lines), HERE / "expected" / f"{name}.yaml"
     if os.environ.get("REWRITE_EXPECTED"):
@@ -398,7 +397,7 @@ def test_a_driver_that_runs_no_build_of_torch_is_updated_first():
 def test_findings_come_worst_first():
     built_without = {"torch_cuda": {"absent": "built without"}}
     system = changed("wsl2-4090", packages=built_without, torch={"cuda": {"absent": "not read"}})
-    order = [finding.severity for finding in findings(read_doctor_facts(system, DISK))]
+    order = [finding.severity for finding in findings(read_doctor_facts(system))]
     assert order == sorted(order, key=("blocks", "hurts", "note").index)
     assert order[0] == "blocks"
 

@@ -12,7 +12,7 @@ import pytest
 
 from autotune.machine import sources as nvidia
 from autotune.machine.facts import FLAG
-from autotune.machine.sources import DriverSource, NvmlSource, RealSystem, Unavailable
+from autotune.machine.sources import DriverSource, NvmlSource, System, Unavailable
 
 LIBCUDA = """
 #include <string.h>
@@ -147,11 +147,11 @@ def test_a_device_that_nvml_does_not_know_is_a_reason(monkeypatch):
 @pytest.mark.parametrize("source", ["torch", "nvml", "driver", "os", "packages", "environment"])
 def test_the_real_machine_has_a_value_or_a_reason(source):
     with pytest.raises(Unavailable):
-        RealSystem(torch=False).query(source, "no such query")
+        System(torch=False).query(source, "no such query")
 
 
 def test_the_real_machine_knows_its_memory_and_packages():
-    system = RealSystem(torch=False)
+    system = System(torch=False)
     assert system.query("os", "memory_bytes") >= system.query("os", "available_bytes") > 0
     assert system.query("os", "logical_cores") >= 1
     assert system.query("packages", "pydantic").startswith("2")
@@ -166,5 +166,5 @@ def test_models_are_kept_where_the_hub_keeps_them(tmp_path, monkeypatch):
     )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "large" / "hub"))
     (tmp_path / "large").mkdir()
-    assert RealSystem(torch=False).query("os", "disk_free_bytes") == 7
+    assert System(torch=False).query("os", "disk_free_bytes") == 7
     assert looked == [tmp_path / "large"]

@@ -39,7 +39,7 @@ def places(sources):
 def survived(sources):
     """The profile, or None where the typed error was raised; any other error escapes."""
     try:
-        findings(read_doctor_facts(FakeSystem(sources), 2**36))
+        findings(read_doctor_facts(FakeSystem(sources)))
         return read_profile(FakeSystem(sources))
     except AutotuneError as error:
         if not error.hint:

@@ -77,5 +77,5 @@ def test_profiles_are_shown_whole(name):
     ):
         assert needed in text
     assert "None" not in text
-    found = findings(read_doctor_facts(machine(name), 2**36))
+    found = findings(read_doctor_facts(machine(name)))
     assert shown(findings_view(found)).count("fix:") == len(found)
