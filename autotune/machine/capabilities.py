@@ -1,12 +1,12 @@
-"""Which kind of memory a device has, and how much of it a run may use. Pure.
+"""Which kind of memory a device has, how much of it a run may use, and what the machine can do. Pure.
 
 Compute capability does not tell: H100 (9.0) has its own memory, Orin (8.7) has not. Two CUDA
 attributes decide, 18 (`integrated`) and 100 (`pageableMemoryAccessUsesHostPageTables`, ATS): they
 are 1, 1 on GB10 and Thor, 1, 0 on Orin, 0, 1 on GH200 and GB200, and 0, 0 on every other card.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.errors import AutotuneError, InvalidInput
@@ -16,16 +16,15 @@ from autotune.knobs.knob import Requirements
 from autotune.plan.hardware import (
     Capability,
     Device,
-    Host,
+    HardwareProfile,
     MemoryKind,
-    Versions,
     shares_host_memory,
 )
 
 GIB = 2**30
 OVERRIDES: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent")
+# A desktop takes this much more as windows open.
 DISPLAY_RESERVE_BYTES = GIB
-"""A desktop takes this much more as windows open."""
 MIN_MARGIN_BYTES = 256 * 2**20
 MAX_SHARED_RESERVE_BYTES = 16 * GIB
 MAX_HOST_RESERVE_BYTES = 4 * GIB
@@ -34,10 +33,9 @@ MAX_HOST_RESERVE_BYTES = 4 * GIB
 def classify_memory(
     integrated: bool | None, host_page_tables: bool | None, override: str | None
 ) -> tuple[MemoryKind, str]:
-    """The kind and why, from the two attributes of a CUDA device (None: unknown).
+    """Return the kind and why, from the two attributes of a CUDA device (None: unknown).
 
-    Raises:
-        InvalidInput: `override` (AUTOTUNE_MEMORY_KIND) is none of a GPU's kinds of memory.
+    Raises InvalidInput if `override` (AUTOTUNE_MEMORY_KIND) is none of a GPU's kinds of memory.
     """
     if override:
         for kind in OVERRIDES:
@@ -49,9 +47,7 @@ def classify_memory(
         )
     if integrated is None and host_page_tables is None:
         return "discrete", "neither signal is known: assumed to be a card with its own memory"
-    values = (
-        "unknown" if signal is None else int(signal) for signal in (integrated, host_page_tables)
-    )
+    values = ["unknown" if each is None else int(each) for each in (integrated, host_page_tables)]
     signals = "integrated {}, host page tables {}".format(*values)
     if integrated:
         return "integrated", f"{signals}: shares the host's memory"
@@ -69,8 +65,7 @@ def compute_budget(
     drives_display: bool | None,
     reserve: int | None = None,
 ) -> tuple[int, str]:
-    """How many bytes of a device a run may use, and why. `reserve` (bytes) replaces the default
-    one.
+    """Return how many bytes of a device a run may use, and why. `reserve` replaces the default one.
 
     `free` is what the device has free, or MemAvailable if it shares the host's memory: what CUDA
     calls free there ignores page cache that the kernel would give back. The reserve is an eighth of
@@ -78,8 +73,7 @@ def compute_budget(
     host's (4 GiB at most) when the CPU trains, and 1 GiB on a card that drives a display. Cards
     also keep a margin of 2%, at least 256 MiB, for fragmentation.
 
-    Raises:
-        AutotuneError: neither free nor total memory is known.
+    Raises AutotuneError if neither free nor total memory is known.
     """
     if free is None and total is None:
         raise AutotuneError(
@@ -88,9 +82,8 @@ def compute_budget(
         )
     available = min(size for size in (free, total) if size is not None)
     whole = total if total is not None else available
-    why = f"{_gib(available)} " + (
-        "free" if free is not None else "in total (what is free is unknown)"
-    )
+    free_text = "free" if free is not None else "in total (what is free is unknown)"
+    why = f"{_gib(available)} {free_text}"
     margin = 0
     if not shares_host_memory(kind):
         margin = max(MIN_MARGIN_BYTES, whole // 50)
@@ -103,7 +96,8 @@ def compute_budget(
 
 
 def device_with_budget(memory_kind: MemoryKind, **facts: Any) -> Device:
-    """The device with these facts, fields of `Device`, and the budget that follows from them."""
+    """Return the device with these facts, fields of `Device`, and the budget that follows from
+    them."""
     sizes = (
         facts.get(name) for name in ("total_memory_bytes", "free_memory_bytes", "drives_display")
     )
@@ -118,12 +112,12 @@ def limit_device(
     reserve_bytes: int | None = None,
     cap_bytes: int | None = None,
 ) -> Device:
-    """The device with the budget that the limits of a user leave.
+    """Return the device with the budget that the limits of a user leave.
 
     Args:
         device: as the probe found it.
         max_bytes: the most that a run may use.
-        reserve_bytes: bytes to leave to other programs instead of the default reserve.
+        reserve_bytes: to leave to other programs instead of the default reserve.
         cap_bytes: total memory of a smaller device to rehearse, less the default reserve and
             margin.
     """
@@ -146,7 +140,7 @@ def limit_device(
 def default_reserve_bytes(
     kind: MemoryKind, total_bytes: int, drives_display: bool | None = None
 ) -> int:
-    """How much of a memory of `total_bytes` is left to other processes; see `compute_budget`."""
+    """Return how much of a memory is left to other processes; see `compute_budget`."""
     if kind == "integrated":
         return min(MAX_SHARED_RESERVE_BYTES, total_bytes // 8)
     if kind == "host":
@@ -155,8 +149,10 @@ def default_reserve_bytes(
 
 
 def host_floor_bytes(kind: MemoryKind, total_bytes: int, available_bytes: int) -> int:
-    """Host memory that a trial must leave available: half of the reserve, at most a quarter of
-    what is available."""
+    """Return how much host memory a trial must leave available.
+
+    Half of the reserve, at most a quarter of what is available.
+    """
     return min(default_reserve_bytes(kind, total_bytes) // 2, available_bytes // 4)
 
 
@@ -164,52 +160,26 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What rules examine."""
-
-    device: Device
-    host: Host
-    versions: Versions
-
-
-Obstacle = Callable[[Machine], str | None]
-"""Why a machine cannot use a feature; None if this does not prevent it."""
-NONE_NEEDED = Requirements()
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A feature, available if its needs are met and there is no obstacle; `why` is the reason
-    that is shown then."""
-
-    name: str
-    why: str
-    needs: Requirements = NONE_NEEDED
-    obstacles: tuple[Obstacle, ...] = ()
-
-
-def unmet(needs: Requirements, machine: Machine) -> str | None:
-    """The first of the requirements that the machine does not meet, in words; None if it meets
-    all."""
+def unmet(needs: Requirements, machine: HardwareProfile) -> str | None:
+    """Return the first requirement that the machine does not meet, in words."""
     device = machine.device
     if needs.device_kinds and device.kind not in needs.device_kinds:
         return f"needs {' or '.join(needs.device_kinds)}, this is {device.kind}"
-    own = device.compute_capability
-    if device.kind == "cuda" and (own is None or own < needs.compute_capability):
-        return (
-            f"hardware: needs compute capability {_dotted(needs.compute_capability)}, this is "
-            f"{_dotted(own)}"
-        )
-    if device.kind == "cuda" and own is not None and needs.only_major not in (None, own[0]):
-        return f"hardware: needs compute capability {needs.only_major}.x, this is {_dotted(own)}"
-    compiles = device.kind in needs.compiles_on
-    return (
-        compiles and (missing_compiler(machine) or missing_triton(machine))
-    ) or _missing_library(needs, machine)
+    own, minimum, major = device.compute_capability, needs.compute_capability, needs.only_major
+    if device.kind == "cuda":
+        asks, there = "hardware: needs compute capability", f"this is {_dotted(own)}"
+        if own is None or own < minimum:
+            return f"{asks} {_dotted(minimum)}, {there}"
+        if major not in (None, own[0]):
+            return f"{asks} {major}.x, {there}"
+    if device.kind in needs.compiles_on:
+        missing = _missing_compiler(machine) or _missing_triton(machine)
+        if missing:
+            return missing
+    return _missing_library(needs, machine)
 
 
-def _missing_library(needs: Requirements, machine: Machine) -> str | None:
+def _missing_library(needs: Requirements, machine: HardwareProfile) -> str | None:
     device, versions, library = machine.device, machine.versions, needs.library
     if library is None:
         return None
@@ -221,37 +191,30 @@ def _missing_library(needs: Requirements, machine: Machine) -> str | None:
     return f"package: needs {library} {minimum}, this is {version}"
 
 
-def missing_compiler(machine: Machine) -> str | None:
-    """Triton and inductor call a C compiler."""
+def _missing_compiler(machine: HardwareProfile) -> str | None:
     return None if machine.host.compiler else "no C compiler on PATH: install gcc or clang"
 
 
-def missing_triton(machine: Machine) -> str | None:
+def _missing_triton(machine: HardwareProfile) -> str | None:
     """torch.compile generates GPU code by triton."""
     missing = machine.device.kind == "cuda" and machine.versions.triton is None
     return "package: triton is not installed" if missing else None
 
 
-def slow_fp16(machine: Machine) -> str | None:
+def _poor_fp16(machine: HardwareProfile) -> str | None:
     """CPUs emulate fp16 arithmetic."""
-    return (
-        "hardware: fp16 products are very slow on a CPU" if machine.device.kind == "cpu" else None
-    )
-
-
-def faulty_fp16(machine: Machine) -> str | None:
-    """GeForce 16 cards have no tensor cores either."""
-    faulty = has_faulty_fp16(machine.device)
-    return "known bug: fp16 gives NaN on GTX 16 cards (pytorch/pytorch#58123)" if faulty else None
+    if has_faulty_fp16(machine.device):
+        return "known bug: fp16 gives NaN on GTX 16 cards (pytorch/pytorch#58123)"
+    is_cpu = machine.device.kind == "cpu"
+    return "hardware: fp16 products are very slow on a CPU" if is_cpu else None
 
 
 def has_faulty_fp16(device: Device) -> bool:
-    """Whether fp16 gives NaN on the card."""
+    """Tell if fp16 gives NaN on the card. These cards have no tensor cores either."""
     return "GTX 16" in device.name
 
 
-def missing_gpu_direct_storage(machine: Machine) -> str | None:
-    """GPUDirect Storage needs Linux, or WSL, and its kernel module."""
+def _missing_gpu_direct_storage(machine: HardwareProfile) -> str | None:
     if machine.host.memory_model not in ("linux", "wsl"):
         return f"needs Linux, this is {machine.host.system}"
     if machine.host.gpu_direct_storage:
@@ -263,63 +226,61 @@ BF16 = (8, 0)
 """Lowest compute capability with bf16 arithmetic."""
 FP16 = (7, 0)
 """Lowest compute capability with tensor cores, which are fp16's."""
-NO_BF16 = "this GPU has no bf16"
-"""How the note about that begins."""
 CUDA_13 = (7, 5)
 """Lowest compute capability that CUDA 13 supports."""
+NO_BF16 = "this GPU has no bf16"
+"""How the note about that begins."""
 
 
-RULES: tuple[Rule, ...] = (
+@dataclass(frozen=True)
+class Rule:
+    """A feature, available if its needs are met and there is no obstacle; `why` is shown then."""
+
+    name: str
+    why: str
+    needs: Requirements = field(default_factory=Requirements)
+    obstacles: tuple[Callable[[HardwareProfile], str | None], ...] = ()
+
+
+RULES = (
     Rule("precision.fp32", "everywhere"),
     Rule("precision.bf16", "bf16 arithmetic", Requirements(("cuda", "cpu", "mps"), BF16)),
-    Rule(
-        "precision.fp16",
-        "fp16 arithmetic",
-        Requirements(compute_capability=FP16),
-        (slow_fp16, faulty_fp16),
-    ),
+    Rule("precision.fp16", "fp16 arithmetic", Requirements(compute_capability=FP16), (_poor_fp16,)),
     Rule("precision.tf32", "tensor cores round fp32 inputs", Requirements(("cuda",), (8, 0))),
     Rule("precision.fp8", "fp8 matrix units", Requirements(("cuda",), (8, 9))),
     Rule(
         "compile",
         "a compiler and what it needs are there",
         Requirements(("cuda", "cpu"), (7, 0)),
-        (missing_compiler, missing_triton),
+        (_missing_compiler, _missing_triton),
     ),
     Rule(
-        "gds", "reads go from disk to GPU", Requirements(("cuda",)), (missing_gpu_direct_storage,)
+        "gds", "reads go from disk to GPU", Requirements(("cuda",)), (_missing_gpu_direct_storage,)
     ),
 )
 
 
-def capabilities_of(device: Device, host: Host, versions: Versions) -> tuple[Capability, ...]:
-    """Every capability of a machine, available or not, in the table's order."""
-    machine = Machine(device, host, versions)
-    return tuple(_evaluate(rule, machine) for rule in (*RULES, *_backend_rules()))
-
-
-def _backend_rules() -> Iterator[Rule]:
+def with_capabilities(machine: HardwareProfile) -> HardwareProfile:
+    """Return the profile with every capability, available or not, in the tables' order."""
+    found = []
+    for rule in RULES:
+        obstacles = (obstacle(machine) for obstacle in rule.obstacles)
+        why_not = next(filter(None, (unmet(rule.needs, machine), *obstacles)), None)
+        found.append((rule.name, rule.why, why_not))
     for backend in ATTENTION_BACKENDS.values():
-        if reason := backend.why_not:
-            yield Rule(backend.capability, backend.summary, obstacles=(_always(reason),))
-        else:
-            yield Rule(backend.capability, backend.summary, backend.needs)
-    for weight_format in WEIGHT_FORMATS.values():
-        yield Rule(weight_format.capability, weight_format.summary, weight_format.needs)
-
-
-def _always(reason: str) -> Obstacle:
-    return lambda _: reason
-
-
-def _evaluate(rule: Rule, machine: Machine) -> Capability:
-    reasons = (unmet(rule.needs, machine), *(obstacle(machine) for obstacle in rule.obstacles))
-    missing = next(filter(None, reasons), None)
-    return Capability(name=rule.name, available=missing is None, reason=missing or rule.why)
+        why_not = backend.why_not or unmet(backend.needs, machine)
+        found.append((backend.capability, backend.summary, why_not))
+    for each in WEIGHT_FORMATS.values():
+        found.append((each.capability, each.summary, unmet(each.needs, machine)))
+    capabilities = tuple(
+        Capability(name=name, available=why_not is None, reason=why_not or why)
+        for name, why, why_not in found
+    )
+    return machine.changed(capabilities=capabilities)
 
 
 def without_bf16(device: Device) -> tuple[str, ...]:
-    """The note on a card that cannot train in bf16; none on other devices."""
+    """Return the note on a card that cannot train in bf16; none on other devices."""
     own = device.compute_capability
     if device.kind != "cuda" or own is None or own >= BF16:
         return ()

@@ -1,8 +1,6 @@
-"""The GPUs that can be planned for without owning one: published figures, one file each in
-`profiles/hardware`.
+"""The GPUs that can be planned for without owning one: published figures, in `profiles/hardware`.
 
-A catalog profile has no rates, only a datasheet; its host and versions are assumed, as its notes
-tell.
+A catalog profile has no rates, only a datasheet; its host and versions are assumed.
 """
 
 import importlib.metadata
@@ -20,10 +18,9 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.machine.capabilities import (
     CUDA_13,
-    Machine,
-    capabilities_of,
     device_with_budget,
     unmet,
+    with_capabilities,
     without_bf16,
 )
 from autotune.machine.facts import PACKAGES
@@ -40,23 +37,21 @@ ASSUMED_VERSIONS = {
     "driver": "580",
     "triton": "3.5",
 }
+# CUDA version of torch's last builds for cards that CUDA 13 no longer supports (pytorch#172352).
 OLD_CARDS_CUDA = "12.6"
-"""CUDA version of torch's last builds for cards that CUDA 13 no longer supports
-(pytorch#172352)."""
+# PCIe generation: bytes per second in one direction, after line encoding (PCI-SIG).
 PCIE_BYTES_PER_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""PCIe generation: bytes per second and lane in one direction, after line encoding (PCI-SIG)."""
+# Relative difference in size up to which a card is the same: an RTX 3060 of 8 GB has the name of
+# another.
 MEMORY_TOLERANCE = 0.15
-"""Relative difference in memory size up to which a card is the same: an RTX 3060 of 8 GB has the
-name of another."""
+# Words that may be omitted from a GPU's name.
 SERIES = ("nvidia", "geforce", "rtx", "tesla")
-"""Words that may be omitted from a GPU's name."""
+# Words that name another card.
 VARIANTS = frozenset({"ti", "super"})
-"""Words that name another card."""
 
 
 class CatalogGpu(Frozen):
-    """One GPU's published figures. Peaks are dense, with fp32 accumulation unless the name says
-    otherwise.
+    """One GPU's published figures. Peaks are dense, with fp32 accumulation unless named otherwise.
 
     Example:
         >>> {gpu.id: gpu.memory_bytes for gpu in autotune.list_gpus() if gpu.compute_capability == "8.9"}
@@ -66,15 +61,14 @@ class CatalogGpu(Frozen):
     name: str
     """Name that CUDA reports."""
     match: str
-    """Regular expression that matches the name that CUDA reports for this card, and for no
-    sibling."""
+    """Regular expression that matches the name that CUDA reports, and no sibling's."""
     architecture: str
     compute_capability: str = Field(pattern=r"^\d+\.\d$")
     memory_kind: MemoryKind
     memory: str
     memory_nominal_gb: float
     memory_cuda_mib: int | None = None
-    """What CUDA reports, if known."""
+    """As CUDA reports it, if known."""
     memory_gb_per_second: float
     sm_count: int
     l2_mib: float | None = None
@@ -82,10 +76,9 @@ class CatalogGpu(Frozen):
     pcie_generation: int | None = None
     pcie_lanes: int = 16
     host_gb_per_second: float | None = None
-    """To the host's memory in one direction, if the link is faster than PCIe (NVLink-C2C)."""
+    """To the host in one direction, if the link is faster than PCIe (NVLink-C2C)."""
     dense_tflops: dict[str, float]
-    """By dtype of the inputs; `fp32`, without tensor cores, is given for cards that cannot train
-    in bf16."""
+    """By dtype of the inputs; `fp32`, without tensor cores, only for cards that lack bf16."""
     measured_tflops: dict[str, float] = Field(default_factory=dict)
     """Measured by others, with products of cuBLASLt."""
     confidence: str
@@ -106,13 +99,14 @@ class CatalogGpu(Frozen):
 
     @property
     def training_tflops(self) -> float:
-        """Peak in the dtype that training computes in."""
+        """Peak in that dtype."""
         return self.dense_tflops.get(self.training_dtype, 0.0)
 
     @property
     def _reached_bf16(self) -> float | None:
-        """FLOP/s of large bf16 products. Cards that accumulate in fp32 at half rate are not
-        limited by power: those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak."""
+        """FLOP/s of large bf16 products. Cards that accumulate in fp32 at half rate are not limited by
+        power: those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak.
+        """
         if "bf16" in self.measured_tflops:
             return self.measured_tflops["bf16"] * 1e12
         peak, half = self.dense_tflops.get("bf16"), self.dense_tflops.get("fp16_fp16_accumulate", 0)
@@ -148,54 +142,46 @@ def _flops(tera: float | None) -> float | None:
 
 @cache
 def load_catalog() -> tuple[CatalogGpu, ...]:
-    """Every GPU of the catalog, by compute capability and then peak."""
+    """Read every GPU of the catalog, by compute capability and then peak."""
     folder = shipped_path("hardware")
     gpus = [
         CatalogGpu.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
         for entry in folder.iterdir()
         if entry.name.endswith(".yaml")
     ]
-    return tuple(
-        sorted(gpus, key=lambda gpu: (float(gpu.compute_capability), gpu.training_tflops, gpu.id))
-    )
+    gpus.sort(key=lambda gpu: (float(gpu.compute_capability), gpu.training_tflops, gpu.id))
+    return tuple(gpus)
 
 
 def find_gpu(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
-    """The catalog's card for a name that CUDA reports; None for siblings, MIG slices and cards
-    of other sizes."""
+    """Find the card for a name that CUDA reports; none for siblings, MIG slices and other sizes."""
     if "MIG" in name:
         return None
     for gpu in load_catalog():
-        if not re.search(gpu.match, name):
-            continue
-        if (
-            total_memory_bytes is None
-            or abs(total_memory_bytes / gpu.memory_bytes - 1) <= MEMORY_TOLERANCE
-        ):
+        size = total_memory_bytes or gpu.memory_bytes
+        is_same_size = abs(size / gpu.memory_bytes - 1) <= MEMORY_TOLERANCE
+        if is_same_size and re.search(gpu.match, name):
             return gpu
     return None
 
 
 def is_gpu_name(name: str) -> bool:
-    """Whether `name` is the whole name of a GPU in the catalog."""
+    """Tell if `name` is the whole name of a GPU in the catalog."""
     return any(name.lower() in (gpu.id, gpu.name.lower()) for gpu in load_catalog())
 
 
 def gpu_named(name: str) -> CatalogGpu:
-    """The one GPU that `name`, or a part of a name, identifies: `4080`, `RTX 4080`, `4080_super`,
-    `h200`.
+    """Find the one GPU that `name` or a part of it identifies: `4080`, `RTX 4080`, `4080_super`.
 
     A card with exactly these words goes before those with more (`4080 super`). A Ti or Super has to
     be named as such: who has a 4060 has another card than the 4060 Ti.
 
-    Raises:
-        InvalidInput: no GPU matches, or several do.
+    Raises InvalidInput if no GPU matches, or several do.
     """
     words = _words(name)
-    same = [
-        gpu for gpu in load_catalog() if name.lower() == gpu.name.lower() or words == _words(gpu.id)
-    ]
-    containing = [gpu for gpu in load_catalog() if words and set(words) <= set(_words(gpu.id))]
+    gpus = load_catalog()
+    same = [gpu for gpu in gpus if name.lower() == gpu.name.lower() or words == _words(gpu.id)]
+    containing = [gpu for gpu in gpus if words and set(words) <= set(_words(gpu.id))]
     found = same or [gpu for gpu in containing if VARIANTS.isdisjoint({*_words(gpu.id)} - {*words})]
     if len(found) == 1:
         return found[0]
@@ -204,7 +190,7 @@ def gpu_named(name: str) -> CatalogGpu:
         names = ", ".join(gpu.id for gpu in found)
         raise InvalidInput(f"{name!r} may be any of {names}", hint=f"name one of them; {listing}")
     others = ", ".join(gpu.id for gpu in containing)
-    nearest = suggest_nearest(name, (gpu.id for gpu in load_catalog()), listing)
+    nearest = suggest_nearest(name, (gpu.id for gpu in gpus), listing)
     hint = f"another card is {others}; {listing}" if others else nearest
     raise InvalidInput(
         f"no hardware called {name!r}: neither a catalog name nor a saved profile", hint=hint
@@ -228,8 +214,7 @@ def _words(name: str) -> list[str]:
 
 
 def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
-    """A profile to plan with: on a Linux host of 64 GiB, with this environment's packages and
-    CUDA 13 or 12.6."""
+    """Build a profile to plan with: on a Linux host of 64 GiB, with this environment's packages."""
     device = _device(gpu)
     shared = gpu.memory_kind == "integrated"
     memory = gpu.memory_bytes if shared else ASSUMED_HOST_BYTES
@@ -244,53 +229,44 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
         gpu_direct_storage=False,
     )
     versions = _assumed_versions(device)
-    return HardwareProfile(
+    profile = HardwareProfile(
         origin="catalog",
         device=device,
         host=host,
         versions=versions,
-        capabilities=capabilities_of(device, host, versions),
         datasheet=gpu.datasheet,
         notes=(
             f"from the catalog, not measured; figures: {gpu.confidence} confidence",
             f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA {versions.cuda_runtime}, "
-            "driver 580, a C compiler,"
-            " no display, and this environment's packages",
+            "driver 580, a C compiler, no display, and this environment's packages",
             *without_bf16(device),
             *((gpu.notes,) if gpu.notes else ()),
         ),
     )
+    return with_capabilities(profile)
 
 
 def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfile:
-    """The profile of the same card in a host with so much memory, of which a tenth is taken to be
-    in use.
+    """Return the profile in a host with so much memory, of which a tenth is taken to be in use.
 
-    Raises:
-        InvalidInput: the device has no memory of its own, or the host is not an assumed one.
+    Raises InvalidInput if the device has no memory of its own, or the host is not an assumed one.
     """
-    if profile.origin != "catalog" or profile.device.memory_kind == "integrated":
-        what = (
-            "it is this device's own memory"
-            if profile.device.memory_kind == "integrated"
-            else "it was measured"
-        )
-        raise InvalidInput(
-            f"the host's memory cannot be described: {what}", hint="leave --host-memory out"
-        )
+    is_shared = profile.device.memory_kind == "integrated"
+    if is_shared or profile.origin != "catalog":
+        why = "it is this device's own memory" if is_shared else "it was measured"
+        what = f"the host's memory cannot be described: {why}"
+        raise InvalidInput(what, hint="leave --host-memory out")
     host = profile.host.changed(memory_bytes=num_bytes, available_memory_bytes=int(0.9 * num_bytes))
-    old, new = (
-        f"{size / 2**30:.0f} GiB of host memory" for size in (profile.host.memory_bytes, num_bytes)
-    )
+    sizes = (profile.host.memory_bytes, num_bytes)
+    old, new = (f"{size / 2**30:.0f} GiB of host memory" for size in sizes)
     return profile.changed(host=host, notes=tuple(note.replace(old, new) for note in profile.notes))
 
 
 def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> HardwareProfile:
-    """The profile of the same card on a host that has these packages of attention backends, too.
+    """Return the profile on a host that has these packages of attention backends, too.
 
-    Raises:
-        InvalidInput: the host is not an assumed one, no backend that trains needs such a package,
-            or the card runs none that does.
+    Raises InvalidInput if the host is not an assumed one, no backend that trains needs such a
+    package, or the card runs none that does.
     """
     if profile.origin != "catalog":
         raise InvalidInput("what is installed on this machine is known", hint="leave --assume out")
@@ -298,34 +274,27 @@ def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> H
     backends = [
         each for each in ATTENTION_BACKENDS.values() if each.needs.library and not each.why_not
     ]
-    versions: dict[str, str] = {}
+    told = profile
     for name in names:
-        own = [each for each in backends if str(each.needs.library) == name.replace("-", "_")]
+        own = [each.needs for each in backends if each.needs.library == name.replace("-", "_")]
         if not own:
             known = sorted({str(each.needs.library).replace("_", "-") for each in backends})
-            hint = f"these can be assumed: {', '.join(known)}"
             raise InvalidInput(
-                f"no attention backend that trains needs a package {name!r}", hint=hint
+                f"no attention backend that trains needs a package {name!r}",
+                hint=f"these can be assumed: {', '.join(known)}",
             )
-        needs = max((each.needs for each in own), key=lambda needs: Version(needs.min_version))
-        if not profile.versions.has(str(needs.library), needs.min_version):
-            versions[str(needs.library)] = needs.min_version
-        machine = Machine(profile.device, profile.host, profile.versions.changed(**versions))
-        if reason := unmet(needs, machine):
+        needs = max(own, key=lambda needs: Version(needs.min_version))
+        library = str(needs.library)
+        if not told.versions.has(library, needs.min_version):
+            told = told.changed(versions=told.versions.changed(**{library: needs.min_version}))
+        if reason := unmet(needs, told):
             hint = "leave --assume out, or plan for another card"
             raise InvalidInput(f"{name} does not run on {profile.device.name}: {reason}", hint=hint)
-    installed = profile.versions.changed(**versions)
     note = (
-        f"assumed: {', '.join(names)} installed, and attention by it as fast as is published "
-        "for "
+        f"assumed: {', '.join(names)} installed, and attention by it as fast as is published for "
         "its kernel"
     )
-    return profile.changed(
-        versions=installed,
-        capabilities=capabilities_of(profile.device, profile.host, installed),
-        assumed=tuple(names),
-        notes=(*profile.notes, note),
-    )
+    return with_capabilities(told.changed(assumed=tuple(names), notes=(*told.notes, note)))
 
 
 def _device(gpu: CatalogGpu) -> Device:

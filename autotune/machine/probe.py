@@ -1,5 +1,5 @@
-"""The probe: reads and measures everything autotune knows about a machine, in under half a
-minute."""
+"""The probe: reads and measures what autotune knows about a machine, saves it, and locks
+devices."""
 
 import contextlib
 import fcntl
@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TextIO
 
 import psutil
-from pydantic import ValidationError
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.machine.capabilities import CUDA_13, capabilities_of, without_bf16
+from autotune.machine.capabilities import CUDA_13, with_capabilities, without_bf16
 from autotune.machine.catalog import find_gpu, gpu_named, is_gpu_name, profile_of_gpu
 from autotune.machine.facts import Reader, read_device, read_host, read_versions
 from autotune.machine.sources import DriverSource, System, Unavailable
@@ -30,14 +29,13 @@ from autotune.system.files import cache_path, read_bounded, write_text_atomic
 from autotune.system.process import silence_libraries
 
 Progress = Callable[[str], None]
+# How notes about the rates begin; they are saved and reused with the rates.
 RATE_NOTES = ("not measured", "measuring ended", "noisy")
-"""How notes about the rates begin; they are saved and reused with the rates."""
 MEASURE = (sys.executable, "-m", "autotune.machine.rates")
 
 
 def probe(*, index: int | None = None, on_progress: Progress | None = None) -> HardwareProfile:
-    """Facts about device `index` of this machine, by default the GPU with the most memory;
-    `measure_rates` adds rates. Imports torch.
+    """Read facts about device `index` of this machine, by default the GPU with the most memory.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
@@ -50,13 +48,12 @@ def probe(*, index: int | None = None, on_progress: Progress | None = None) -> H
 
 
 def read_profile(system: System, index: int | None = None) -> HardwareProfile:
-    """Facts, budget and capabilities from what `system` reports; no rates. Arguments and errors
-    as of `probe`."""
+    """Read facts, budget and capabilities from what `system` reports; arguments and errors as
+    `probe`."""
     if index is None:
         first = read_profile(system, 0)
         gpus: tuple[Device | OtherGpu, ...] = (first.device, *first.device.others)
-        # Rounded, since equal cards differ by what their system reserves; of equal ones it is the
-        # first.
+        # Rounded, since equal cards differ by what their system reserves: the first of equal ones.
         largest = max(gpus, key=lambda gpu: round((gpu.total_memory_bytes or 0) / 2**30))
         return first if largest.index == 0 else read_profile(system, largest.index)
     reader = Reader(system, index)
@@ -64,19 +61,19 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
     versions = read_versions(reader)
     device = read_device(reader, host)
     known = find_gpu(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
-    return HardwareProfile(
+    profile = HardwareProfile(
         device=device,
         host=host,
         versions=versions,
-        capabilities=capabilities_of(device, host, versions),
         datasheet=known.datasheet if known else None,
         notes=_notes(reader, device, versions),
     )
+    return with_capabilities(profile)
 
 
 def may_have_gpu() -> bool:
-    """False if there certainly is no GPU to train on: Linux without a working CUDA driver. Loads
-    no torch."""
+    """Return False if there is no GPU to train on: Linux without a working CUDA driver. Loads no
+    torch."""
     if sys.platform != "linux":
         return True
     try:
@@ -86,20 +83,18 @@ def may_have_gpu() -> bool:
 
 
 def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...]:
-    """What a reader of the profile should know."""
     notes = []
-    if reader.raw("torch:kind") == "rocm":
+    kind, cuda = reader.raw("torch:kind"), versions.cuda_runtime or ""
+    if kind == "rocm":
         notes.append(
             "this torch is a ROCm build: AMD GPUs are not supported, the CPU is profiled instead"
         )
-    elif reader.raw("torch:kind") == "cpu" and reader.raw("nvml:count"):
+    elif kind == "cpu" and reader.raw("nvml:count"):
         notes.append("there is an NVIDIA GPU, but torch does not use it: see `autotune doctor`")
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
-    if (versions.cuda_runtime or "").startswith("12.") and (
-        device.compute_capability or CUDA_13
-    ) >= CUDA_13:
+    if cuda.startswith("12.") and (device.compute_capability or CUDA_13) >= CUDA_13:
         notes.append("CUDA 12 works and is deprecated: PyTorch's newest builds are for CUDA 13")
     return (*notes, *without_bf16(device))
 
@@ -110,7 +105,7 @@ def measure_rates(
     command: tuple[str, ...] = MEASURE,
     limit_seconds: float = 120.0,
 ) -> HardwareProfile:
-    """The profile with rates measured now. What cannot be measured is left out, with a note.
+    """Return the profile with rates measured now. What cannot be measured is left out, with a note.
 
     A child process measures, so that a kernel that crashes or hangs costs its own rate only, and
     this process never holds a CUDA context on a device whose memory is about to be planned.
@@ -159,31 +154,27 @@ def _reports(child: "subprocess.Popen[str]", profile: HardwareProfile) -> Iterat
 
 MAX_PROFILE_BYTES = 4 << 20
 
+# Share by which a GPU's power limit may change before its rates are measured again: laptops change
+# it constantly.
 POWER_TOLERANCE = 0.1
-"""Share by which a GPU's power limit may change before its rates are measured again: laptops
-change it constantly."""
+# How the note about that begins.
 NOT_SAVED = "rates are not saved for the next command"
-"""How the note about that begins."""
 
 
 def cached_profile(
     *,
     index: int | None = None,
     fresh: bool = False,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Progress | None = None,
     on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
 ) -> HardwareProfile:
-    """This machine's profile: facts and budget as they are now, rates from the last probe while
-    they are valid.
+    """Return this machine's profile: facts as they are now, rates from the last probe if they are valid.
 
     Rates are measured again if `fresh`, or if the saved file is absent, damaged or of another
     device, or if the match keys, the GPU's power limit or the number of cores that train have
     changed. If the cache folder cannot be written, they are measured every time, with a note.
     `on_facts` gets the profile before any rate is measured: what it raises saves that time.
-
-    Raises:
-        InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
-        AutotuneError: no source reports how much memory the host or the device has.
+    Raises as `probe`.
     """
     now = probe(index=index, on_progress=on_progress)
     on_facts(now)
@@ -199,8 +190,7 @@ def cached_profile(
         save_profile(profile, path)
     except OSError as error:  # the rates are valid all the same
         note = (
-            f"{NOT_SAVED}: the cache folder cannot be written ({error.strerror}); "
-            "XDG_CACHE_HOME "
+            f"{NOT_SAVED}: the cache folder cannot be written ({error.strerror}); XDG_CACHE_HOME "
             "names another"
         )
         return profile.changed(notes=(*profile.notes, note))
@@ -208,26 +198,19 @@ def cached_profile(
 
 
 def has_valid_rates(saved: HardwareProfile, now: HardwareProfile) -> bool:
-    """Whether the saved rates hold for the machine as it is now."""
-    if (
-        not saved.rates
-        or saved.match_keys != now.match_keys
-        or saved.device.name != now.device.name
-    ):
+    """Tell if the saved rates hold for the machine as it is now."""
+    before, device = saved.device, now.device
+    if not saved.rates or saved.match_keys != now.match_keys or before.name != device.name:
         return False
-    limits = (saved.device.power_limit_watts, now.device.power_limit_watts)
-    cores = (
-        saved.host.logical_cores,
-        now.host.logical_cores,
-    )  # a container may have a part of the host's
-    same_power = None in limits or math.isclose(
-        limits[0] or 0, limits[1] or 0, rel_tol=POWER_TOLERANCE
-    )
-    return same_power and (now.device.kind != "cpu" or cores[0] == cores[1])
+    if device.kind == "cpu":  # a container may have a part of the host's cores
+        return saved.host.logical_cores == now.host.logical_cores
+    if before.power_limit_watts is None or device.power_limit_watts is None:
+        return True
+    return math.isclose(before.power_limit_watts, device.power_limit_watts, rel_tol=POWER_TOLERANCE)
 
 
 def profile_path(profile: HardwareProfile) -> Path:
-    """Where the profile of this device is saved."""
+    """Return where the profile of this device is saved."""
     device = profile.device
     return cache_path("hardware", f"{device.kind}-{device.index}-{device.file_name}.json")
 
@@ -235,51 +218,43 @@ def profile_path(profile: HardwareProfile) -> Path:
 def save_profile(profile: HardwareProfile, path: Path) -> None:
     """Write the profile and its digest, atomically."""
     data = profile.model_dump(mode="json")
-    write_text_atomic(
-        path, json.dumps({"digest": digest_of(data), "profile": data}, indent=1) + "\n"
-    )
+    content = {"digest": digest_of(data), "profile": data}
+    write_text_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
-    """The profile in a file that `save_profile` wrote.
+    """Load a profile that `save_profile` wrote.
 
-    Raises:
-        InvalidInput: the file cannot be read, is damaged, was edited, or is from an incompatible
-            version of autotune.
+    Raises InvalidInput if the file cannot be read, is damaged, was edited, or is from an
+    incompatible version of autotune.
     """
     hint = "write a new one with `autotune probe`"
     try:
         content = json.loads(read_bounded(Path(path), MAX_PROFILE_BYTES))
-        if content["digest"] != digest_of(
-            content["profile"]
-        ):  # as written: an older profile has other fields
-            raise InvalidInput(
-                f"{path} was damaged or edited: its digest does not match", hint=hint
-            )
-        return HardwareProfile.model_validate_json(json.dumps(content["profile"]))
+        digest, data = content["digest"], content["profile"]
+        if digest != digest_of(data):  # as written: an older profile has other fields
+            what = f"{path} was damaged or edited: its digest does not match"
+            raise InvalidInput(what, hint=hint)
+        return HardwareProfile.model_validate_json(json.dumps(data))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
-    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
-        raise InvalidInput(
-            f"{path} is damaged, or not a hardware profile that this autotune can read", hint=hint
-        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = f"{path} is damaged, or not a hardware profile that this autotune can read"
+        raise InvalidInput(what, hint=hint) from error
 
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
-    """The profile of a catalog GPU, by any part of its name that identifies it, or in a saved
-    probe's file.
+    """Return the profile of a catalog GPU, by a part of its name, or in a saved probe's file.
 
-    Raises:
-        InvalidInput: no GPU of the catalog or several match and there is no such file, or the file
-            is damaged.
+    Raises InvalidInput as `gpu_named` or `load_profile`.
     """
     if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)
     return profile_of_gpu(gpu_named(name_or_path))
 
 
+# What the lock file calls its holder.
 SEARCH, RUN = "search", "training run"
-"""What the lock file calls its holder."""
 MAX_WAIT_SECONDS = 1800.0
 RETRY_SECONDS = 0.2
 
@@ -287,7 +262,7 @@ _logger = logging.getLogger(__name__)
 
 
 def lock_path(device: Device) -> Path:
-    """The lock file of a device: in the temporary folder for a GPU, which several users may share.
+    """Return the lock file: in the temporary folder for a GPU, which several users may share.
 
     A CPU's lies in the user's cache folder, or in the temporary folder if that cannot be written.
     """
@@ -300,8 +275,7 @@ def lock_path(device: Device) -> Path:
 
 
 def _card_id(device: Device) -> str:
-    """The GPU's UUID, which is the same whatever CUDA_VISIBLE_DEVICES makes of its index; the
-    index if unknown."""
+    """The GPU's UUID, which is the same whatever CUDA_VISIBLE_DEVICES makes of its index."""
     if device.kind == "cuda":
         with contextlib.suppress(Unavailable, OSError, AttributeError):
             return DriverSource().uuid(device.index)
@@ -309,28 +283,23 @@ def _card_id(device: Device) -> str:
 
 
 class DeviceLock:
-    """The right to use one device, which can be acquired and released any number of times."""
+    """The right to use one device, which can be acquired and released any number of times.
+
+    `on_wait` is called once, with whom the lock waits for.
+    """
 
     def __init__(
-        self,
-        path: Path,
-        on_wait: Callable[[str], None] = _logger.warning,
-        *,
-        for_training: bool = False,
+        self, path: Path, on_wait: Progress = _logger.warning, *, for_training: bool = False
     ) -> None:
-        """Lock `path` for trials, or `for_training`. `on_wait` is called once, with whom the
-        lock waits for."""
         self.path, self.on_wait, self.for_training = path, on_wait, for_training
         self._waiting = path.with_suffix(".waiting")
         self._file: TextIO | None = None
 
     def acquire(self) -> None:
-        """Wait for whoever holds the lock, and take it; if this object already holds it, return at
-        once.
+        """Wait for whoever holds the lock, and take it, unless this object has it.
 
-        Raises:
-            AutotuneError: a run holds it, a search did not end in time, or the lock file cannot be
-                opened.
+        Raises AutotuneError if a run holds it, a search did not end in time, or the file cannot be
+        opened.
         """
         if self._file is not None:
             return
@@ -348,23 +317,21 @@ class DeviceLock:
         self._file = file
 
     def _try_lock(self, file: TextIO) -> bool:
-        """Lock at once, if possible. A run lets searches that wait for a turn go first."""
+        """A run lets searches that wait for a turn go first."""
         if self.for_training:
             return not self.has_waiting_search() and _flock(file, fcntl.LOCK_SH)
         return _flock(file, fcntl.LOCK_EX)
 
     def _wait(self, file: TextIO) -> None:
         holder = self.path.read_text(errors="replace").strip() or f"{SEARCH} (unknown process)"
-        if (
-            holder.startswith(RUN) and not self.for_training and _flock(file, fcntl.LOCK_SH)
-        ):  # which only runs share
+        is_held_by_run = holder.startswith(RUN) and not self.for_training
+        if is_held_by_run and _flock(file, fcntl.LOCK_SH):  # which only runs share
             if self._try_lock(file):
                 return  # it has just ended
             raise AutotuneError(
                 f"a {holder} uses this device",
                 hint="wait for it, or stop it: it writes a checkpoint, and `autotune train PLAN "
-                "--resume` continues; "
-                "trials at the same time would measure it",
+                "--resume` continues; trials at the same time would measure it",
             )
         holder = f"{'a' if self.for_training else 'another'} {holder} runs trials on this device"
         self.on_wait(f"{holder}: waiting for {'its end' if self.for_training else 'a turn'}")
@@ -376,21 +343,18 @@ class DeviceLock:
                 if time.monotonic() - started > MAX_WAIT_SECONDS:
                     raise AutotuneError(
                         f"{holder} and has not ended in {MAX_WAIT_SECONDS:.0f} s",
-                        hint=(
-                            "wait for it, or stop it; what runs at the same time as trials is "
-                            "measured with them"
-                        ),
+                        hint="wait for it, or stop it; what runs at the same time as trials is "
+                        "measured with them",
                     )
                 time.sleep(RETRY_SECONDS)
 
     def has_waiting_search(self) -> bool:
-        """Whether another process's search waits for the lock."""
+        """Tell if another process's search waits for the lock."""
         with _open(self._waiting) as waiting:
             return not _flock(waiting, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Release the lock; a search that waits for it gets it before this process can acquire
-        it again."""
+        """Release the lock; a search that waits for it gets it before this process can again."""
         if self._file is None:
             return
         self._file.close()
@@ -401,14 +365,10 @@ class DeviceLock:
 
 
 @contextlib.contextmanager
-def lock_for_run(
-    device: Device, num_processes: int, on_wait: Callable[[str], None]
-) -> Iterator[None]:
-    """Keep searches off the first `num_processes` devices of this machine, or off one, while a
-    training run lasts.
+def lock_for_run(device: Device, num_processes: int, on_wait: Progress) -> Iterator[None]:
+    """Keep searches off the devices of a training run: the first `num_processes` GPUs, or one device.
 
-    Raises:
-        AutotuneError: a search does not end, or a lock file cannot be opened.
+    Raises AutotuneError as `DeviceLock.acquire`.
     """
     several = device.kind == "cuda" and num_processes > 1
     devices = [device.changed(index=i) for i in range(num_processes)] if several else [device]
@@ -426,9 +386,8 @@ def _open(path: Path) -> TextIO:
         # No links: through one that somebody put into /tmp, any file would be emptied. No O_CREAT
         # for a file that exists: Linux refuses it for another user's file in a shared folder
         # (fs.protected_regular).
-        descriptor = os.open(
-            path, os.O_RDWR | os.O_NOFOLLOW | (0 if path.exists() else os.O_CREAT), 0o666
-        )
+        create = 0 if path.exists() else os.O_CREAT
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | create, 0o666)
         with contextlib.suppress(PermissionError):  # another user's, who has done this
             os.fchmod(descriptor, 0o666)
         return os.fdopen(descriptor, "r+")

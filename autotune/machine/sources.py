@@ -407,6 +407,26 @@ def host_available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
+class BackgroundLoad:
+    """How much CPU time other processes take, from the creation of this object until now."""
+
+    def __init__(self) -> None:
+        self._begin = self._times()
+
+    def share(self) -> float:
+        """Return their share of all CPU time, in [0, 1]."""
+        pairs = zip(self._times(), self._begin, strict=True)
+        busy, idle, own = (now - before for now, before in pairs)
+        return max(0.0, busy - own) / max(busy + idle, 1e-9)
+
+    def _times(self) -> tuple[float, float, float]:
+        whole, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = whole.idle + getattr(whole, "iowait", 0.0)
+        # On Linux `user` already holds the guests' time.
+        busy = sum(whole) - idle - getattr(whole, "guest", 0.0) - getattr(whole, "guest_nice", 0.0)
+        return busy, idle, own.user + own.system
+
+
 def _container_free_bytes(_: int) -> int:
     limits = memory_limits()
     if not limits:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -13,10 +14,10 @@ import pytest
 import torch
 
 from autotune.machine import rates
-from autotune.machine import rates as disk
 from autotune.machine import rates as measuring
 from autotune.machine.catalog import load_catalog
 from autotune.machine.probe import measure_rates, read_profile
+from autotune.machine.sources import BackgroundLoad
 from autotune.plan.hardware import Rate
 from tests.builders import BITSANDBYTES
 from tests.machine.fleet import machine
@@ -177,7 +178,7 @@ def test_what_a_library_takes_to_load_is_not_taken_for_the_time_of_a_call(monkey
     meter.kind, meter.sizes = kind, dataclasses.replace(meter.sizes, limit_seconds=0.01)
     monkeypatch.setattr(meter, "synchronize", lambda: None)
     load = iter([0.05])
-    assert meter.time(lambda: time.sleep(next(load, 0.0))).median < 0.04
+    assert statistics.median(meter.time(lambda: time.sleep(next(load, 0.0)))) < 0.04
 
 
 def child(code, **options):
@@ -220,17 +221,16 @@ def test_a_child_whose_probe_has_ended_ends_without_a_word(ends):
         assert started.stderr.read() == b""
 
 
-def test_a_killed_measurement_of_the_disk_leaves_no_file(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_killed_measurement_of_the_disk_leaves_no_file(small_effort, monkeypatch, tmp_path):
 
     def time_calls(read, **options):
         read()
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(disk, "time_calls", time_calls)
+    monkeypatch.setattr(rates, "time_calls", time_calls)
     with pytest.raises(KeyboardInterrupt):
-        disk.time_reads("pread", 2**16, torch.device("cpu"), 1.0)
+        rates.Meter(read_profile(machine("no-gpu")), lambda: None).disk("pread", cold=True)
 
 
 def test_names_of_any_script_reach_the_child_and_bytes_that_are_no_text_cost_nothing():
@@ -261,7 +261,7 @@ def test_other_processes_on_the_cpu_are_noise(small_effort, monkeypatch):
 
 
 def test_own_work_is_no_other_process():
-    others = measuring.BackgroundLoad()
+    others = BackgroundLoad()
     begin = time.process_time()
     while time.process_time() < begin + 0.2:
         pass
