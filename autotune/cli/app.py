@@ -1,5 +1,4 @@
-"""The command line: parses, calls one function, prints. Imports nothing heavy before a command
-runs.
+"""The command line: parses, calls one function, prints. Nothing heavy is imported before that.
 
 probe ──> plan ──> plan.yaml ──> train
 """
@@ -16,76 +15,13 @@ from itertools import islice
 from typing import Any, NoReturn
 
 import click
-from click.exceptions import Exit
 
 import autotune
-from autotune.cli import commands, exchange
-from autotune.cli.demo import demo
-from autotune.cli.options import Commands
+from autotune.cli import demo, exchange  # noqa: F401 - they add their commands to `app`
+from autotune.cli.commands import app
+from autotune.cli.options import INTERRUPTED
 from autotune.cli.output import Progress
 from autotune.report.text import printable, wrapped
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
-
-
-class App(Commands):
-    """All commands; Ctrl-C ends one with a status of its own."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            raise Exit(INTERRUPTED) from error
-
-
-@click.group(
-    cls=App, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
-)
-@click.version_option(autotune.__version__, message="%(prog)s %(version)s")
-@click.option(
-    "--progress",
-    type=click.Choice(["bar", "json", "none"]),
-    default="bar",
-    show_default=True,
-    help="On stderr: a bar, JSON lines (one for each event) or nothing; may stand anywhere.",
-)
-@click.option("--quiet", is_flag=True, help="No progress; may stand anywhere.")
-@click.option(
-    "--verbose", is_flag=True, help="Every step, reason and traceback; may stand anywhere."
-)
-def app(progress: str, quiet: bool, verbose: bool) -> None:
-    """Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes
-    them into a plan."""
-    if quiet and verbose:
-        raise click.BadParameter("it cannot be --quiet as well", param_hint="--verbose")
-    Progress.form = "none" if quiet else progress
-    Progress.is_verbose = verbose
-
-
-for command in (
-    commands.probe,
-    commands.doctor,
-    commands.models,
-    commands.fetch,
-    commands.estimate,
-    commands.compare,
-    commands.plan,
-    commands.check,
-    commands.explain,
-    commands.diff,
-    commands.report,
-    commands.train,
-    commands.sample,
-    demo,
-    exchange.import_config,
-    exchange.export_config,
-    exchange.audit,
-    commands.data,
-    exchange.profiles,
-    exchange.weights,
-):
-    app.add_command(command)
 
 
 def main() -> None:
@@ -93,24 +29,17 @@ def main() -> None:
     _open_streams()
     sys.unraisablehook = _repeat_interrupt
     autotune.prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
-    explain, _ = (
-        autotune.explain_error,
-        printable,
-    )  # when memory has run out, nothing can be imported
+    explain = autotune.explain_error  # when memory has run out, nothing can be imported
+    words = _with_loudness_first(sys.argv[1:])
     try:
-        status = app.main(
-            args=_with_loudness_first(sys.argv[1:]), standalone_mode=False, prog_name="autotune"
-        )
+        status = app.main(words, prog_name="autotune", standalone_mode=False)
     except click.Abort:
         status = INTERRUPTED
     except click.UsageError as error:
         error.message = _hide_logins(error.message) + _told_here(error)  # type: ignore[misc]
         error.show()
-        _exit(
-            error.format_message(),
-            f"{error.ctx.command_path if error.ctx else 'autotune'} --help",
-            error.exit_code,
-        )
+        command = error.ctx.command_path if error.ctx else "autotune"
+        _exit(error.format_message(), f"{command} --help", error.exit_code)
     except BrokenPipeError:
         _forget_stdout()
         sys.exit(1)
@@ -154,16 +83,15 @@ OTHER_NAMES = {
 """What options of other trainers are called here."""
 
 
-def _told_here(error: Any) -> str:
-    """What an unknown option is called here, if it is another trainer's or has underscores."""
-    name = (getattr(error, "option_name", None) or "").lstrip("-")
+def _told_here(error: click.UsageError) -> str:
+    name = error.option_name.lstrip("-") if isinstance(error, click.NoSuchOption) else ""
     if here := OTHER_NAMES.get(name.replace("-", "_")):
         return f" Here it is {here}."
     return f" Options have dashes: --{name.replace('_', '-')}." if "_" in name else ""
 
 
 def _only_predicts(words: Sequence[str]) -> bool:
-    """Whether the command neither trains nor tries anything: it asks about hardware by name."""
+    """Whether the command neither trains nor tries anything."""
     named = any(word.partition("=")[0] == "--hardware" for word in words)
     return "compare" in words[:1] or (named and words[0] in ("plan", "estimate"))
 
@@ -185,21 +113,18 @@ def _with_loudness_first(words: Sequence[str]) -> list[str]:
 
 
 def _open_streams() -> None:
-    """Open streams that were closed: the next file would take their number, and what libraries
-    print."""
+    # The next file would take the number of a closed one, and what libraries print.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _repeat_interrupt(lost: Any) -> None:
-    """Send Ctrl-C again if it was raised in a weak reference's callback (tracing makes many):
-    Python drops it."""
+    """Send Ctrl-C again that Python drops: it came in a weak reference's callback, as of tracing."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         # Sent to the main thread, as the keyboard does, so that whatever it waits for ends at once.
-        threading.Timer(
-            0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
-        ).start()
+        main_thread = threading.main_thread().ident, signal.SIGINT
+        threading.Timer(0.1, signal.pthread_kill, main_thread).start()
     else:
         sys.__unraisablehook__(lost)
 
@@ -213,8 +138,7 @@ def _fail(message: str, hint: str, status: int) -> NoReturn:
 
 
 def _hide_logins(text: str) -> str:
-    """`text` with `***` for what may be a name and a password, or a token, in something like a
-    URL: mistyped ones come to here."""
+    """`text` with `***` for what may be a password or a token in something like a URL."""
     text = re.sub(r"\b([A-Za-z][\w+.-]*:[/\\]+)\S*@", r"\1***@", text)
     text = re.sub(
         r"\b([A-Za-z][\w+.-]+:[/\\]+[^\s?#;]*)[?#;]\S+?(?=[\"'),.:]*(\s|$))", r"\1***", text
@@ -225,10 +149,9 @@ def _hide_logins(text: str) -> str:
 def _exit(message: str, hint: str, status: int) -> NoReturn:
     """Exit with `status`; a script that reads JSON gets the error on stdout as well."""
     if "--json" in sys.argv:
+        told = {"error": message, "hint": hint, "exit_status": status}
         try:
-            click.echo(
-                json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1)
-            )
+            click.echo(json.dumps(told, indent=1))
         except OSError:  # nobody reads, or its disk is full
             _forget_stdout()
     sys.exit(status)

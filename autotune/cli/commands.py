@@ -3,32 +3,54 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from click.exceptions import Exit
 
 import autotune
-from autotune.cli.options import Command, Commands, RequestCommand
+from autotune.cli.options import Commands, RequestCommand
 from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
 from autotune.report.text import wrapped
 
 PATH = click.Path(path_type=Path)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
-PLAN = click.argument(
-    "plan_file", type=PATH, metavar="PLAN", help="A plan made by `autotune plan`."
+PLAN = click.argument("plan_file", type=PATH, metavar="PLAN", help="A plan's file.")
+OUTPUT = partial(click.option, "-o", "--output", "path", type=PATH)
+
+
+@click.group(
+    cls=Commands,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
-PRICE = click.FloatRange(0, 1e6)
+@click.version_option(autotune.__version__, message="%(prog)s %(version)s")
+@click.option(
+    "--progress",
+    type=click.Choice(["bar", "json", "none"]),
+    default="bar",
+    help="On stderr: a bar, JSON lines (one for each event) or nothing.",
+)
+@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option("--verbose", is_flag=True, help="Every step, reason and traceback.")
+def app(progress: str, quiet: bool, verbose: bool) -> None:
+    """Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes
+    them into a plan.
+
+    The options below may stand after a command, too.
+    """
+    if quiet and verbose:
+        raise click.BadParameter("it cannot be --quiet as well", param_hint="--verbose")
+    Progress.form = "none" if quiet else progress
+    Progress.is_verbose = verbose
 
 
-@click.command(cls=Command)
+@app.command()
 @click.option("--quick", is_flag=True, help="Facts only; measure nothing.")
 @click.option("--list", "list_catalog", is_flag=True, help="Show the catalog of GPUs instead.")
-@click.option(
-    "--device",
-    type=click.IntRange(0),
-    help="Which GPU, if there are several; the largest by default.",
-)
+@click.option("--device", type=click.IntRange(0), help="Which GPU; by default the largest.")
 @JSON
 def probe(quick: bool, list_catalog: bool, device: int | None, as_json: bool) -> None:
     """Find out what this machine can really do, and keep the answer."""
@@ -42,7 +64,7 @@ def probe(quick: bool, list_catalog: bool, device: int | None, as_json: bool) ->
     print_result(profile, as_json, profile_view)
 
 
-@click.command(cls=Command)
+@app.command()
 @JSON
 def doctor(as_json: bool) -> None:
     """Find what is wrong with this machine, and the fix, worst first. Needs no torch; exits 1 if
@@ -52,10 +74,10 @@ def doctor(as_json: bool) -> None:
     findings = autotune.doctor()
     print_result(findings, as_json, findings_view)
     if any(finding.severity == "blocks" for finding in findings):
-        raise click.exceptions.Exit(1)
+        raise Exit(1)
 
 
-@click.command(cls=Command)
+@app.command()
 @click.option("--hardware", help="Show what fits this GPU, e.g. 4090 (see probe --list).")
 @click.option(
     "--model", "file", type=PATH, metavar="FILE", help="Show which of them a single file is."
@@ -75,12 +97,8 @@ def models(hardware: str | None, file: Path | None, as_json: bool) -> None:
         )
 
 
-@click.command(cls=Command)
-@click.option(
-    "--model",
-    required=True,
-    help="A known name or a hub id, with @REVISION for a particular commit.",
-)
+@app.command()
+@click.option("--model", required=True, help="A known name or a hub id; @REVISION for a commit.")
 @JSON
 def fetch(model: str, as_json: bool) -> None:
     """Download a model and verify its files, so that plan and train need no network."""
@@ -91,7 +109,7 @@ def fetch(model: str, as_json: bool) -> None:
     print_result(fetched, as_json, fetched_lines)
 
 
-@click.command(cls=RequestCommand, request="EstimateRequest")
+@app.command(cls=RequestCommand, request="EstimateRequest")
 @JSON
 def estimate(asked: dict[str, Any], as_json: bool) -> None:
     """Predict memory, time and cost of one candidate; runs nothing and downloads nothing."""
@@ -102,7 +120,7 @@ def estimate(asked: dict[str, Any], as_json: bool) -> None:
     print_result(answer, as_json, estimate_text)
 
 
-@click.command(cls=RequestCommand, request="CompareRequest")
+@app.command(cls=RequestCommand, request="CompareRequest")
 @JSON
 def compare(asked: dict[str, Any], as_json: bool) -> None:
     """Predict one job on several GPUs: settings, speed, hours and cost of the finished adapter."""
@@ -113,12 +131,8 @@ def compare(asked: dict[str, Any], as_json: bool) -> None:
     print_result(found, as_json, comparison_lines)
 
 
-@click.command(cls=RequestCommand, request="PlanRequest")
-@click.option(
-    "--list-knobs",
-    is_flag=True,
-    help="Show what can be chosen, and what not and why; plan nothing.",
-)
+@app.command(cls=RequestCommand, request="PlanRequest")
+@click.option("--list-knobs", is_flag=True, help="Show what can be chosen, and what not and why.")
 @JSON
 def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
@@ -185,7 +199,7 @@ def _predictable(words: Sequence[str]) -> list[str]:
     ]
 
 
-@click.command(cls=Command)
+@app.command()
 @PLAN
 @click.option(
     "--hardware", multiple=True, help="A GPU of the catalog or a saved probe; repeat for more."
@@ -210,10 +224,10 @@ def check(plan_file: Path, hardware: tuple[str, ...], as_json: bool) -> None:
         print_remark(
             f"hint: make one {where}:", f"autotune plan --from {shlex.quote(str(plan_file))}{there}"
         )
-        raise click.exceptions.Exit(4)
+        raise Exit(4)
 
 
-@click.command(cls=Command)
+@app.command()
 @PLAN
 @JSON
 def explain(plan_file: Path, as_json: bool) -> None:
@@ -225,10 +239,12 @@ def explain(plan_file: Path, as_json: bool) -> None:
     print_result(plan.frozen.reasons, as_json, lambda _: [*lines[0](plan), "", *lines[1](plan)])
 
 
-@click.command(cls=Command)
+@app.command()
 @click.argument("first", type=PATH, metavar="A", help="A plan.")
 @click.argument("second", type=PATH, metavar="B", help="Another plan.")
-@click.option("--price", type=PRICE, help="Price of an hour of one GPU, to compare costs.")
+@click.option(
+    "--price", type=click.FloatRange(0, 1e6), help="Price of an hour of one GPU, to compare costs."
+)
 @JSON
 def diff(first: Path, second: Path, price: float | None, as_json: bool) -> None:
     """Compare two plans: settings, memory, time and cost."""
@@ -238,7 +254,7 @@ def diff(first: Path, second: Path, price: float | None, as_json: bool) -> None:
     print_result(differences(*plans, price_per_hour=price), as_json, difference_lines)
 
 
-@click.command(cls=Command)
+@app.command()
 @click.argument(
     "subjects",
     nargs=-1,
@@ -246,22 +262,17 @@ def diff(first: Path, second: Path, price: float | None, as_json: bool) -> None:
     metavar="WHAT...",
     help="Plan files or folders of runs; several side by side.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=PATH,
-    help="File to write; by default report.html, in a single run's folder.",
-)
+@OUTPUT(help="File to write; by default report.html, in a single run's folder.")
 @JSON
-def report(subjects: tuple[str, ...], output: Path | None, as_json: bool) -> None:
+def report(subjects: tuple[str, ...], path: Path | None, as_json: bool) -> None:
     """Write one HTML page about plans or runs."""
-    written = autotune.report(*subjects, path=output)
+    written = autotune.report(*subjects, path=path)
     print_result(
         {"path": str(written)}, as_json, lambda _: f"written to {written}; open it in a browser"
     )
 
 
-@click.command(cls=RequestCommand, request="TrainRequest")
+@app.command(cls=RequestCommand, request="TrainRequest")
 @JSON
 def train(asked: dict[str, Any], as_json: bool) -> None:
     """Train exactly what a plan says; options override its job."""
@@ -294,7 +305,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
         print_remark(f"uploaded to {push_to_hub(output, repository)}")
 
 
-@click.command(cls=Command)
+@app.command()
 @click.argument(
     "run_folder",
     type=PATH,
@@ -302,22 +313,10 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     help="Output folder of a run; or a plan, for its model alone.",
 )
 @click.option("--prompt", required=True, help="What to show.")
+@click.option("--count", type=click.IntRange(1), default=1, help="Pictures, each from a new seed.")
+@click.option("--seed", type=click.IntRange(0, 2**62), default=0, help="Seed of the first picture.")
 @click.option(
-    "--count",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Pictures, each from another seed.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**62),
-    default=0,
-    show_default=True,
-    help="Seed of the first picture.",
-)
-@click.option(
-    "--steps", "num_steps", type=click.IntRange(1), help="Denoising steps; the plan's by default."
+    "--steps", "num_steps", type=click.IntRange(1), help="Denoising steps; by default the plan's."
 )
 @click.option(
     "--control",
@@ -326,13 +325,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     metavar="FILE",
     help="Control image of an edit model; repeat for more.",
 )
-@click.option(
-    "-o",
-    "--output",
-    "path",
-    type=PATH,
-    help="File, .mp4 for a clip; in RUN or beside PLAN by default.",
-)
+@OUTPUT(help="File, .mp4 for a clip; in RUN or beside PLAN by default.")
 def sample(run_folder: Path, prompt: str, **asked: Any) -> None:
     """Sample from a trained adapter, or from a plan's model alone, through the model's stock
     pipeline."""
@@ -341,7 +334,7 @@ def sample(run_folder: Path, prompt: str, **asked: Any) -> None:
     print_out([str(path) for path in written])
 
 
-@click.group(cls=Commands)
+@app.group(cls=Commands)
 def data() -> None:
     """Look at training data before training on it."""
 
@@ -358,4 +351,4 @@ def check_data(asked: dict[str, Any], strict: bool, as_json: bool) -> None:
         found = autotune.check_data(**asked, on_event=show)
     print_result(found, as_json, data_report_lines)
     if not (found.is_clean if strict else found.can_train):
-        raise click.exceptions.Exit(2)
+        raise Exit(2)

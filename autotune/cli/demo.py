@@ -4,24 +4,18 @@ import contextlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from click.exceptions import Exit
 
 import autotune
-from autotune.cli.options import Command
+from autotune.cli.commands import PATH, app
 from autotune.cli.output import Progress, print_out, show_events
 
 
-@click.command(cls=Command)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("demo"),
-    show_default=True,
-    help="Folder for everything the demo makes.",
-)
+@app.command()
+@click.option("--output", type=PATH, default="demo", help="Folder for everything the demo makes.")
 @click.option("--no-profiles", is_flag=True, help="Search even if a record has the answer.")
 @click.pass_context
 def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
@@ -34,20 +28,11 @@ def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
         show(autotune.StatusChanged(text="writing a small pipeline and drawing images"))
         made = autotune.make_demo(output)
     size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
+    new = made.new_shape
     print_out(f"a small Qwen-Image ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
-    print_out(
-        f"it has never seen a {made.new_shape}: twelve pictures teach it, the others are its own"
-    )
+    print_out(f"it has never seen a {new}: twelve pictures teach it, the others are its own")
     plan_file, result = output / "plan.yaml", output / "result"
-    asked: list[object] = [
-        "--model",
-        made.model,
-        "--data",
-        made.images,
-        "--resolution",
-        64,
-        *made.plan_options,
-    ]
+    asked = ["--model", made.model, "--data", made.images, "--resolution", 64, *made.plan_options]
     # By default a search takes a minute for so short a run, too little on a busy machine.
     asked += ["--search-time", 600, "--run-output", result, "-o", plan_file]
     asked += ["--no-profiles"] if no_profiles else []
@@ -55,57 +40,38 @@ def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
     _run(context, "plan", *asked)
     _run_alone("train", plan_file)
     with show_events() as show:
-        show(
-            autotune.StatusChanged(
-                text="sampling prompts that were in no picture, and judging them"
-            )
-        )
+        text = "sampling prompts that were in no picture, and judging them"
+        show(autotune.StatusChanged(text=text))
         found = autotune.judge_lesson(made.model, result)
-    print_out(
-        f"\nconcept fidelity (0 to 1) of a {made.new_shape} in colors and on backgrounds that were "
-        "not taught:"
-    )
+    taught = f"a {new} in colors and on backgrounds that were not taught"
+    others = f"{found.others_before:.2f} before, {found.others_after:.2f} after"
+    print_out(f"\nconcept fidelity (0 to 1) of {taught}:")
     print_out(f"  {found.before:.2f} before, {found.after:.2f} after")
-    print_out(
-        f"  the shapes that it knew: {found.others_before:.2f} before, {found.others_after:.2f} "
-        "after"
-    )
+    print_out(f"  the shapes that it knew: {others}")
     print_out(f"picture: {result / 'concept.png'}; figures: {result / 'concept.json'}")
 
 
 def _run(context: click.Context, *words: object) -> None:
-    """Show a command and run it here, where the libraries are loaded.
-
-    Raises:
-        Exit: it failed, with its status; it has said why.
-    """
+    """Show a command and run it here, where the libraries are loaded."""
     root = context.find_root()
-    command = [*_loudness(), *_shown(words)]
+    command = _shown(*words)
     if status := root.command.main(command, prog_name=root.info_name, standalone_mode=False):
-        raise click.exceptions.Exit(status)
+        raise Exit(status)  # it has said why
 
 
 def _run_alone(*words: object) -> None:
-    """Show a command and run it as a user would, in a process of its own, whose memory the plan
-    promised.
-
-    Raises:
-        Exit: it failed, with its status; it has said why.
-    """
-    process = subprocess.Popen([sys.executable, "-m", "autotune", *_loudness(), *_shown(words)])
+    """Show a command and run it in a process of its own, whose memory the plan promised."""
+    process = subprocess.Popen([sys.executable, "-m", "autotune", *_shown(*words)])
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
             process.wait()
     if process.returncode:
-        raise click.exceptions.Exit(process.returncode)
+        raise Exit(process.returncode)
 
 
-def _loudness() -> list[str]:
-    """The options with which the demo itself was started."""
-    return ["--progress", Progress.form, *(["--verbose"] if Progress.is_verbose else [])]
-
-
-def _shown(words: Sequence[object]) -> list[str]:
+def _shown(*words: object) -> list[str]:
+    """The command, as loud as the demo itself."""
     command = [str(word) for word in words]
     print_out(f"\n$ autotune {shlex.join(command)}", style="bold")
-    return command
+    loud = ["--verbose"] if Progress.is_verbose else []
+    return ["--progress", Progress.form, *loud, *command]

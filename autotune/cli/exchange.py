@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.exceptions import Exit
 
 import autotune
-from autotune.cli.commands import JSON, PATH, PLAN
-from autotune.cli.options import Command, Commands
+from autotune.cli.commands import JSON, OUTPUT, PATH, PLAN, app
+from autotune.cli.options import Commands
 from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 CONFIG = click.argument(
@@ -19,15 +20,9 @@ URL = click.argument("url", metavar="URL", help="A folder, a git checkout, s3://
 STORE = click.option("--store", metavar="URL", help="Another store than your own.")
 
 
-@click.command(cls=Command)
+@app.command()
 @CONFIG
-@click.option(
-    "-o",
-    "--output",
-    "path",
-    type=PATH,
-    help="Make a plan with the file's settings, and write it here.",
-)
+@OUTPUT(help="Make a plan with the file's settings, and write it here.")
 @HARDWARE
 @JSON
 def import_config(
@@ -55,7 +50,7 @@ def import_config(
     print_remark(f"written to {path}; train it with: autotune train {shlex.quote(str(path))}")
 
 
-@click.command(cls=Command)
+@app.command()
 @PLAN
 @click.option(
     "--to",
@@ -63,21 +58,21 @@ def import_config(
     metavar="TRAINER",
     help="ai-toolkit, musubi, simpletuner, diffusers, sd-scripts, onetrainer.",
 )
-@click.option("-o", "--output", type=PATH, required=True, help="Folder to write the files to.")
+@OUTPUT(required=True, help="Folder to write the files to.")
 @click.option("--strict", is_flag=True, help="Refuse if learning or memory would differ.")
 @click.option("--overwrite", is_flag=True, help="Replace files that are there.")
 @JSON
 def export_config(
-    plan_file: Path, to: str, output: Path, strict: bool, overwrite: bool, as_json: bool
+    plan_file: Path, to: str, path: Path, strict: bool, overwrite: bool, as_json: bool
 ) -> None:
     """Write a plan as another trainer's configuration, data sets and starting script."""
     from autotune.report.configs import export_lines
 
-    exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite)
+    exported = autotune.export_config(plan_file, to, path, strict=strict, overwrite=overwrite)
     print_result(exported, as_json, export_lines)
 
 
-@click.command(cls=Command)
+@app.command()
 @CONFIG
 @HARDWARE
 @click.option(
@@ -102,7 +97,7 @@ def audit(
     print_result(found, as_json, audit_lines)
 
 
-@click.group(cls=Commands)
+@app.group(cls=Commands)
 def profiles() -> None:
     """Share what machines measured."""
 
@@ -152,7 +147,7 @@ def verify(store: str | None) -> None:
     count, bad = autotune.verify_records(store)
     print_out([*bad, f"records: {count}, bad: {len(bad)}"])
     if bad:
-        raise click.exceptions.Exit(1)
+        raise Exit(1)
 
 
 def _print_transfer(transfer: "autotune.Transfer") -> None:
@@ -164,10 +159,10 @@ def _print_transfer(transfer: "autotune.Transfer") -> None:
     )
     print_out(f"{counts}; in {transfer.target}")
     if transfer.refused and not transfer.num_new + transfer.num_present:
-        raise click.exceptions.Exit(1)
+        raise Exit(1)
 
 
-@click.group(cls=Commands)
+@app.group(cls=Commands)
 def weights() -> None:
     """Inspect and convert weight files."""
 
@@ -195,7 +190,6 @@ def inspect(file: Path, no_values: bool, as_json: bool) -> None:
     "to",
     type=click.Choice(["diffusers", "comfyui", "kohya"]),
     default="diffusers",
-    show_default=True,
     help="Program whose names it gets.",
 )
 @click.option("--model", help="Family of the adapter, if its names do not show it.")

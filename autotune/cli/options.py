@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 INSTEAD = {"num_train_epochs": "num_steps", "checkpointing_epochs": "checkpointing_steps"}
 """Fields that cannot be given together."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 UNBOUNDED = 2**62
 """A limit from which on none is shown."""
 
@@ -31,12 +33,18 @@ class Command(click.Command):
 
 
 class Commands(click.Group):
-    """Commands in the order in which they were added."""
+    """Commands in the order in which they were added; Ctrl-C ends one with its own status."""
 
     command_class = Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise click.exceptions.Exit(INTERRUPTED) from error
 
 
 class RequestCommand(Command):
@@ -145,7 +153,7 @@ def _parameter(name: str, field: FieldInfo, spelled: Option) -> click.Parameter:
         how["type"] = _NumberOrName()
     default = field.default
     if not is_many and default not in (None, "") and default is not False and "default" not in text:
-        how |= {"default": default, "show_default": True}
+        how["default"] = default
     return click.Option(
         [name, *filter(None, [spelled.short]), flag],
         help=text.removesuffix(".") + "; repeat for more." if is_many else text,

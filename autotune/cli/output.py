@@ -1,5 +1,4 @@
-"""What commands print: data on stdout, progress and remarks on stderr. The terminal's library is
-loaded when needed."""
+"""What commands print: data on stdout, progress and remarks on stderr. Rich is loaded if needed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,21 +15,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-Listener = Callable[["Event"], None]
-
-
 class Progress:
-    """How commands show the stream of events, and how much they tell; options of `autotune` set
-    it."""
+    """What the options that all commands have say of progress, and the hint after Ctrl-C."""
 
     form: ClassVar[str] = "bar"
     is_verbose: ClassVar[bool] = False
     after_interrupt: ClassVar[str] = "run the same command again: what was finished is kept"
 
 
-def show_events() -> AbstractContextManager[Listener]:
-    """A listener for `on_event` that shows on stderr what long work tells: bars and lines, JSON
-    lines, or nothing."""
+def show_events() -> AbstractContextManager[Callable[["Event"], None]]:
+    """A listener for `on_event` that shows on stderr what long work tells, as `--progress` says."""
     if Progress.form == "json":
         return nullcontext(lambda event: click.echo(autotune.event_line(event), err=True))
     if Progress.form == "none":
@@ -51,15 +45,14 @@ def print_remark(text: str, command: str = "") -> None:
     """Print a remark to stderr, beside the data; a command to copy at its end stays whole."""
     from autotune.cli import terminal
 
-    lines = with_command(text, command) if command else wrapped(text, 4)
-    terminal.err.print(
-        "\n".join(lines) if terminal.err.is_terminal else f"{text} {command}".rstrip()
-    )
+    lines = [f"{text} {command}".rstrip()]
+    if terminal.err.is_terminal:
+        lines = with_command(text, command) if command else wrapped(text, 4)
+    terminal.err.print("\n".join(lines))
 
 
 def print_result(result: T, as_json: bool, view: Callable[[T], Any]) -> None:
-    """Print a result, made of frozen objects, dataclasses and containers, as JSON or as `view`
-    makes it for people."""
+    """Print a result as JSON, or as `view` makes it for people."""
     if not as_json:
         print_out(view(result))
         return

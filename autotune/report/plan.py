@@ -130,8 +130,7 @@ def records_lines(event: RecordsMatched) -> list[str]:
     }
     texts = [found[event.kind]] if event.kind in found else []
     texts += capped(event.refused, MAX_REASONS, ": `autotune profiles verify`")
-    lines = [note_text(text, "records") for text in texts]
-    return [*lines, ""] if lines else []
+    return [note_text(text, "records") for text in texts]
 
 
 def note_text(text: str, title: str = "note") -> str:
@@ -198,7 +197,10 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     """Answer in a few lines: what is not as usual, speed, memory, time, and what would be faster."""
     frozen, expected, hardware = plan.frozen, plan.frozen.expected, plan.frozen.hardware
     number = hardware.num_processes
-    facts = [("" if at else "settings", text) for at, text in enumerate(_unusual_settings(plan))]
+    batch, size = frozen.workload.effective_batch_size, frozen.settings.micro_batch_size
+    passes = f"{size} a forward pass x {batch // number // size} accumulated"
+    facts = [("batch size", f"{batch} = {passes} x {number} process{'es' * (number > 1)}")]
+    facts += [("" if at else "settings", text) for at, text in enumerate(_unusual_settings(plan))]
     if number > 1:
         facts.append(("processes", f"{number}, one per device ({hardware.strategy})"))
     took = seconds_text(expected.step_seconds) + uncertainty_text(expected.time_uncertainty)
@@ -234,7 +236,7 @@ def _unusual_settings(plan: TrainingPlan) -> list[str]:
 
     settings = plan.frozen.settings
     plain = Candidate(micro_batch_size=settings.micro_batch_size, checkpointed_blocks=0)
-    names = {"micro_batch_size", *differences_of(settings, plain)}
+    names = differences_of(settings, plain)
     items = zip(
         Candidate.model_fields, settings_items(settings, process_workload(plan)), strict=True
     )

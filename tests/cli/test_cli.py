@@ -165,7 +165,7 @@ def test_every_option_that_a_message_or_the_documentation_names_exists() -> None
 
 def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file() -> None:
     code = (
-        "import os, sys; from autotune.cli import app as cli; cli.app.main = lambda **_: "
+        "import os, sys; from autotune.cli import app as cli; cli.app.main = lambda *_, **__: "
         "print(os.open('/', 0)); cli.main()"
     )
     command = [sys.executable, "-c", code]
