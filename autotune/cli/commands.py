@@ -275,7 +275,10 @@ def report(subjects: tuple[str, ...], path: Path | None, as_json: bool) -> None:
 @app.command(cls=RequestCommand, request="TrainRequest")
 @JSON
 def train(asked: dict[str, Any], as_json: bool) -> None:
-    """Train exactly what a plan says; options override its job."""
+    """Train exactly what a plan says; options override its job.
+
+    The defaults below are those of a run without a plan.
+    """
     from autotune.report.run import PAGE_FILE, after_training_lines, report_lines
 
     repository = asked.pop("push_to_hub", None)

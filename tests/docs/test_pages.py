@@ -10,7 +10,7 @@ import pytest
 
 from autotune.cli.app import app
 from tests.conftest import autotune_here
-from tests.docs import compatibility
+from tests.docs import compatibility, reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -67,10 +67,9 @@ def test_commands_that_need_nothing_run(capfd: pytest.CaptureFixture[str], line:
     )
 
 
-def test_the_compatibility_matrix_is_current() -> None:
-    assert compatibility.PAGE.read_text() == compatibility.markdown(), (
-        "python -m tests.docs.compatibility"
-    )
+@pytest.mark.parametrize("page", [compatibility, reference], ids=["compatibility", "reference"])
+def test_generated_pages_are_current(page: Any) -> None:
+    assert page.PAGE.read_text() == page.markdown(), f"python -m {page.__name__}"
 
 
 def test_every_page_is_linked() -> None:
