@@ -37,8 +37,7 @@ class SettingWorth(Frozen):
 
 
 class Audit(Frozen):
-    """A configuration on a card, as written and as it could be: predicted and, on this machine,
-    perhaps measured.
+    """A configuration on a card, as written and as it could be: predicted and perhaps measured.
 
     Example:
         >>> found = autotune.audit("train_lora.yaml", hardware="4090")
@@ -49,19 +48,16 @@ class Audit(Frozen):
     as_written: Estimate
     """With autotune's executor: memory by phase, time and whether it fits."""
     breaks: tuple[str, ...]
-    """What of the file this card cannot do, one sentence each; the estimate then has the usual
-    value."""
+    """What of the file this card cannot do, one sentence each; the estimate has the usual value."""
     fastest: Estimate | None
     """The fastest settings that learn the same; None if nothing fits."""
     worth: tuple[SettingWorth, ...]
     """Worth of each setting that differs, those that save most first."""
     in_trainer: Estimate | None = None
-    """The same with what the trainer's own program takes of the card; None if nobody has looked
-    at that."""
+    """With what the trainer's own program takes of the card; None if nobody has looked at that."""
     measured_as_written: TrialResult | None = None
-    """A few steps with the file's settings; None if they were not asked for."""
+    """A few steps with the file's settings, if they were asked for."""
     measured_fastest: TrialResult | None = None
-    """The same with the fastest settings."""
 
     @property
     def step_seconds_saved(self) -> float:
@@ -74,8 +70,7 @@ class Audit(Frozen):
 
     @property
     def sum_of_step_seconds_saved(self) -> float:
-        """The sum of what each difference saves alone; settings that need each other make it
-        differ from the whole."""
+        """What each difference saves alone, summed: not the whole if settings need each other."""
         return sum(one.step_seconds_saved for one in self.worth)
 
 

@@ -1,5 +1,4 @@
-"""From a plan to another trainer's files. What the trainer lacks is found by reading back what
-is written."""
+"""From a plan to another trainer's files. What the trainer lacks is found by reading them back."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +33,7 @@ OF_WORKLOAD = (
     *("rank", "lora_alpha", "lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay"),
     "effective_batch_size",
 )
+# Names that decide what is learned.
 LEARNING = (
     *("resolution", "num_frames", "clips", *OF_WORKLOAD, "control", "caption", "trigger"),
     *("num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps", "weight_decay"),
@@ -41,25 +41,22 @@ LEARNING = (
     *("weighting_scheme", "caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop"),
     *("loss_mask", "mask_floor"),
 )
-"""Names that decide what is learned."""
+# Knobs of how files and batches are read: they change neither learning nor the device's memory.
 LOADING = ("loader", "data_workers", "batch_memory")
-"""Knobs of how files and batches are read: they change neither learning nor memory of the
-device."""
 Kind = Literal["learning", "settings", "loading"]
 DIFFERENCE_KINDS: Mapping[Kind, str] = {
     "learning": "it will learn differently",
     "settings": "settings of the plan that it lacks, and what is written instead",
     "loading": "how files and batches are read is its own",
 }
-"""Kinds of differences, in words."""
 BLOCKS = ("checkpointed_blocks", "swapped_blocks")
+# Settings of autotune's executor alone, and the value that other trainers have: any other value
+# needs less memory.
 SPARING: Mapping[str, Any] = {
     "modulation": "resident",
     "norm_rope": "stock",
     "caching.vae_device": "training",
 }
-"""Settings of autotune's executor alone, and the value that other trainers have: any other value
-needs less memory."""
 
 
 class Difference(Frozen):
@@ -112,8 +109,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
 
     Raises:
         InvalidInput: the trainer does not know the model, or has no neighbor of a setting that
-            needs no more memory; with `strict`, also if anything that changes learning or memory
-            would differ.
+            needs no more memory; with `strict`, also if learning or memory would differ.
     """
     workload = plan.frozen.workload
     known = known_model(trainer, workload.model.family, workload.model)
@@ -168,7 +164,7 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
         return CachingSettings.model_validate(own)
 
     def encoder_bytes(values: Values) -> int:
-        """What text encoders of a usual size take of the device."""
+        """Text encoders of a usual size."""
         return EncoderSize(7 << 30, element_bytes=2, vae_bytes=0).device_bytes(caching(values))
 
     def weight_bits(values: Values) -> int:
@@ -188,8 +184,7 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
 
 
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
-    """Find out how a trainer calls a model: by its name, else another of the family that is as
-    large, else the first of it.
+    """Find a trainer's model: by its name, else as large a one of the family, else its first.
 
     Raises InvalidInput if the trainer does not train the family.
     """
@@ -211,8 +206,10 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
 def write_settings(
     trainer: Trainer, known: KnownModel, values: Values, context: Context, *, is_whole: bool = True
 ) -> dict[str, Any]:
-    """Return values by the trainer's keys, with what is always written. If not `is_whole`, what
-    cannot be expressed is left out; else it raises CannotExpress."""
+    """Return values by the trainer's keys, with what is always written.
+
+    If not `is_whole`, what cannot be expressed is left out; else it raises CannotExpress.
+    """
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
     values = {**values, "data": values.get("data") or FILL_IN}
     for rule in trainer.rules:
@@ -222,7 +219,7 @@ def write_settings(
 
 
 def _write(rule: Rule, values: Values, context: Context) -> Values:
-    """What a rule writes; some parsers take no alpha with a point, and one frame makes no clip."""
+    """Some parsers take no alpha with a point, and one frame makes no clip."""
     alpha, frames = values.get("lora_alpha"), values.get("num_frames")
     alpha = int(alpha) if alpha is not None and alpha % 1 == 0 else alpha
     frames = None if frames == 1 else frames
@@ -251,10 +248,10 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
     return tuple(found)
 
 
+# Fields of a job whose defaults are the family's: a trainer that is silent on one has its own.
 OF_FAMILY = frozenset(
     {"learning_rate", "weight_decay", "max_grad_norm", "timestep_shift", "seed", "preview_steps"}
 )
-"""Fields of a job whose defaults are the family's: a trainer that is silent on one has its own."""
 
 
 def _assumed(family: Family) -> dict[str, Any]:
@@ -288,7 +285,6 @@ def _text(value: Any) -> str:
 def _head_lines(
     plan: TrainingPlan, trainer: Trainer, differences: Iterable[Difference], remarks: Iterable[str]
 ) -> Iterator[str]:
-    """Where the files come from and where they differ."""
     expected, assumed = plan.frozen.expected, plan.frozen.overheads
     is_planned_for = assumed is not None and assumed.program == trainer.name
     whose = f"As {trainer.title} takes memory, it" if is_planned_for else "autotune's own executor"
@@ -305,16 +301,14 @@ def _head_lines(
     yield from (f"  {remark}" for remark in remarks)
 
 
+# The values of each knob that a search may take.
 Choices = Mapping[str, tuple[Any, ...]]
-"""The values of each knob that a search may take."""
 
 
 def overheads_for(trainer: Trainer, job: Job, workload: Workload, choices: Choices) -> Overheads:
-    """Return what a trainer takes of a device beside autotune's ways, with the files that it would
-    get for a job; which of the `choices` is taken makes no difference.
+    """Return what a trainer takes of a device beside autotune's ways, with its files for a job.
 
-    Raises:
-        InvalidInput: the trainer does not know the model.
+    It makes no difference which of the `choices` is taken. Raises InvalidInput as `known_model`.
     """
     known = known_model(trainer, workload.model.family, workload.model)
     context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
@@ -327,12 +321,7 @@ def overheads_for(trainer: Trainer, job: Job, workload: Workload, choices: Choic
 def inexpressible(
     trainer: Trainer, family: str, num_blocks: int, choices: Choices
 ) -> tuple[tuple[str, str], ...]:
-    """Find the values of each knob that a trainer cannot express: exclusions for a search that is to
-    suit it.
-
-    Raises:
-        InvalidInput: the trainer does not know the model.
-    """
+    """Find values of knobs that a trainer cannot express: exclusions for a search that suits it."""
     known = known_model(trainer, family)
     trainer, context = trainer.for_model(known), Context(FAMILIES[family], num_blocks)
     usual = _assumed(context.family)
@@ -350,11 +339,7 @@ def inexpressible(
 
 
 def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
-    """Return names of the sets of adapted layers of a family that a trainer can adapt, exactly.
-
-    Raises:
-        InvalidInput: the trainer does not know the model.
-    """
+    """Return names of the target sets of a family that a trainer can adapt, exactly."""
     known = known_model(trainer, family)
     trainer, context = trainer.for_model(known), Context(FAMILIES[family], None)
     (rule,) = (rule for rule in trainer.rules if "targets" in rule.names)
@@ -369,8 +354,8 @@ def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
     return tuple(name for name in context.family.target_sets if is_possible(name))
 
 
+# A job that every micro-batch size divides.
 JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
-"""A job that every micro-batch size divides."""
 
 
 def _reread(

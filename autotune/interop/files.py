@@ -22,10 +22,11 @@ from autotune.interop.rules import Values
 from autotune.plan.file import BoundedLoader
 from autotune.system.files import read_bounded
 
+# Far above any real configuration; parsers take time that grows with the square of it.
 MAX_BYTES = 1 << 18
-"""Far above any real configuration; parsers take time that grows with the square of it."""
 MAX_SETTINGS = 5_000
 FORMATS = {".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
+# What stands where a key can; whether it is one, the parser has decided.
 KEY_PATTERNS = {
     "yaml": re.compile(
         r"(?m)(?:^|[\s{,\-])[\"']?([^\s\-\"'{},:#\[\]][^\"'{},:#\[\]\n]{0,80}?)[\"']?[ \t]*:"
@@ -34,14 +35,13 @@ KEY_PATTERNS = {
     "toml": re.compile(r"(?m)(?:^|[\s{,.\[\"'])([^\s{},.\[\]\"'=]+)[\"']?[ \t]*[=\]]"),
     "shell": re.compile(r"(?:^|[\s\"'])(?:--)?([^\s\"'=]+)"),
 }
-"""What stands where a key can; whether it is one, the parser has decided."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 HINT = "name a configuration file of one of the trainers that `autotune import-config --help` lists"
+# Written for a path that a plan does not hold.
 FILL_IN = "FILL-IN"
-"""Written for a path that a plan does not hold."""
+# In a command, stands for the folder that the trainer is installed in.
 TRAINER = "$TRAINER"
-"""In a command, stands for the folder that the trainer is installed in."""
 SCRIPT_HEAD = """\
 #!/bin/sh
 # Run it in the folder that holds it, with TRAINER set to the folder that {title} is installed in.
@@ -157,8 +157,7 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _parse_command(text: str) -> dict[str, Any]:
-    """Options of the last command with any, its `script` and its variables (`env.NAME`); earlier
-    options are kept.
+    """Options of the last command with any, its `script` and its variables (`env.NAME`).
 
     Raises ValueError for an open quote, and for variables that double and double again.
     """
@@ -218,8 +217,7 @@ def _typed(word: str) -> Any:
 
 
 def _line_numbers(text: str, keys: Sequence[str], kind: str) -> list[int]:
-    """The line that each key is on; keys come in the order of the text, so each is searched from
-    the one before."""
+    """Keys come in the order of the text, so each is searched from the one before."""
     ends: dict[str, list[int]] = {}
     for match in KEY_PATTERNS[kind].finditer(text):
         ends.setdefault(match[1], []).append(match.end())
@@ -238,16 +236,7 @@ def _line_numbers(text: str, keys: Sequence[str], kind: str) -> list[int]:
 
 
 def write_files(name: str, title: str, values: Values, head: str) -> Mapping[str, str]:
-    """Write the files of a trainer.
-
-    Args:
-        name: the trainer's.
-        title: what people call it.
-        values: settings by its keys.
-        head: a text in comments, for one of the files.
-
-    Returns: the text of each file, by its name.
-    """
+    """Return the text of each file of a trainer by its name; `head` is a comment in one of them."""
     return WRITERS[name](title, values, head)
 
 
@@ -264,6 +253,8 @@ def _ai_toolkit(title: str, values: Values, head: str) -> Mapping[str, str]:
     }
 
 
+# By the end of `network_module`: how its scripts' names begin, the options for text encoders, and
+# that which stores them in fewer bits.
 MUSUBI_SCRIPTS = {
     "qwen_image": ("qwen_image", "text_encoder", "fp8_vl"),
     "kandinsky": ("kandinsky5", "text_encoder_qwen text_encoder_clip", "quantized_qwen"),
@@ -272,8 +263,6 @@ MUSUBI_SCRIPTS = {
     "flux_2": ("flux_2", "text_encoder", "fp8_text_encoder"),
     "wan": ("wan", "t5", "fp8_t5"),
 }
-"""By the end of `network_module`: how its scripts' names begin, the options for text encoders, and
-that which stores them in fewer bits."""
 
 
 def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
@@ -407,7 +396,6 @@ def _json_text(values: Any) -> str:
 
 
 def _toml_text(values: Values) -> str:
-    """A TOML file of plain values, tables and lists of tables."""
     lines: list[str] = []
 
     def add(section: Mapping[str, Any], path: str) -> None:
@@ -428,16 +416,15 @@ def _toml_text(values: Values) -> str:
 
 
 def _toml(value: Any) -> str:
-    """JSON's texts are TOML's, but for characters beyond the basic plane, which TOML takes as
-    they are."""
+    """JSON's texts are TOML's, but for characters beyond the basic plane."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)
 
 
 def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "") -> str:
-    """A shell script: comments, the variables among the settings, then commands, a list of words
-    each: an option and its values on a line."""
+    """Comments, the variables among the settings, then commands: an option and its values on a
+    line."""
     text = SCRIPT_HEAD.format(title=title) + head
     for key, value in values.items():
         if key.startswith("env.") and value:
@@ -456,7 +443,6 @@ def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "")
 
 
 def _launcher(values: Values, *words: str) -> list[str]:
-    """`accelerate launch` with what the settings say of processes, before these words."""
     processes = values.get("launch.num_processes")
     several = ["--multi_gpu", "--num_processes", str(processes)] if processes else []
     return ["accelerate", "launch", *several, *words]

@@ -1,5 +1,4 @@
-"""From another trainer's configuration to what `autotune.plan` takes, with an account of every
-key."""
+"""From another trainer's configuration to what `autotune.plan` takes, every key accounted for."""
 
 import re
 from collections.abc import Mapping
@@ -32,9 +31,10 @@ class ConfigLine(Frozen):
 
 
 class ImportedConfig(Frozen):
-    """Another trainer's configuration, understood. `autotune.plan(config.model, config.data,
-    **config.options)` plans the same training; with `pins=config.pins` the same settings too, where
-    this machine has them.
+    """Another trainer's configuration, understood.
+
+    `autotune.plan(config.model, config.data, **config.options)` plans the same training; with
+    `pins=config.pins` the same settings too, where this machine has them.
 
     Example:
         >>> config = autotune.import_config("train_lora.yaml")
@@ -51,24 +51,23 @@ class ImportedConfig(Frozen):
     options: dict[str, Any]
     """Arguments of `autotune.plan`: what is learned, by the names of the workload and the job."""
     pins: dict[str, str]
-    """The settings as written, by knob. Numbers of blocks may be `all`, `25%`, or `2/4`: the first
-    two of every four."""
+    """The settings as written, by knob. Numbers of blocks may be `all`, `25%` or `2/4`."""
     carried: tuple[ConfigLine, ...]
     pinned: tuple[ConfigLine, ...]
     decided: tuple[ConfigLine, ...]
-    """What autotune decides by itself."""
+    """Decided by autotune itself."""
     not_carried: tuple[ConfigLine, ...]
-    """What changes learning or is not understood, and is not in `options` or `pins`."""
+    """Changes learning or is not understood, and is not in `options` or `pins`."""
     notes: tuple[str, ...]
     """What this trainer computes differently whatever its settings are."""
     overheads: Overheads
     """What it takes of a device otherwise than autotune's executor, with these settings."""
 
 
+# An account of a setting, with its list: carried, pinned, decided or not_carried.
 Line = tuple[str, ConfigLine]
-"""An account of a setting, with its list: carried, pinned, decided or not_carried."""
+# What rules raise for a value that makes no sense.
 WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, re.error)
-"""What rules raise for a value that makes no sense."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ class ImportResult:
 
 
 def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
-    """Read a configuration file of any known trainer, found out by what the file holds unless
-    `trainer` names it.
+    """Read a configuration file of `trainer`, or of the known one that its content tells.
 
     Raises:
         InvalidInput: it cannot be read, belongs to no known trainer, trains a model that autotune
@@ -133,8 +131,7 @@ def read_settings(
 ) -> ImportResult:
     """Apply a trainer's rules to settings, with its defaults for those that are absent.
 
-    Raises:
-        InvalidInput: the trainer would refuse a value.
+    Raises InvalidInput for a value that the trainer would refuse.
     """
     values: dict[str, Any] = dict(trainer.constants)
     lines: list[Line] = []
@@ -196,8 +193,8 @@ def _value_text(value: Any) -> str:
 
 
 def _flattened(document: Document, trainer: Trainer) -> list[ConfigValue]:
-    """The settings without the names of sections if they mean nothing to this trainer, and keys
-    that it gathers once, with the list of what all of its sections say."""
+    """Without sections if they mean nothing to this trainer; keys that it gathers once, as a
+    list."""
     settings: list[ConfigValue] = []
     for setting in document.settings:
         key = setting.key
@@ -228,7 +225,7 @@ def _find_model(trainer: Trainer, settings: Mapping[str, ConfigValue], path: Pat
 
 
 def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> list[ConfigValue]:
-    """Take from the settings what does nothing for a model, and call the others as the rules do."""
+    """Take out what does nothing for a model, and call the others as the rules do."""
     own, usual = known.prefix
     of_others = [key for key, one in settings.items() if own and one.key.startswith(usual)]
     found = [settings.pop(key) for key in (*settings,) if key in known.lacks or key in of_others]
@@ -242,7 +239,7 @@ def _model_of(
     trainer: Trainer, known: KnownModel, settings: Mapping[str, ConfigValue]
 ) -> tuple[str, list[Line]]:
     """What to plan for, and the lines that say so: the weights as written if `plan` can take
-    them, else the model."""
+    them."""
     meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
     lines = [line_for("carried", settings[key], meaning) for key in known.keys if key in settings]
     named = (settings[key] for key in trainer.weights_keys if key in settings)

@@ -2,8 +2,7 @@
 
 They are made of a trainer's data: `value_tables` of values that mean the same, and `key_rules` of
 the kinds in `KINDS`. A name is an option of `autotune.plan` (of the workload or the job), a field
-of `Candidate`, or `caching.FIELD`. Adapted layers are compared by name: a trainer's way of choosing
-them is applied to the names of all layers of the model, and related to the nearest target set.
+of `Candidate`, or `caching.FIELD`.
 """
 
 import ast
@@ -23,15 +22,15 @@ from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
 from autotune.plan.candidate import Candidate
 from autotune.weights.names import LAYOUTS
 
+# Values by the trainer's keys, or by autotune's names.
 Values = Mapping[str, Any]
-"""Values by the trainer's keys, or by autotune's names."""
+# Name under which `read` reports, in a sentence's words, what autotune would do differently.
 LOST = "lost"
-"""Name under which `read` reports, in a sentence's words, what autotune would do differently."""
 MAX_STRIDE = 8
+# More than any list of a known model has.
 MAX_BLOCKS = 64
-"""More than any list of a known model has."""
+# Numbers of blocks in a layer's name.
 LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
-"""Numbers of blocks in a layer's name."""
 MIN_SNR_NAMES = ("timestep_sampling", "timestep_shift", "weighting_scheme")
 NO_ARGUMENT = "autotune has no such argument"
 
@@ -64,17 +63,15 @@ class Rule:
     keys: tuple[str, ...]
     names: tuple[str, ...]
     read: Callable[[Values, Context], Values]
-    """From the keys that are present, or have a default, to names. May raise for a value that
-    makes no sense."""
+    """From the keys that are present, or have a default. May raise for a value without sense."""
     write: Callable[[Values, Context], Values]
     """From all names to keys; None leaves a key out. Raises CannotExpress."""
     synonyms: tuple[str, ...] = ()
-    """Those of the keys that mean the same: the first that is present wins, and none has its
-    default beside another."""
+    """Keys that mean the same: the first present wins, and none has its default beside another."""
 
 
 def is_knob(name: str) -> bool:
-    """Tell if a name is one of the settings that autotune tunes, so that a value for it is a pin."""
+    """Tell if autotune tunes the setting of this name, so that a value for it is a pin."""
     return name in Candidate.model_fields or name.startswith("caching.")
 
 
@@ -114,6 +111,7 @@ def boolean(value: Any) -> bool:
     return value
 
 
+# A name takes a whole number unless it is here.
 VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("data", "control", "caption", "trigger", "attention"), text),
     **dict.fromkeys(("lora_alpha", "lora_dropout", "learning_rate", "weight_decay"), number),
@@ -124,12 +122,10 @@ VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
         map(str, value if isinstance(value, list | tuple) else [value])
     ),
 }
-"""What kind of value a name takes; a whole number unless it is here."""
 
 
 def count_blocks(value: str | int, num_blocks: int) -> int:
-    """Count the blocks that are meant by a number, `all`, `25%` of them, or `2/4`, the first two of
-    every four."""
+    """Count the blocks meant by a number, `all`, `25%`, or `2/4`, the first two of every four."""
     written = str(value)
     if written == "all":
         return num_blocks
@@ -234,7 +230,8 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
 
 
 def same(word: str) -> Rule:
-    """Relate a name to keys with the same values: `ours=theirs|another`, the first being written."""
+    """Relate a name to keys with the same values: `ours=theirs|another`, the first being
+    written."""
     name, _, written = word.partition("=")
     keys = tuple(written.split("|"))
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
@@ -247,8 +244,8 @@ def same(word: str) -> Rule:
 
 
 def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False) -> Rule:
-    """Relate a value, or a list of which autotune takes the largest number, or the first text, and
-    says `otherwise`."""
+    """Relate a value, or of a list the largest number or first text, with what differs
+    `otherwise`."""
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
@@ -290,8 +287,8 @@ def resolution(written: str, *others: str) -> Rule:
 
 
 def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> Rule:
-    """Relate the micro-batch size (the first of `sizes` that is present), accumulated steps and
-    processes: together they are the effective batch size."""
+    """Relate micro-batch size (the first of `sizes` that is present), accumulation and
+    processes."""
     keys = tuple(sizes.split())
 
     def read(values: Values, context: Context) -> Values:
@@ -313,8 +310,7 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
 def duration(
     steps: str, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
 ) -> Rule:
-    """Relate optimizer steps, or epochs; if a file names both, what wins. Beside steps `no_epochs`
-    is written."""
+    """Relate optimizer steps, or epochs; `no_epochs` is written beside steps."""
 
     def read(values: Values, context: Context) -> Values:
         num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps, epochs))
@@ -343,13 +339,10 @@ def epochs_only(key: str) -> Rule:
 
 
 def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
-    """Relate the schedule of the learning rate, by name, and its warm-up in steps.
+    """Relate the schedule of the learning rate and its warm-up in steps.
 
-    Args:
-        key: their key for the schedule.
-        warmup: their key for the warm-up.
-        names: `theirs=ours`, or words that are the same, the first being `constant`.
-        always: whether every schedule of theirs has a warm-up, not only those named so.
+    `names` are `theirs=ours`, or words that are the same, the first being `constant`. Unless
+    `always`, only schedules that are named so have a warm-up.
     """
     pairs = (word.partition("=") for word in names.split())
     own_names = {theirs: own or theirs for theirs, _, own in pairs}
@@ -377,8 +370,7 @@ def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
 
 
 def min_snr(key: str, off: float | None = None) -> Rule:
-    """Relate the weights of a discrete schedule's loss: the limit of the signal-to-noise ratio,
-    under one key that is `off` without it. Noise levels are drawn alike."""
+    """Relate the limit of the signal-to-noise ratio in a discrete schedule's loss."""
 
     def read(values: Values, context: Context) -> Values:
         limit = number(values.get(key) or 0)
@@ -410,7 +402,7 @@ def weight_decay_among(key: str, is_list: bool) -> Rule:
 
 
 def named_arguments(value: Any) -> dict[str, str]:
-    """Read `["a=1", "b=2"]`, or the same in one text with commas between, as a dictionary."""
+    """Read `["a=1", "b=2"]`, or the same in one text with commas between."""
     parts = value if isinstance(value, list) else (value or "").split(",")
     pairs = (str(part).partition("=") for part in parts)
     return {name.strip(): given.strip() for name, _, given in pairs if name}
@@ -419,18 +411,11 @@ def named_arguments(value: Any) -> dict[str, str]:
 def checkpointing(
     key: str, on: str = "", off: str = "", interval: str = "", stride: str = "", families: str = ""
 ) -> Rule:
-    """Relate checkpointing of all blocks or none, or of those whose index modulo the stride is below
-    the interval, without a stride every `interval`th. A part that a trainer lacks becomes all, which
-    needs less memory.
+    """Relate checkpointing of all blocks or none, or of the first `interval` of every `stride` blocks.
 
-    Args:
-        key: their key that switches it; the words `on` and `off` are read, too.
-        on: words that mean true.
-        off: words that mean false.
-        interval: their key for the interval, if they have one.
-        stride: their key for the stride.
-        families: beginnings of families with such patterns; of others an interval makes several
-            blocks one that is recomputed.
+    Without a stride every `interval`th. A part that a trainer lacks becomes all, which needs less
+    memory. `on` and `off` are words for the switch `key`; `families` begin the names of families
+    with such patterns: of others an interval makes several blocks one that is recomputed.
     """
     words = {**dict.fromkeys(on.split(), True), **dict.fromkeys(off.split(), False)}
     beginnings = tuple(families.split())
@@ -515,8 +500,10 @@ def _expand(text: str) -> list[str]:
 
 
 def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
-    """Return names of the Linear layers of a family's transformer, one block of each kind standing
-    for all. A UNet's blocks are not apart from the rest."""
+    """Return names of a transformer's Linear layers, one block of each kind standing for all.
+
+    A UNet's blocks are not apart from the rest.
+    """
     is_apart = in_blocks and family.block_lists
     blocks = tuple(f"{name}." for name in family.block_lists) if is_apart else ("",)
     names = _layers("linear", family.transformer_class)
@@ -534,8 +521,8 @@ def layers_of(family: Family, targets: str) -> frozenset[str]:
 
 
 def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
-    """Return the target set that differs least from these layers, by kinds of layers first, and how
-    it differs."""
+    """Return the target set that differs least from these layers, kinds first, and how it
+    differs."""
     sets = {name: layers_of(family, name) for name in family.target_sets}
     kinds = set(map(_in_block, layers))
     by_kind = {name: len(kinds ^ set(map(_in_block, own))) for name, own in sets.items()}
@@ -552,19 +539,17 @@ def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
 
 
 def _in_block(name: str) -> str:
-    """A layer's name within its block."""
     return name[max((found.end() for found in LISTS.finditer(name)), default=0) :]
 
 
 def _original_name(family: Family, layer: str) -> str:
-    """A layer's name in the code of the model's authors, if the model has another one there:
-    several layers may be one there."""
+    """A layer's name in the code of the model's authors, where several may be one."""
     layout = LAYOUTS.get(family.transformer_class)
     return layout.original(layer) if layout and layout.has_layers([layer]) else layer
 
 
+# Whether a trainer adapts the layer of this name.
 Selects = Callable[[str], bool]
-"""Whether a trainer adapts the layer of this name."""
 
 
 def _by_ends(ends: Sequence[str]) -> Selects:
@@ -583,8 +568,7 @@ def _targets(
     write: Callable[[Values, Context], Values],
     arguments: Sequence[str] | None = None,
 ) -> Rule:
-    """The rule for adapted layers. `selects` makes of the keys what the trainer matches names
-    with; `arguments` are those of `network_args` that it understands."""
+    """`arguments` are those of `network_args` that the trainer understands."""
 
     def read(values: Values, context: Context) -> Values:
         layers = linear_layers(context.family) | convolutions(context.family)
@@ -615,8 +599,7 @@ def targets_by_parts(
         inside: key for whether layers outside the blocks are left out; true if it is absent.
         convolution_rank: key for the rank of convolutions of more than a pixel; smaller ones are
             adapted as linear layers are.
-        blocks: by class, what the names of layers hold that are in blocks; `transformer_blocks` by
-            default.
+        blocks: by class, what the names of layers in blocks hold; usually `transformer_blocks`.
         authors_code: classes that it trains in the code of their authors, by whose names it goes.
     """
 
@@ -652,8 +635,10 @@ def targets_by_parts(
 
 
 def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) -> Rule:
-    """Relate ends of names as peft takes them: a list, or with `joined` one text with commas; both
-    are read. `usual`: by how families' names begin, what is adapted if the key is not there."""
+    """Relate ends of names as peft takes them: a list, or with `joined` one text with commas.
+
+    `usual`: by how families' names begin, what is adapted if the key is not there.
+    """
 
     def selects(values: Values, context: Context) -> Selects:
         given = values.get(key)
@@ -664,8 +649,7 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
         return _by_ends(given or own.split())
 
     def write(ours: Values, context: Context) -> Values:
-        """A layer whose short name another also has, or a module around layers, is named for each
-        block."""
+        """A layer whose short name another also has is named for each block."""
         wanted, every = layers_of(context.family, ours["targets"]), linear_layers(context.family)
         found: list[str] = []
         for name in sorted(wanted):
@@ -682,8 +666,7 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
 
 
 def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
-    """Relate parts of names with commas between, or patterns if another key says so, as in
-    OneTrainer."""
+    """Relate parts of names with commas between, or patterns if a key says so, as in OneTrainer."""
 
     def by(text: str, patterned: bool) -> Selects:
         parts = [part.strip() for part in text.split(",")]
@@ -723,13 +706,10 @@ def _network_arguments(values: Values) -> dict[str, Any]:
 
 
 def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule:
-    """Relate patterns in `network_args`: excluded by any and included by none is left out (musubi's
-    networks/lora.py, `create_modules`).
+    """Relate patterns in `network_args` (musubi's networks/lora.py, `create_modules`).
 
-    Args:
-        usual: by how families' names begin, what is always excluded, and what is included unless
-            the file says otherwise.
-        everywhere: the family of which layers outside the blocks are adapted, too.
+    `usual`: by how families' names begin, what is excluded, and what is included unless the file
+    says otherwise. Of the family `everywhere` layers outside the blocks are adapted, too.
     """
 
     def any_of(given: list[str], name: str) -> bool:
@@ -764,9 +744,11 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
 
 
 def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
-    """Relate ranks of parts in `network_args`, and the layers of each, as sd-scripts has them for
-    FLUX.1; 0 adapts none of them. In single blocks query, key, value and the first half of the MLP
-    are one layer there. Of a UNet it adapts the transformers."""
+    """Relate ranks of parts in `network_args`, as sd-scripts has them for FLUX.1; 0 adapts none.
+
+    In single blocks query, key, value and the first half of the MLP are one layer there. Of a UNet
+    it adapts the transformers.
+    """
     layers = {name: written.split() for name, written in parts.items()}
 
     def selects(values: Values, context: Context) -> Selects:
@@ -800,6 +782,7 @@ def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
     return _targets(["network_args"], selects, write, (*layers, "conv_dim", "conv_alpha"))
 
 
+# What key rules are made with, by the name that data has for it.
 KINDS: Mapping[str, Callable[..., Rule]] = {
     one.__name__: one
     for one in (
@@ -808,4 +791,3 @@ KINDS: Mapping[str, Callable[..., Rule]] = {
         *(targets_by_ends, targets_by_filter, targets_by_patterns, targets_by_ranks),
     )
 }
-"""What key rules are made with, by the name that data has for it."""

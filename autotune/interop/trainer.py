@@ -1,5 +1,7 @@
-"""The trainers whose configurations are read and written: a file of `data/` for each, which import
-and export share. What several have in common is in `data/kohya.yaml` and `data/shared.yaml`."""
+"""The trainers whose configurations are read and written: for each a file of `data/`.
+
+What several have in common is in `data/kohya.yaml` and `data/shared.yaml`.
+"""
 
 import re
 from collections.abc import Mapping
@@ -25,25 +27,22 @@ class KnownModel:
     """A model by a trainer's keys."""
 
     name: str
-    """What autotune calls it."""
     keys: Values
-    """What a file for it holds; None for what it does not."""
+    """Held by a file for it; None for what is not."""
     defaults: Values = field(default_factory=dict)
     """The trainer's values for this model, if they are not those for others."""
     fixed: Values = field(default_factory=dict)
-    """Other keys that are always written for it."""
     constants: Values = field(default_factory=dict)
-    """What is learned with it by our names, whatever a file says."""
     lacks: tuple[str, ...] = ()
     """Keys that do nothing for it, or that its script refuses."""
     prefix: tuple[str, str] = ("", "")
     """How its keys begin that begin otherwise for other models, and how those do."""
     kept: str = ""
-    """What this trainer keeps on the device with this model, as in the trainer's `kept`."""
+    """Kept on the device with this model, too, as in the trainer's `kept`."""
     assumes: str = ""
-    """What is taken for granted of a file that says no more than `keys`."""
+    """Taken for granted of a file that says no more than `keys`."""
     note: str = ""
-    """What this trainer computes differently with this model."""
+    """A difference in what this trainer computes with this model."""
 
     @property
     def family(self) -> Family:
@@ -76,21 +75,21 @@ class Trainer:
     """The first of a model is written; all are read."""
     rules: tuple[Rule, ...]
     defaults: Values
-    """The trainer's own values for keys that may be absent and that change learning or memory:
-    read if a key is absent, always written."""
+    """Its values for keys that change learning or memory: read if one is absent, always written."""
     fixed: Values
     """Other keys that are always written."""
     accounts: tuple[tuple[re.Pattern[str], str, str, bool], ...]
-    """What keys mean that no rule reads: a pattern for keys, words, the value with which it changes
-    nothing besides none, false, 0 and an empty text, and whether it changes learning."""
+    """Of keys that no rule reads: a pattern, words, the value with which it changes nothing besides
+    none, false, 0 and an empty text, and whether it changes learning.
+    """
     overheads: Mapping[str, Any]
-    """What it takes of a device otherwise than autotune's executor, by what `overheads_of` reads."""
+    """What it takes of a device otherwise than autotune's executor, by what `overheads_of`
+    reads."""
     root: str = ""
     """Where its settings begin in the file."""
     weights_keys: tuple[str, ...] = ()
     """Keys that name the weights; the first is written."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names for keys."""
     gathered: tuple[str, ...] = ()
     """Keys in a list of sections, whose values are read as one list: `samples[].prompt`."""
     references: Mapping[str, str] = field(default_factory=dict)
@@ -100,7 +99,7 @@ class Trainer:
     notes: tuple[str, ...] = ()
     """What this trainer computes differently whatever its settings are."""
     constants: Values = field(default_factory=dict)
-    """What is learned by our names, whatever a file says."""
+    """Learned so, by our names, whatever a file says."""
 
     def detects(self, document: Document) -> bool:
         """Tell if a file is this trainer's."""
@@ -132,8 +131,8 @@ class Trainer:
         )
 
     def account(self, key: str, value: Any) -> tuple[str, str] | None:
-        """Return what becomes of a key that no rule reads, as `ImportedConfig` lists it, and in
-        words; None if it is not known."""
+        """Return the list of `ImportedConfig` for a key that no rule reads, and words; None if
+        unknown."""
         found = [one for one in self.accounts if one[0].fullmatch(key)]
         learned = [one for one in found if one[3]]
         if learned:
@@ -144,9 +143,11 @@ class Trainer:
         return ("decided", found[0][1]) if found else None
 
     def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
-        """Return what it takes of a device with settings by its keys; its defaults count for what
-        these lack. A condition is `if KEY` or `unless KEY`, of which several may stand with bars
-        between; `KEY=VALUE` asks for a value."""
+        """Return what it takes of a device with settings by its keys; its defaults count for others.
+
+        A condition is `if KEY` or `unless KEY`, of which several may stand with bars between;
+        `KEY=VALUE` asks for a value.
+        """
         data, values = self.overheads, {**self.defaults, **written}
 
         def is_on(key: str) -> bool:
@@ -249,8 +250,7 @@ def _as_read(key: str, value: Any) -> Any:
 
 
 def _known_models(data: Mapping[str, Any]) -> list[KnownModel]:
-    """Under each set of keys words `name=value,value`, a value for each key; none if it is
-    empty."""
+    """Under each set of keys words `name=value,value`, a value for each key, or none."""
     found = []
     for keys, words in data["models"].items():
         for name, _, values in (word.partition("=") for word in words.split()):
