@@ -9,15 +9,8 @@ from typing import Any, Literal
 from autotune.errors import InvalidInput
 from autotune.interop.files import FILL_IN, ConfigValue, write_files
 from autotune.interop.importing import ImportResult, read_settings
-from autotune.interop.rules import (
-    CannotExpress,
-    Context,
-    Rule,
-    Values,
-    count_blocks,
-    is_knob,
-    layers_of,
-)
+from autotune.interop.rules import CannotExpress, Context, Rule, Values, count_blocks, is_knob
+from autotune.interop.targets import layers_of
 from autotune.interop.trainer import KnownModel, Trainer
 from autotune.knobs.caching import PIN, EncoderSize, describe_caching
 from autotune.models.family import Family

@@ -5,10 +5,9 @@ the kinds in `KINDS`. A name is an option of `autotune.plan` (of the workload or
 of `Candidate`, or `caching.FIELD`.
 """
 
-import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -16,23 +15,18 @@ from typing import Any
 
 import yaml
 
-from autotune.models.adapter import target_matcher
 from autotune.models.family import Family
 from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
 from autotune.plan.candidate import Candidate
-from autotune.weights.names import LAYOUTS
 
 # Values by the trainer's keys, or by autotune's names.
 Values = Mapping[str, Any]
 # Name under which `read` reports, in a sentence's words, what autotune would do differently.
 LOST = "lost"
 MAX_STRIDE = 8
-# More than any list of a known model has.
-MAX_BLOCKS = 64
-# Numbers of blocks in a layer's name.
-LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
 MIN_SNR_NAMES = ("timestep_sampling", "timestep_shift", "weighting_scheme")
 NO_ARGUMENT = "autotune has no such argument"
+NO_EQUIVALENT = "autotune has no equivalent"
 
 
 class CannotExpress(Exception):
@@ -171,7 +165,7 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
             if way != "<" and (bound := _fit(patterns, theirs)) is not None:
                 found = {n: _fill(v, bound) for n, v in zip(names, own, strict=False) if v != "-"}
                 return {**found, **({LOST: difference} if difference else {})}
-        return {LOST: "autotune has no equivalent"}
+        return {LOST: NO_EQUIVALENT}
 
     def write(ours: Values, context: Context) -> Values:
         wanted = [ours.get(name) for name in names]
@@ -227,6 +221,16 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
         return bound[0]
     value = _parse(pattern.split("|", maxsplit=1)[0])
     return None if value == "*" else value.rstrip("*") if isinstance(value, str) else value
+
+
+def choice(name: str, key: str, pairs: str, otherwise: str = NO_EQUIVALENT) -> Rule:
+    """Relate a name to a key by words `theirs=ours`, or that are the same; any other is `otherwise`.
+
+    Values that the trainer lacks are left out.
+    """
+    rows = [word.partition("=") for word in pairs.split()]
+    table = [f"{theirs} = {own or theirs}" for theirs, _, own in rows]
+    return value_table(f"{key} -> {name}", "\n".join([*table, "- < *", f"* > - | {otherwise}"]))
 
 
 def same(word: str) -> Rule:
@@ -308,34 +312,30 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
 
 
 def duration(
-    steps: str, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
+    steps: str | None, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
 ) -> Rule:
-    """Relate optimizer steps, or epochs; `no_epochs` is written beside steps."""
+    """Relate optimizer steps, or epochs; `no_epochs` is written beside steps.
+
+    If a trainer has no key for steps, as many epochs are written as they take.
+    """
+    keys = (steps, epochs) if steps else (epochs,)
 
     def read(values: Values, context: Context) -> Values:
-        num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps, epochs))
+        num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps or "", epochs))
         if num_epochs and (epochs_win or not num_steps):
             return {"num_train_epochs": num_epochs}
         return {"num_steps": num_steps} if num_steps else {}
 
     def write(ours: Values, context: Context) -> Values:
         num_epochs = ours.get("num_train_epochs")
-        return {epochs: num_epochs or no_epochs, steps: None if num_epochs else ours["num_steps"]}
-
-    keys = (steps, epochs)
-    return Rule(keys, ("num_steps", "num_train_epochs"), read, write, synonyms=keys)
-
-
-def epochs_only(key: str) -> Rule:
-    """Relate epochs, if a trainer has no other measure: as many as the steps take."""
-
-    def write(ours: Values, context: Context) -> Values:
+        if steps:
+            num_steps = None if num_epochs else ours["num_steps"]
+            return {epochs: num_epochs or no_epochs, steps: num_steps}
         images = max(1, ours.get("num_images", 1))
         enough = -(-ours["num_steps"] * ours["effective_batch_size"] // images)
-        return {key: ours.get("num_train_epochs") or enough}
+        return {epochs: num_epochs or enough}
 
-    names = ("num_steps", "num_train_epochs")
-    return Rule((key,), names, lambda values, _: {"num_train_epochs": whole(values[key])}, write)
+    return Rule(keys, ("num_steps", "num_train_epochs"), read, write, synonyms=keys)
 
 
 def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
@@ -481,313 +481,11 @@ def share_of_blocks(key: str, switch: str = "") -> Rule:
     return Rule((key, *filter(None, [switch])), ("swapped_blocks",), read, write)
 
 
-@cache
-def _layers(kind: str, transformer: str) -> frozenset[str]:
-    data = read_data("layers")
-    written = " ".join(data[kind].get(transformer, ()))
-    for name, part in data["parts"].items():
-        written = written.replace(name, part)
-    return frozenset(layer for one in written.split() for layer in _expand(one))
-
-
-def _expand(text: str) -> list[str]:
-    """`a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
-    inner = re.search(r"\{([^{}]*)\}", text)
-    if inner is None:
-        return [text]
-    parts = (text[: inner.start()] + one + text[inner.end() :] for one in inner[1].split(","))
-    return [name for part in parts for name in _expand(part)]
-
-
-def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
-    """Return names of a transformer's Linear layers, one block of each kind standing for all.
-
-    A UNet's blocks are not apart from the rest.
-    """
-    is_apart = in_blocks and family.block_lists
-    blocks = tuple(f"{name}." for name in family.block_lists) if is_apart else ("",)
-    names = _layers("linear", family.transformer_class)
-    return frozenset(name for name in names if name.startswith(blocks))
-
-
-def convolutions(family: Family) -> frozenset[str]:
-    """Return names of the convolutions of a family's model."""
-    return _layers("convolutions", family.transformer_class)
-
-
-def layers_of(family: Family, targets: str) -> frozenset[str]:
-    """Return the layers that a target set, or patterns, adapt."""
-    return frozenset(filter(target_matcher(family, targets), linear_layers(family)))
-
-
-def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
-    """Return the target set that differs least from these layers, kinds first, and how it
-    differs."""
-    sets = {name: layers_of(family, name) for name in family.target_sets}
-    kinds = set(map(_in_block, layers))
-    by_kind = {name: len(kinds ^ set(map(_in_block, own))) for name, own in sets.items()}
-    name = min(sets, key=lambda one: (by_kind[one], len(sets[one] ^ layers), -len(sets[one])))
-    texts = []
-    for verb, names in (
-        ("also adapts", sets[name] - layers),
-        ("does not adapt", layers - sets[name]),
-    ):
-        inside = ((one, _in_block(one)) for one in sorted(names))
-        shown = (short + " outside the blocks" * (short == one) for one, short in inside)
-        texts += [f"{verb} {', '.join(dict.fromkeys(shown))}"] * bool(names)
-    return name, " and ".join(texts)
-
-
-def _in_block(name: str) -> str:
-    return name[max((found.end() for found in LISTS.finditer(name)), default=0) :]
-
-
-def _original_name(family: Family, layer: str) -> str:
-    """A layer's name in the code of the model's authors, where several may be one."""
-    layout = LAYOUTS.get(family.transformer_class)
-    return layout.original(layer) if layout and layout.has_layers([layer]) else layer
-
-
-# Whether a trainer adapts the layer of this name.
-Selects = Callable[[str], bool]
-
-
-def _by_ends(ends: Sequence[str]) -> Selects:
-    return lambda name: any(name == end or name.endswith(f".{end}") for end in ends)
-
-
-def _by_parts(only: Sequence[str], ignored: Sequence[str] = ()) -> Selects:
-    return lambda name: (
-        any(part in name for part in only) and not any(part in name for part in ignored)
-    )
-
-
-def _targets(
-    keys: Sequence[str],
-    selects: Callable[[Values, Context], Selects],
-    write: Callable[[Values, Context], Values],
-    arguments: Sequence[str] | None = None,
-) -> Rule:
-    """`arguments` are those of `network_args` that the trainer understands."""
-
-    def read(values: Values, context: Context) -> Values:
-        layers = linear_layers(context.family) | convolutions(context.family)
-        chosen = frozenset(filter(selects(values, context), layers))
-        name, difference = find_target_set(context.family, chosen)
-        lost = [f"the nearest set of layers {difference}"] if difference else []
-        given = _network_arguments(values) if arguments else {}
-        if others := ", ".join(one for one in given if one not in (arguments or ())):
-            lost.append(f"{others}: {NO_ARGUMENT}")
-        return {"targets": name, **({LOST: "; ".join(lost)} if lost else {})}
-
-    return Rule(tuple(keys), ("targets",), read, write)
-
-
-def targets_by_parts(
-    only: str,
-    ignored: str,
-    inside: str,
-    convolution_rank: str,
-    blocks: Mapping[str, list[str]],
-    authors_code: str,
-) -> Rule:
-    """Relate lists of parts of names, as ai-toolkit has them.
-
-    Args:
-        only: key for parts of which a name must hold one.
-        ignored: key for parts of which it must hold none.
-        inside: key for whether layers outside the blocks are left out; true if it is absent.
-        convolution_rank: key for the rank of convolutions of more than a pixel; smaller ones are
-            adapted as linear layers are.
-        blocks: by class, what the names of layers in blocks hold; usually `transformer_blocks`.
-        authors_code: classes that it trains in the code of their authors, by whose names it goes.
-    """
-
-    def name_of(family: Family, layer: str) -> str:
-        is_authors = family.transformer_class in authors_code.split()
-        return _original_name(family, layer) if is_authors else layer
-
-    def selects(values: Values, context: Context) -> Selects:
-        family = context.family
-        is_chosen = _by_parts(values.get(only) or ("",), values.get(ignored) or ())
-        is_inside = _by_parts(blocks.get(family.transformer_class, ["transformer_blocks"]))
-        everywhere, others = values.get(inside) is False, convolutions(family)
-
-        def is_adapted(layer: str) -> bool:
-            name = name_of(family, layer)
-            is_kind = layer not in others or values.get(convolution_rank) or "shortcut" in layer
-            return bool(is_kind) and is_chosen(name) and (everywhere or is_inside(name))
-
-        return is_adapted
-
-    def write(ours: Values, context: Context) -> Values:
-        """The first of four ways that adapts what is wanted, the shortest first."""
-        family, wanted = context.family, layers_of(context.family, ours["targets"])
-        every = linear_layers(family) | convolutions(family)
-        by_name: Values = {only: sorted({_in_block(name_of(family, one)) for one in wanted})}
-        unwanted = filter(selects(by_name, context), every - wanted)
-        roots = sorted({name_of(family, layer).partition(".")[0] for layer in unwanted})
-        ways = ({only: None}, by_name, {**by_name, ignored: roots}, {**by_name, inside: False})
-        exact = (way for way in ways if set(filter(selects(way, context), every)) == wanted)
-        return next(exact, by_name)
-
-    return _targets([only, ignored, inside, convolution_rank], selects, write)
-
-
-def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) -> Rule:
-    """Relate ends of names as peft takes them: a list, or with `joined` one text with commas.
-
-    `usual`: by how families' names begin, what is adapted if the key is not there.
-    """
-
-    def selects(values: Values, context: Context) -> Selects:
-        given = values.get(key)
-        if isinstance(given, str):
-            is_json = given.startswith("[")
-            given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
-        own = next(names for of, names in usual.items() if context.family.name.startswith(of))
-        return _by_ends(given or own.split())
-
-    def write(ours: Values, context: Context) -> Values:
-        """A layer whose short name another also has is named for each block."""
-        wanted, every = layers_of(context.family, ours["targets"]), linear_layers(context.family)
-        found: list[str] = []
-        for name in sorted(wanted):
-            end = _in_block(name)
-            is_shared = any(_by_ends([end])(other) for other in every - wanted)
-            if is_shared or any(f".{end}." in other for other in every):
-                found += [name.replace(".0.", f".{number}.", 1) for number in range(MAX_BLOCKS)]
-            else:
-                found.append(end)
-        names = list(dict.fromkeys(found))
-        return {key: ",".join(names) if joined else names}
-
-    return _targets([key], selects, write)
-
-
-def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
-    """Relate parts of names with commas between, or patterns if a key says so, as in OneTrainer."""
-
-    def by(text: str, patterned: bool) -> Selects:
-        parts = [part.strip() for part in text.split(",")]
-        if not patterned:
-            return _by_parts(parts)
-        patterns = [re.compile(part) for part in parts]
-        return lambda name: any(pattern.search(name) for pattern in patterns)
-
-    def selects(values: Values, context: Context) -> Selects:
-        return by(str(values.get(key) or ""), bool(values.get(is_pattern)))
-
-    def write(ours: Values, context: Context) -> Values:
-        family, wanted = context.family, layers_of(context.family, ours["targets"])
-        parts = ",".join(sorted(set(map(_in_block, wanted))))
-        every = linear_layers(family) | convolutions(family)
-        is_exact = set(filter(by(parts, False), every)) == wanted
-        patterns = ",".join(f"^{in_any_block(layer)}$" for layer in sorted(wanted))
-        return {key: parts if is_exact else patterns, is_pattern: not is_exact, preset: "custom"}
-
-    def in_any_block(layer: str) -> str:
-        if layer.startswith("mid_block.resnets."):  # its two are unlike each other
-            return re.escape(layer)
-        return re.escape(LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
-
-    return _targets([key, is_pattern], selects, write)
-
-
-def _network_arguments(values: Values) -> dict[str, Any]:
-    """The patterns and numbers in kohya's `network_args`."""
-    found: dict[str, Any] = {}
-    for name, value in named_arguments(values.get("network_args") or []).items():
-        try:
-            found[name] = ast.literal_eval(value)
-        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-            found[name] = value
-    return found
-
-
-def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule:
-    """Relate patterns in `network_args` (musubi's networks/lora.py, `create_modules`).
-
-    `usual`: by how families' names begin, what is excluded, and what is included unless the file
-    says otherwise. Of the family `everywhere` layers outside the blocks are adapted, too.
-    """
-
-    def any_of(given: list[str], name: str) -> bool:
-        return any(re.fullmatch(str(pattern), name) for pattern in given)
-
-    def selects(values: Values, context: Context) -> Selects:
-        family, given = context.family, _network_arguments(values)
-        exclude, include = next(own for of, own in usual.items() if family.name.startswith(of))
-        excluded = [exclude, *given.get("exclude_patterns", ())]
-        included = given.get("include_patterns", [include])
-        layers = linear_layers(family, in_blocks=family.name != everywhere)
-        names = {layer: _original_name(family, layer) for layer in layers}
-        return lambda layer: (
-            layer in names
-            and (not any_of(excluded, names[layer]) or any_of(included, names[layer]))
-        )
-
-    def write(ours: Values, context: Context) -> Values:
-        wanted = layers_of(context.family, ours["targets"])
-        every = linear_layers(context.family)
-        names = {layer: _original_name(context.family, layer) for layer in every}
-        others = {name for layer, name in names.items() if layer not in wanted}
-        found = set()
-        for name in (names[layer] for layer in wanted):
-            end = r".*\." + re.escape(_in_block(name))
-            exact = re.escape(name).replace(r"\.0\.", r"\.\d+\.", 1)
-            found.add(exact if any(re.fullmatch(end, other) for other in others) else end)
-        included = "', r'".join(sorted(found))
-        return {"network_args": ["exclude_patterns=[r'.*']", f"include_patterns=[r'{included}']"]}
-
-    return _targets(["network_args"], selects, write, ("exclude_patterns", "include_patterns"))
-
-
-def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
-    """Relate ranks of parts in `network_args`, as sd-scripts has them for FLUX.1; 0 adapts none.
-
-    In single blocks query, key, value and the first half of the MLP are one layer there. Of a UNet
-    it adapts the transformers.
-    """
-    layers = {name: written.split() for name, written in parts.items()}
-
-    def selects(values: Values, context: Context) -> Selects:
-        given = _network_arguments(values)
-        if context.is_discrete:
-            others = (".resnets.", "samplers.") if given.get("conv_dim") else ()
-            return _by_parts((".attentions.", *others))
-        on = [name for name in layers if given.get(name) != 0]
-
-        def is_adapted(layer: str) -> bool:
-            kind, name = layer.startswith("single_"), _in_block(layer)
-            own = (part for part in on if part.startswith("single_") == kind)
-            return name != layer and any(name in layers[part] for part in own)
-
-        return is_adapted
-
-    def write(ours: Values, context: Context) -> Values:
-        family, targets = context.family, ours["targets"]
-        if context.is_discrete:
-            own = {layer for layer in linear_layers(family) if ".attentions." in layer}
-            if layers_of(family, targets) != own:
-                what = "it adapts all layers of the UNet's transformers"
-                raise CannotExpress(f"{what}; use --targets attention+mlp+proj")
-            return {"network_args": None}
-        if targets == "attention":
-            what = "in its single blocks attention and MLP are one layer"
-            raise CannotExpress(f"{what}; use --targets attention+mlp")
-        off = ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"]
-        return {"network_args": off if targets == "attention+mlp" else None}
-
-    return _targets(["network_args"], selects, write, (*layers, "conv_dim", "conv_alpha"))
-
-
-# What key rules are made with, by the name that data has for it.
 KINDS: Mapping[str, Callable[..., Rule]] = {
     one.__name__: one
     for one in (
-        *(one_of_list, first_prompt, resolution, batch, duration, epochs_only, schedule, min_snr),
-        *(weight_decay_among, checkpointing, swapping, share_of_blocks, targets_by_parts),
-        *(targets_by_ends, targets_by_filter, targets_by_patterns, targets_by_ranks),
+        *(choice, one_of_list, first_prompt, resolution, batch, duration, schedule, min_snr),
+        *(weight_decay_among, checkpointing, swapping, share_of_blocks),
     )
 }
+"""Key rules but those for adapted layers, by the name that data has for them."""

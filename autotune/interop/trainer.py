@@ -11,9 +11,19 @@ from functools import cache
 from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.interop import rules
 from autotune.interop.files import Document
-from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings, read_data
+from autotune.interop.rules import (
+    KINDS,
+    MIN_SNR_NAMES,
+    Context,
+    Rule,
+    Values,
+    parse_settings,
+    read_data,
+    same,
+    value_table,
+)
+from autotune.interop.targets import TARGET_KINDS
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.registry import find_published
@@ -216,17 +226,19 @@ def _load(name: str) -> Trainer:
         for why, keys in data[kind].items()
         for key, _, off in (word.partition("=") for word in keys.split())
     ]
-    made = [rules.value_table(keys, rows) for keys, rows in data["value_tables"].items()]
+    made = [value_table(keys, rows) for keys, rows in data["value_tables"].items()]
     for kind, arguments in data["key_rules"].items():
+        make = {**KINDS, **TARGET_KINDS}[kind]
         several = isinstance(arguments, list) and isinstance(arguments[0], list)
         for one in arguments if several else [arguments]:
-            named = one if isinstance(one, dict) else {}
-            listed = one if isinstance(one, list) else [one]
-            made.append(rules.KINDS[kind](*([] if named else listed), **named))
+            if isinstance(one, dict):
+                made.append(make(**one))
+            else:
+                made.append(make(*(one if isinstance(one, list) else [one])))
     read = {
         key: _as_read(key, data[key]) for key in data.keys() & {f.name for f in fields(Trainer)}
     }
-    made += map(rules.same, data["same"].split())
+    made += map(same, data["same"].split())
     models = tuple(_known_models(data))
     return Trainer(
         **{**read, "name": name, "models": models, "rules": tuple(made)}, accounts=tuple(accounts)
