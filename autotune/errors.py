@@ -38,12 +38,6 @@ class AutotuneError(Exception):
     Args:
         message: what happened and why, in one line.
         hint: what to do about it, preferably a command; shown on its own line.
-
-    Example:
-        >>> try:
-        ...     autotune.train("plan.yaml")
-        ... except autotune.AutotuneError as error:
-        ...     print(error.message, error.hint, error.exit_status)
     """
 
     exit_status = 1
@@ -63,66 +57,31 @@ def _rebuild(kind: type[AutotuneError], message: str, hint: str) -> AutotuneErro
 
 
 class InvalidInput(AutotuneError):
-    """An argument, a data folder or a model folder cannot be used.
-
-    Example:
-        >>> try:
-        ...     autotune.check_data("no-such-folder")
-        ... except autotune.InvalidInput as error:
-        ...     print(error.hint)
-    """
+    """An argument, a data folder or a model folder cannot be used."""
 
     exit_status = 2
 
 
 class InvalidPlan(AutotuneError):
-    """A plan file is not valid: damaged, edited where it is frozen, or from a newer autotune.
-
-    Example:
-        >>> try:
-        ...     autotune.load_plan("edited.yaml")
-        ... except autotune.InvalidPlan as error:
-        ...     print(error.message)
-    """
+    """A plan file is not valid: damaged, edited where it is frozen, or from a newer autotune."""
 
     exit_status = 2
 
 
 class NothingFits(AutotuneError):
-    """No settings can run this workload on this machine.
-
-    Example:
-        >>> try:
-        ...     autotune.plan("qwen-image", hardware="3060", max_memory="1GiB")
-        ... except autotune.NothingFits as error:
-        ...     print(error.hint)
-    """
+    """No settings can run this workload on this machine."""
 
     exit_status = 3
 
 
 class DoesNotFit(AutotuneError):
-    """The plan is valid but was made for another machine or another class of work.
-
-    Example:
-        >>> try:
-        ...     autotune.train("plan.yaml")
-        ... except autotune.DoesNotFit:
-        ...     autotune.train(autotune.plan(earlier="plan.yaml"))
-    """
+    """The plan is valid but was made for another machine or another class of work."""
 
     exit_status = 4
 
 
 class Preempted(AutotuneError):
-    """A signal stopped the run; its state is checkpointed.
-
-    Example:
-        >>> try:
-        ...     autotune.train("plan.yaml")
-        ... except autotune.Preempted:
-        ...     autotune.train("plan.yaml", resume=True)
-    """
+    """A signal stopped the run; its state is checkpointed."""
 
     exit_status = 75
 
@@ -197,14 +156,7 @@ def reraise_oom() -> Iterator[None]:
 
 
 def explain_error(error: Exception) -> AutotuneError:
-    """Return the exception itself if autotune raised it, else one that says what it means.
-
-    Example:
-        >>> try:
-        ...     autotune.plan("qwen-image", "photos")
-        ... except Exception as error:
-        ...     print(autotune.explain_error(error).hint)
-    """
+    """Return the exception itself if autotune raised it, else one that says what it means."""
     if isinstance(error, AutotuneError):
         return error
     if isinstance(error, OSError) and error.strerror:

@@ -17,46 +17,24 @@ from autotune.plan.workload import Workload
 
 
 class Event(Frozen):
-    """Base of everything that long work tells.
-
-    Example:
-        >>> def show(event: autotune.Event) -> None:
-        ...     if isinstance(event, autotune.StepFinished):
-        ...         print(event.step, event.loss)
-        >>> autotune.train("plan.yaml", on_event=show)
-    """
+    """Base of everything that long work tells."""
 
 
 class PhaseStarted(Event):
-    """A phase of the work has begun; it lasts until the next one.
-
-    Example:
-        >>> if isinstance(event, autotune.PhaseStarted):
-        ...     print(event.name)
-    """
+    """A phase of the work has begun; it lasts until the next one."""
 
     name: str
     """Name for people to read, e.g. `loading the transformer`."""
 
 
 class StatusChanged(Event):
-    """A detail of the current phase: worth a spinner's text, not a line.
-
-    Example:
-        >>> if isinstance(event, autotune.StatusChanged):
-        ...     print(event.text)
-    """
+    """A detail of the current phase: worth a spinner's text, not a line."""
 
     text: str
 
 
 class Progressed(Event):
-    """How far a phase with a known number of items has come.
-
-    Example:
-        >>> if isinstance(event, autotune.Progressed):
-        ...     print(f"{event.name}: {event.done} of {event.total}")
-    """
+    """How far a phase with a known number of items has come."""
 
     name: str
     done: int
@@ -64,12 +42,7 @@ class Progressed(Event):
 
 
 class Notice(Event):
-    """A sentence that the user should read.
-
-    Example:
-        >>> if isinstance(event, autotune.Notice) and event.level == "warning":
-        ...     print(event.text)
-    """
+    """A sentence that the user should read."""
 
     text: str
     topic: str = "note"
@@ -78,12 +51,7 @@ class Notice(Event):
 
 
 class SearchSpaceBuilt(Event):
-    """The workload is known, and what may be tried for it.
-
-    Example:
-        >>> if isinstance(event, autotune.SearchSpaceBuilt):
-        ...     print(event.num_candidates, event.workload.max_text_tokens)
-    """
+    """The workload is known, and what may be tried for it."""
 
     workload: Workload
     num_candidates: int
@@ -92,12 +60,7 @@ class SearchSpaceBuilt(Event):
 
 
 class RecordsMatched(Event):
-    """What earlier measurements contribute to a search.
-
-    Example:
-        >>> if isinstance(event, autotune.RecordsMatched):
-        ...     print(event.kind, *event.refused)
-    """
+    """What earlier measurements contribute to a search."""
 
     kind: Literal["exact", "near", "none"]
     """How well the best record matches."""
@@ -107,58 +70,33 @@ class RecordsMatched(Event):
 
 
 class RunStarted(Event):
-    """A training run begins.
-
-    Example:
-        >>> if isinstance(event, autotune.RunStarted):
-        ...     print(event.plan.job_seconds)
-    """
+    """A training run begins."""
 
     plan: TrainingPlan
     """The plan that is trained: measured, if a trial could measure it."""
 
 
 class TrialStarted(Event):
-    """A candidate is being tried.
-
-    Example:
-        >>> if isinstance(event, autotune.TrialStarted):
-        ...     print(event.candidate.label())
-    """
+    """A candidate is being tried."""
 
     candidate: Candidate
 
 
 class TrialFinished(Event):
-    """A trial has ended, well or not.
-
-    Example:
-        >>> if isinstance(event, autotune.TrialFinished):
-        ...     print(event.result.outcome, event.result.median_step_seconds)
-    """
+    """A trial has ended, well or not."""
 
     result: TrialResult
 
 
 class CandidatesPredicted(Event):
-    """All that a plan without trials chooses from.
-
-    Example:
-        >>> if isinstance(event, autotune.CandidatesPredicted):
-        ...     print(min(prediction.step_seconds for prediction in event.predictions))
-    """
+    """All that a plan without trials chooses from."""
 
     predictions: tuple[Prediction, ...]
     budget_bytes: int
 
 
 class StepFinished(Event):
-    """One optimizer step of a training run: a line of `metrics.jsonl`.
-
-    Example:
-        >>> if isinstance(event, autotune.StepFinished):
-        ...     print(event.step, event.loss, event.images_per_second)
-    """
+    """One optimizer step of a training run: a line of `metrics.jsonl`."""
 
     step: int
     """Number of the step, counted from 1."""
@@ -203,12 +141,7 @@ class StepFinished(Event):
 
 
 class PreviewsWritten(Event):
-    """Previews of a training run lie in its output folder.
-
-    Example:
-        >>> if isinstance(event, autotune.PreviewsWritten):
-        ...     print(f"pictures after step {event.step}")
-    """
+    """Previews of a training run lie in its output folder."""
 
     step: int
     """Number of steps that had been taken."""
@@ -223,9 +156,5 @@ def ignore_event(event: Event) -> None:
 
 
 def event_line(event: Event) -> str:
-    """The event as one line of JSON, with the name of its class as `event`.
-
-    Example:
-        >>> autotune.probe(on_event=lambda event: print(autotune.event_line(event)))
-    """
+    """The event as one line of JSON, with the name of its class as `event`."""
     return json.dumps({"event": type(event).__name__, **event.model_dump(mode="json")})

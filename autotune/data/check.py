@@ -17,12 +17,7 @@ MAX_CROP = 0.25
 
 
 class DataReport(Frozen):
-    """What a data folder holds.
-
-    Example:
-        >>> report = autotune.check_data("photos")
-        >>> report.num_usable, report.can_train, report.problems
-    """
+    """What a data folder holds."""
 
     folder: PrintableStr
     resolution_px: int = PositiveInt

@@ -86,10 +86,6 @@ class ConceptFidelity:
 
     `others` are shapes that the model knew. Means of `score_image`, divided by those of drawn
     scenes that went through the VAE.
-
-    Example:
-        >>> fidelity = autotune.judge_lesson(Path("demo/model"), Path("demo/result"))
-        >>> fidelity.after - fidelity.before, fidelity.others_after - fidelity.others_before
     """
 
     before: float
@@ -210,9 +206,6 @@ def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
     """Judge the reported prompts with and without the adapter in the folder `result`.
 
     Writes `concept.json` and the picture `concept.png` into that folder.
-
-    Example:
-        >>> autotune.judge_lesson(Path("demo/model"), Path("demo/result")).after
     """
     new, others = unseen_scenes()[::2], known_scenes()[1]
     scenes = [*new, *others]
@@ -252,12 +245,7 @@ SMALL_WORLD = Path(__file__).with_name("small_world")
 
 @dataclass(frozen=True)
 class Demo:
-    """The demo's material, and how `autotune plan` is to be asked for it.
-
-    Example:
-        >>> demo = autotune.make_demo(Path("demo"))
-        >>> demo.model, demo.images
-    """
+    """The demo's material, and how `autotune plan` is to be asked for it."""
 
     model: Path
     images: Path
@@ -268,10 +256,6 @@ class Demo:
 def make_demo(output: Path) -> Demo:
     """Write below `output` a Qwen-Image that was pretrained on a small world, twelve pictures of a
     shape that it has never seen, and some that it draws itself, as reminders.
-
-    Example:
-        >>> made = autotune.make_demo(Path("demo"))
-        >>> autotune.plan(str(made.model), made.images, resolution=64)
     """
     if output.exists() and any(output.iterdir()):
         raise InvalidInput(

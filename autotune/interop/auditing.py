@@ -37,12 +37,7 @@ class SettingWorth(Frozen):
 
 
 class Audit(Frozen):
-    """A configuration on a card, as written and as it could be: predicted and perhaps measured.
-
-    Example:
-        >>> found = autotune.audit("train_lora.yaml", hardware="4090")
-        >>> found.as_written.fits, found.breaks, [(one.knob, one.better) for one in found.worth]
-    """
+    """A configuration on a card, as written and as it could be: predicted and perhaps measured."""
 
     config: ImportedConfig
     as_written: Estimate

@@ -62,12 +62,7 @@ class Difference(Frozen):
 
 
 class ExportedConfig(Frozen):
-    """A plan as another trainer's files.
-
-    Example:
-        >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
-        >>> [(one.name, one.planned, one.written) for one in exported.differences]
-    """
+    """A plan as another trainer's files."""
 
     trainer: str
     plan_digest: str

@@ -16,11 +16,7 @@ from autotune.plan.prediction import Overheads
 
 
 class ConfigLine(Frozen):
-    """One setting of a configuration, and what becomes of it.
-
-    Example:
-        >>> [(line.key, line.line) for line in autotune.import_config("train_lora.yaml").not_carried]
-    """
+    """One setting of a configuration, and what becomes of it."""
 
     key: str
     value: str
@@ -35,10 +31,6 @@ class ImportedConfig(Frozen):
 
     `autotune.plan(config.model, config.data, **config.options)` plans the same training; with
     `pins=config.pins` the same settings too, where this machine has them.
-
-    Example:
-        >>> config = autotune.import_config("train_lora.yaml")
-        >>> config.trainer, config.pins, config.options["num_steps"]
     """
 
     path: str

@@ -51,11 +51,7 @@ VARIANTS = frozenset({"ti", "super"})
 
 
 class CatalogGpu(Frozen):
-    """One GPU's published figures. Peaks are dense, with fp32 accumulation unless named otherwise.
-
-    Example:
-        >>> {gpu.id: gpu.memory_bytes for gpu in autotune.list_gpus() if gpu.compute_capability == "8.9"}
-    """
+    """One GPU's published figures. Peaks are dense, with fp32 accumulation unless named otherwise."""
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
     name: str

@@ -11,11 +11,7 @@ Choice = str | int
 
 
 class Candidate(Frozen):
-    """One value for every knob. Names, not objects: a plan from another machine must always parse.
-
-    Example:
-        >>> autotune.Candidate(micro_batch_size=2, checkpointed_blocks=10, quantization="torchao-int8").label()
-    """
+    """One value for every knob. Names, not objects: a plan from another machine must always parse."""
 
     micro_batch_size: int = PositiveInt
     """Images per forward pass; gradients are accumulated until the batch size is reached."""
@@ -149,11 +145,7 @@ class PhasePeak(Frozen):
 
 
 class TrialResult(Frozen):
-    """What happened when a candidate ran for a few real steps. Failures are evidence, too.
-
-    Example:
-        >>> [(trial.outcome, trial.median_step_seconds) for trial in autotune.load_plan("plan.yaml").frozen.trials]
-    """
+    """What happened when a candidate ran for a few real steps. Failures are evidence, too."""
 
     candidate: Candidate
     outcome: Outcome

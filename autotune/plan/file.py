@@ -129,11 +129,7 @@ def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
 
 
 def plan_text(plan: TrainingPlan) -> str:
-    """The plan as YAML: the digest, the job, then the frozen part.
-
-    Example:
-        >>> print(autotune.plan_text(autotune.load_plan("plan.yaml")))
-    """
+    """The plan as YAML: the digest, the job, then the frozen part."""
     data = plan.model_dump(mode="json")
     return HEADER + _yaml(
         {"digest": data["digest"], "job": data["job"], "frozen": _frozen_data(data["frozen"])}

@@ -220,12 +220,7 @@ class Datasheet(Frozen):
 
 
 class HardwareProfile(Frozen):
-    """A machine with one device: its facts, what it can use, and how fast it was measured to be.
-
-    Example:
-        >>> machine = autotune.probe(quick=True)
-        >>> machine.device.name, machine.capability("precision.bf16").available
-    """
+    """A machine with one device: its facts, what it can use, and how fast it was measured to be."""
 
     origin: Literal["probe", "catalog"] = "probe"
     """`catalog` for a GPU that was not measured; its host and versions are assumed, as `notes`

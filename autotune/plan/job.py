@@ -228,9 +228,6 @@ class JobFields(DataFields, ModelFields):
 class Job(JobFields):
     """The user's part of a plan: may be edited or overridden while shapes stay in the planned
     class.
-
-    Example:
-        >>> autotune.load_plan("plan.yaml").job.output
     """
 
     model: Place

@@ -162,12 +162,7 @@ class FrozenPart(Frozen):
 
 
 class TrainingPlan(Frozen):
-    """A job and the settings that were measured for it. Data only: nothing in it is ever executed.
-
-    Example:
-        >>> plan = autotune.load_plan("plan.yaml")
-        >>> plan.frozen.expected.evidence, plan.frozen.settings.micro_batch_size, plan.job_seconds
-    """
+    """A job and the settings that were measured for it. Data only: nothing in it is ever executed."""
 
     job: Job
     frozen: FrozenPart
@@ -192,11 +187,7 @@ class TrainingPlan(Frozen):
 
 
 class CheckResult(Frozen):
-    """Whether a plan fits a machine.
-
-    Example:
-        >>> autotune.check("plan.yaml", hardware="4090").misfits
-    """
+    """Whether a plan fits a machine."""
 
     fits: bool
     misfits: tuple[str, ...]

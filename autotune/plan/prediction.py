@@ -91,12 +91,7 @@ class StepTime(Frozen):
 
 
 class Prediction(Frozen):
-    """Memory and speed of a candidate before anything has run, and how uncertain they are.
-
-    Example:
-        >>> prediction = autotune.estimate("flux1-dev", hardware="4090").prediction
-        >>> prediction.step_seconds, {phase.name: phase.run_memory_bytes for phase in prediction.phases}
-    """
+    """Memory and speed of a candidate before anything has run, and how uncertain they are."""
 
     candidate: Candidate
     allocated_memory_bytes: int = PositiveInt
@@ -144,12 +139,7 @@ class JobTime(Frozen):
 
 
 class Estimate(Frozen):
-    """A prediction for one machine, with the job that it is for.
-
-    Example:
-        >>> answer = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
-        >>> answer.fits, answer.prediction.step_seconds
-    """
+    """A prediction for one machine, with the job that it is for."""
 
     hardware: str
     budget_bytes: int = NaturalInt

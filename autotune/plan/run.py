@@ -42,12 +42,7 @@ class ValidationResult(Frozen):
 
 
 class RunReport(Frozen):
-    """What a training run did, against what its plan promised.
-
-    Example:
-        >>> report = autotune.train("plan.yaml", output="first-run")
-        >>> report.measured_step_seconds, report.final_loss
-    """
+    """What a training run did, against what its plan promised."""
 
     plan_digest: str
     num_steps: int

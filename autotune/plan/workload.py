@@ -68,11 +68,7 @@ NamedOptimizer = Annotated[OptimizerChoice | str, AfterValidator(OptimizerChoice
 
 
 class ModelSpec(Frozen):
-    """Which model, by what it is made of rather than by where its files lie.
-
-    Example:
-        >>> autotune.estimate("flux1-dev", hardware="4090").workload.model.num_blocks
-    """
+    """Which model, by what it is made of rather than by where its files lie."""
 
     family: str
     """A name from the registry of families, e.g. `qwen-image`."""
@@ -132,11 +128,7 @@ class Learning(Frozen):
 
 
 class WorkloadRequest(Learning, Request):
-    """What a user asks of a workload; what is not given is the family's or the data's.
-
-    Example:
-        >>> autotune.estimate("qwen-image", hardware="4090", rank=32, adapter="dora")
-    """
+    """What a user asks of a workload; what is not given is the family's or the data's."""
 
     resolution: Annotated[ImageSize | None, Option(metavar="SIDE|WIDTHxHEIGHT")] = None
     """Size of images in pixels; images of other shapes get about its area."""
@@ -181,12 +173,7 @@ class WorkloadRequest(Learning, Request):
 
 
 class Workload(Learning):
-    """What is to be trained, as far as it decides memory and speed: the class a plan is made for.
-
-    Example:
-        >>> work = autotune.load_plan("plan.yaml").frozen.workload
-        >>> work.effective_batch_size, work.rank, work.largest_bucket
-    """
+    """What is to be trained, as far as it decides memory and speed: the class a plan is made for."""
 
     model: ModelSpec
     resolution_px: int = PositiveInt

@@ -26,11 +26,7 @@ ComparisonOrder = Literal["cost", "hours", "name"]
 
 
 class ComparedGpu(Frozen):
-    """One GPU in a comparison. Seconds, hours and cost are None if nothing fits.
-
-    Example:
-        >>> [gpu.total_seconds for gpu in autotune.compare("flux1-dev", hardware=["4090", "l40s"]).gpus]
-    """
+    """One GPU in a comparison. Seconds, hours and cost are None if nothing fits."""
 
     gpu: str
     """Its name in the catalog."""
@@ -95,12 +91,7 @@ class ComparedGpu(Frozen):
 
 
 class Comparison(Frozen):
-    """One job on several GPUs.
-
-    Example:
-        >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5})
-        >>> found.gpus[0].gpu, found.num_left_out
-    """
+    """One job on several GPUs."""
 
     model: str
     gpus: tuple[ComparedGpu, ...]
@@ -198,11 +189,7 @@ nothing fits."""
 
 
 class CatalogPrediction(Frozen):
-    """What a plan of a model for one GPU predicts, with the family's defaults.
-
-    Example:
-        >>> [(model.name, model.prediction) for model in autotune.list_models("4090")]
-    """
+    """What a plan of a model for one GPU predicts, with the family's defaults."""
 
     gpu: str
     """Its name in the catalog."""
@@ -220,12 +207,6 @@ class CatalogPrediction(Frozen):
 class NoGpu(NothingFits):
     """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs
     it fits.
-
-    Example:
-        >>> try:
-        ...     autotune.require_gpu("qwen-image")
-        ... except autotune.NoGpu as error:
-        ...     print([each.gpu for each in error.elsewhere if each.step_seconds is not None])
     """
 
     model: str = ""
@@ -301,11 +282,7 @@ def missing_levers(family: Family) -> dict[str, str]:
 
 
 class ModelSummary(Frozen):
-    """A published model that autotune knows by name.
-
-    Example:
-        >>> [(model.name, model.license) for model in autotune.list_models() if model.kind == "video"]
-    """
+    """A published model that autotune knows by name."""
 
     name: str
     """What `--model` takes; the hub id does as well."""

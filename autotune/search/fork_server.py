@@ -24,10 +24,6 @@ def warm_up() -> None:
 
     `plan` does it by itself once it has checked its arguments, the model and the data. Safe to call
     twice.
-
-    Example:
-        >>> autotune.warm_up()
-        >>> plan = autotune.plan("/models/Qwen-Image", "photos")
     """
     fork_server_context()
     with redirect_output(os.devnull):  # it would keep a pipe open after this process has ended

@@ -91,12 +91,6 @@ class PlanningResult:
 class PlanInterrupted(KeyboardInterrupt):
     """A search was stopped by Ctrl-C or another signal after something ran; `plan` is the best of
     what it had tried.
-
-    Example:
-        >>> try:
-        ...     plan = autotune.plan("/models/Qwen-Image", "photos")
-        ... except autotune.PlanInterrupted as stopped:
-        ...     plan = stopped.plan
     """
 
     def __init__(self, plan: TrainingPlan) -> None:

@@ -32,10 +32,6 @@ class SearchSpace:
     As it is enumerated, it has a candidate for each setting of the knobs that are no numbers of
     blocks, with as many blocks recomputing and on the host as there may be. `expand_block_counts` puts
     others beside them.
-
-    Example:
-        >>> space = autotune.list_choices("qwen-image", hardware="4090")
-        >>> space.choices["attention"], [(one.choice, one.reason) for one in space.rejected["attention"]]
     """
 
     candidates: tuple[Candidate, ...]

@@ -74,12 +74,7 @@ class Machine(Frozen):
 
 
 class Record(Frozen):
-    """One search on one machine: every trial, those that failed too, and the settings that won.
-
-    Example:
-        >>> record = autotune.Record.model_validate_json(Path("records/NAME.json").read_text())
-        >>> record.machine.device_name, record.settings, record.expected.step_seconds
-    """
+    """One search on one machine: every trial, those that failed too, and the settings that won."""
 
     schema_version: Literal[2]
     autotune_version: str

@@ -52,12 +52,7 @@ class StoreUnreachable(AutotuneError):
 
 
 class Transfer(Frozen):
-    """What a push or a pull did.
-
-    Example:
-        >>> moved = autotune.pull_records("s3://team/records")
-        >>> moved.num_new, moved.refused
-    """
+    """What a push or a pull did."""
 
     num_new: int
     num_present: int

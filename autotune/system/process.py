@@ -37,9 +37,6 @@ def prepare_process(*, only_predicts: bool = False) -> None:
 
     With `only_predicts`, for a process that neither trains nor tries anything, packages that
     predictions do not need seem not to be installed until `reveal_packages`.
-
-    Example:
-        >>> autotune.prepare_process()
     """
     silence_libraries()
     for name in UNNEEDED if only_predicts else ():
@@ -352,12 +349,7 @@ def started_by_launcher() -> bool:
 
 
 def is_first_process() -> bool:
-    """Tell if this is the process of a command that prints and writes: the only or first one.
-
-    Example:
-        >>> if autotune.is_first_process():
-        ...     print("written by one process, however many train")
-    """
+    """Tell if this is the process of a command that prints and writes: the only or first one."""
     launch = current_launch()
     return launch is None or launch.rank == 0
 

@@ -343,12 +343,7 @@ class TensorSummary(Frozen):
 
 
 class FileSummary(Frozen):
-    """A safetensors file, or the shards of a model.
-
-    Example:
-        >>> summary = autotune.inspect_weights("pytorch_lora_weights.safetensors")
-        >>> summary.size_bytes, [(tensor.name, tensor.shape) for tensor in summary.tensors]
-    """
+    """A safetensors file, or the shards of a model."""
 
     name: str
     """Of the file, the index or the folder, without its parents."""
