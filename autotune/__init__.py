@@ -86,7 +86,7 @@ OLD = {
     "pull_records": "autotune.records",
     "push_records": "autotune.records",
     "verify_records": "autotune.records",
-    "DataReport": "autotune.data.check",
+    "DataReport": "autotune.data.dataset",
     "ConceptFidelity": "autotune.demo.lesson",
     "Demo": "autotune.demo.lesson",
     "judge_lesson": "autotune.demo.lesson",

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from autotune.data.check import DataReport, check_dataset
-from autotune.data.dataset import data_text, is_list
+from autotune.data.dataset import DataReport, check_dataset, data_text, is_list
 from autotune.data.items import make_options
 from autotune.errors import AutotuneError, InvalidInput, NothingFits, suggest_nearest
 from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event

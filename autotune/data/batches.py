@@ -1,5 +1,4 @@
-"""Which samples make up each optimizer step, and how they are cut into micro-batches. Pure planning
-of indices.
+"""Which samples make up each optimizer step, how they are cut into micro-batches, and their loader.
 
 The order is a function of seed, data and effective batch size alone. Neither the micro-batch size
 nor the number of processes changes which images a step sees, so tuning, a fallback or a second GPU
@@ -13,18 +12,26 @@ needs. So a step mixes buckets only if one of them runs out, or where two epochs
 one bucket form micro-batches of sizes as even as possible, and each weighs by its size.
 """
 
+from __future__ import annotations
+
 import math
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import chain, groupby, pairwise
-from typing import NamedTuple
+from itertools import chain, groupby, islice, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
-from autotune.data.dataset import Dataset
+from autotune.data.items import Item
 from autotune.errors import InvalidInput
 from autotune.plan.workload import Bucket
+
+if TYPE_CHECKING:
+    from autotune.data.encode import EncodedDataset
+    from autotune.models.family import Batch, Sample
 
 FLIP_SHARE = 0.5
 """Share of images that are mirrored, with `flip`."""
@@ -37,13 +44,11 @@ class Draw(NamedTuple):
     """One image as it is seen once."""
 
     item: int
-    """Its index."""
     dropped: bool = False
     """Whether its caption is dropped."""
     caption: int = 0
-    """Which of its captions it has."""
+    """Index of the caption among its own."""
     flipped: bool = False
-    """Whether it is mirrored."""
 
 
 Chunk = Sequence[Draw]
@@ -55,9 +60,8 @@ class MicroBatch:
 
     draws: tuple[Draw, ...]
     weight: float
-    """Share of this process's part of the step: the factor of its mean loss. The weights of a
-    step sum to 1 on every process, and averaging gradients over processes then gives the mean
-    over the effective batch."""
+    """Factor of its mean loss: its share of this process's part of the step. Averaging gradients
+    over processes then gives the mean over the effective batch."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -66,57 +70,48 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The endless order in which a dataset is trained on.
-
-    Args:
-        groups: group (bucket) of each item; only items of one group share a micro-batch.
-        repeats: number of times that each item is seen per epoch.
-        effective_batch_size: images per optimizer step, over all processes.
-        seed: seed of the shuffle and of caption dropout.
-        caption_dropout: probability that a caption is dropped, drawn anew each time an image is
-            seen.
-        num_captions: captions of each item, one of which is drawn each time; empty if each has one.
-        flip: whether an image is mirrored half of the time.
-    """
+    """The endless order in which a dataset is trained on."""
 
     groups: tuple[int, ...]
+    """Group (bucket) of each item; only items of one group share a micro-batch."""
     repeats: tuple[int, ...]
+    """Number of times that each item is seen per epoch."""
     effective_batch_size: int
+    """Images per optimizer step, over all processes."""
     seed: int
     caption_dropout: float = 0.0
+    """Probability that a caption is dropped, drawn anew each time an image is seen."""
     num_captions: tuple[int, ...] = ()
+    """Captions of each item, one of which is drawn each time; empty if each has one."""
     flip: bool = False
+    """Whether an image is mirrored half of the time."""
 
     @cached_property
     def epoch_size(self) -> int:
-        """Images per epoch, repeats included."""
         return sum(self.repeats)
 
     @property
     def epoch_steps(self) -> int:
-        """Optimizer steps that an epoch takes; the last of them may be shared with the next
-        epoch."""
+        """Optimizer steps of an epoch; the last may be shared with the next epoch."""
         return math.ceil(self.epoch_size / self.effective_batch_size)
 
     def images(self, step: int) -> tuple[Draw, ...]:
-        """Every image of one step, in the order seen."""
+        """List every image of one step, in the order seen."""
         start, size = step * self.effective_batch_size, self.epoch_size
         positions = range(start, start + self.effective_batch_size)
         return tuple(self._epoch(position // size)[position % size] for position in positions)
 
     @cached_property
     def _epoch(self) -> Callable[[int], Chunk]:
-        """All images of an epoch, by its number; the last few epochs are cached, since a step
-        may span several."""
+        """All images of an epoch by its number; a few are cached, since a step may span several."""
         return lru_cache(maxsize=4)(partial(_shuffle_epoch, self))
 
     def micro_batches(
         self, step: int, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
     ) -> tuple[MicroBatch, ...]:
-        """What one process computes in one step; every process gets equally many images and
-        micro-batches.
+        """Plan what one process computes in one step; all get equally many images and micro-batches.
 
-        `world_size` must divide the effective batch, as `describe.require_even_shares` checks.
+        `world_size` must divide the effective batch.
         """
         share = self.effective_batch_size // world_size
         images = sorted(self.images(step), key=self._group)
@@ -130,7 +125,7 @@ class BatchOrder:
     def batches(
         self, steps: range, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
     ) -> Iterator[MicroBatch]:
-        """What one process computes in several steps, planned `PLANNED_STEPS` at a time."""
+        """Plan what one process computes in several steps, `PLANNED_STEPS` at a time."""
         for start in range(0, len(steps), PLANNED_STEPS):
             planned = [
                 self.micro_batches(step, micro_batch_size, rank=rank, world_size=world_size)
@@ -142,18 +137,15 @@ class BatchOrder:
         return self.groups[image.item]
 
     def _cut(self, images: Chunk, micro_batch_size: int) -> list[Chunk]:
-        """Images sorted by group, cut within each group into the fewest even parts of at most
-        `micro_batch_size`."""
-        groups = [tuple(members) for _, members in groupby(images, key=self._group)]
-        return [
-            part
-            for group in groups
-            for part in _even_parts(group, math.ceil(len(group) / micro_batch_size))
-        ]
+        """Cut sorted images within each group into the fewest even parts of at most that size."""
+        parts: list[Chunk] = []
+        for _, members in groupby(images, key=self._group):
+            group = tuple(members)
+            parts += _even_parts(group, math.ceil(len(group) / micro_batch_size))
+        return parts
 
 
 def _shuffle_epoch(order: BatchOrder, epoch: int) -> Chunk:
-    """All images of one epoch in the order seen."""
     rng = random.Random(f"{order.seed} order {epoch}")
     dropout, captions, flips = (
         random.Random(f"{order.seed} {name} {epoch}") for name in ("dropout", "captions", "flips")
@@ -208,14 +200,11 @@ recompile of its own."""
 def list_bucket_sizes(
     resolution_px: int, multiple_px: int, max_side_px: int
 ) -> tuple[tuple[int, int], ...]:
-    """All (width, height) to choose from: multiples of `multiple_px` with at most `resolution_px`
-    squared pixels.
+    """List all (width, height): multiples of `multiple_px` with at most `resolution_px` squared pixels.
 
     No side is longer than `max_side_px`. For each width the greatest height that fits, all of these
-    in portrait orientation as well, and the greatest square.
-
-    Raises:
-        InvalidInput: the resolution is smaller than one multiple.
+    in portrait orientation as well, and the greatest square. Raises InvalidInput if the resolution is
+    smaller than one multiple.
     """
     if resolution_px < multiple_px:
         raise InvalidInput(
@@ -239,8 +228,7 @@ def list_bucket_sizes(
 def choose_bucket_size(
     width: int, height: int, resolution_px: int, multiple_px: int, max_side_px: int
 ) -> tuple[int, int]:
-    """The size whose aspect ratio is closest to `width:height`; of equals the one with more
-    pixels, then the squarer one."""
+    """Choose the closest aspect ratio; of equals the one with more pixels, then the squarer one."""
     sizes = list_bucket_sizes(resolution_px, multiple_px, max_side_px)
     return min(sizes, key=lambda size: _distance(width, height, *size))
 
@@ -253,40 +241,32 @@ def _distance(
 
 
 def make_buckets(
-    dataset: Dataset, resolution_px: int, multiple_px: int, max_side_px: int
+    items: Sequence[Item], resolution_px: int, multiple_px: int, max_side_px: int
 ) -> tuple[Bucket, ...]:
-    """The buckets that the items of `dataset` fall into, sorted, each with its number of items
-    (repeats not counted).
+    """Make the buckets of items, sorted, each with its number of items (repeats not counted).
 
     A clip keeps its number of frames; clips and images never share a bucket.
     """
-    counts = Counter(
-        (
-            *choose_bucket_size(
-                item.width_px, item.height_px, resolution_px, multiple_px, max_side_px
-            ),
-            item.num_frames,
-        )
-        for item in dataset.items
-    )
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for item in items:
+        size = item.width_px, item.height_px
+        width, height = choose_bucket_size(*size, resolution_px, multiple_px, max_side_px)
+        counts[width, height, item.num_frames] += 1
     return tuple(
         Bucket(width_px=width, height_px=height, num_frames=frames, num_items=number)
         for (width, height, frames), number in sorted(counts.items())
     )
 
 
-def assign_buckets(dataset: Dataset, buckets: Sequence[Bucket]) -> tuple[int, ...]:
-    """For each item the index of its bucket: the closest aspect ratio among those with its number
-    of frames.
+def assign_buckets(items: Sequence[Item], buckets: Sequence[Bucket]) -> tuple[int, ...]:
+    """Find for each item the bucket of the closest aspect ratio with its number of frames.
 
     With the buckets of `make_buckets` this gives the counts that they name; with the buckets of a
-    plan it fits other data into the planned shapes.
-
-    Raises:
-        InvalidInput: no bucket has the number of frames of some item.
+    plan it fits other data into the planned shapes. Raises InvalidInput if no bucket has the number
+    of frames of some item.
     """
     chosen = []
-    for item in dataset.items:
+    for item in items:
         distances = {
             index: _distance(item.width_px, item.height_px, bucket.width_px, bucket.height_px)
             for index, bucket in enumerate(buckets)
@@ -294,9 +274,60 @@ def assign_buckets(dataset: Dataset, buckets: Sequence[Bucket]) -> tuple[int, ..
         }
         if not distances:
             raise InvalidInput(
-                f"{item.path.name} has {item.num_frames} frame(s), and no planned shape has as "
-                "many",
+                f"{item.path.name} has {item.num_frames} frame(s), and no planned shape has as many",
                 hint="plan again with this data: autotune plan --data DIR",
             )
         chosen.append(min(distances, key=distances.__getitem__))
     return tuple(chosen)
+
+
+EXTRA_BATCHES = 1
+"""Batches queued beyond one per thread, so that one slow batch does not stall the step."""
+
+
+@dataclass
+class BatchLoader:
+    """Collated micro-batches on the CPU, with fields named as in torch's `DataLoader`.
+
+    Leaving the loop, by its end, `break` or an error, ends the threads. An error while reading is
+    raised in the loop.
+    """
+
+    dataset: EncodedDataset
+    batch_sampler: Iterable[MicroBatch]
+    collate_fn: Callable[[Sequence[Sample]], Batch]
+    num_workers: int = 1
+    """Threads that work ahead; with none the loop collates by itself."""
+    pin_memory: bool = False
+    """Copy into page-locked memory, for asynchronous transfer to a GPU."""
+    waited_seconds: float = 0.0
+    """Time that the loop has waited for batches so far."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        tasks = (partial(self._load, planned) for planned in self.batch_sampler)
+        if not self.num_workers:
+            yield from map(self._time, tasks)
+            return
+        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="autotune-data") as threads:
+            queue = deque(
+                threads.submit(task) for task in islice(tasks, self.num_workers + EXTRA_BATCHES)
+            )
+            try:
+                while queue:
+                    batch = self._time(queue.popleft().result)
+                    queue.extend(threads.submit(task) for task in islice(tasks, 1))
+                    yield batch
+            finally:
+                threads.shutdown(cancel_futures=True)
+
+    def _time(self, load: Callable[[], Batch]) -> Batch:
+        started = time.perf_counter()
+        batch = load()
+        self.waited_seconds += time.perf_counter() - started
+        return batch
+
+    def _load(self, planned: MicroBatch) -> Batch:
+        batch = self.collate_fn([self.dataset.sample(*draw) for draw in planned.draws])
+        if self.pin_memory:
+            return {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return batch

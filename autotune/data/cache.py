@@ -1,8 +1,8 @@
 """A folder of encoded tensors: one safetensors file per entry, named by what it was made from.
 
-Entries are written atomically (temporary file, fsync, rename) and carry their key and a digest of
-their tensors, so what an interruption or a bad disk leaves behind, or a copy under another name, is
-never trusted. A file's modification time is the time of its last use.
+Entries are written atomically and carry their key and a digest of their tensors, so what an
+interruption or a bad disk leaves behind, or a copy under another name, is never trusted. A file's
+modification time is the time of its last use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from autotune.data.items import EMPTY_CAPTION, Item, file_digest
-from autotune.data.video import ClipSpan
+from autotune.data.pixels import ClipSpan
 from autotune.errors import AutotuneError, InvalidInput, require_free_disk, reraise_disk_full
 from autotune.models.family import Family
 from autotune.plan.job import Crop
@@ -39,25 +38,22 @@ else:
 SIZE_LIMIT_BYTES = 50 * 1024**3
 FORMAT = "1"
 """Version of what an entry holds; with a new one, older entries are never found."""
-
 STALE_SECONDS = 3600.0
 """Age above which a temporary file belongs to a writer that died."""
-
 TOUCH_SECONDS = 60.0
 """Resolution of the time of last use: updating it at every read would take longer than reading."""
+SAMPLE_BYTES = 1024**2
+"""Read from each end of a file to recognize it: hashing a 16 GB text encoder would take half a
+minute."""
 
 CHOOSE_FOLDER = "choose another cache folder with XDG_CACHE_HOME"
 MAKE_ROOM = f"free some space, or {CHOOSE_FOLDER}"
 
-if TYPE_CHECKING:
-    Tensors: TypeAlias = dict[str, Tensor]
-else:
-    Tensors = Any
+Tensors = dict[str, "Tensor"]
 
 
 def entry_key(kind: str, **parts: object) -> str:
-    """Name of an entry: `kind` and the SHA-256 of `parts`, what it is made from, in JSON. Runs
-    resume by it."""
+    """Name an entry by `kind` and the SHA-256 of `parts`, what it is made from; runs resume by it."""
     text = json.dumps({"format": FORMAT, "kind": kind, **parts}, sort_keys=True)
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
 
@@ -69,8 +65,7 @@ class Cache:
         self.folder = folder
 
     def read(self, key: str) -> Tensors | None:
-        """The tensors of an entry, or None if it is missing; a damaged one is removed and counts
-        as missing."""
+        """Read an entry's tensors; None if it is missing, or damaged, which removes it."""
         path = self._path(key)
         try:
             tensors, metadata = load_file(path)
@@ -78,24 +73,21 @@ class Cache:
             return None
         except BadWeights:
             tensors, metadata = {}, {}
-        if (
-            not tensors
-            or metadata.get("key") != key
-            or metadata.get("digest") != tensors_digest(tensors)
-        ):
+        is_whole = tensors and metadata.get("digest") == tensors_digest(tensors)
+        if not is_whole or metadata.get("key") != key:
             path.unlink(missing_ok=True)
             return None
-        self._touch(path)
+        with contextlib.suppress(OSError):  # a read-only cache works without times of last use
+            if time.time() - path.stat().st_mtime > TOUCH_SECONDS:
+                os.utime(path)
         return tensors
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
         """Store an entry and return its size on disk in bytes.
 
-        Raises:
-            AutotuneError: the disk is full or cannot be written to; no partial file remains.
+        Raises AutotuneError if the disk is full or cannot be written to; no partial file remains.
         """
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        path = self._path(key)
+        plain, path = to_plain(tensors), self._path(key)
         try:
             with reraise_disk_full(
                 self.folder, hint=f"{MAKE_ROOM}, then run again: what is cached so far is kept"
@@ -109,8 +101,7 @@ class Cache:
         return path.stat().st_size
 
     def evict(self, keep: Collection[str]) -> int:
-        """Remove the least recently used entries until the others are within the limit; return how
-        many were removed.
+        """Remove the least recently used entries above the limit, and return how many.
 
         Those in `keep` stay even if they alone exceed the limit: a run cannot do without its own.
         """
@@ -130,16 +121,13 @@ class Cache:
         return removed
 
     def refuse_pickles(self) -> None:
-        """Raise InvalidInput if caches of another program lie here: reading a pickle can run any
-        code."""
+        """Raise InvalidInput if pickled caches lie here: reading one can run any code."""
         found = next(iter(sorted(self.folder.glob("*.pt"))), None)
         if found is not None:
             raise InvalidInput(
                 f"{found} is a pickled cache, which autotune does not read: it could run any code",
-                hint=(
-                    "delete the .pt files there and run again: captions and images are encoded "
-                    "anew, as safetensors"
-                ),
+                hint="delete the .pt files there and run again: captions and images are encoded "
+                "anew, as safetensors",
             )
 
     def remove_stale(self) -> None:
@@ -156,15 +144,9 @@ class Cache:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
-    def _touch(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # a read-only cache works without times of last use
-            if time.time() - path.stat().st_mtime > TOUCH_SECONDS:
-                os.utime(path)
-
 
 class MemoryCache(Cache):
-    """Encoded tensors in this process's memory: nothing is written, and they are gone when it
-    ends."""
+    """Encoded tensors in this process's memory: nothing is written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -174,9 +156,7 @@ class MemoryCache(Cache):
         return self._entries.get(key)
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
-        self._entries[key] = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
-        }
+        self._entries[key] = to_plain(tensors)
         return 0
 
     def evict(self, keep: Collection[str]) -> int:
@@ -189,8 +169,13 @@ class MemoryCache(Cache):
         pass
 
 
+def to_plain(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Copy tensors to the CPU, contiguous and without gradients, where they are not so already."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in hex."""
+    """Compute the SHA-256 of names, dtypes, shapes and bytes, in hex."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -198,17 +183,9 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-NO_FILES: Mapping[str, Path] = MappingProxyType({})
-
-WEIGHT_SAMPLE_BYTES = 1024**2
-"""Read from each end of a large file to recognize it: hashing a 16 GB text encoder would take
-half a minute."""
-
-
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """Everything about the encoders that decides their results: code, weights, precision and
-    library versions."""
+    """Everything about the encoders that decides their results: code, weights, precision, versions."""
 
     text_encoder: str
     vae: str
@@ -219,9 +196,9 @@ def identify_encoders(
     family: Family,
     *,
     settings: str,
-    text_settings: str = "",
-    vae_settings: str = "",
-    files: Mapping[str, Path] = NO_FILES,
+    text_settings: str,
+    vae_settings: str,
+    files: Mapping[str, Path],
 ) -> EncoderIdentity:
     """Identify the encoders of a pipeline by its files, in the diffusers layout.
 
@@ -231,18 +208,17 @@ def identify_encoders(
     """
     elsewhere = {name: weights_digest(open_weights(path)) for name, path in files.items()}
     base = f"{family.name} {settings} diffusers {version('diffusers')}"
-    vae = _components_digest(model_folder, ("vae",))
-    text = _components_digest(model_folder, ("text_encoder", "tokenizer", "processor"))
+    vae = _digest_components(model_folder, ("vae",))
+    text = _digest_components(model_folder, ("text_encoder", "tokenizer", "processor"))
     encoder = f"{base} transformers {version('transformers')} {text} {text_settings}".rstrip()
-    encoder += "".join(
-        f" {name} {digest}" for name, digest in sorted(elsewhere.items()) if name != "vae"
-    )
-    return EncoderIdentity(
-        text_encoder=encoder, vae=f"{base} {vae} {elsewhere.get('vae', '')}".rstrip() + vae_settings
-    )
+    for name, digest in sorted(elsewhere.items()):
+        if name != "vae":
+            encoder += f" {name} {digest}"
+    vae = f"{base} {vae} {elsewhere.get('vae', '')}".rstrip() + vae_settings
+    return EncoderIdentity(text_encoder=encoder, vae=vae)
 
 
-def _components_digest(model_folder: Path, prefixes: tuple[str, ...]) -> str:
+def _digest_components(model_folder: Path, prefixes: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for path in sorted(model_folder.glob("*/**/*")):
         name = path.relative_to(model_folder).as_posix()
@@ -250,8 +226,8 @@ def _components_digest(model_folder: Path, prefixes: tuple[str, ...]) -> str:
             size = path.stat().st_size
             digest.update(f"{name} {size}\n".encode())
             with path.open("rb") as file:
-                digest.update(file.read(WEIGHT_SAMPLE_BYTES))
-                file.seek(max(0, size - WEIGHT_SAMPLE_BYTES))
+                digest.update(file.read(SAMPLE_BYTES))
+                file.seek(max(0, size - SAMPLE_BYTES))
                 digest.update(file.read())
     return digest.hexdigest()
 
@@ -262,8 +238,7 @@ class CacheEntry:
 
     key: str
     paths: tuple[Path, ...]
-    """Files of the pixels; for a caption, the control images that the text encoder of an edit
-    model reads with it."""
+    """Files of the pixels, or the control images that an edit model's text encoder reads."""
     digests: tuple[str, ...]
     """SHA-256 of each of these files, as the key contains them."""
     bucket: Bucket
@@ -271,14 +246,13 @@ class CacheEntry:
     caption: str | None = None
     """None for pixels."""
     span: ClipSpan | None = None
-    """The part of a video; None for images."""
     crop: Crop = "center"
     flipped: bool = False
-    """Whether it is mirrored."""
 
     def __str__(self) -> str:
-        what = None if self.caption is None else self.caption[:80]
-        return f"pixels of {self.paths[0]}" if what is None else f"caption {what!r}"
+        if self.caption is None:
+            return f"pixels of {self.paths[0]}"
+        return f"caption {self.caption[:80]!r}"
 
 
 @dataclass(frozen=True)
@@ -288,14 +262,12 @@ class ItemEntries:
     prompts: tuple[CacheEntry, ...]
     """One for each of its captions."""
     empty_prompt: CacheEntry | None
-    """The empty caption; None unless captions may be dropped."""
+    """None unless captions may be dropped."""
     latents: Mapping[str, CacheEntry]
-    """By name in the sample: `latents`, and `control_latents_1`, `control_latents_2` ... for its
-    control images."""
+    """By name in the sample: `latents`, and `control_latents_1` ... for its control images."""
     flipped_latents: Mapping[str, CacheEntry]
     """The same mirrored; empty unless images may be flipped."""
     mask_key: str | None = None
-    """Key of its loss mask, if it has one."""
 
     @property
     def all(self) -> tuple[CacheEntry, ...]:
@@ -304,9 +276,8 @@ class ItemEntries:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset(entry.key for entry in self.all) | (
-            {self.mask_key} if self.mask_key else set()
-        )
+        keys = frozenset(entry.key for entry in self.all)
+        return keys | {self.mask_key} if self.mask_key else keys
 
 
 def make_item_entries(
@@ -318,46 +289,32 @@ def make_item_entries(
     with_flipped: bool = False,
     digest: Callable[[Path], str] = file_digest,
 ) -> ItemEntries:
-    """The entries of one item whose images take the shape of `bucket`.
+    """Make the entries of one item whose images take the shape of `bucket`.
 
     `with_empty` adds the empty caption, and `with_flipped` its pixels mirrored. `digest` is
-    `file_digest`, which the caller may have remember large files.
-
-    Raises:
-        OSError: one of its files cannot be read.
+    `file_digest`, which the caller may have remember large files. Raises OSError if one of its files
+    cannot be read.
     """
-    controls = {
-        f"control_latents_{number}": (path,)
-        for number, path in enumerate(item.control_paths, start=1)
-    }
-    return ItemEntries(
-        prompts=tuple(
-            make_prompt_entry(one, item.control_paths, bucket, identity) for one in item.captions
-        ),
-        empty_prompt=make_prompt_entry(EMPTY_CAPTION, item.control_paths, bucket, identity)
-        if with_empty
-        else None,
-        latents={
-            "latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item),
-            **{
-                name: _make_latents_entry(paths, bucket, identity, digest)
-                for name, paths in controls.items()
-            },
-        },
-        flipped_latents={
-            "latents": _make_latents_entry(
-                item.pixel_paths, bucket, identity, digest, item, flipped=True
-            )
-        }
-        if with_flipped
-        else {},
-    )
+    captions = (*item.captions, EMPTY_CAPTION) if with_empty else item.captions
+    prompts = [make_prompt_entry(one, item.control_paths, bucket, identity) for one in captions]
+    latents = {"latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item)}
+    for number, path in enumerate(item.control_paths, start=1):
+        name = f"control_latents_{number}"
+        latents[name] = _make_latents_entry((path,), bucket, identity, digest)
+    flipped = {}
+    if with_flipped:
+        pixels = item.pixel_paths
+        flipped["latents"] = _make_latents_entry(
+            pixels, bucket, identity, digest, item, flipped=True
+        )
+    empty = prompts.pop() if with_empty else None
+    return ItemEntries(tuple(prompts), empty, latents, flipped)
 
 
 def make_prompt_entry(
     caption: str, control_paths: tuple[Path, ...], bucket: Bucket, identity: EncoderIdentity
 ) -> CacheEntry:
-    """The entry of a caption alone, or with control images in the shape of `bucket`."""
+    """Make the entry of a caption alone, or with control images in the shape of `bucket`."""
     size = (bucket.width_px, bucket.height_px) if control_paths else None
     digests = tuple(map(file_digest, control_paths))
     key = entry_key(
@@ -375,8 +332,7 @@ def _make_latents_entry(
     *,
     flipped: bool = False,
 ) -> CacheEntry:
-    """The entry for the pixels of `item`, or of one of its control images, which are whole and
-    never mirrored."""
+    """The entry of `item`, or of a control image, which is whole and never mirrored."""
     digests = tuple(map(digest, paths))
     span, crop = (item.span, item.crop) if item else (None, "center")
     key = entry_key(

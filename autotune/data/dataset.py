@@ -1,8 +1,7 @@
-"""Reads a folder of captioned images (or clips of frames, or edit pairs) and names every file that
-is unusable.
+"""Read folders of captioned images (or clips, or edit pairs) and name every file that is unusable.
 
 read_dataset     for training: raises if captions are missing or nothing usable is left
-scan_dataset     for the check before it: never raises because of a file's content
+check_dataset    before it: reports what training would do, whatever files hold
 """
 
 import hashlib
@@ -13,10 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
+from autotune.data.batches import assign_buckets, make_buckets
 from autotune.data.items import (
     DEFAULT_OPTIONS,
     METADATA,
@@ -24,6 +23,7 @@ from autotune.data.items import (
     DatasetOptions,
     Item,
     ItemReader,
+    PrintableStr,
     Problem,
     file_digest,
     read_metadata,
@@ -37,16 +37,22 @@ from autotune.data.media import (
     find_unsupported,
 )
 from autotune.errors import InvalidInput
-from autotune.plan.base import Frozen
+from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.file import read_listing
 from autotune.plan.job import DataPlace, Place, each_place
+from autotune.plan.workload import Bucket
 
 VERIFY_SECONDS = 120.0
-"""Time limit for decoding images to prove them whole; damage in the others is found when they
-are encoded."""
-
+"""Time limit for decoding images to prove them whole; encoding finds damage in the others."""
 MAX_LISTED_PROBLEMS = 5
 """Unusable files that a summary names one by one."""
+MAX_HELD_OUT = 32
+"""Images that are held out at most: more would tell little more, cost time and not train."""
+MAX_UPSCALING = 1.5
+"""By default images enlarged by more (per side) are counted: blur is learned like any feature."""
+MAX_CROP = 0.25
+"""By default images that lose more than this share of their area to the crop are named."""
+LIST_SUFFIXES = (".yaml", ".yml")
 
 OnProgress = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -68,50 +74,43 @@ class Dataset:
 
     @property
     def problem_summary(self) -> tuple[str, ...]:
-        """Lines that tell a user what teaches nothing or is left out: counts, the first files by
-        name; or no line."""
+        """Lines about what teaches nothing or is left out: counts, and the first files by name."""
         untrained = [problem for problem in self.problems if problem.kind == "black"]
-        lines = _first_of(untrained, "{} more images have masks that are black everywhere")
+        lines = _list_first(untrained, "{} more images have masks that are black everywhere")
         if problems := [problem for problem in self.problems if problem.kind not in REMARKS]:
             counts = Counter(problem.kind for problem in problems)
-            lines.append(
-                "left out of the data: "
-                + ", ".join(f"{number} {kind}" for kind, number in counts.items())
-            )
-            lines += _first_of(problems, "and {} more: `autotune data check --json` names all")
+            named = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+            lines.append(f"left out of the data: {named}")
+            lines += _list_first(problems, "and {} more: `autotune data check --json` names all")
         return tuple(lines)
 
 
-def _first_of(problems: Sequence[Problem], rest: str) -> list[str]:
+def _list_first(problems: Sequence[Problem], rest: str) -> list[str]:
     """A line for each of the first problems, and `rest` with the number of the others."""
     more = len(problems) - MAX_LISTED_PROBLEMS
     lines = [f"{problem.file}: {problem.message}" for problem in problems[:MAX_LISTED_PROBLEMS]]
     return [*lines, rest.format(more)] if more > 0 else lines
 
 
-def read_dataset(folder: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> Dataset:
-    """Read the usable part of a data folder; unusable files are left out and named in `problems`.
+def read_dataset(data: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> Dataset:
+    """Read the usable part of data; unusable files are left out and named in `problems`.
 
-    Args:
-        folder: images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too;
-            or a YAML file that lists several such folders; or several of these.
-        options: captions, control images and clips.
-
-    Raises:
-        InvalidInput: the folder does not exist, images lack captions, or nothing is usable.
+    A folder has images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too; a
+    YAML file lists several. Raises InvalidInput if a folder does not exist, images lack captions, or
+    nothing is usable.
     """
-    dataset = scan_dataset(folder, options)
+    dataset = scan_dataset(data, options)
     captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
     if captionless:
         named = ", ".join(captionless[:3]) + (", ..." if len(captionless) > 3 else "")
         raise InvalidInput(
-            f"{len(captionless)} image(s) in {data_text(folder)} have no caption: {named}",
+            f"{len(captionless)} image(s) in {data_text(data)} have no caption: {named}",
             hint="write NAME.txt next to each, or give --caption TEXT or --trigger WORD",
         )
     if not dataset.items:
+        reasons = "".join(f"; {line}" for line in dataset.problem_summary[:2])
         raise InvalidInput(
-            f"no usable image in {data_text(folder)}"
-            + "".join(f"; {line}" for line in dataset.problem_summary[:2]),
+            f"no usable image in {data_text(data)}{reasons}",
             hint="put png, jpeg or webp files there; `autotune data check` names what is wrong",
         )
     return dataset
@@ -121,43 +120,32 @@ def scan_dataset(
     data: DataPlace,
     options: DatasetOptions = DEFAULT_OPTIONS,
     on_progress: OnProgress | None = None,
-    *,
-    verify_seconds: float | None = None,
 ) -> Dataset:
-    """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
+    """Read data as `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
-    `verify_seconds` is the time limit of decoding, `VERIFY_SECONDS` by default; 0 reads headers
-    alone.
-
-    Raises:
-        InvalidInput: a folder does not exist or lies in another, the data lies in the control
-            folder, `num_frames` is not positive, or pairs for editing would be flipped or cropped
-            elsewhere than at the center.
+    Raises InvalidInput if a folder does not exist or lies in another, the data lies in the control
+    folder, `num_frames` is not positive, or pairs for editing would be flipped or cropped elsewhere
+    than at the center.
     """
     if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
-    verify_seconds = VERIFY_SECONDS if verify_seconds is None else verify_seconds
     if isinstance(data, str | Path) and not is_list(data):
-        return _scan_folder(Path(data), options, on_progress, verify_seconds)
-    parts = []
+        return _scan_folder(Path(data), options, on_progress)
+    items: list[Item] = []
+    problems: list[Problem] = []
+    num_unverified = 0
     for folder in list_folders(data):
-        part = _scan_folder(Path(folder.path), folder.options(options), on_progress, verify_seconds)
-        items = (
-            replace(item, repeats=item.repeats * folder.repeats, weight=folder.weight)
-            for item in part.items
-        )
-        named = (problem.changed(file=f"{folder.path}/{problem.file}") for problem in part.problems)
-        parts.append(Dataset(tuple(items), tuple(named), part.num_unverified))
-    return Dataset(
-        tuple(item for part in parts for item in part.items),
-        tuple(problem for part in parts for problem in part.problems),
-        sum(part.num_unverified for part in parts),
-    )
+        part = _scan_folder(Path(folder.path), folder.options(options), on_progress)
+        for item in part.items:
+            repeats = item.repeats * folder.repeats
+            items.append(replace(item, repeats=repeats, weight=folder.weight))
+        for problem in part.problems:
+            problems.append(problem.changed(file=f"{folder.path}/{problem.file}"))
+        num_unverified += part.num_unverified
+    return Dataset(tuple(items), tuple(problems), num_unverified)
 
 
-def _scan_folder(
-    folder: Path, options: DatasetOptions, on_progress: OnProgress | None, verify_seconds: float
-) -> Dataset:
+def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress | None) -> Dataset:
     for place, kind in ((folder, "data"), (options.control, "control")):
         if place and not place.is_dir():
             raise InvalidInput(f"there is no {kind} folder {place}", hint="check the path")
@@ -167,65 +155,54 @@ def _scan_folder(
             "pairs for editing are neither flipped nor cropped at the top",
             hint="leave --flip and --crop out",
         )
-    clips = options.num_frames > 1
-    media = find_media(folder, clips=clips, exclude=control)
-    metadata, line_problems = read_metadata(folder)
-    unmatched = metadata.keys() - {one.name for one in media}
-    line_problems += tuple(f"no image {name}" for name in metadata if name in unmatched)
-    problems = [
-        Problem(file=METADATA, kind="metadata", message=message) for message in line_problems
-    ]
+    media = find_media(folder, clips=options.num_frames > 1, exclude=control)
+    names = {one.name for one in media}
+    metadata, complaints = read_metadata(folder)
+    complaints += tuple(f"no image {name}" for name in metadata if name not in names)
+    problems = [Problem(file=METADATA, kind="metadata", message=message) for message in complaints]
     masks = find_masks(folder, exclude=control)
-    problems += _other_problems(
-        folder, control, options, masks.keys() - {one.stem for one in media}
-    )
+    lone_masks = masks.keys() - {one.stem for one in media}
+    problems += _find_other_problems(folder, control, options, masks.keys(), lone_masks)
     controls = {one.stem: one.path for one in find_media(control, clips=False)} if control else {}
-    reader = ItemReader(options, metadata, controls, masks, time.monotonic() + verify_seconds)
+    reader = ItemReader(options, metadata, controls, masks, time.monotonic() + VERIFY_SECONDS)
     items: list[tuple[str, Item]] = []
     for one, results in zip(media, _read_items(reader, media, on_progress), strict=True):
         items += [(one.name, result) for result in results if isinstance(result, Item)]
         problems += [result for result in results if isinstance(result, Problem)]
     unique, duplicates = _drop_duplicates(items, reader.captioned)
-    problems += [
-        Problem(file=name, kind="captionless", message="has no caption")
-        for name, item in unique
-        if not item.caption
-    ]
+    for name, item in unique:
+        if not item.caption:
+            problems.append(Problem(file=name, kind="captionless", message="has no caption"))
     usable = tuple(item for _, item in unique if item.caption)
     return Dataset(usable, (*problems, *duplicates), reader.num_unverified)
 
 
-def _other_problems(
-    folder: Path, control: Path | None, options: DatasetOptions, lone_masks: Collection[str]
+def _find_other_problems(
+    folder: Path,
+    control: Path | None,
+    options: DatasetOptions,
+    masks: Collection[str],
+    lone_masks: Collection[str],
 ) -> list[Problem]:
-    """What lies in the folder besides images: unread formats, masks that are not used, outputs
-    of runs."""
+    """What lies in the folder besides images: unread formats, unused masks, outputs of runs."""
     unsupported = find_unsupported(folder, clips=options.num_frames > 1, exclude=control)
     found = [
         Problem(file=name, kind="unsupported", message=message)
         for name, message in unsupported.items()
     ]
-    is_used = options.loss_mask == "files"
-    message = (
-        "there is no image of this name" if is_used else "a mask is used with --loss-mask files"
-    )
-    masks = lone_masks if is_used else find_masks(folder, exclude=control)
-    found += [
-        Problem(file=f"{stem}{MASK_SUFFIX}", kind="mask", message=message) for stem in sorted(masks)
-    ]
-    return found + [
-        Problem(
-            file=run.relative_to(folder).as_posix(),
-            kind="run",
-            message="the output folder of a run, not data",
-        )
-        for run in find_runs(folder)
-    ]
+    unused, message = masks, "a mask is used with --loss-mask files"
+    if options.loss_mask == "files":
+        unused, message = lone_masks, "there is no image of this name"
+    for stem in sorted(unused):
+        found.append(Problem(file=f"{stem}{MASK_SUFFIX}", kind="mask", message=message))
+    for run in find_runs(folder):
+        name, message = run.relative_to(folder).as_posix(), "the output folder of a run, not data"
+        found.append(Problem(file=name, kind="run", message=message))
+    return found
 
 
 def _locate_control(folder: Path, control: Path) -> Path:
-    """The control folder, spelled below the data folder if it lies there, so that its images are
-    not taken for data."""
+    """The control folder, spelled below the data folder if it lies there: it holds no data."""
     data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
     if data.is_relative_to(inside):
         raise InvalidInput(
@@ -252,23 +229,19 @@ def _read_items(
 def _drop_duplicates(
     items: list[tuple[str, Item]], captioned: Collection[str]
 ) -> tuple[list[tuple[str, Item]], list[Problem]]:
-    """Keep one of items whose files (controls too) have equal bytes: the first that is
-    `captioned`, if any is."""
-    files = [(*item.pixel_paths, *item.control_paths) for _, item in items]
-    sizes = [
-        (item.span, *(path.stat().st_size for path in paths))
-        for (_, item), paths in zip(items, files, strict=True)
-    ]
-    num_of_sizes = Counter(sizes)
+    """Keep one of items whose files (controls too) have equal bytes: a `captioned` one, if any is."""
+    entries = []
+    for name, item in sorted(items, key=lambda one: one[0] not in captioned):
+        paths = (*item.pixel_paths, *item.control_paths)
+        entries.append((name, item, paths, (item.span, *(path.stat().st_size for path in paths))))
+    num_of_size = Counter(size for *_, size in entries)
     first: dict[tuple[str, ...], str] = {}
     unique: list[tuple[str, Item]] = []
     problems: list[Problem] = []
-    known = sorted(
-        zip(items, files, sizes, strict=True), key=lambda one: one[0][0] not in captioned
-    )
-    for (name, item), paths, size in known:
-        is_alone = num_of_sizes[size] == 1  # then it need not be read
-        original = name if is_alone else first.setdefault(tuple(map(file_digest, paths)), name)
+    for name, item, paths, size in entries:
+        original = name
+        if num_of_size[size] > 1:  # else it need not be read
+            original = first.setdefault(tuple(map(file_digest, paths)), name)
         if original == name:
             unique.append((name, item))
         else:
@@ -277,17 +250,13 @@ def _drop_duplicates(
     return sorted(unique, key=lambda one: one[0]), problems
 
 
-SUFFIXES = (".yaml", ".yml")
-
-
 class DataFolder(Frozen):
     """One folder of a job's data."""
 
     path: Place
     """The folder; a relative one is relative to the file that lists it."""
     repeats: int = Field(default=1, ge=1, le=1000)
-    """Number of times that each image is seen per epoch, times what its folder's name or
-    `metadata.jsonl` says."""
+    """Times that each image is seen per epoch, times what its folder or `metadata.jsonl` says."""
     weight: float = Field(default=1.0, gt=0, le=100)
     """Factor of the loss on its images."""
     caption: str | None = None
@@ -297,11 +266,10 @@ class DataFolder(Frozen):
     control: Place | None = None
     """Folder of control images, by the same stems."""
     regularization: bool = False
-    """Whether its images show what the model shall not forget (prior preservation): no trigger
-    goes before their captions."""
+    """Whether its images show what the model shall not forget: captions get no trigger."""
 
     def options(self, job: DatasetOptions) -> DatasetOptions:
-        """How its files are read, in a job whose options are `job`."""
+        """Make the options of its files, in a job whose options are `job`."""
         return replace(
             job,
             caption=self.caption or job.caption,
@@ -315,76 +283,60 @@ class _DataFile(Frozen):
 
 
 def data_text(data: DataPlace) -> str:
-    """Where data lies, for a message."""
+    """Name the places of data in a message."""
     return ", ".join(each_place(data))
 
 
 def is_list(data: DataPlace) -> bool:
-    """Whether data is several places, or named by a file that lists folders."""
-    return not isinstance(data, str | Path) or Path(data).suffix.lower() in SUFFIXES
+    """Return whether data is several places, or named by a file that lists folders."""
+    return not isinstance(data, str | Path) or Path(data).suffix.lower() in LIST_SUFFIXES
 
 
 def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
-    """The folders of a job's data: of the files that list them, or the folders themselves.
+    """List the folders of a job's data: of the files that list them, or the folders themselves.
 
-    Raises:
-        InvalidInput: a file cannot be read, or is no such list; a place is named twice; or a folder
-            lies in another, whose images are read with all below it.
+    Raises InvalidInput if a file cannot be read, or is no such list; a place is named twice; or a
+    folder lies in another, whose images are read with all below it.
     """
-    folders = tuple(folder for place in each_place(data) for folder in _listed(Path(place)))
-    _require_apart([folder.path for folder in folders])
+    folders = tuple(folder for place in each_place(data) for folder in _read_list(Path(place)))
+    by_real: dict[Path, str] = {}
+    for folder in folders:
+        real = Path(os.path.realpath(folder.path))
+        if real in by_real:
+            raise InvalidInput(
+                f"the data names {by_real[real]} twice",
+                hint="name it once; `repeats` in a data.yaml shows its images more often "
+                "(docs/training.md)",
+            )
+        by_real[real] = folder.path
+    for inner, path in by_real.items():
+        for parent in inner.parents:
+            if parent in by_real:
+                raise InvalidInput(
+                    f"the data folder {path} lies in {by_real[parent]}, so its images would be "
+                    "trained twice",
+                    hint="name the outer folder alone; `repeats` in its metadata.jsonl, or a name "
+                    "such as 3_portraits, shows some images more often",
+                )
     return folders
 
 
-def _require_apart(folders: Sequence[str]) -> None:
-    real = [os.path.realpath(folder) for folder in folders]
-    if twice := next(
-        (folder for folder, one in zip(folders, real, strict=True) if real.count(one) > 1), None
-    ):
-        hint = (
-            "name it once; `repeats` in a data.yaml shows its images more often (docs/training.md)"
-        )
-        raise InvalidInput(f"the data names {twice} twice", hint=hint)
-    by_real = {Path(one): folder for one, folder in zip(real, folders, strict=True)}
-    for inner, folder in by_real.items():
-        if outer := next((by_real[parent] for parent in inner.parents if parent in by_real), None):
-            raise InvalidInput(
-                f"the data folder {folder} lies in {outer}, so its images would be trained twice",
-                hint="name the outer folder alone; `repeats` in its metadata.jsonl, or a name such "
-                "as 3_portraits, "
-                "shows some images more often",
-            )
-
-
-def _listed(data: Path) -> tuple[DataFolder, ...]:
+def _read_list(data: Path) -> tuple[DataFolder, ...]:
     if not is_list(data) or data.is_dir():
         return (DataFolder(path=str(data)),)
     hint = "write `folders:` with an entry `- path: FOLDER` for each; see docs/training.md"
-    listed = read_listing(data, _DataFile, "data folders", hint).folders
-    return tuple(one.changed(**_places(one, data.parent)) for one in listed)
-
-
-def list_places(data: DataPlace) -> tuple[str, ...]:
-    """All folders that a job's data lies in: images, and control images that a list names.
-
-    Raises:
-        InvalidInput: as `list_folders`.
-    """
+    folders = read_listing(data, _DataFile, "data folders", hint).folders
+    base = data.parent
     return tuple(
-        place
-        for one in list_folders(data)
-        for place in (one.path, one.control)
-        if place is not None
+        one.changed(path=str(base / one.path), control=one.control and str(base / one.control))
+        for one in folders
     )
 
 
-def _places(folder: DataFolder, base: Path) -> dict[str, Any]:
-    named = {"path": folder.path, "control": folder.control}
-    return {name: str(base / place) for name, place in named.items() if place is not None}
-
-
-MAX_HELD_OUT = 32
-"""Images that are held out at most: more would tell little more, cost time and not train."""
+def list_places(data: DataPlace) -> tuple[str, ...]:
+    """List all folders of a job's data, of control images too; errors as of `list_folders`."""
+    folders = list_folders(data)
+    return tuple(place for one in folders for place in (one.path, one.control) if place)
 
 
 @dataclass(frozen=True)
@@ -401,21 +353,18 @@ class SplitDataset:
 
 
 def read_split(
-    folder: DataPlace, options: DatasetOptions, validation: str | None, seed: int
+    data: DataPlace, options: DatasetOptions, validation: str | None, seed: int
 ) -> SplitDataset:
-    """Read a data folder and hold some images out: a pure function of seed and file names decides
-    which.
+    """Read data and hold some images out: a pure function of seed and file names decides which.
 
-    `validation` is a share such as `10%`, a folder of held-out images, or None for none. What lies
-    in that folder, and equal files elsewhere, are not trained on.
-
-    Raises:
-        InvalidInput: as `read_dataset` for either folder; or nothing would be left to train on.
+    `validation` is a share such as `10%`, or a folder of held-out images. What lies in that folder,
+    and equal files elsewhere, are not trained on. Raises InvalidInput as `read_dataset` for either
+    folder, or if nothing would be left to train on.
     """
-    dataset = read_dataset(folder, options)
+    dataset = read_dataset(data, options)
     if validation is None:
         return SplitDataset(dataset)
-    place, candidates, share = folder, dataset.items, 1.0
+    place, candidates, share = data, dataset.items, 1.0
     if validation.endswith("%"):
         share = float(validation[:-1]) / 100
     else:
@@ -427,51 +376,127 @@ def read_split(
     training = tuple(item for item in dataset.items if item not in held_out)
     if not training:
         raise InvalidInput(
-            f"with the images held out for validation, none of {data_text(folder)} is left to "
-            "train on",
-            hint=(
-                "add images, hold out a smaller share, or name a folder of others: --validation "
-                "FOLDER"
-            ),
+            f"with the images held out for validation, none of {data_text(data)} is left to train on",
+            hint="add images, hold out a smaller share, or name a folder of others: "
+            "--validation FOLDER",
         )
     return SplitDataset(replace(dataset, items=training), tuple(held_out))
 
 
-def _name(item: Item, folder: DataPlace) -> str:
-    """The path below the data folder, or below the folder of a list that it lies in, after that
-    folder's name.
+def _name(item: Item, data: DataPlace) -> str:
+    """The path below the data folder, or below the folder of a list, after that folder's name.
 
     The second of several folders of one name gets a number: names tell apart what is drawn.
     """
-    places = [Path(place) for place in list_places(folder)]
+    places = [Path(place) for place in list_places(data)]
     at = next(at for at, place in enumerate(places) if item.path.is_relative_to(place))
-    place, earlier = (
-        places[at],
-        len({one for one in places[:at] if one.name == places[at].name} - {places[at]}),
-    )
+    place = places[at]
     own = item.path.relative_to(place).as_posix()
-    return own if len(places) == 1 else f"{place.name}{f' {earlier + 1}' if earlier else ''}/{own}"
+    if len(places) == 1:
+        return own
+    earlier = len({one for one in places[:at] if one.name == place.name} - {place})
+    return f"{place.name}{f' {earlier + 1}' if earlier else ''}/{own}"
 
 
 def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:
-    """That share of the names, at least one and at most `MAX_HELD_OUT`: an added file changes
-    few of the others."""
-    unique = sorted(
-        set(names),
-        key=lambda name: hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest(),
-    )
+    """That share of the names, at least one: an added file changes few of the others."""
+
+    def rank(name: str) -> bytes:
+        return hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest()
+
+    unique = sorted(set(names), key=rank)
     return frozenset(unique[: min(MAX_HELD_OUT, max(1, round(share * len(unique))))])
 
 
 def _without_copies(items: Sequence[Item], held_out: Sequence[Item]) -> tuple[Item, ...]:
     """The items whose pixels are none of the held-out ones'; only files of equal sizes are read."""
-    sizes = {path.stat().st_size for item in held_out for path in item.pixel_paths}
-    digests = {file_digest(path) for item in held_out for path in item.pixel_paths}
-    return tuple(
-        item
-        for item in items
-        if not any(
-            path.stat().st_size in sizes and file_digest(path) in digests
-            for path in item.pixel_paths
-        )
+    paths = [path for item in held_out for path in item.pixel_paths]
+    sizes, digests = {path.stat().st_size for path in paths}, set(map(file_digest, paths))
+
+    def is_copy(path: Path) -> bool:
+        return path.stat().st_size in sizes and file_digest(path) in digests
+
+    return tuple(item for item in items if not any(map(is_copy, item.pixel_paths)))
+
+
+class DataReport(Frozen):
+    """What a data folder holds.
+
+    Example:
+        >>> report = autotune.check_data("photos")
+        >>> report.num_usable, report.can_train, report.problems
+    """
+
+    folder: PrintableStr
+    resolution_px: int = PositiveInt
+    num_usable: int = NaturalInt
+    epoch_size: int = NaturalInt
+    """Images per epoch, repeats included."""
+    num_unverified: int = NaturalInt
+    """Images whose headers are fine but whose pixels were not decoded, since time ran out."""
+    num_with_controls: int = NaturalInt
+    problems: tuple[Problem, ...]
+    buckets: tuple[Bucket, ...]
+    max_upscaling: float = MAX_UPSCALING
+    max_crop: float = MAX_CROP
+    num_enlarged: int = NaturalInt
+    """Images enlarged by more than `max_upscaling`."""
+    cropped: tuple[PrintableStr, ...]
+    """Names of images that lose more than `max_crop` of their area."""
+    caption_words: tuple[int, int, int] | None = None
+    """Minimum, median and maximum number of words in a caption, if there is any."""
+
+    @property
+    def can_train(self) -> bool:
+        """Whether `read_dataset` would accept the folder."""
+        return self.num_usable > 0 and all(one.kind != "captionless" for one in self.problems)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is nothing to complain of: what a strict check asks for."""
+        complaints = self.problems or self.num_enlarged or self.cropped or self.num_unverified
+        return self.can_train and not complaints
+
+
+def check_dataset(
+    data: DataPlace,
+    options: DatasetOptions = DEFAULT_OPTIONS,
+    *,
+    resolution_px: int,
+    multiple_px: int,
+    max_side_px: int,
+    max_upscaling: float = MAX_UPSCALING,
+    max_crop: float = MAX_CROP,
+    on_progress: OnProgress | None = None,
+) -> DataReport:
+    """Check every file as training would read it.
+
+    Raises InvalidInput if a folder does not exist, or the resolution is too small.
+    """
+    dataset = scan_dataset(data, options, on_progress)
+    items = dataset.items
+    buckets = make_buckets(items, resolution_px, multiple_px, max_side_px)
+    num_enlarged, cropped = 0, []
+    for item, index in zip(items, assign_buckets(items, buckets), strict=True):
+        width, height = buckets[index].width_px, buckets[index].height_px
+        scale = max(width / item.width_px, height / item.height_px)
+        used = width * height / scale**2 / (item.width_px * item.height_px)
+        num_enlarged += scale > max_upscaling
+        if 1 - used > max_crop:
+            cropped.append(item.path.name)
+    words = sorted(len(item.caption.split()) for item in items)
+    return DataReport(
+        folder=data_text(data),
+        resolution_px=resolution_px,
+        num_usable=len(items),
+        epoch_size=dataset.epoch_size,
+        num_unverified=dataset.num_unverified,
+        num_with_controls=sum(bool(item.control_paths) for item in items),
+        problems=dataset.problems,
+        buckets=buckets,
+        max_upscaling=max_upscaling,
+        max_crop=max_crop,
+        num_enlarged=num_enlarged,
+        cropped=tuple(cropped),
+        caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )

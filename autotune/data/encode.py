@@ -1,27 +1,21 @@
-"""Encodes a dataset once: captions with the text encoder, pixels with the VAE, both stored in the
-cache.
+"""Encodes a dataset once: captions with the text encoder, pixels with the VAE, both cached.
 
 Entries are found by content, so a changed image alone is encoded again, and the pipeline is loaded
-only if something is missing. Samples of a small dataset come from memory, those of a large one from
-the cache.
+only if something is missing.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from itertools import islice
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from autotune.data.batches import MicroBatch, assign_buckets
+from autotune.data.batches import assign_buckets
 from autotune.data.cache import (
     Cache,
     CacheEntry,
@@ -31,19 +25,18 @@ from autotune.data.cache import (
     entry_key,
     identify_encoders,
     make_item_entries,
+    to_plain,
 )
 from autotune.data.dataset import Dataset, OnProgress
 from autotune.data.items import Item, Problem, file_digest
-from autotune.data.pixels import CENTERING, open_image, open_mask, to_rgb
-from autotune.data.video import ClipSpan, read_clip
+from autotune.data.pixels import CENTERING, open_mask, open_pixels
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside, torch_dtype
 from autotune.knobs.settings import encoder_precision
-from autotune.models.family import Batch, Sample
+from autotune.models.family import Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate
-from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.system.process import lazy_module
@@ -53,15 +46,12 @@ from autotune.weights.stream import Transform, cast_as_loaded, load_component
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.utils import _pytree as pytree
 else:
-    pytree = lazy_module("torch.utils._pytree")
     torch = lazy_module("torch")
     nn = lazy_module("torch.nn")
 
 MEMORY_BYTES = 512 * 1024**2
-"""Encoded tensors up to this size stay in memory; the others are read from the cache for each
-batch."""
+"""Encoded tensors up to this size stay in memory; others are read from the cache for each batch."""
 
 
 class Encoders:
@@ -82,7 +72,12 @@ class Encoders:
         self.dtype = torch_dtype(encoder_precision(settings.precision))
         self.denoiser_dtype = torch_dtype(settings.precision)
         """What the transformer that they serve computes in."""
+        self.vae_device = self._device_at(caching.vae_device)
+        self._text_device = self._device_at(caching.text_encoder_device)
         self._pipeline: Any = None
+
+    def _device_at(self, place: str) -> torch.device:
+        return self.device if place == "training" else torch.device(place)
 
     @property
     def text_settings(self) -> str:
@@ -107,23 +102,11 @@ class Encoders:
             files=self.model.part_files,
         )
 
-    @property
-    def _text_device(self) -> torch.device:
-        return self._device_at(self.caching.text_encoder_device)
-
-    @property
-    def vae_device(self) -> torch.device:
-        """Where pixels are encoded."""
-        return self._device_at(self.caching.vae_device)
-
-    def _device_at(self, place: str) -> torch.device:
-        return self.device if place == "training" else torch.device(place)
-
     def load_pipeline(self, *, with_text: bool = True) -> Any:
-        """The stock pipeline without a transformer; its `encode_prompt` runs on the text encoders'
-        device.
+        """Load the stock pipeline without a transformer.
 
-        Without text encoders, if they are not needed, it encodes pixels, on `vae_device`.
+        Its `encode_prompt` runs on the text encoders' device; without them it encodes pixels, on
+        `vae_device`.
         """
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
         # Beside text encoders the VAE is where the pipeline works: that of an edit model looks at
@@ -142,21 +125,18 @@ class Encoders:
         return self._pipeline
 
     def build_pipeline(self, **parts: Any) -> Any:
-        """The stock pipeline with these components. Raises InvalidInput if one of its files is
-        damaged."""
+        """Build the stock pipeline with these components. Raises InvalidInput for damaged files."""
         folder = self.model.weights
         try:
             return self.model.family.load_pipeline(folder, **parts)
         except Exception as error:  # tokenizers and schedulers raise anything for damaged files
             if is_out_of_memory(error):
                 raise
-            reason = first_line(error)
-            raise InvalidInput(
-                f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN
-            ) from error
+            message = f"the pipeline in {folder} does not load: {first_line(error)}"
+            raise InvalidInput(message, hint=DOWNLOAD_AGAIN) from error
 
     def load_vae(self, device: torch.device) -> nn.Module:
-        """The pipeline's VAE if it is loaded, or else a new one on `device`."""
+        """Return the pipeline's VAE if it is loaded, or else a new one on `device`."""
         loaded = getattr(self._pipeline, "vae", None)
         if loaded is not None:
             return loaded  # type: ignore[no-any-return]
@@ -182,17 +162,14 @@ class Encoders:
         return component
 
     def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
-        """A component whose layers come to the device one by one, and turn to `dtype`, each time
-        they are called."""
+        """Load a component whose layers come to the device, in `dtype`, whenever they are called."""
         from accelerate import cpu_offload
 
         # Memory-mapped as stored, so that the host can drop pages that it has no room for and read
         # them again.
         component = self._load(name, dtype=dtype, casts=False)
         cpu_offload(component, self.device, offload_buffers=True)
-        cast_as_loaded(
-            component, dtype
-        )  # on meta: each layer's weights turn to what stands in their place
+        cast_as_loaded(component, dtype)  # on meta: layers' weights turn to what stands there
         return component
 
     def release(self) -> None:
@@ -202,8 +179,7 @@ class Encoders:
             release_memory()
 
     def release_text(self) -> None:
-        """Free the text encoders alone, unless the plan keeps them loaded: pixels are encoded
-        without."""
+        """Free the text encoders alone, unless the plan keeps them loaded."""
         if self.caching.residency == "release" and self._pipeline is not None:
             for name in self.model.family.text_encoders:
                 setattr(self._pipeline, name, None)
@@ -213,8 +189,7 @@ class Encoders:
 def run_on_device(
     function: Callable[..., Any], device: torch.device, result_device: torch.device
 ) -> Callable[..., Any]:
-    """Wrap a pipeline's `encode_prompt`: its arguments move to `device`, its results to
-    `result_device`."""
+    """Wrap `encode_prompt`: its arguments move to `device`, its results to `result_device`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = move_tensors((args, {**kwargs, "device": device}), device)
@@ -224,7 +199,9 @@ def run_on_device(
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`, inside tuples, lists and dictionaries too."""
+    """Move tensors to `device`, inside tuples, lists and dictionaries too."""
+    from torch.utils import _pytree as pytree
+
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
@@ -236,9 +213,9 @@ class EncodedDataset:
     bucket_indices: tuple[int, ...]
     """For each item the index of its bucket."""
     problems: tuple[Problem, ...]
-    """Items that turned out to be unreadable while encoding; they are not in `items`."""
+    """Other items, which turned out to be unreadable while encoding."""
     entries: tuple[ItemEntries, ...]
-    """The cache entries of each item."""
+    """Of each item."""
     cache: Cache
     in_memory: Mapping[str, Tensors] = field(repr=False)
     masks: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
@@ -248,7 +225,6 @@ class EncodedDataset:
 
     @cached_property
     def num_captions(self) -> tuple[int, ...]:
-        """For each item the number of captions that it is seen with."""
         return tuple(len(entries.prompts) for entries in self.entries)
 
     @cached_property
@@ -259,8 +235,7 @@ class EncodedDataset:
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
-        """For each item a number that is equal for pixels of equal shapes, which can share a
-        batch."""
+        """For each item a number, equal for pixels of equal shapes, which can share a batch."""
         shapes = [
             (bucket, len(entries.latents))
             for bucket, entries in zip(self.bucket_indices, self.entries, strict=True)
@@ -269,7 +244,7 @@ class EncodedDataset:
         return tuple(numbers[shape] for shape in shapes)
 
     def select(self, is_wanted: Callable[[Item], bool]) -> EncodedDataset:
-        """The same with some of its items alone."""
+        """Return the same with some of its items alone."""
         indices = [index for index, item in enumerate(self.items) if is_wanted(item)]
         return replace(
             self,
@@ -281,12 +256,10 @@ class EncodedDataset:
     def sample(
         self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False
     ) -> Sample:
-        """One sample as a `Draw` names it; with `dropped`, conditioned on the empty caption instead
-        of its own.
+        """Read one sample as a `Draw` names it; with `dropped`, conditioned on the empty caption.
 
-        Raises:
-            AutotuneError: the cache has lost the entry since it was made.
-            ValueError: `dropped`, but the data was encoded without caption dropout.
+        Raises AutotuneError if the cache has lost the entry since it was made, and ValueError for
+        `dropped` if the data was encoded without caption dropout.
         """
         entries = self.entries[index]
         prompt = entries.empty_prompt if dropped else entries.prompts[caption]
@@ -295,13 +268,19 @@ class EncodedDataset:
         sources = entries.flipped_latents if flipped else entries.latents
         pixels = {name: self._read(latents.key)["latents"] for name, latents in sources.items()}
         if self._is_weighted:
-            height, width = pixels["latents"].shape[-2:]
-            mask = self.masks[entries.mask_key] if entries.mask_key else None
-            weight = self.items[index].weight
-            pixels["loss_weights"] = loss_weights(
-                mask, (height, width), floor=self.mask_floor, weight=weight, flipped=flipped
-            )
+            size = pixels["latents"].shape[-2:]
+            pixels["loss_weights"] = self._loss_weights(index, size, flipped=flipped)
         return {**self._read(prompt.key), **pixels}
+
+    def _loss_weights(self, index: int, size: tuple[int, ...], *, flipped: bool) -> Tensor:
+        """Factors of the loss of one item, (1, 1, height, width)."""
+        key, weight = self.entries[index].mask_key, self.items[index].weight
+        if key is None:
+            return torch.full((1, 1, *size), weight)
+        mask, floor = self.masks[key], self.mask_floor
+        if flipped:
+            mask = mask.flip(-1)
+        return ((floor + (1 - floor) * mask.float() / 255) * weight)[None, None]
 
     def _read(self, key: str) -> Tensors:
         tensors = self.in_memory.get(key) or self.cache.read(key)
@@ -326,14 +305,13 @@ def encode_dataset(
 ) -> EncodedDataset:
     """Encode what the cache lacks, and give access to all.
 
-    An item with an unreadable file is left out and named in the result's `problems`.
+    An item with an unreadable file is left out and named in the result's `problems`. Text encoders
+    are released as soon as captions are done.
 
     Args:
-        encoders: loaded only if something is missing; text encoders are released as soon as
-            captions are done. Entries that other encoders made are never used.
+        encoders: loaded only if something is missing. Entries of others are never used.
         dataset: what is encoded.
-        buckets: shapes that images are resized to, as `make_buckets` returns them or as a plan
-            fixes them. Control images take the shape of the image they belong to.
+        buckets: shapes that images are resized to; control images take their image's.
         cache: where entries are stored.
         caption_dropout: above 0, the empty caption is encoded too.
         flip: images are encoded mirrored, too.
@@ -342,15 +320,13 @@ def encode_dataset(
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, or pickled caches of another program lie in the
-            cache's folder.
+        InvalidInput: no image could be read, or pickled caches lie in the cache's folder.
     """
     cache.refuse_pickles()
     cache.remove_stale()
-    bucket_indices, with_empty = assign_buckets(dataset, buckets), caption_dropout > 0
-    of_items = [buckets[index] for index in bucket_indices]
+    bucket_indices = assign_buckets(dataset.items, buckets)
     planned, masks, failures = _plan_entries(
-        encoders, dataset, of_items, cache, with_empty=with_empty, flip=flip
+        encoders, dataset, buckets, bucket_indices, cache, caption_dropout > 0, flip
     )
     needed = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
     store = _EntryStore(cache, len(needed), on_progress)
@@ -365,15 +341,14 @@ def encode_dataset(
             hint="`autotune data check DIR` names what is wrong",
         )
     cache.evict(keep={key for index in usable for key in planned[index].keys})
-    broken = (
-        (dataset.items[index].path.name, message) for index, message in sorted(failures.items())
-    )
+    problems = [
+        Problem(file=dataset.items[index].path.name, kind="broken", message=failures[index])
+        for index in sorted(failures)
+    ]
     return EncodedDataset(
         items=tuple(dataset.items[index] for index in usable),
         bucket_indices=tuple(bucket_indices[index] for index in usable),
-        problems=tuple(
-            Problem(file=name, kind="broken", message=message) for name, message in broken
-        ),
+        problems=tuple(problems),
         entries=tuple(planned[index] for index in usable),
         cache=cache,
         in_memory=store.in_memory,
@@ -391,11 +366,10 @@ def list_entries(
     caption_dropout: float = 0.0,
     flip: bool = False,
 ) -> tuple[tuple[Item, ...], tuple[ItemEntries, ...]]:
-    """The items and their entries as `encode_dataset` gives them if all files can be decoded; it
-    loads no model."""
-    of_items = [buckets[index] for index in assign_buckets(dataset, buckets)]
+    """List items and entries as `encode_dataset` gives them if all files are whole; loads no model."""
+    indices = assign_buckets(dataset.items, buckets)
     planned, _, _ = _plan_entries(
-        encoders, dataset, of_items, cache, with_empty=caption_dropout > 0, flip=flip
+        encoders, dataset, buckets, indices, cache, caption_dropout > 0, flip
     )
     return tuple(dataset.items[index] for index in planned), tuple(planned.values())
 
@@ -404,34 +378,26 @@ def _plan_entries(
     encoders: Encoders,
     dataset: Dataset,
     buckets: Sequence[Bucket],
+    bucket_indices: Sequence[int],
     cache: Cache,
-    *,
     with_empty: bool,
     flip: bool,
 ) -> tuple[dict[int, ItemEntries], dict[str, Tensor], dict[int, str]]:
-    """What each item needs, by its number; masks by their keys; and why an item's files cannot be
-    read.
-
-    `buckets` has one for each item.
-    """
+    """Entries of items by index, masks by key, and why an item's files cannot be read."""
     planned: dict[int, ItemEntries] = {}
     failures: dict[int, str] = {}
     masks: dict[str, Tensor] = {}
     digest = lru_cache(maxsize=None)(file_digest)  # of a video with many clips once
-    for index, (item, bucket) in enumerate(zip(dataset.items, buckets, strict=True)):
+    identity, model = encoders.identity, encoders.model
+    for index, item in enumerate(dataset.items):
+        bucket = buckets[bucket_indices[index]]
         try:
             entries = make_item_entries(
-                item,
-                bucket,
-                encoders.identity,
-                with_empty=with_empty,
-                with_flipped=flip,
-                digest=digest,
+                item, bucket, identity, with_empty=with_empty, with_flipped=flip, digest=digest
             )
             if item.mask_path:
-                shapes = encoders.model.family.sample_shapes(encoders.model.config, bucket, 1)
-                height, width = shapes["latents"][-2:]
-                key, mask = find_mask(cache, item, item.mask_path, bucket, (height, width))
+                shape = model.family.sample_shapes(model.config, bucket, 1)["latents"][-2:]
+                key, mask = find_mask(cache, item, item.mask_path, bucket, shape)
                 entries, masks[key] = replace(entries, mask_key=key), mask
         except OSError as error:
             failures[index] = f"cannot be read: {error.strerror or error}"
@@ -442,8 +408,7 @@ def _plan_entries(
 
 @dataclass
 class _EntryStore:
-    """Finds and adds entries, counts them as progress, and keeps the first `MEMORY_BYTES` of
-    them in memory."""
+    """Finds and adds entries, counts them, and keeps the first `MEMORY_BYTES` in memory."""
 
     cache: Cache
     num_entries: int
@@ -462,7 +427,7 @@ class _EntryStore:
 
     def add(self, key: str, tensors: Mapping[str, Tensor], *, num_left: int) -> None:
         """Store a new entry; `num_left` more of its kind follow."""
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        plain = to_plain(tensors)
         self.cache.require_space(self.cache.write(key, plain) * num_left)
         self._keep(key, plain)
 
@@ -474,7 +439,6 @@ class _EntryStore:
         self.count()
 
     def count(self) -> None:
-        """Report one more entry as done."""
         self.num_done += 1
         if self.on_progress:
             self.on_progress(self.num_done, self.num_entries)
@@ -485,18 +449,15 @@ def _encode_missing(
 ) -> dict[str, str]:
     """Find or make every entry; returns by key why an entry could not be made from its files."""
     missing = [entry for entry in entries if not store.find(entry, encoders.model)]
-    unreadable = _encode_each(
-        encoders, store, [entry for entry in missing if entry.caption is not None]
-    )
+    captions = [entry for entry in missing if entry.caption is not None]
+    pixels = [entry for entry in missing if entry.caption is None]
+    unreadable = _encode_each(encoders, store, captions)
     encoders.release_text()
-    return unreadable | _encode_each(
-        encoders, store, [entry for entry in missing if entry.caption is None]
-    )
+    return unreadable | _encode_each(encoders, store, pixels)
 
 
 def _is_sample_of(model: ResolvedModel, entry: CacheEntry, tensors: Tensors) -> bool:
-    """Whether names and shapes are those of a sample: a digest that fits tells only that nothing
-    changed since."""
+    """Whether names and shapes are a sample's: a digest tells only that nothing changed since."""
     prompt = tensors.get("prompt_embeds")
     num_tokens = prompt.shape[0] if prompt is not None and prompt.ndim else 1
     shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens)
@@ -529,22 +490,21 @@ def _encode_each(
 
 @torch.no_grad()
 def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
-    """Encode one entry. Files are opened first: broken ones, met again in every run, must not load
-    the encoders.
+    """Encode one entry.
 
     Raises:
         _Unreadable: a file cannot be decoded.
         InvalidInput: the model's configuration does not suit its code.
         AutotuneError: the result is not finite; cached, it would make every loss a NaN much later.
     """
+    # Files come first: broken ones, met again in every run, must not load the encoders.
     family, pixels = encoders.model.family, _open_files(entry)
     pipeline = encoders.load_pipeline(with_text=entry.caption is not None)
     try:
         if entry.caption is None:
             with map_large_buffers():
-                encoded: Sample = {
-                    "latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))
-                }
+                latents = family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))
+            encoded: Sample = {"latents": latents}
         else:
             encoded = family.encode_caption(pipeline, entry.caption, pixels)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -563,9 +523,8 @@ def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
 def _open_files(entry: CacheEntry) -> list[Tensor]:
     """The pixels of an image or a clip, or of each control image.
 
-    Raises:
-        _Unreadable: a file cannot be decoded.
-        AutotuneError: a file has changed: its pixels would be stored under the key of the old ones.
+    Raises _Unreadable if a file cannot be decoded, and AutotuneError if one has changed: its pixels
+    would be stored under the key of the old ones.
     """
     groups = [entry.paths] if entry.caption is None else [(path,) for path in entry.paths]
     try:
@@ -586,130 +545,28 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
     return pixels
 
 
-def open_pixels(
-    paths: Sequence[Path],
-    width_px: int,
-    height_px: int,
-    span: ClipSpan | None = None,
-    *,
-    crop: Crop = "center",
-) -> Tensor:
-    """One image, or the frames of one clip, resized and cropped: float32 (3, frames, height, width)
-    in [-1, 1].
-
-    Raises:
-        OSError: a file cannot be read or decoded.
-    """
-    images = read_clip(paths[0], span) if span else map(_open_rgb, paths)
-    size, sharp = (width_px, height_px), Image.Resampling.LANCZOS
-    frames = [
-        np.asarray(ImageOps.fit(one, size, sharp, centering=CENTERING[crop])) for one in images
-    ]  # one at a time
-    return (
-        torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1)
-    )
-
-
-def _open_rgb(path: Path) -> Image.Image:
-    with open_image(path) as image:
-        return to_rgb(image)
-
-
 def find_mask(
-    cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, int]
+    cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, ...]
 ) -> tuple[str, Tensor]:
-    """The key and the mask of an item at the (height, width) of its latents: uint8, 255 where all
-    of the loss counts.
+    """Find or make the mask of an item at the (height, width) of its latents, and its key.
 
-    `path` is the mask's file, or the item's own for its alpha channel.
-
-    Raises:
-        OSError: a file cannot be read or decoded.
+    It is uint8, 255 where all of the loss counts. `path` is the mask's file, or the item's own for
+    its alpha channel. Raises OSError if a file cannot be read or decoded.
     """
-    shape = (bucket.width_px, bucket.height_px)
+    shape, (height, width) = (bucket.width_px, bucket.height_px), size
     is_alpha, digest = path == item.path, file_digest(path)
     key = entry_key("mask", file=digest, alpha=is_alpha, size=shape, latents=size, crop=item.crop)
     stored = cache.read(key)
     if stored is not None:
         return key, stored["mask"]
     try:
-        mask = ImageOps.fit(
-            open_mask(path, is_alpha=is_alpha), shape, centering=CENTERING[item.crop]
-        )
+        image = open_mask(path, is_alpha=is_alpha)
+        mask = ImageOps.fit(image, shape, centering=CENTERING[item.crop])
     except MemoryError:  # says nothing of the file
         raise
     except Exception as error:  # decoders raise anything for damaged files
         raise OSError(f"the mask {path.name} cannot be decoded: {error}") from error
-    small = mask.resize(
-        (size[1], size[0]), Image.Resampling.BOX
-    )  # the mean over the pixels of each latent
-    tensor = torch.from_numpy(np.array(small))
+    # The mean over the pixels of each latent.
+    tensor = torch.from_numpy(np.array(mask.resize((width, height), Image.Resampling.BOX)))
     cache.write(key, {"mask": tensor})
     return key, tensor
-
-
-def loss_weights(
-    mask: Tensor | None, size: tuple[int, int], *, floor: float, weight: float, flipped: bool
-) -> Tensor:
-    """Factors of the loss of one item, (1, 1, height, width): `floor` where its mask is black,
-    times its `weight`."""
-    if mask is None:
-        return torch.full((1, 1, *size), weight)
-    if flipped:
-        mask = mask.flip(-1)
-    return ((floor + (1 - floor) * mask.float() / 255) * weight)[None, None]
-
-
-EXTRA_BATCHES = 1
-"""Batches queued beyond one per thread, so that one slow batch does not stall the step."""
-
-
-@dataclass
-class BatchLoader:
-    """Iterable of collated micro-batches on the CPU, in the order of `batch_sampler`. Fields are
-    named as in torch's `DataLoader`.
-
-    Leaving the loop, by its end, `break` or an error, ends the threads. An error while reading is
-    raised in the loop.
-    """
-
-    dataset: EncodedDataset
-    batch_sampler: Iterable[MicroBatch]
-    collate_fn: Callable[[Sequence[Sample]], Batch]
-    num_workers: int = 1
-    """Threads that work ahead; with none the loop collates by itself."""
-    pin_memory: bool = False
-    """Copy into page-locked memory, for asynchronous transfer to a GPU."""
-    waited_seconds: float = 0.0
-    """Time that the loop has waited for batches; grows as they are taken."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        tasks = (partial(self._load, planned) for planned in self.batch_sampler)
-        if not self.num_workers:
-            yield from map(self._time, tasks)
-            return
-        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="autotune-data") as threads:
-            queue = deque(
-                threads.submit(task) for task in islice(tasks, self.num_workers + EXTRA_BATCHES)
-            )
-            try:
-                while queue:
-                    batch = self._time(queue.popleft().result)
-                    queue.extend(threads.submit(task) for task in islice(tasks, 1))
-                    yield batch
-            finally:
-                threads.shutdown(cancel_futures=True)
-
-    def _time(self, load: Callable[[], Batch]) -> Batch:
-        started = time.perf_counter()
-        batch = load()
-        self.waited_seconds += time.perf_counter() - started
-        return batch
-
-    def _load(self, planned: MicroBatch) -> Batch:
-        batch = self.collate_fn([self.dataset.sample(*draw) for draw in planned.draws])
-        return (
-            {name: tensor.pin_memory() for name, tensor in batch.items()}
-            if self.pin_memory
-            else batch
-        )

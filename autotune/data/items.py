@@ -1,5 +1,4 @@
-"""From files to training items: sizes, captions, control images and clips, each file proven
-readable."""
+"""From files to training items: sizes, captions, control images and clips, each file proven readable."""
 
 import errno
 import hashlib
@@ -11,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 
@@ -22,33 +21,50 @@ from autotune.data.media import (
     Media,
     match_controls,
 )
-from autotune.data.pixels import is_black_mask, open_image, read_size
-from autotune.data.video import ClipSpan, choose_spans, is_animation, read_clip, read_facts
+from autotune.data.pixels import (
+    ClipSpan,
+    choose_spans,
+    is_animation,
+    is_black_mask,
+    open_image,
+    read_clip,
+    read_facts,
+    read_size,
+)
 from autotune.models.family import Family
 from autotune.plan.base import Frozen
 from autotune.plan.job import ClipChoice, Crop, LossMask
 from autotune.system.files import read_bounded
 
-SHARES = (4, 3, 2, 1)
-"""Quarters of a clip's frames that shorter clips are cut to: more lengths would scatter a set
-over many shapes."""
-
-
+QUARTERS = (3, 2, 1)
+"""Of a clip's frames, to which shorter clips are cut: more lengths would scatter a set."""
+MIN_SIDE_PX = 32
+"""Smaller images teach nothing at any resolution that these models are trained at."""
+MASK_TOLERANCE = 0.01
+"""By how much the aspect ratio of a mask may differ from that of its image."""
+METADATA = "metadata.jsonl"
+MAX_REPEATS = 1000
+MAX_CAPTIONS = 100
+"""Captions of one image."""
+MAX_METADATA_BYTES = 64 << 20
+MAX_CAPTION_BYTES = 1 << 20
+"""Far above what any text encoder reads."""
+EMPTY_CAPTION = ""
+"""What a sample is conditioned on if its caption is dropped."""
 COPIED_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask")
 """Fields that a job has under the same names."""
 
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """How the files of a data folder become training items."""
+    """Settings by which the files of a data folder become training items."""
 
     caption: str | None = None
     """Caption for images that have none."""
     trigger: str | None = None
     """Word put in front of every caption that lacks it."""
     control: Path | None = None
-    """Folder of control images for editing, by the same stems: `NAME.*`, or `NAME_1.*`,
-    `NAME_2.*` ..."""
+    """Folder of control images, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ..."""
     num_frames: int = 1
     """Above 1, videos and subfolders of images are clips of up to so many frames."""
     shorter_clips: tuple[int, ...] = ()
@@ -56,7 +72,6 @@ class DatasetOptions:
     frames_per_second: float = 24.0
     """Rate that videos are resampled to."""
     clips: ClipChoice = "head"
-    """Which clips are taken of a video: see `choose_spans`."""
     shuffle_tags: int = 0
     """Orders of a caption's tags that it is seen in; 0 or 1 for the written one alone."""
     keep_tags: int = 0
@@ -64,15 +79,12 @@ class DatasetOptions:
     seed: int = 0
     """Seed of these orders."""
     crop: Crop = "center"
-    """Which part stays of an image that is cropped."""
     flip: bool = False
     """Whether images are seen mirrored, too."""
     loss_mask: LossMask = "none"
-    """Where masks of the loss come from."""
 
     @property
     def clip_lengths(self) -> tuple[int, ...]:
-        """Numbers of frames that a clip may have."""
         return (self.num_frames, *self.shorter_clips)
 
 
@@ -80,33 +92,21 @@ DEFAULT_OPTIONS = DatasetOptions()
 
 
 def make_options(job: Mapping[str, Any], family: Family, num_frames: int) -> DatasetOptions:
-    """The options that a job's values, by the names of `Job`, give with a model of `family`."""
-    control = job.get("control")
+    """Make the options of a job's values, by the names of `Job`, with a model of `family`."""
+    control, per_latent = job.get("control"), family.frames_per_latent
+    latents = (num_frames - 1) // per_latent  # after the first
+    shorter = {latents * quarters // 4 * per_latent + 1 for quarters in QUARTERS}
     return DatasetOptions(
         caption=job.get("caption"),
         trigger=job.get("trigger"),
         control=Path(control) if control else None,
         num_frames=num_frames,
-        shorter_clips=_shorter_clips(num_frames, family.frames_per_latent),
+        shorter_clips=tuple(sorted(shorter - {1, num_frames}, reverse=True)),
         frames_per_second=family.defaults.frames_per_second,
         clips=job.get("clips") or "head",
         **{name: job[name] for name in COPIED_FIELDS if job.get(name) is not None},
     )
 
-
-def _shorter_clips(num_frames: int, frames_per_latent: int) -> tuple[int, ...]:
-    """Three quarters, half and a quarter of a clip, in whole latents after the first, as far as
-    they are clips."""
-    latents = (num_frames - 1) // frames_per_latent
-    lengths = {latents * share // SHARES[0] * frames_per_latent + 1 for share in SHARES[1:]}
-    return tuple(sorted(lengths - {1, num_frames}, reverse=True))
-
-
-MIN_SIDE_PX = 32
-"""Smaller images teach nothing at any resolution that these models are trained at."""
-
-MASK_TOLERANCE = 0.01
-"""By how much the aspect ratio of a mask may differ from that of its image."""
 
 ProblemKind = Literal[
     "broken",
@@ -139,16 +139,11 @@ class Problem(Frozen):
     message: PrintableStr
 
 
-@dataclass(frozen=True)
-class MetadataLine:
-    """What `metadata.jsonl` says about one file."""
+class MetadataLine(NamedTuple):
+    """Captions and repeats of one file in `metadata.jsonl`; None and () leave them to names and files."""
 
-    text: str | None
-    """Caption; None leaves it to the file's own text file."""
-    repeats: int | None = None
-    """Number of times that the file is seen per epoch; None leaves it to its folder's name."""
-    other_texts: tuple[str, ...] = ()
-    """Further captions, if it has several."""
+    captions: tuple[str, ...]
+    repeats: int | None
 
 
 @dataclass(frozen=True)
@@ -165,12 +160,11 @@ class Item:
     frame_paths: tuple[Path, ...] = ()
     """The frames of a clip in order; empty for an image or a video."""
     span: ClipSpan | None = None
-    """The part of a video; None for images."""
+    """The part of a video."""
     other_captions: tuple[str, ...] = ()
     """Captions that it is seen with as well."""
     mask_path: Path | None = None
-    """File whose brightness, or whose alpha if it is the image itself, weighs the loss; None to
-    count all of it."""
+    """File whose brightness, or whose alpha if it is the image itself, weighs the loss."""
     crop: Crop = "center"
     weight: float = 1.0
     """Factor of its loss."""
@@ -185,7 +179,6 @@ class Item:
 
     @property
     def pixel_paths(self) -> tuple[Path, ...]:
-        """The files that hold its pixels, in order."""
         return self.frame_paths or (self.path,)
 
 
@@ -210,18 +203,18 @@ class ItemReader:
     """Names of what has a caption of its own."""
 
     def read(self, media: Media) -> list[Item | Problem]:
-        """The items of one image, clip or video, or why there is none."""
+        """Read the items of one image, clip or video, or why there is none."""
         try:
             found = self._read_video(media) if self._is_video(media) else [self._read(media)]
-            return [*found, *self._black_mask(media, found)]
+            return [*found, *self._find_black_mask(media, found)]
         except _Unusable as error:
             kind, message = error.args
             return [Problem(file=media.name, kind=kind, message=message)]
 
     def _is_video(self, media: Media) -> bool:
-        suffix = media.path.suffix.lower()
         if self.options.num_frames == 1 or media.is_clip:
             return False
+        suffix = media.path.suffix.lower()
         return suffix in VIDEO_SUFFIXES or (
             suffix in ANIMATION_SUFFIXES and is_animation(media.path)
         )
@@ -237,7 +230,7 @@ class ItemReader:
         except MemoryError:  # says nothing of the file
             raise
         except Exception as error:  # decoders raise anything for damaged files
-            raise _Unusable("broken", f"cannot be decoded: {_reason(error, media.path)}") from error
+            raise _broken(error, media.path) from error
         _require_side(facts.width_px, facts.height_px)
         if not spans:
             lasts = f"lasts {facts.duration_seconds:.2f} s"
@@ -265,23 +258,23 @@ class ItemReader:
         return has_time
 
     def _read(self, media: Media) -> Item:
-        number = max(
-            (one for one in self.options.clip_lengths if one <= len(media.frame_paths)), default=0
-        )
-        if media.is_clip and not number:
-            needed = min(self.options.clip_lengths)
-            raise _Unusable("short", f"has {len(media.frame_paths)} frames, {needed} are needed")
-        frames = media.frame_paths[:number] if media.is_clip else media.frame_paths
+        options, frames = self.options, media.frame_paths
+        if media.is_clip:
+            lengths = [length for length in options.clip_lengths if length <= len(frames)]
+            if not lengths:
+                needed = min(options.clip_lengths)
+                raise _Unusable("short", f"has {len(frames)} frames, {needed} are needed")
+            frames = frames[: max(lengths)]
         controls = match_controls(media, self.controls)
-        if self.options.control and not controls:
-            raise _Unusable("control", f"has no control image in {self.options.control}")
+        if options.control and not controls:
+            raise _Unusable("control", f"has no control image in {options.control}")
         decode = self._has_time()
         sizes = [_read_size(media, path, decode) for path in (*frames, *controls)]
         item = self._make_item(media, *sizes[0])
         return replace(item, control_paths=controls, frame_paths=frames if media.is_clip else ())
 
     def _make_item(self, media: Media, width_px: int, height_px: int) -> Item:
-        line, captions = self.metadata.get(media.name), self._read_captions(media)
+        line, captions = self.metadata.get(media.name), self._make_captions(media)
         return Item(
             path=media.path,
             caption=captions[0],
@@ -294,58 +287,64 @@ class ItemReader:
         )
 
     def _find_mask(self, media: Media, aspect_ratio: float) -> Path | None:
+        path = media.path
         if self.options.loss_mask == "alpha":
-            return (
-                media.path
-                if media.path.suffix.lower() in IMAGE_SUFFIXES and _has_alpha(media.path)
-                else None
-            )
-        path = self.masks.get(media.stem) if self.options.loss_mask == "files" else None
-        if path is None:
+            is_image = path.suffix.lower() in IMAGE_SUFFIXES
+            return path if is_image and _has_alpha(path) else None
+        if self.options.loss_mask == "none" or media.stem not in self.masks:
             return None
+        path = self.masks[media.stem]
         width, height = _read_size(media, path, self._has_time())
         if abs(width / height / aspect_ratio - 1) > MASK_TOLERANCE:
-            raise _Unusable(
-                "mask", f"its mask {path.name} of {width} x {height} px has another aspect ratio"
-            )
+            message = f"its mask {path.name} of {width} x {height} px has another aspect ratio"
+            raise _Unusable("mask", message)
         return path
 
-    def _black_mask(self, media: Media, found: Sequence[Item | Problem]) -> list[Problem]:
-        """The remark that a mask, or a transparent image, lets nothing be learned; damage shows
-        elsewhere."""
+    def _find_black_mask(self, media: Media, found: Sequence[Item | Problem]) -> list[Problem]:
+        """The remark that a mask, or a transparent image, lets nothing be learned."""
         path = next((one.mask_path for one in found if isinstance(one, Item)), None)
         if path is None or time.monotonic() > self.deadline:
             return []
         try:
             if not is_black_mask(path, is_alpha=path == media.path):
                 return []
-        except Exception:  # decoders raise anything for damaged files
+        except Exception:  # damage shows elsewhere
             return []
-        what = (
-            "it is transparent everywhere"
-            if path == media.path
-            else f"its mask {path.name} is black everywhere"
-        )
+        what = f"its mask {path.name} is black everywhere"
+        if path == media.path:
+            what = "it is transparent everywhere"
         message = f"{what}: nothing of it is trained, but for `mask_floor`"
         return [Problem(file=media.name, kind="black", message=message)]
 
-    def _read_captions(self, media: Media) -> tuple[str, ...]:
+    def _make_captions(self, media: Media) -> tuple[str, ...]:
+        """The captions of one image or clip in all orders, each as a single line; at least one."""
         options = self.options
-        try:
-            own = read_captions(media, self.metadata)
-        except UnreadableCaption as error:
-            raise _Unusable("broken", str(error)) from error
-        if any(own):
+        texts = [" ".join(text.split()) for text in self._read_texts(media)]
+        if any(texts):
             self.captioned.add(media.name)
         orders = (
             order
-            for text in dict.fromkeys(own)
+            for text in dict.fromkeys(texts)
             for order in order_tags(text, options.shuffle_tags, options.keep_tags, options.seed)
         )
-        return tuple(
-            complete_caption(one, caption=options.caption, trigger=options.trigger)
-            for one in orders
-        )
+        default = " ".join((options.caption or "").split())
+        return tuple(_add_trigger(order or default, options.trigger) for order in orders)
+
+    def _read_texts(self, media: Media) -> tuple[str, ...]:
+        line = self.metadata.get(media.name)
+        if line and line.captions:
+            return line.captions
+        file = media.path.parent / f"{Path(media.stem).name}.txt"
+        if not os.path.lexists(file):
+            return ("",)
+        try:
+            return (read_bounded(file, MAX_CAPTION_BYTES).decode("utf-8-sig"),)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+            raise _Unusable("broken", f"its caption {file.name} {reason}") from error
+        except UnicodeDecodeError as error:
+            message = f"its caption {file.name} is not UTF-8 text"
+            raise _Unusable("broken", message) from error
 
 
 def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
@@ -355,7 +354,7 @@ def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
     except MemoryError:  # says nothing of the file
         raise
     except Exception as error:  # decoders raise anything for damaged files
-        raise _Unusable("broken", f"{subject}cannot be decoded: {_reason(error, path)}") from error
+        raise _broken(error, path, subject) from error
     _require_side(width, height, subject)
     return width, height
 
@@ -370,46 +369,17 @@ def _require_side(width: int, height: int, subject: str = "") -> None:
         raise _Unusable("tiny", f"{subject}is {width} x {height} px, under {MIN_SIDE_PX} px")
 
 
-def _reason(error: Exception, path: Path) -> str:
-    return getattr(error, "strerror", None) or str(error).replace(f" '{path}'", "")
+def _broken(error: Exception, path: Path, subject: str = "") -> _Unusable:
+    reason = getattr(error, "strerror", None) or str(error).replace(f" '{path}'", "")
+    return _Unusable("broken", f"{subject}cannot be decoded: {reason}")
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex.
-
-    Raises:
-        OSError: it cannot be read or is not a regular file, such as a pipe that might be waited for
-            without end.
-    """
-    if not path.is_file():
+    """Compute the SHA-256 of a file's bytes, in hex. Raises OSError for what is no regular file."""
+    if not path.is_file():  # a pipe might be waited for without end
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-METADATA = "metadata.jsonl"
-
-
-MAX_REPEATS = 1000
-
-
-MAX_CAPTIONS = 100
-"""Maximum number of captions of one image."""
-
-
-MAX_METADATA_BYTES = 64 << 20
-
-
-MAX_CAPTION_BYTES = 1 << 20
-"""Far above what any text encoder reads."""
-
-
-EMPTY_CAPTION = ""
-"""What a sample is conditioned on if its caption is dropped."""
-
-
-class UnreadableCaption(ValueError):
-    """A caption file exists but cannot be read."""
 
 
 def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, ...]]:
@@ -421,9 +391,8 @@ def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, 
     """
     lines: dict[str, MetadataLine] = {}
     problems: list[str] = []
-    path = folder / METADATA
     try:
-        content = read_bounded(path, MAX_METADATA_BYTES)
+        content = read_bounded(folder / METADATA, MAX_METADATA_BYTES)
     except FileNotFoundError:
         return {}, ()
     except OSError as error:
@@ -446,50 +415,27 @@ def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, 
 def _parse_line(raw: bytes) -> tuple[str, MetadataLine]:
     try:
         entry = json.loads(raw)
-        json.dumps(
-            entry, ensure_ascii=False
-        ).encode()  # half a surrogate pair, as in "\ud83d", is JSON but not text
+        # Half a surrogate pair, as in "\ud83d", is JSON but not text.
+        json.dumps(entry, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ValueError("not JSON, or not UTF-8") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
         raise ValueError("no `file_name`")
     text, repeats = entry.get("text"), entry.get("repeats")
     texts: list[Any] = text if isinstance(text, list) and 0 < len(text) <= MAX_CAPTIONS else [text]
-    if not all(isinstance(one, str) for one in texts) and not (text is None and "repeats" in entry):
+    if text is None and "repeats" in entry:
+        texts = []
+    if not all(isinstance(one, str) for one in texts):
         raise ValueError("no `text`")
     if "repeats" in entry and (type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"`repeats` is not a whole number from 1 to {MAX_REPEATS}")
-    return entry["file_name"].removeprefix("./"), MetadataLine(texts[0], repeats, tuple(texts[1:]))
-
-
-def read_captions(media: Media, metadata: Mapping[str, MetadataLine]) -> tuple[str, ...]:
-    """The captions of one image or clip, each as a single line; a single empty one if it has none.
-
-    Raises:
-        UnreadableCaption: its text file is not UTF-8 or cannot be read.
-    """
-    line = metadata.get(media.name)
-    text = line.text if line else None
-    file = media.path.parent / f"{Path(media.stem).name}.txt"
-    if text is None and os.path.lexists(file):
-        try:
-            text = read_bounded(file, MAX_CAPTION_BYTES).decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = (
-                f"cannot be read: {error.strerror}"
-                if isinstance(error, OSError)
-                else "is not UTF-8 text"
-            )
-            raise UnreadableCaption(f"its caption {file.name} {reason}") from error
-    others = line.other_texts if line else ()
-    return tuple(" ".join((one or "").split()) for one in (text, *others))
+    return entry["file_name"].removeprefix("./"), MetadataLine(tuple(texts), repeats)
 
 
 def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, ...]:
-    """A caption's comma-separated tags in up to `num_orders` orders, the written one first; `keep`
-    tags stay in front.
+    """Order a caption's comma-separated tags in up to `num_orders` ways, the written one first.
 
-    A pure function of its arguments: each order is encoded once.
+    `keep` tags stay in front. Equal arguments give equal orders, each of which is encoded once.
     """
     tags = [tag.strip() for tag in text.split(",")]
     first, rest = tags[:keep], tags[keep:]
@@ -499,10 +445,8 @@ def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, .
     return tuple(dict.fromkeys(orders))
 
 
-def complete_caption(text: str, *, caption: str | None, trigger: str | None) -> str:
-    """`text`, or `caption` if it is empty, with the trigger word in front unless it occurs there
-    already."""
-    text = text or " ".join((caption or "").split())
+def _add_trigger(text: str, trigger: str | None) -> str:
+    """Put the trigger word in front unless it occurs in the text already."""
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}" if text else trigger

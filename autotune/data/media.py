@@ -23,18 +23,16 @@ class Media:
 
     @property
     def is_clip(self) -> bool:
-        """Whether `path` is a folder of frames."""
         return self.frame_paths != (self.path,)
 
     @property
     def stem(self) -> str:
-        """Name that its caption and its control images share, below their folders."""
+        """Name of its caption and its control images, below their folders."""
         return self.name if self.is_clip else Path(self.name).with_suffix("").as_posix()
 
     @property
     def folder_repeats(self) -> int:
-        """Times that it is shown per epoch by the name of the nearest folder that tells; 1 if
-        none does."""
+        """Times that it is shown per epoch by the name of the nearest folder that tells."""
         matches = (REPEATS.fullmatch(parent.name) for parent in Path(self.name).parents)
         return max(1, next((int(match[1]) for match in matches if match), 1))
 
@@ -52,20 +50,17 @@ UNSUPPORTED_SUFFIXES = (
 )
 """Files that people expect to be read: those that are not are named instead of ignored."""
 MASK_SUFFIX = ".mask.png"
-"""End of the name of a mask: `NAME.mask.png` is that of `NAME.*`."""
 REPEATS = re.compile(r"(\d{1,3})_.+")
-"""A folder's name by which kohya's trainers show its images so many times per epoch, e.g.
-`10_dog`."""
+"""Name of a folder whose images kohya's trainers show so many times per epoch, e.g. `10_dog`."""
 
 
 def has_video_decoder() -> bool:
-    """Whether PyAV is installed, which decodes video files."""
+    """Return whether PyAV is installed, which decodes video files."""
     return importlib.util.find_spec("av") is not None
 
 
 def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tuple[Media, ...]:
-    """Find the images below `folder`, sorted by name; with `clips` videos too, and each folder of
-    images is one clip.
+    """Find the images below `folder`, sorted by name; with `clips` videos and folders of frames too.
 
     Hidden files and folders are ignored, and so is everything below `exclude` (a control folder
     inside the data) or in the output folder of a run.
@@ -80,7 +75,9 @@ def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tup
         else:
             frames[path] = [path]
     media = (
-        Media(path.relative_to(folder).as_posix(), path, tuple(sorted(files, key=natural_sort_key)))
+        Media(
+            path.relative_to(folder).as_posix(), path, tuple(sorted(files, key=_natural_sort_key))
+        )
         for path, files in frames.items()
     )
     return tuple(sorted(media, key=lambda one: one.name))
@@ -92,7 +89,7 @@ def _readable_suffixes(*, clips: bool) -> frozenset[str]:
 
 
 def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) -> dict[str, str]:
-    """Media files that are not read, by name, with what to do about each."""
+    """Find media files that are not read, by name, with what to do about each."""
     suffixes = UNSUPPORTED_SUFFIXES - _readable_suffixes(clips=clips)
     paths = (path for path in _list_files(folder, exclude) if path.suffix.lower() in suffixes)
     return {
@@ -112,24 +109,20 @@ def _explain_unsupported(path: Path, *, clips: bool) -> str:
     as_frames = f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
     if path.suffix.lower() in OTHER_VIDEO_SUFFIXES:
         return f"its format is not supported, a folder of frames is: {as_frames}"
-    return (
-        "videos are read with PyAV, or as folders of frames: pip install "
-        "'lora-autotune[video]', "
-        f"or {as_frames}"
-    )
+    install = "pip install 'lora-autotune[video]'"
+    return f"videos are read with PyAV, or as folders of frames: {install}, or {as_frames}"
 
 
 def find_masks(folder: Path, *, exclude: Path | None = None) -> dict[str, Path]:
-    """Masks below `folder`, by the stem of what they belong to."""
+    """Find masks below `folder`, by the stem of what they belong to."""
     masks = (path for path in _list_files(folder, exclude) if path.name.endswith(MASK_SUFFIX))
     return {path.relative_to(folder).as_posix().removesuffix(MASK_SUFFIX): path for path in masks}
 
 
 def find_runs(folder: Path) -> tuple[Path, ...]:
-    """Output folders of runs below `folder`: their pictures are no training data."""
-    return tuple(
-        sorted(file.parent for file in folder.rglob(RUN_PLAN_FILE) if file.parent != folder)
-    )
+    """Find output folders of runs below `folder`: their pictures are no training data."""
+    runs = (file.parent for file in folder.rglob(RUN_PLAN_FILE))
+    return tuple(sorted(run for run in runs if run != folder))
 
 
 def _list_files(folder: Path, exclude: Path | None) -> list[Path]:
@@ -142,15 +135,14 @@ def _list_files(folder: Path, exclude: Path | None) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
+def _natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
     """Sorts `frame_2` before `frame_10`."""
     parts = re.split(r"(\d+)", path.name)
     return tuple((1, int(part)) if part.isdecimal() else (0, part) for part in parts)
 
 
 def match_controls(media: Media, by_stem: Mapping[str, Path]) -> tuple[Path, ...]:
-    """Control images of an image: `NAME.*`, or else `NAME_1.*`, `NAME_2.*` and so on; empty if
-    any is missing."""
+    """Find an image's control images: `NAME.*`, or else all of `NAME_1.*`, `NAME_2.*` and so on."""
     if media.stem in by_stem:
         return (by_stem[media.stem],)
     pattern = re.compile(re.escape(media.stem) + r"_(\d+)")

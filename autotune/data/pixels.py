@@ -1,13 +1,34 @@
-"""From image files to pixels: sizes from headers, decoding that proves a file whole, conversion
-to 8-bit RGB."""
+"""From images, videos and animations to pixels, however damaged or hostile a file may be.
 
+Videos are decoded by PyAV (ffmpeg), the rest by Pillow. No more than one decoded frame is held, and
+nothing outside of the file is opened, whatever a file asks for.
+"""
+
+from __future__ import annotations
+
+import math
 import stat
 import threading
 import warnings
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from autotune.data.media import ANIMATION_SUFFIXES
+from autotune.plan.job import ClipChoice, Crop
+from autotune.system.process import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_module("torch")
 
 EXIF_ORIENTATION = 0x0112
 TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)
@@ -28,6 +49,25 @@ LARGE_PIXELS = 1 << 24
 """Images from this size on are decoded one at a time, whatever the number of threads."""
 BAND_PIXELS = 1 << 20
 """Pixels that are converted at a time."""
+
+DEMUXERS = "mov,matroska,avi"
+"""ffmpeg's readers of the formats that are offered; some of its others follow addresses that a
+file names."""
+MAX_SOURCE_FRAMES = 1 << 20
+"""Frames of a file: five hours at 60 a second."""
+MAX_ANIMATION_PIXELS = 1 << 32
+"""Pixels of all frames together: 2,000 frames of 1080p. Pillow decodes them all for their times."""
+MAX_SOURCE_FPS = 1000.0
+MIN_SOURCE_FPS = 0.5
+MAX_CLIPS = 64
+"""Clips of one file."""
+VARIABLE_SHARE = 0.5
+"""Frames this much closer or farther apart than usual, as a share of it, make a variable rate."""
+DECODER_THREADS = 4
+"""Each holds frames of its own."""
+DEFAULT_DELAY_SECONDS = 0.1
+"""How long browsers show a frame that names 10 ms or less."""
+
 _large_image = threading.Lock()
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our limit is lower
 
@@ -35,12 +75,10 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # ou
 def open_image(path: Path, *, animated: bool = False) -> Image.Image:
     """Open a png, jpeg or webp file, or with `animated` a gif or webp; only its header is read.
 
-    Raises:
-        OSError: it has another format, is too large, cannot be read, or is a pipe or device that
-            might be read without end.
+    Raises OSError if it has another format, is too large, cannot be read, or is a pipe or device that
+    might be read without end.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path.name} is not a regular file")
+    _require_regular(path)
     try:
         image = Image.open(path, formats=ANIMATED_FORMATS if animated else FORMATS)
     except UnidentifiedImageError as error:
@@ -48,18 +86,21 @@ def open_image(path: Path, *, animated: bool = False) -> Image.Image:
         raise OSError(f"it is not a {kinds} image") from error
     if image.width * image.height > MAX_PIXELS:
         image.close()
-        raise OSError(
-            f"its {image.width} x {image.height} px are over {MAX_PIXELS >> 20} megapixels: make "
-            "it smaller"
-        )
+        size = f"{image.width} x {image.height} px"
+        raise OSError(f"its {size} are over {MAX_PIXELS >> 20} megapixels: make it smaller")
     return image
 
 
-def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
-    """(width, height) in px, after EXIF rotation, of a png, jpeg or webp file.
+def _require_regular(path: Path) -> None:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is not a regular file")
 
-    With `decode` every pixel is decoded, the only proof that the file is whole; else only the
-    header is read. Raises whatever Pillow raises for a file that is not an image or is damaged.
+
+def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
+    """Read (width, height) in px, after EXIF rotation, from the header.
+
+    With `decode` every pixel is decoded, the only proof that the file is whole. Raises whatever
+    Pillow raises for a file that is not an image or is damaged.
     """
     with open_image(path) as image:
         width, height = image.size
@@ -75,8 +116,7 @@ def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
 
 
 def open_mask(path: Path, *, is_alpha: bool) -> Image.Image:
-    """The mask in a file in 8-bit gray: its brightness, or its alpha channel. Raises whatever
-    Pillow raises."""
+    """Read a mask in 8-bit gray: brightness, or the alpha channel. Raises whatever Pillow raises."""
     with open_image(path) as image:
         if is_alpha:
             return ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
@@ -84,14 +124,13 @@ def open_mask(path: Path, *, is_alpha: bool) -> Image.Image:
 
 
 def is_black_mask(path: Path, *, is_alpha: bool) -> bool:
-    """Whether a mask is 0 everywhere. Raises whatever Pillow raises."""
+    """Return whether a mask is 0 everywhere. Raises whatever Pillow raises."""
     with _large_image:
         return open_mask(path, is_alpha=is_alpha).getextrema() == (0, 0)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to 8-bit RGB: rotated as EXIF says, transparency on white, 16-bit gray scaled
-    rather than clipped."""
+    """Convert to 8-bit RGB: rotated as EXIF says, transparency on white, 16-bit gray scaled."""
     image = ImageOps.exif_transpose(image)
     converted = Image.new("RGB", image.size)
     height = max(1, BAND_PIXELS // image.width)
@@ -108,3 +147,236 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class ClipSpan:
+    """The part of a video that is one training item, at the model's rate."""
+
+    start_seconds: float
+    """Time of its first frame, on the file's own clock."""
+    num_frames: int
+    frames_per_second: float
+
+
+def open_pixels(
+    paths: Sequence[Path],
+    width_px: int,
+    height_px: int,
+    span: ClipSpan | None = None,
+    *,
+    crop: Crop = "center",
+) -> Tensor:
+    """Read one image, or the frames of one clip, resized and cropped.
+
+    Returns float32 (3, frames, height, width) in [-1, 1]. Raises OSError if a file cannot be read or
+    decoded.
+    """
+    import numpy as np
+
+    images = read_clip(paths[0], span) if span else map(_open_rgb, paths)
+    size, method = (width_px, height_px), Image.Resampling.LANCZOS
+    frames = [
+        np.asarray(ImageOps.fit(one, size, method, centering=CENTERING[crop])) for one in images
+    ]  # one at a time
+    stacked = torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2)
+    return stacked.to(torch.float32).div_(127.5).sub_(1)
+
+
+def _open_rgb(path: Path) -> Image.Image:
+    with open_image(path) as image:
+        return to_rgb(image)
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    """What a video file holds. Sizes are those of the frames as they are shown."""
+
+    width_px: int
+    height_px: int
+    start_seconds: float
+    duration_seconds: float
+    is_variable: bool
+    """Whether frames are not evenly spaced."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    seconds: float
+    duration_seconds: float
+    picture: Any  # Pillow's image, or PyAV's frame, which is converted only if it is used
+
+    def to_rgb(self) -> Image.Image:
+        if isinstance(self.picture, Image.Image):
+            return self.picture
+        if self.picture.is_corrupt:
+            raise OSError(f"it is damaged at {self.seconds:.2f} s")
+        # A fifth of the time of `to_image`.
+        image = Image.fromarray(self.picture.to_ndarray(format="rgb24"))
+        degrees = _rotation(self.picture)
+        return image.rotate(degrees, expand=True) if degrees else image
+
+
+def read_facts(path: Path) -> VideoFacts:
+    """Describe a video by the times of all frames; only the first is decoded.
+
+    Raises whatever decoders raise for a file that is no video or is damaged; OSError if it has no
+    frames, more than `MAX_SOURCE_FRAMES`, too many pixels, or a rate that is none.
+    """
+    with closing(_frames(path)) as frames:
+        first = next(frames, None)
+    if first is None:
+        raise OSError("it has no frames")
+    size = first.to_rgb().size
+    times = _list_times(path)
+    gaps = [after - before for before, after in pairwise(times)]
+    usual = median(gaps) if gaps else first.duration_seconds
+    duration = times[-1] - times[0] + usual
+    if not 1 / MAX_SOURCE_FPS <= usual <= 1 / MIN_SOURCE_FPS or not math.isfinite(duration):
+        raise OSError(f"its frames are {usual:g} s apart")
+    is_variable = any(abs(gap - usual) > VARIABLE_SHARE * usual for gap in gaps)
+    return VideoFacts(*size, first.seconds, duration, is_variable)
+
+
+def choose_spans(
+    facts: VideoFacts, choice: ClipChoice, lengths: Sequence[int], frames_per_second: float
+) -> tuple[ClipSpan, ...]:
+    """Choose the clips of a video, of the largest of `lengths` (frames) that it has, if it has any.
+
+    `head` takes the first, `all` one after the other, and a number so many, evenly spread.
+    """
+    available = math.ceil(facts.duration_seconds * frames_per_second - 0.5)
+    length = max((one for one in lengths if one <= available), default=0)
+    if not length:
+        return ()
+    spare = available - length
+    if choice == "head":
+        starts = [0]
+    elif choice == "all":
+        starts = list(range(0, spare + 1, length))
+    elif choice == 1:
+        starts = [spare // 2]
+    else:
+        starts = [spare * part // (choice - 1) for part in range(choice)]
+    return tuple(
+        ClipSpan(facts.start_seconds + start / frames_per_second, length, frames_per_second)
+        for start in sorted(set(starts))[:MAX_CLIPS]
+    )
+
+
+def read_clip(path: Path, span: ClipSpan) -> Iterator[Image.Image]:
+    """Yield for each time of a clip the frame that is shown then, as RGB: some repeat or drop.
+
+    Raises OSError if the file ends before the clip, or is damaged in it, and whatever else decoders
+    raise.
+    """
+    times = [
+        span.start_seconds + (number + 0.5) / span.frames_per_second
+        for number in range(span.num_frames)
+    ]
+    given = 0
+    with closing(_frames(path, span.start_seconds)) as frames:
+        for shown, following in pairwise(chain(frames, [None])):
+            assert shown is not None
+            last_end = shown.seconds + shown.duration_seconds + 1 / span.frames_per_second
+            end = following.seconds if following else last_end
+            if times[given] < end:
+                image = shown.to_rgb()
+                while given < len(times) and times[given] < end:
+                    yield image
+                    given += 1
+            if given == len(times):
+                return
+    raise OSError(f"it ends after {given} of a clip's {len(times)} frames")
+
+
+def is_animation(path: Path) -> bool:
+    """Return whether a gif or webp file has several frames; False for what cannot be opened."""
+    try:
+        with open_image(path, animated=True) as image:
+            return getattr(image, "n_frames", 1) > 1
+    except Exception:  # it is named when it is read
+        return False
+
+
+def _frames(path: Path, start_seconds: float | None = None) -> Generator[_Frame]:
+    """Frames in the order shown, from some point before `start_seconds` on."""
+    if path.suffix.lower() in ANIMATION_SUFFIXES:
+        return _animation_frames(path)
+    return _video_frames(path, start_seconds)
+
+
+def _list_times(path: Path) -> list[float]:
+    """The second when each frame is shown, in order."""
+    if path.suffix.lower() in ANIMATION_SUFFIXES:
+        return [frame.seconds for frame in _animation_frames(path, renders=False)]
+    times = []
+    with _open_video(path) as (container, stream):
+        for packet in container.demux(stream):
+            ticks = packet.dts if packet.pts is None else packet.pts
+            if ticks is not None and not packet.is_discard:
+                times.append(float(ticks * packet.time_base))
+            if len(times) > MAX_SOURCE_FRAMES:
+                raise OSError(f"it has over {MAX_SOURCE_FRAMES} frames")
+    return sorted(times)
+
+
+def _animation_frames(path: Path, *, renders: bool = True) -> Generator[_Frame]:
+    seconds = 0.0
+    with open_image(path, animated=True) as image:
+        count = getattr(image, "n_frames", 1)
+        if count * image.width * image.height > MAX_ANIMATION_PIXELS:
+            size = f"{image.width} x {image.height} px"
+            raise OSError(f"its {count} frames of {size} are too many: make it a video")
+        for number in range(count):
+            image.seek(number)
+            image.load()
+            duration = float(image.info.get("duration") or 0) / 1000
+            duration = DEFAULT_DELAY_SECONDS if duration <= 0.01 else duration
+            yield _Frame(seconds, duration, to_rgb(image) if renders else None)
+            seconds += duration
+
+
+def _rotation(frame: Any) -> int:
+    """Degrees counterclockwise by which a frame is rotated to be shown."""
+    return int(frame.rotation)
+
+
+def _video_frames(path: Path, start_seconds: float | None) -> Generator[_Frame]:
+    with _open_video(path) as (container, stream):
+        usual = 1 / float(stream.average_rate) if stream.average_rate else 0.0
+        if start_seconds is not None:
+            container.seek(math.floor(start_seconds / stream.time_base), stream=stream)
+        for frame in container.decode(stream):
+            if frame.time is None:
+                raise OSError("its frames have no times")
+            _require_small(frame)  # a stream may change its size
+            duration = float(frame.duration * frame.time_base) if frame.duration else usual
+            yield _Frame(float(frame.time), duration, frame)
+
+
+def _require_small(frame: Any) -> None:
+    if frame.width * frame.height > MAX_PIXELS:
+        raise OSError(f"its frames are over {MAX_PIXELS >> 20} megapixels: make them smaller")
+
+
+@contextmanager
+def _open_video(path: Path) -> Iterator[tuple[Any, Any]]:
+    """A container and its first video stream. ffmpeg gets an open file, so that it opens none."""
+    import av
+
+    _require_regular(path)
+    options = {
+        "format_whitelist": DEMUXERS,
+        "protocol_whitelist": "",
+        "max_pixels": str(MAX_PIXELS),
+    }
+    with path.open("rb") as file, av.open(file, options=options) as container:
+        if not container.streams.video:
+            raise OSError("it has no pictures")
+        stream = container.streams.video[0]
+        _require_small(stream.codec_context)
+        stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}
+        stream.codec_context.thread_count = DECODER_THREADS
+        stream.thread_type = "AUTO"
+        yield container, stream

@@ -23,7 +23,7 @@ from autotune.report.text import (
 )
 
 if TYPE_CHECKING:
-    from autotune.data.check import DataReport
+    from autotune.data.dataset import DataReport
     from autotune.machine.catalog import CatalogGpu
     from autotune.machine.doctor import Finding
     from autotune.models.resolve import FetchedModel

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from autotune.data.cache import Cache
-from autotune.data.encode import Encoders, open_pixels
+from autotune.data.encode import Encoders
+from autotune.data.pixels import open_pixels
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.candidate import CachingSettings, TrialResult
 from autotune.search.worker import (

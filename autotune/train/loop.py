@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autotune.data.batches import BatchOrder
-from autotune.data.encode import BatchLoader, EncodedDataset
+from autotune.data.batches import BatchLoader, BatchOrder
+from autotune.data.encode import EncodedDataset
 from autotune.errors import AutotuneError, Preempted, is_out_of_memory
 from autotune.events import Notice, OnEvent, StepFinished
 from autotune.knobs.registry import reload_key

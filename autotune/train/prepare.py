@@ -468,7 +468,7 @@ def describe_workload(
         "targets": request.targets,
     }
     sides = family.size_multiple_px, family.max_side_px
-    buckets = (bucket,) if dataset is None else make_buckets(dataset, resolution, *sides)
+    buckets = (bucket,) if dataset is None else make_buckets(dataset.items, resolution, *sides)
     lengths = sorted(_text_lengths(model, dataset, buckets, request.text_tokens, drops_captions))
     if lengths[-1] > family.max_text_tokens:
         raise InvalidInput(
@@ -541,7 +541,7 @@ def _text_lengths(
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]
     controls = [
         [sizes[index]] * len(item.control_paths)
-        for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
+        for item, index in zip(dataset.items, assign_buckets(dataset.items, buckets), strict=True)
         for _ in item.captions
     ]
     captions = [caption for item in dataset.items for caption in item.captions]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from autotune.data.check import DataReport, check_dataset
+from autotune.data.dataset import DataReport, check_dataset
 from autotune.data.items import DatasetOptions
 from tests.data.pictures import write_pictures
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.data.check import check_dataset
-from autotune.data.dataset import Dataset, read_dataset, scan_dataset
+from autotune.data.dataset import Dataset, check_dataset, read_dataset, scan_dataset
 from autotune.data.items import DatasetOptions, read_metadata
 from autotune.errors import InvalidInput
 from autotune.report.machine import data_report_lines

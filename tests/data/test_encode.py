@@ -14,8 +14,9 @@ from torch import Tensor
 from autotune.data.batches import make_buckets
 from autotune.data.cache import Cache, EncoderIdentity
 from autotune.data.dataset import read_dataset
-from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
+from autotune.data.encode import EncodedDataset, encode_dataset
 from autotune.data.items import DatasetOptions
+from autotune.data.pixels import open_pixels
 from autotune.errors import AutotuneError
 from autotune.models.family import Sample
 from autotune.models.qwen_image import QwenImage
@@ -108,13 +109,13 @@ def encode(
         patch.setattr("autotune.data.encode.MEMORY_BYTES", memory_bytes)
         dataset = read_dataset(data, DatasetOptions(control=control))
         return encode_dataset(
-            encoders, dataset, make_buckets(dataset, 64, 16, 8192), cache, **options
+            encoders, dataset, make_buckets(dataset.items, 64, 16, 8192), cache, **options
         )
 
 
 def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
     encoded = encode(data, pipeline)
-    family, buckets = QwenImage(), make_buckets(read_dataset(data), 64, 16, 8192)
+    family, buckets = QwenImage(), make_buckets(read_dataset(data).items, 64, 16, 8192)
     assert len(encoded.items) == 4
     for index, item in enumerate(encoded.items):
         bucket = buckets[encoded.bucket_indices[index]]

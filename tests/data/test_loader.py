@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from autotune.data.batches import BatchOrder
-from autotune.data.encode import BatchLoader
+from autotune.data.batches import BatchLoader, BatchOrder
 from autotune.errors import AutotuneError
 from autotune.models.family import Sample
 from autotune.models.qwen_image import QwenImage

@@ -8,8 +8,7 @@ import torch
 from PIL import Image
 
 from autotune.data import pixels as pixels_module
-from autotune.data.encode import open_pixels
-from autotune.data.pixels import EXIF_ORIENTATION, read_size, to_rgb
+from autotune.data.pixels import EXIF_ORIENTATION, open_pixels, read_size, to_rgb
 from tests.data.pictures import picture
 
 

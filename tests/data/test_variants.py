@@ -54,7 +54,11 @@ def encode(
     )
     dataset = read_dataset(data, options)
     return encode_dataset(
-        encoders, dataset, make_buckets(dataset, 64, 16, 512), cache or MemoryCache(data), **more
+        encoders,
+        dataset,
+        make_buckets(dataset.items, 64, 16, 512),
+        cache or MemoryCache(data),
+        **more,
     )
 
 

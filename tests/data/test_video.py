@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from autotune.data.dataset import read_dataset, scan_dataset
-from autotune.data.encode import open_pixels
 from autotune.data.items import DatasetOptions
-from autotune.data.video import ClipSpan, choose_spans, read_clip, read_facts
+from autotune.data.pixels import ClipSpan, choose_spans, open_pixels, read_clip, read_facts
 from tests.data.pictures import STEP, picture, write_video
 
 FIVE = DatasetOptions(num_frames=5, caption="x", frames_per_second=16)
@@ -101,7 +100,7 @@ def test_a_video_is_upright_and_in_the_shape_of_its_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_video(tmp_path / "a.mp4", 20, size=(64, 48))
-    monkeypatch.setattr("autotune.data.video._rotation", lambda frame: 90)
+    monkeypatch.setattr("autotune.data.pixels._rotation", lambda frame: 90)
     (item,) = read_dataset(tmp_path, FIVE).items
     assert (item.width_px, item.height_px) == (48, 64)
     assert open_pixels([path], 32, 64, item.span).shape == (3, 5, 64, 32)

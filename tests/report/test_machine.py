@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autotune.data.check import DataReport
+from autotune.data.dataset import DataReport
 from autotune.data.items import Problem, ProblemKind
 from autotune.machine.doctor import findings, read_doctor_facts
 from autotune.machine.probe import read_profile

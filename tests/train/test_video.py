@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from autotune.data.video import read_facts
+from autotune.data.pixels import read_facts
 from autotune.train.run import train
 from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.data.pictures import write_pictures, write_video
