@@ -30,7 +30,6 @@ from autotune.errors import InvalidInput
 from autotune.plan.workload import Bucket
 
 if TYPE_CHECKING:
-    from autotune.data.encode import EncodedDataset
     from autotune.models.family import Batch, Sample
 
 FLIP_SHARE = 0.5
@@ -287,13 +286,14 @@ EXTRA_BATCHES = 1
 
 @dataclass
 class BatchLoader:
-    """Collated micro-batches on the CPU, with fields named as in torch's `DataLoader`.
+    """Collated micro-batches on the CPU; other fields are named as in torch's `DataLoader`.
 
     Leaving the loop, by its end, `break` or an error, ends the threads. An error while reading is
     raised in the loop.
     """
 
-    dataset: EncodedDataset
+    read_sample: Callable[..., Sample]
+    """Called with the fields of a `Draw`."""
     batch_sampler: Iterable[MicroBatch]
     collate_fn: Callable[[Sequence[Sample]], Batch]
     num_workers: int = 1
@@ -327,7 +327,7 @@ class BatchLoader:
         return batch
 
     def _load(self, planned: MicroBatch) -> Batch:
-        batch = self.collate_fn([self.dataset.sample(*draw) for draw in planned.draws])
+        batch = self.collate_fn([self.read_sample(*draw) for draw in planned.draws])
         if self.pin_memory:
             return {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch

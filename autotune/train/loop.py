@@ -191,7 +191,7 @@ class TrainingLoop:
             steps, settings.micro_batch_size, rank=processes.rank, world_size=processes.world_size
         )
         return BatchLoader(
-            self.encoded,
+            self.encoded.sample,
             batches,
             self.model.collate,
             num_workers=settings.data_workers,

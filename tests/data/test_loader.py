@@ -42,7 +42,8 @@ ORDER = BatchOrder(
 def loader(
     data: Data, *, steps: range = range(6), num_workers: int = 1, **process: int
 ) -> BatchLoader:
-    return BatchLoader(data, ORDER.batches(steps, 2, **process), QwenImage().collate, num_workers)  # type: ignore[arg-type]
+    batches = ORDER.batches(steps, 2, **process)
+    return BatchLoader(data.sample, batches, QwenImage().collate, num_workers)
 
 
 def no_thread_left() -> bool:
