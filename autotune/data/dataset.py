@@ -420,12 +420,7 @@ def _without_copies(items: Sequence[Item], held_out: Sequence[Item]) -> tuple[It
 
 
 class DataReport(Frozen):
-    """What a data folder holds.
-
-    Example:
-        >>> report = autotune.check_data("photos")
-        >>> report.num_usable, report.can_train, report.problems
-    """
+    """Contents of a data folder, and what is wrong with them."""
 
     folder: PrintableStr
     resolution_px: int = PositiveInt
