@@ -20,11 +20,8 @@ ADAPTER_NAME = "default"
 
 
 def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
-    """The numbers of blocks that `0-4,18` names; None for `all`.
-
-    Raises:
-        InvalidInput: the model has fewer blocks.
-    """
+    """Parse the numbers of blocks that `0-4,18` names; None for `all`. Raises InvalidInput if the
+    model has fewer blocks."""
     if text == "all":
         return None
     ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
@@ -40,56 +37,40 @@ def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
 def choose_layers(
     family: Family, transformer: nn.Module, targets: str, blocks: str = "all"
 ) -> Sequence[str] | str:
-    """The adapted layers, in the form that peft's `target_modules` takes.
+    """Choose the adapted layers, in the form that peft's `target_modules` takes.
 
-    Args:
-        family: of the model.
-        transformer: without an adapter.
-        targets: name of a set of the family's, or patterns as of a shell for names of Linear layers
-            or their ends, separated by commas: `*.attn.to_q,to_v`.
-        blocks: as `Workload.adapted_blocks`; layers outside of blocks are not adapted if it is not
-            `all`.
-
-    Raises:
-        InvalidInput: there are no such layers.
+    `targets` is the name of a set of the family's, or patterns as of a shell for names of Linear
+    layers or their ends, separated by commas: `*.attn.to_q,to_v`. Layers outside of blocks are not
+    adapted if `blocks` is not `all`. Raises InvalidInput if there are no such layers.
     """
     own = family.blocks(transformer)
     numbers = block_numbers(blocks, len(own))
     if targets in family.target_sets and numbers is None:
         return family.target_set(targets)
     is_target = target_matcher(family, targets)
-    kept = (
-        None
-        if numbers is None
-        else {module for number in numbers for module in own[number].modules()}
-    )
     kinds = (nn.Linear, nn.Conv2d) if targets in family.target_sets else (nn.Linear,)
-    chosen = [
-        name
-        for name, module in transformer.named_modules()
-        if isinstance(module, kinds) and is_target(name) and (kept is None or module in kept)
-    ]
+    layers = {name: each for name, each in transformer.named_modules() if isinstance(each, kinds)}
+    chosen = [name for name in layers if is_target(name)]
+    if numbers is not None:
+        kept = {module for number in numbers for module in own[number].modules()}
+        chosen = [name for name in chosen if layers[name] in kept]
     if not chosen:
         if targets not in family.target_sets and not set(targets) & set("*?.,[_"):
             family.target_set(targets)  # a name, not a pattern: the nearest is told
-        linear = (
-            name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)
-        )
+        linear = (name for name, layer in layers.items() if isinstance(layer, nn.Linear))
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:8])
         where = f" in the blocks {blocks}" if numbers else ""
         raise InvalidInput(
             f"no layer of {family.name} is called {targets!r}{where}",
-            hint=(
-                f"--targets takes {', '.join(family.target_sets)}, or patterns of names that end "
-                f"in {ends}"
-            ),
+            hint=f"--targets takes {', '.join(family.target_sets)}, or patterns of names that end "
+            f"in {ends}",
         )
     return "|".join(re.escape(name) for name in chosen)
 
 
 def target_matcher(family: Family, targets: str) -> Callable[[str], bool]:
-    """Whether a layer's name is one of the targets, by peft's rule for the family's sets, or by
-    pattern."""
+    """Return a test whether a layer's name is one of the targets: by peft's rule for the family's
+    sets, or by pattern."""
     known = family.target_sets.get(targets)
     if known is not None:
         return _peft_rule(known)
@@ -100,7 +81,7 @@ def target_matcher(family: Family, targets: str) -> Callable[[str], bool]:
 
 
 def _peft_rule(chosen: Sequence[str] | str) -> Callable[[str], bool]:
-    """What peft's `target_modules` means: an expression for whole names, or ends of names."""
+    # As `target_modules` in peft: an expression for whole names, or ends of names.
     if isinstance(chosen, str):
         return lambda name: re.fullmatch(chosen, name) is not None
     return lambda name: any(name == end or name.endswith(f".{end}") for end in chosen)
@@ -109,10 +90,8 @@ def _peft_rule(chosen: Sequence[str] | str) -> Callable[[str], bool]:
 def adapter_shapes(
     family: Family, transformer: nn.Module, workload: Workload
 ) -> Counter[tuple[int, ...]]:
-    """How many parameters of each shape `add_adapter` would add, without the seconds that it takes.
-
-    Raises InvalidInput as `choose_layers`.
-    """
+    """Count the parameters of each shape that `add_adapter` would add, without the seconds that it
+    takes. Raises InvalidInput as `choose_layers`."""
     is_chosen = _peft_rule(
         choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
     )
@@ -163,7 +142,7 @@ def add_adapter(
         with _no_import_of_bitsandbytes():
             transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     if lean:
-        from autotune.models.low_rank import make_lean  # defines classes of torch
+        from autotune.models.low_rank import make_lean  # which needs torch to be defined
 
         make_lean(transformer)
     parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
@@ -174,11 +153,8 @@ def add_adapter(
 
 @contextlib.contextmanager
 def _no_import_of_bitsandbytes() -> Iterator[None]:
-    """Keep peft from importing bitsandbytes, for a second or two, to look for its layers in a
-    model.
-
-    Where nothing has imported it, no model has such layers.
-    """
+    """Spare peft the second or two of importing bitsandbytes to look for its layers in a model:
+    where nothing has imported it, there are none."""
     if "bitsandbytes" in sys.modules:
         yield
         return
@@ -191,8 +167,7 @@ def _no_import_of_bitsandbytes() -> Iterator[None]:
 
 
 def find_dropout_layers(transformer: nn.Module) -> list[nn.Module]:
-    """The layers that draw random numbers in a training step: none without an adapter with
-    dropout."""
+    """Find the layers that draw random numbers in a training step."""
     return [
         module
         for module in transformer.modules()

@@ -47,6 +47,9 @@ Sizes: TypeAlias = Sequence[tuple[int, int]]
 Images: TypeAlias = Sequence[Image.Image]
 Options: TypeAlias = dict[str, Any]
 
+COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+"""Those of most pipelines."""
+
 
 class Family(ABC):
     """One model family. Stateless: instances live in the registry."""
@@ -62,13 +65,7 @@ class Family(ABC):
     pipeline_config: ClassVar[Config] = {}
     """Values of `model_index.json` that tell families of one pipeline class apart; None is
     absent, null or false."""
-    components: ClassVar[tuple[str, ...]] = (
-        "transformer",
-        "vae",
-        "text_encoder",
-        "tokenizer",
-        "scheduler",
-    )
+    components: ClassVar[tuple[str, ...]] = COMPONENTS
     """Folders of a complete pipeline in the diffusers layout."""
     connectors: ClassVar[tuple[str, ...]] = ()
     """Those that `encode_prompt` needs besides text encoders: they are loaded, quantized and
@@ -124,16 +121,13 @@ class Family(ABC):
     size_multiple_px: ClassVar[int] = 16
     """Width and height must be multiples of this: VAE factor times patch size."""
     max_side_px: ClassVar[int] = 8192
-    """Maximum side of a picture: as many positions as the transformer knows, and no more than
-    anybody trains."""
+    """As many positions as the transformer knows, and no more than anybody trains."""
     frames_per_latent: ClassVar[int] = 1
-    """Temporal factor of a video VAE: frames of one latent, after the first frame, which has one
-    of its own."""
+    """Temporal factor of a video VAE; the first frame has a latent of its own."""
     max_frames: ClassVar[int] = 1
     """Maximum number of frames of an item."""
     max_controls: ClassVar[int] = 0
-    """Maximum number of control images of an item; if it is not 0, every item needs at least
-    one."""
+    """Control images of an item at most; if it is not 0, every item needs at least one."""
     latent_channels: ClassVar[tuple[str, int]] = ("in_channels", 16)
     """Constructor argument of the transformer that counts the channels of latents, and its
     default there; so for the other sizes."""
@@ -240,11 +234,8 @@ class Family(ABC):
         return [block for blocks in self.find_block_lists(transformer).values() for block in blocks]
 
     def last_block(self, transformer: nn.Module) -> str:
-        """Name the block that runs last, as in `named_modules`.
-
-        Double-stream models make nothing of the text that comes out of it, so some of its layers
-        never get a gradient.
-        """
+        """Name the block that runs last. Double-stream models make nothing of the text that comes
+        out of it, so some of its layers never get a gradient."""
         last = self.blocks(transformer)[-1]
         return next(str(name) for name, module in transformer.named_modules() if module is last)
 
@@ -276,11 +267,9 @@ class Family(ABC):
     def check_num_frames(self, number: int) -> None:
         """Raise InvalidInput if an item cannot have that many frames."""
         if number > self.max_frames:
-            clips = f"takes up to {self.max_frames} frames"
-            makes = clips if self.can_train_clips else "makes images"
-            hint = (
-                f"use --frames {self.max_frames}; in a plan's job, num_frames is {self.max_frames}"
-            )
+            most = self.max_frames
+            makes = f"takes up to {most} frames" if self.can_train_clips else "makes images"
+            hint = f"use --frames {most}; in a plan's job, num_frames is {most}"
             raise InvalidInput(f"{self.name} {makes}, not a clip of {number}", hint=hint)
         below = self.whole_frames(number)
         if number != below:
@@ -382,15 +371,13 @@ class Family(ABC):
         return latents
 
     def collate(self, samples: Sequence[Sample], token_multiple: int = 1) -> Batch:
-        """Stack every tensor; prompts are padded with zeros at the end to the longest, and if their
-        lengths differ and attention gets a mask until they and the images are a multiple of
-        `token_multiple` tokens.
+        """Stack every tensor. Raises RuntimeError if any but prompts differ in shape: the samples
+        are not of one bucket.
 
-        If prompts differ in length, `prompt_mask` (batch, padded) is True on their own tokens. With
-        `separates_prompts` they stay as they are, in `prompt_embeds_0`, `prompt_embeds_1` and so
-        on.
-
-        Raises RuntimeError if other tensors differ in shape: the samples are not of one bucket.
+        Prompts are padded with zeros at the end to the longest, and if their lengths differ and
+        attention gets a mask until they and the images are a multiple of `token_multiple` tokens;
+        then `prompt_mask` (batch, padded) is True on their own tokens. With `separates_prompts`
+        they stay as they are, in `prompt_embeds_0`, `prompt_embeds_1` and so on.
         """
         others = [name for name in samples[0] if name != "prompt_embeds"]
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in others}
@@ -526,16 +513,10 @@ def denoising_loss(
 ) -> Tensor:
     """Compute the mean squared error of the prediction, averaged in fp32 over a micro-batch.
 
-    Args:
-        family: predicts by the model.
-        transformer: the model that it calls.
-        batch: collated samples; `latents` (batch, channels, frames, height, width) and the
-            conditioning. If any has a mask or a weight also `loss_weights` (batch, 1, 1, height,
-            width), factors of the squared error.
-        noise: standard normal, in the shape of the latents.
-        levels: (batch,) of noise, as `process` counts them.
-        process: the model's, by default the family's.
-        weighting: how images weigh by their noise; one of the process's.
+    `batch` has `latents` (batch, channels, frames, height, width) and the conditioning; if any
+    sample has a mask or a weight also `loss_weights` (batch, 1, 1, height, width), factors of the
+    squared error. `noise` is standard normal, in the shape of the latents; `levels` (batch,) are as
+    `process` counts them, by default the family's.
     """
     process, clean = process or family.noise, batch["latents"]
     if weighting != "none" or "loss_weights" in batch:

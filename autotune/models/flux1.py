@@ -18,7 +18,7 @@ from autotune.models.facts import (
     Parts,
     PublishedModel,
 )
-from autotune.models.family import Batch, Family, Images, Options, Sample, Sizes
+from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Sample, Sizes
 from autotune.models.latents import (
     ATTENTION,
     FLUX_VAE,
@@ -61,15 +61,7 @@ class Flux1Dev(ImageLatents, Family):
     models: ClassVar[tuple[PublishedModel, ...]] = (DEV,)
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
-    components: ClassVar[tuple[str, ...]] = (
-        "transformer",
-        "vae",
-        "text_encoder",
-        "text_encoder_2",
-        "tokenizer",
-        "tokenizer_2",
-        "scheduler",
-    )
+    components: ClassVar[tuple[str, ...]] = (*COMPONENTS, "text_encoder_2", "tokenizer_2")
     tiny_config: ClassVar[Config] = {
         "num_layers": 1,
         "num_single_layers": 1,
@@ -195,7 +187,7 @@ class Chroma(Flux1Dev):
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
-    components = Family.components
+    components = COMPONENTS
     tiny_config = {
         "num_layers": 1,
         "num_single_layers": 1,

@@ -21,7 +21,7 @@ from autotune.models.facts import (
     PublishedModel,
     Stream,
 )
-from autotune.models.family import Batch, Family, Images, Options, Sizes, unwrap_model
+from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Sizes, unwrap_model
 from autotune.models.latents import (
     FLUX_VAE,
     ImageLatents,
@@ -65,15 +65,7 @@ class Kandinsky5(Family):
         "num_text_blocks": 1,
         "num_visual_blocks": 2,
     }
-    components = (
-        "transformer",
-        "vae",
-        "text_encoder",
-        "text_encoder_2",
-        "tokenizer",
-        "tokenizer_2",
-        "scheduler",
-    )
+    components = (*COMPONENTS, "text_encoder_2", "tokenizer_2")
     latent_channels = ("in_visual_dim", 4)
     prompt_size = (("in_text_dim", 3584),)
     pooled_size = ("in_text_dim2", 768)

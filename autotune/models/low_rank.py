@@ -1,4 +1,4 @@
-"""A LoRA layer in fewer kernels than peft uses, with the same numbers: it needs torch to be defined."""
+"""LoRA layers in fewer kernels than peft uses, with the same numbers."""
 
 from functools import cache
 from typing import Any
@@ -38,7 +38,7 @@ class LowRankSum(torch.autograd.Function):
 
 
 def add_low_rank(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """`LowRankSum`, or the same without writing into `result` where that cannot be."""
+    """Apply `LowRankSum`, or compute the same without writing into `result` where that cannot be."""
     if torch.compiler.is_compiling() or result._is_view():
         return torch.addmm(result, x @ down.t(), up.t(), alpha=scale)
     return LowRankSum.apply(result, x, down, up, scale)  # type: ignore[no-untyped-call, no-any-return]

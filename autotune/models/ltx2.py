@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.models.facts import Config, Defaults, Parts, PublishedModel
-from autotune.models.family import Batch, Family, Images, Options, Shapes, unwrap_model
+from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Shapes, unwrap_model
 from autotune.models.latents import adapted_layers
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor
@@ -85,16 +85,7 @@ class LTX2(Family):
     models = (LTX_23, LTX_2)
     pipeline_class = "LTX2Pipeline"
     transformer_class = "LTX2VideoTransformer3DModel"
-    components = (
-        "transformer",
-        "vae",
-        "audio_vae",
-        "vocoder",
-        "text_encoder",
-        "connectors",
-        "tokenizer",
-        "scheduler",
-    )
+    components = (*COMPONENTS, "audio_vae", "vocoder", "connectors")
     connectors = ("connectors",)
     decoders = ("vae", "audio_vae", "vocoder")
     tiny_config = {

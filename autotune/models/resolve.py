@@ -1,5 +1,4 @@
-"""From the name that the user gives a model to what it is: its family, its configuration, its size,
-its files.
+"""Models by the names that users give them: their family, configuration, size and files.
 
 What is wrong with a name or a folder is told before torch is imported; building the model takes it.
 """
@@ -15,11 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.events import OnEvent, StatusChanged, ignore_event
-from autotune.models.facts import Parts, PublishedModel
+from autotune.models.facts import Config, Parts, PublishedModel
 from autotune.models.family import CHECK_CONFIG, Family, build_on_meta, public_config
 from autotune.models.noise import NoiseProcess
 from autotune.models.registry import FAMILIES, find_published
@@ -50,33 +48,33 @@ from autotune.weights.files import (
 from autotune.weights.hub import fetch as fetch_files
 from autotune.weights.hub import missing_files, snapshot_in_cache, verify
 from autotune.weights.single_file import view_as
+from autotune.weights.stream import build_empty_component, check_part
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on the hub."""
+REVISION = re.compile(r"\w[\w./-]*")
 NAME_BASE = (
     "name a folder or a hub id that has VAE, text encoders and tokenizers in the diffusers layout: "
-    "--base; the "
-    "transformer's weights are not needed there"
+    "--base; the transformer's weights are not needed there"
 )
-REVISION = re.compile(r"\w[\w./-]*")
 
 
-def build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpec:
-    """What a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`, or
-    if it has no blocks."""
+def build_spec(family: Family, config: Config, name: str) -> ModelSpec:
+    """Build what a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`,
+    or if it has no blocks."""
     return _build_spec(family, json.dumps(dict(config), default=dict)).changed(name=name)
 
 
 @functools.lru_cache(maxsize=64)
 def _build_spec(family: Family, config: str) -> ModelSpec:
-    """Cached because it takes tenths of a second, and a command asks for it several times."""
+    # It takes tenths of a second, and a command asks for it several times.
     transformer = build_on_meta(family, json.loads(config))
     num_blocks = len(family.blocks(transformer))
     if not num_blocks:
-        message = (
-            f"the transformer's configuration builds a {family.transformer_class} without blocks"
+        raise InvalidInput(
+            f"the transformer's configuration builds a {family.transformer_class} without blocks",
+            hint=CHECK_CONFIG,
         )
-        raise InvalidInput(message, hint=CHECK_CONFIG)
     full = json.loads(json.dumps(public_config(transformer.config)))
     return ModelSpec(
         family=family.name,
@@ -89,11 +87,10 @@ def _build_spec(family: Family, config: str) -> ModelSpec:
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that can be built: its family, its transformer's configuration and, if they are on
-    disk, its files."""
+    """A model that can be built, and if they are on disk its files."""
 
     family: Family
-    config: Mapping[str, Any]
+    config: Config
     """Constructor arguments of the transformer."""
     name: str
     """Name of the folder or file, or the hub id."""
@@ -119,16 +116,14 @@ class ResolvedModel:
 
     @property
     def noise(self) -> NoiseProcess:
-        """How its latents are noised: the scheduler in its folder decides. Raises InvalidInput
-        if that is unusable."""
-        path = (
-            self.config_folder / "scheduler" / "scheduler_config.json"
-            if self.config_folder
-            else None
-        )
-        if path is None or not os.path.lexists(path):  # whoever has no weights yet may lack it, too
+        """The noise process that the scheduler in its folder decides. Raises InvalidInput if that
+        is unusable."""
+        if self.config_folder is None:
             return self.family.noise
-        return self.family.noise_of(read_config(path), read_model_index(path.parent.parent))
+        path = self.config_folder / "scheduler" / "scheduler_config.json"
+        if not os.path.lexists(path):  # whoever has no weights yet may lack it, too
+            return self.family.noise
+        return self.family.noise_of(read_config(path), read_model_index(self.config_folder))
 
     @property
     def weights(self) -> Path:
@@ -136,9 +131,8 @@ class ResolvedModel:
         if self.folder is None:
             raise InvalidInput(
                 f"the weights of {self.name} are not on this machine",
-                hint=(
-                    "`autotune train` fetches them; or pass a folder that has them: --model FOLDER"
-                ),
+                hint="`autotune train` fetches them; or pass a folder that has them: "
+                "--model FOLDER",
             )
         return self.folder
 
@@ -149,7 +143,7 @@ class ResolvedModel:
         return self.file or self.weights / self.family.denoiser
 
     def open_transformer(self) -> WeightSource:
-        """The transformer's weights under the names of its class. Raises InvalidInput or
+        """Open the transformer's weights under the names of its class. Raises InvalidInput or
         BadWeights."""
         source = open_weights(self.transformer_file)
         return view_as(source, build_on_meta(self.family, self.config)) if self.file else source
@@ -176,7 +170,7 @@ def resolve_model(ref: ModelRef) -> ResolvedModel:
     if snapshot is not None:
         return _resolve_folder(snapshot, repo, snapshot.name, ref.expert)
     if found is None:
-        names = [each.name for family in FAMILIES.values() for each in family.models]
+        names = [model.name for family in FAMILIES.values() for model in family.models]
         hint = f"{suggest_nearest(ref.name, names)}; or a hub id, owner/name"
         raise InvalidInput(f"{ref.name!r} is neither a folder nor a known model", hint=hint)
     family, published = found
@@ -184,14 +178,11 @@ def resolve_model(ref: ModelRef) -> ResolvedModel:
 
 
 def fetch_model(ref: ModelRef, *, weights: bool = True) -> ResolvedModel:
-    """`resolve_model` after downloading the model's files from the hub, unless it is a folder.
+    """Download the model's files from the hub, unless it is a folder, and resolve it; without
+    `weights` configurations and tokenizers alone: some megabytes.
 
-    Without `weights`, configurations and tokenizers alone: some megabytes.
-
-    Raises:
-        InvalidInput: as `resolve_model`.
-        HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not complete in the
-            local cache.
+    Raises InvalidInput as `resolve_model`; HubError, MissingWeights or PickledWeights if it cannot
+    be fetched, and is not complete in the local cache.
     """
     if not is_on_hub(ref):
         return resolve_model(ref)
@@ -205,16 +196,6 @@ def fetch_model(ref: ModelRef, *, weights: bool = True) -> ResolvedModel:
     family, revision = _fetch_index(ref)
     folder = fetch_files(repo, revision=revision, components=family.components, weights=weights)
     return _resolve_folder(folder, repo, folder.name, ref.expert)
-
-
-def _fetch_index(ref: ModelRef) -> tuple[Family, str]:
-    """The family of a repository on the hub, which says itself what its parts are unless it is
-    known, and its revision."""
-    found, repo, revision = _parse_name(ref)
-    if found:
-        return found[0], revision or "main"
-    index = fetch_files(repo, revision=revision or "main", components=())
-    return _detect_family(index), index.name
 
 
 class FetchedModel(Frozen):
@@ -285,11 +266,11 @@ def is_on_hub(ref: ModelRef) -> bool:
     return not _expand(ref.name).is_dir()
 
 
-def is_fetchable(model: ModelRef) -> bool:
-    """Whether `model`, or the base of a single file, is on the hub as far as its name tells:
+def is_fetchable(ref: ModelRef) -> bool:
+    """Whether a model, or the base of a single file, is on the hub as far as its name tells:
     known, or `owner/name`."""
-    origin = _base_of(model) if is_single_file(model) else model
-    return is_on_hub(model) and (not origin or REPO.fullmatch(_parse_name(origin)[1]) is not None)
+    origin = _base_of(ref) if is_single_file(ref) else ref
+    return is_on_hub(ref) and (not origin or REPO.fullmatch(_parse_name(origin)[1]) is not None)
 
 
 def is_single_file(ref: ModelRef) -> bool:
@@ -298,12 +279,127 @@ def is_single_file(ref: ModelRef) -> bool:
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
-def _base_of(ref: ModelRef) -> ModelRef | None:
-    return ModelRef(name=ref.base, revision=ref.revision) if ref.base else None
+def check_weights(model: ResolvedModel) -> None:
+    """Read the headers of all weights in the model's folder, so that damage shows now, not after an
+    hour of work.
+
+    Raises InvalidInput if the weights are not on this machine, or the scheduler's configuration
+    cannot be read; BadWeights if a file is missing, cut off or damaged.
+    """
+    family = model.family
+    for part in (*family.decoders, *family.text_encoders, *family.other_denoisers):
+        _open_part(model, part)
+    open_weights(model.transformer_file)
+    if model.config_folder and "scheduler" in family.components:
+        read_config(model.config_folder / "scheduler" / "scheduler_config.json")
+
+
+def read_parts(model: ResolvedModel) -> Parts | None:
+    """Read what the models around the transformer are, from headers and configurations in its
+    folder.
+
+    Without a folder those of the published model, if it is that one; else None.
+
+    Raises InvalidInput if the folder's VAE cannot be built.
+    """
+    family, folder = model.family, model.folder
+    if folder is None:
+        specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)
+        return next((each.parts for each, spec in specs if spec == model.spec), None)
+    with torch.device("meta"):
+        build_empty_component(folder, "vae", dtype=torch.float32)
+    others = [name for name in family.decoders if name != "vae"]
+    return Parts(
+        tuple(_num_parameters(model, name) for name in family.text_encoders),
+        component_class(folder, "vae")[1],
+        public_config(read_config(folder / "vae" / "config.json")),
+        sum(_num_parameters(model, name) for name in others),
+    )
+
+
+def _num_parameters(model: ResolvedModel, part: str) -> int:
+    return sum(math.prod(entry.shape) for _, entry in _open_part(model, part).locations.values())
+
+
+def _open_part(model: ResolvedModel, name: str) -> WeightSource:
+    """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for
+    what is missing."""
+    if (path := model.part_files.get(name)) is not None:
+        return check_part(model.weights, name, path)
+    try:
+        return open_weights(model.weights / name)
+    except MissingWeights as error:
+        if model.file is None:
+            raise
+        raise MissingWeights(
+            f"the weights of the {name} are missing: neither {model.file} nor "
+            f"{model.weights / name} has them",
+            hint=where_usually(model.file, name),
+        ) from error
+
+
+def _expand(model: str) -> Path:
+    return Path(os.path.expanduser(model))  # noqa: PTH111  Path's raises for a user that does not exist
+
+
+def _parse_name(ref: ModelRef) -> tuple[tuple[Family, PublishedModel] | None, str, str]:
+    """The published model, if it is one; repository and revision, empty without one."""
+    name, at, revision = ref.name.partition("@")
+    revision = ref.revision or revision
+    # It is joined to the cache's folder, and might leave it.
+    if (at or revision) and (not REVISION.fullmatch(revision) or ".." in revision):
+        raise InvalidInput(
+            f"{revision!r} is not a revision of {name}",
+            hint="name a commit, branch or tag after the @",
+        )
+    found = find_published(name, ref.expert)
+    return found, found[1].hub_id if found else name, revision
+
+
+def _resolve_folder(
+    folder: Path, name: str, revision: str | None = None, expert: str | None = None
+) -> ResolvedModel:
+    family = _detect_family(folder).with_expert(expert)
+    for part in family.components:
+        if not (folder / part).is_dir():
+            raise InvalidInput(
+                f"the model folder {folder} is incomplete: it has no {part}/",
+                hint="download the whole model again; a pipeline in the diffusers layout has one "
+                "folder per component",
+            )
+        require_bounded(folder / part)
+    config = public_config(read_config(folder / family.denoiser / "config.json"))
+    is_complete = revision is None or not missing_files(folder, family.components)
+    return ResolvedModel(family, config, name, folder if is_complete else None, folder, revision)
+
+
+def _detect_family(folder: Path) -> Family:
+    index = read_model_index(folder)
+    pipeline, alike = index.get("_class_name"), []
+    for family in FAMILIES.values():
+        if family.is_pipeline(index):
+            return family
+        if family.pipeline_class == pipeline:
+            alike.append(family.name)
+    if alike:
+        raise InvalidInput(
+            f"{folder} holds a {pipeline} of another kind than {' and '.join(alike)}, by its "
+            "model_index.json",
+            hint=f"use one of them: --model {alike[0]}",
+        )
+    known = sorted({family.pipeline_class for family in FAMILIES.values()})
+    raise InvalidInput(
+        f"{folder} holds a {pipeline}, and no known family has that pipeline",
+        hint=f"known: {', '.join(known)}",
+    )
 
 
 FindParts = Callable[[Family, Path | None], Mapping[str, Path]]
-"""Files of the weights that are not in a base, for its family and folder."""
+"""Finds the files of weights that are not in a base, for its family and folder."""
+
+
+def _base_of(ref: ModelRef) -> ModelRef | None:
+    return ModelRef(name=ref.base, revision=ref.revision) if ref.base else None
 
 
 def _resolve_single_file(
@@ -311,14 +407,16 @@ def _resolve_single_file(
 ) -> ResolvedModel:
     """The model in a file, with its other parts in the folder that `locate` finds for its base,
     if it does."""
-    file = Path(os.path.realpath(_expand(ref.name)))
     source = open_single_file(_expand(ref.name))
-    given = named_parts(source.path, ref)
+    file = Path(os.path.realpath(source.path))
+    vae, encoders = named_parts(source.path, ref)
     base = _base_of(ref) or ModelRef(name=recognize(source)[0][1].hub_id, revision=ref.revision)
-    find: FindParts = lambda family, folder: find_parts(source, family, *given, folder)  # noqa: E731
-    folder, on_hub = locate(base, find), is_on_hub(base)
-    revision = folder.name if folder and on_hub else None
-    known = find_published(base.name.partition("@")[0])
+
+    def find(family: Family, folder: Path | None) -> Mapping[str, Path]:
+        return find_parts(source, family, vae, encoders, folder)
+
+    folder, on_hub, base_name = locate(base, find), is_on_hub(base), base.name.partition("@")[0]
+    known = find_published(base_name)
     if folder:
         family = _detect_family(folder)
     elif known:
@@ -334,23 +432,22 @@ def _resolve_single_file(
     config = find_config(source, family, configs)
     others = [part for part in family.components if part != family.denoiser]
     lacking = [part for part in others if folder and not (folder / part).is_dir()]
-    if folder and lacking and not revision:
+    if lacking and not on_hub:
         raise InvalidInput(f"the base {folder} has no {lacking[0]}/", hint=NAME_BASE)
-    part_files = find(family, None if lacking else folder)
-    is_complete = (
-        folder
-        and not lacking
-        and not (revision and missing_files(folder, _in_base(family, part_files)))
+    config_folder = None if lacking else folder
+    part_files = find(family, config_folder)
+    is_complete = config_folder and not (
+        on_hub and missing_files(config_folder, _in_base(family, part_files))
     )
     return ResolvedModel(
         family,
         config,
         Path(ref.name).stem,
         folder if is_complete else None,
-        config_folder=None if lacking else folder,
-        revision=revision,
+        config_folder,
+        revision=folder.name if folder and on_hub else None,
         file=file,
-        base=base.name.partition("@")[0] if on_hub else base.name,
+        base=base_name if on_hub else base.name,
         part_files=part_files,
     )
 
@@ -365,9 +462,7 @@ def _locate(base: ModelRef) -> Path | None:
 
 def _in_base(family: Family, part_files: Mapping[str, Path]) -> list[str]:
     """The components whose files are all in the base."""
-    return [
-        part for part in family.components if part != family.denoiser and part not in part_files
-    ]
+    return [name for name in family.components if name not in (family.denoiser, *part_files)]
 
 
 def _fetch_base(base: ModelRef, find: FindParts | None) -> Path | None:
@@ -391,137 +486,11 @@ def _fetch_base(base: ModelRef, find: FindParts | None) -> Path | None:
     return folder
 
 
-def _expand(model: str) -> Path:
-    return Path(os.path.expanduser(model))  # noqa: PTH111  Path's raises for a user that does not exist
-
-
-def _parse_name(ref: ModelRef) -> tuple[tuple[Family, PublishedModel] | None, str, str]:
-    """The published model, if it is one; repository and revision, empty without one."""
-    name, at, revision = ref.name.partition("@")
-    revision = ref.revision or revision
-    if (at or revision) and (
-        not REVISION.fullmatch(revision) or ".." in revision
-    ):  # joined to the cache's folder it might leave it
-        raise InvalidInput(
-            f"{revision!r} is not a revision of {name}",
-            hint="name a commit, branch or tag after the @",
-        )
-    found = find_published(name, ref.expert)
-    return found, found[1].hub_id if found else name, revision
-
-
-def _open_part(model: ResolvedModel, name: str) -> WeightSource:
-    """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for
-    what is missing."""
-    from autotune.weights.stream import check_part
-
-    if (path := model.part_files.get(name)) is not None:
-        return check_part(model.weights, name, path)
-    try:
-        return open_weights(model.weights / name)
-    except MissingWeights as error:
-        if model.file is None:
-            raise
-        message = (
-            f"the weights of the {name} are missing: neither {model.file} nor "
-            f"{model.weights / name} has them"
-        )
-        raise MissingWeights(message, hint=where_usually(model.file, name)) from error
-
-
-def check_weights(model: ResolvedModel) -> None:
-    """Read the headers of all weights in the model's folder, so that damage shows now, not after an
-    hour of work.
-
-    Raises:
-        InvalidInput: the weights are not on this machine, or the scheduler's configuration cannot
-            be read.
-        BadWeights: a file is missing, cut off or damaged.
-    """
-    for part in (
-        *model.family.decoders,
-        *model.family.text_encoders,
-        *model.family.other_denoisers,
-    ):
-        _open_part(model, part)
-    open_weights(model.transformer_file)
-    if model.config_folder and "scheduler" in model.family.components:
-        read_config(model.config_folder / "scheduler" / "scheduler_config.json")
-
-
-def read_parts(model: ResolvedModel) -> Parts | None:
-    """The models around the transformer, from headers and configurations in its folder.
-
-    Without a folder those of the published model, if it is that one; else None.
-
-    Raises InvalidInput if the folder's VAE cannot be built.
-    """
-    from autotune.weights.stream import build_empty_component
-
-    family, folder = model.family, model.folder
-    if folder is None:
-        specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)
-        return next((each.parts for each, spec in specs if spec == model.spec), None)
-    vae_class = component_class(folder, "vae")[1]
-    with torch.device("meta"):
-        build_empty_component(folder, "vae", dtype=torch.float32)
-    others = [name for name in family.decoders if name != "vae"]
-    return Parts(
-        text_encoder_parameters=tuple(
-            _num_parameters(model, name) for name in family.text_encoders
-        ),
-        vae_class=vae_class,
-        vae_config=public_config(read_config(folder / "vae" / "config.json")),
-        decoder_parameters=sum(_num_parameters(model, name) for name in others),
-    )
-
-
-def _num_parameters(model: ResolvedModel, part: str) -> int:
-    return sum(math.prod(entry.shape) for _, entry in _open_part(model, part).locations.values())
-
-
-def _resolve_folder(
-    folder: Path, name: str, revision: str | None = None, expert: str | None = None
-) -> ResolvedModel:
-    family = _detect_family(folder).with_expert(expert)
-    for part in family.components:
-        if not (folder / part).is_dir():
-            raise InvalidInput(
-                f"the model folder {folder} is incomplete: it has no {part}/",
-                hint=(
-                    "download the whole model again; a pipeline in the diffusers layout has one "
-                    "folder per component"
-                ),
-            )
-        require_bounded(folder / part)
-    config = public_config(read_config(folder / family.denoiser / "config.json"))
-    is_complete = revision is None or not missing_files(folder, family.components)
-    return ResolvedModel(
-        family,
-        config,
-        name,
-        folder if is_complete else None,
-        config_folder=folder,
-        revision=revision,
-    )
-
-
-def _detect_family(folder: Path) -> Family:
-    index = read_model_index(folder)
-    family = next((family for family in FAMILIES.values() if family.is_pipeline(index)), None)
-    if family is None:
-        pipeline, known = (
-            index.get("_class_name"),
-            sorted({f.pipeline_class for f in FAMILIES.values()}),
-        )
-        if pipeline in known:
-            names = " and ".join(
-                name for name, family in FAMILIES.items() if family.pipeline_class == pipeline
-            )
-            message = (
-                f"{folder} holds a {pipeline} of another kind than {names}, by its model_index.json"
-            )
-            raise InvalidInput(message, hint=f"use one of them: --model {names.split()[0]}")
-        message = f"{folder} holds a {pipeline}, and no known family has that pipeline"
-        raise InvalidInput(message, hint=f"known: {', '.join(known)}")
-    return family
+def _fetch_index(ref: ModelRef) -> tuple[Family, str]:
+    """The family of a repository on the hub, which says itself what its parts are unless it is
+    known, and its revision."""
+    found, repo, revision = _parse_name(ref)
+    if found:
+        return found[0], revision or "main"
+    index = fetch_files(repo, revision=revision or "main", components=())
+    return _detect_family(index), index.name

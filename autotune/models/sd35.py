@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.models.facts import Config, Defaults, ModulationLayers, Parts, PublishedModel
-from autotune.models.family import Batch, Family
+from autotune.models.family import COMPONENTS, Batch, Family
 from autotune.models.latents import ATTENTION, FLUX_VAE, ImageLatents, adapted_layers
 from autotune.system.lazy import Tensor
 
@@ -61,17 +61,7 @@ class StableDiffusion35(ImageLatents, Family):
     )
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
-    components = (
-        "transformer",
-        "vae",
-        "text_encoder",
-        "text_encoder_2",
-        "text_encoder_3",
-        "tokenizer",
-        "tokenizer_2",
-        "tokenizer_3",
-        "scheduler",
-    )
+    components = (*COMPONENTS, "text_encoder_2", "text_encoder_3", "tokenizer_2", "tokenizer_3")
     tiny_config = {
         "num_layers": 2,
         "num_attention_heads": 2,

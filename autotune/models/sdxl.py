@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.models.facts import Config, Defaults, Parts, PublishedModel
-from autotune.models.family import Batch, Family, Shapes
+from autotune.models.family import COMPONENTS, Batch, Family, Shapes
 from autotune.models.latents import ImageLatents
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
 from autotune.plan.workload import Bucket
@@ -64,15 +64,7 @@ class StableDiffusionXL(ImageLatents, Family):
     denoiser = "unet"
     transformer_class = "UNet2DConditionModel"
     noise = DiscreteDiffusion()
-    components = (
-        "unet",
-        "vae",
-        "text_encoder",
-        "text_encoder_2",
-        "tokenizer",
-        "tokenizer_2",
-        "scheduler",
-    )
+    components = ("unet", *COMPONENTS[1:], "text_encoder_2", "tokenizer_2")
     tiny_config = {
         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),

@@ -1,5 +1,5 @@
-"""What a single file holds: the family and configuration of its DiT or UNet, and where its VAE and text
-encoders are: in files of their own, in it, or in its base."""
+"""Single files: the family and configuration of the DiT or UNet in one, and its VAE and text encoders
+in files of their own, in it, or in its base."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, MissingWeights, WeightSource, open_weights
 from autotune.weights.single_file import first_names, has_part, view_as
+from autotune.weights.stream import check_part, check_source
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 """Endings of files that people have models in."""
@@ -93,8 +94,6 @@ def _config_and_beginnings(family: Family) -> tuple[Mapping[str, Any], set[str]]
 
 
 def _why_not(source: WeightSource, family: Family, config: Mapping[str, Any]) -> BadWeights | None:
-    from autotune.weights.stream import check_source
-
     transformer = build_on_meta(family, config)
     try:
         check_source(transformer, view_as(source, transformer))
@@ -191,8 +190,6 @@ def find_parts(
 
 def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[str, Path]:
     """Each file with the text encoder that it suits."""
-    from autotune.weights.stream import check_part
-
     found: dict[str, Path] = {}
     for path in files:
         refusals = []
@@ -215,7 +212,6 @@ def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[s
 def where_usually(file: Path, name: str) -> str:
     """Name a component's option, and where such a file usually lies beside `file` in ComfyUI."""
     option, place = OPTIONS["vae" if name == "vae" else "text_encoder"]
-    models = next(
-        (parent for parent in file.absolute().parents if parent.name == "models"), Path("models")
-    )
+    above = (parent for parent in file.absolute().parents if parent.name == "models")
+    models = next(above, Path("models"))
     return f"name its file: {option} FILE; in a ComfyUI folder it usually lies in {models / place}"
