@@ -15,7 +15,7 @@ a few functions more; `autotune.records`, `autotune.events`, `autotune.errors` a
 import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autotune.system.version import __version__
 
@@ -64,100 +64,21 @@ if TYPE_CHECKING:
     from autotune.machine.doctor import doctor
     from autotune.models.resolve import fetch
     from autotune.report.pages import report
+else:
+    HOMES = {
+        "AutotuneError": "errors",
+        "doctor": "machine.doctor",
+        "fetch": "models.resolve",
+        "report": "report.pages",
+    }
 
-HOMES = {
-    "AutotuneError": "errors",
-    "doctor": "machine.doctor",
-    "fetch": "models.resolve",
-    "report": "report.pages",
-}
-"""Names that are not defined in `api`."""
-OLD = {
-    "PlanFromConfig": "autotune.api",
-    "plan_from_config": "autotune.api",
-    "convert_weights": "autotune.api",
-    "inspect_weights": "autotune.api",
-    "require_gpu": "autotune.api",
-    "PlanNotWritten": "autotune.api",
-    "list_choices": "autotune.api",
-    "RecordSummary": "autotune.records",
-    "list_records": "autotune.records",
-    "prune_records": "autotune.records",
-    "pull_records": "autotune.records",
-    "push_records": "autotune.records",
-    "verify_records": "autotune.records",
-    "DataReport": "autotune.data.dataset",
-    "ConceptFidelity": "autotune.demo.lesson",
-    "Demo": "autotune.demo.lesson",
-    "judge_lesson": "autotune.demo.lesson",
-    "make_demo": "autotune.demo.lesson",
-    "DoesNotFit": "autotune.errors",
-    "InvalidInput": "autotune.errors",
-    "InvalidPlan": "autotune.errors",
-    "NothingFits": "autotune.errors",
-    "Preempted": "autotune.errors",
-    "CandidatesPredicted": "autotune.events",
-    "Event": "autotune.events",
-    "Notice": "autotune.events",
-    "PhaseStarted": "autotune.events",
-    "PreviewsWritten": "autotune.events",
-    "Progressed": "autotune.events",
-    "RecordsMatched": "autotune.events",
-    "RunStarted": "autotune.events",
-    "SearchSpaceBuilt": "autotune.events",
-    "StatusChanged": "autotune.events",
-    "StepFinished": "autotune.events",
-    "TrialFinished": "autotune.events",
-    "TrialStarted": "autotune.events",
-    "event_line": "autotune.events",
-    "Audit": "autotune.interop.auditing",
-    "ExportedConfig": "autotune.interop.exporting",
-    "ConfigLine": "autotune.interop.importing",
-    "ImportedConfig": "autotune.interop.importing",
-    "CatalogGpu": "autotune.machine.catalog",
-    "Finding": "autotune.machine.doctor",
-    "FetchedModel": "autotune.models.resolve",
-    "Candidate": "autotune.plan.candidate",
-    "TrialResult": "autotune.plan.candidate",
-    "plan_text": "autotune.plan.file",
-    "HardwareProfile": "autotune.plan.hardware",
-    "Job": "autotune.plan.job",
-    "CheckResult": "autotune.plan.plan",
-    "TrainingPlan": "autotune.plan.plan",
-    "Estimate": "autotune.plan.prediction",
-    "Prediction": "autotune.plan.prediction",
-    "RunReport": "autotune.plan.run",
-    "ModelSpec": "autotune.plan.workload",
-    "Workload": "autotune.plan.workload",
-    "CatalogPrediction": "autotune.search.comparison",
-    "ComparedGpu": "autotune.search.comparison",
-    "Comparison": "autotune.search.comparison",
-    "ModelSummary": "autotune.search.comparison",
-    "NoGpu": "autotune.search.comparison",
-    "warm_up": "autotune.search.fork_server",
-    "PlanInterrupted": "autotune.search.planner",
-    "SearchSpace": "autotune.search.space",
-    "Record": "autotune.share.record",
-    "Transfer": "autotune.share.store",
-    "explain_error": "autotune.errors",
-    "is_first_process": "autotune.system.process",
-    "prepare_process": "autotune.system.process",
-    "FileSummary": "autotune.weights.tensors",
-}
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+        from autotune.system.process import collect_rarely
 
-
-def __getattr__(name: str) -> Any:
-    if name in OLD:
-        return getattr(
-            importlib.import_module(OLD[name]),
-            {"list_records": "list_records"}.get(name, name.removesuffix("_records")),
-        )
-    if name not in __all__:
-        raise AttributeError(f"module 'autotune' has no attribute {name!r}")
-    from autotune.system.process import collect_rarely
-
-    with collect_rarely():
-        return getattr(importlib.import_module(f"autotune.{HOMES.get(name, 'api')}"), name)
+        with collect_rarely():
+            return getattr(importlib.import_module(f"autotune.{HOMES.get(name, 'api')}"), name)
 
 
 def __dir__() -> list[str]:

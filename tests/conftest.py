@@ -99,18 +99,16 @@ def autotune_here(
 ) -> subprocess.CompletedProcess[str]:
     """The command in this process: what it prints and exits with, without paying for the imports
     again."""
-    import autotune
-    from autotune.cli.app import main
+    from autotune.cli import app
 
     capfd.readouterr()
-    prepare = autotune.prepare_process
+    prepare = app.prepare_process
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            autotune, "prepare_process", lambda **_: prepare()
-        )  # other tests need what it would hide
+        # Other tests need what it would hide.
+        patch.setattr(app, "prepare_process", lambda **_: prepare())
         patch.setattr(sys, "argv", ["autotune", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            main()
+            app.main()
     code = ended.value.code
     out, err = capfd.readouterr()
     return subprocess.CompletedProcess(sys.argv, code if isinstance(code, int) else 0, out, err)

@@ -16,20 +16,20 @@ from typing import Any, NoReturn
 
 import click
 
-import autotune
 from autotune.cli import demo, exchange  # noqa: F401 - they add their commands to `app`
 from autotune.cli.commands import app
 from autotune.cli.options import INTERRUPTED
 from autotune.cli.output import Progress
+from autotune.errors import explain_error  # at the top: without memory nothing is imported
 from autotune.report.text import printable, wrapped
+from autotune.system.process import prepare_process
 
 
 def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
     _open_streams()
     sys.unraisablehook = _repeat_interrupt
-    autotune.prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
-    explain = autotune.explain_error  # when memory has run out, nothing can be imported
+    prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
     words = _with_loudness_first(sys.argv[1:])
     try:
         status = app.main(words, prog_name="autotune", standalone_mode=False)
@@ -46,7 +46,7 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK") or Progress.is_verbose:
             sys.stderr.write(_hide_logins("".join(traceback.format_exception(error))))
-        explained = explain(error)
+        explained = explain_error(error)
         _fail(explained.message, explained.hint, explained.exit_status)
     if status == INTERRUPTED:
         _fail("interrupted", Progress.after_interrupt, INTERRUPTED)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.exceptions import Exit
@@ -14,6 +14,10 @@ import autotune
 from autotune.cli.options import Commands, RequestCommand
 from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
 from autotune.report.text import wrapped
+from autotune.system.process import is_first_process
+
+if TYPE_CHECKING:
+    from autotune.plan.plan import TrainingPlan
 
 PATH = click.Path(path_type=Path)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
@@ -136,8 +140,11 @@ def compare(asked: dict[str, Any], as_json: bool) -> None:
 @JSON
 def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
+    from autotune.api import PlanNotWritten, list_choices, require_gpu
+    from autotune.plan.file import plan_text
     from autotune.report.machine import elsewhere_lines
     from autotune.report.plan import knob_lines
+    from autotune.search.comparison import NoGpu
 
     if "model" not in asked and "earlier" not in asked:
         raise click.BadParameter(
@@ -145,24 +152,24 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
         )
     if list_knobs:
         with show_events() as show:
-            space = autotune.list_choices(**asked, on_event=show)
+            space = list_choices(**asked, on_event=show)
         print_out(knob_lines(space))
         return
     asked.setdefault("path", "plan.yaml")
     try:
         if "model" in asked and "hardware" not in asked:
-            autotune.require_gpu(asked["model"])
+            require_gpu(asked["model"])
         with show_events() as show:
             made = autotune.plan(**asked, on_event=show)
-    except autotune.NoGpu as error:
+    except NoGpu as error:
         if error.elsewhere and not as_json:
             print_out(elsewhere_lines(error))
         error.hint = error.advice(
             shlex.join(["autotune", *_predictable(sys.argv[1:]), "--hardware", error.gpu])
         )
         raise
-    except autotune.PlanNotWritten as error:
-        click.echo(autotune.plan_text(error.plan))
+    except PlanNotWritten as error:
+        click.echo(plan_text(error.plan))
         hint = "keep what is printed above as a file: it is the whole plan"
         raise autotune.AutotuneError(
             f"{error.message}; the plan is printed instead", hint=hint
@@ -170,7 +177,7 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
     print_result(made, as_json, lambda _: _ending(made, Path(asked["path"])))
 
 
-def _ending(made: "autotune.TrainingPlan", file: Path) -> list[str]:
+def _ending(made: "TrainingPlan", file: Path) -> list[str]:
     """What a person needs; with `--verbose` everything."""
     from autotune.report.plan import (
         explain_lines,
@@ -279,6 +286,8 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
 
     The defaults below are those of a run without a plan.
     """
+    from autotune.api import require_gpu
+    from autotune.plan.job import Job
     from autotune.report.run import PAGE_FILE, after_training_lines, report_lines
 
     repository = asked.pop("push_to_hub", None)
@@ -291,12 +300,12 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
             raise click.BadParameter(
                 "name a plan, or what to plan for: --model and --data", param_hint="PLAN"
             )
-        autotune.require_gpu(asked["model"])
+        require_gpu(asked["model"])
     with show_events() as show:
         report = autotune.train(**asked, on_event=show)
-    if not autotune.is_first_process():
+    if not is_first_process():
         return
-    folder = asked.get("output", autotune.Job.model_fields["output"].default)
+    folder = asked.get("output", Job.model_fields["output"].default)
     planned = autotune.load_plan(asked.get("plan", Path(folder) / "run-plan.yaml")).job
     output = Path(asked.get("output", planned.output))
     has_page = (output / PAGE_FILE).is_file()

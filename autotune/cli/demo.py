@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 from click.exceptions import Exit
 
-import autotune
 from autotune.cli.commands import PATH, app
 from autotune.cli.output import Progress, print_out, show_events
 
@@ -23,10 +22,14 @@ def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
     Progress.after_interrupt = (
         f"a demo always starts over: remove {output}, or name another folder with --output"
     )
-    autotune.warm_up()
+    from autotune.demo.lesson import judge_lesson, make_demo
+    from autotune.events import StatusChanged
+    from autotune.search.fork_server import warm_up
+
+    warm_up()
     with show_events() as show:
-        show(autotune.StatusChanged(text="writing a small pipeline and drawing images"))
-        made = autotune.make_demo(output)
+        show(StatusChanged(text="writing a small pipeline and drawing images"))
+        made = make_demo(output)
     size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
     new = made.new_shape
     print_out(f"a small Qwen-Image ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
@@ -41,8 +44,8 @@ def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
     _run_alone("train", plan_file)
     with show_events() as show:
         text = "sampling prompts that were in no picture, and judging them"
-        show(autotune.StatusChanged(text=text))
-        found = autotune.judge_lesson(made.model, result)
+        show(StatusChanged(text=text))
+        found = judge_lesson(made.model, result)
     taught = f"a {new} in colors and on backgrounds that were not taught"
     others = f"{found.others_before:.2f} before, {found.others_after:.2f} after"
     print_out(f"\nconcept fidelity (0 to 1) of {taught}:")

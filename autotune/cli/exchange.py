@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.exceptions import Exit
@@ -11,6 +11,9 @@ import autotune
 from autotune.cli.commands import JSON, OUTPUT, PATH, PLAN, app
 from autotune.cli.options import Commands
 from autotune.cli.output import print_out, print_remark, print_result, show_events
+
+if TYPE_CHECKING:
+    from autotune.share.store import Transfer
 
 CONFIG = click.argument(
     "config_file", type=PATH, metavar="FILE", help="A configuration of another trainer."
@@ -34,6 +37,7 @@ def import_config(
     Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not
     carry over.
     """
+    from autotune.api import plan_from_config
     from autotune.report.configs import import_lines
 
     config = autotune.import_config(config_file)
@@ -44,7 +48,7 @@ def import_config(
     if hardware is not None:
         options["hardware"] = hardware
     with show_events() as show:
-        made = autotune.plan_from_config(config, on_event=show, **options)
+        made = plan_from_config(config, on_event=show, **options)
     for remark in made.remarks:
         print_remark(f"note: {remark}")
     print_remark(f"written to {path}; train it with: autotune train {shlex.quote(str(path))}")
@@ -107,14 +111,18 @@ def profiles() -> None:
 @click.option("--create", is_flag=True, help="Create the folder if there is none.")
 def push(url: str, create: bool) -> None:
     """Add your records to a team's store."""
-    _print_transfer(autotune.push_records(url, create=create))
+    from autotune import records
+
+    _print_transfer(records.push(url, create=create))
 
 
 @profiles.command()
 @URL
 def pull(url: str) -> None:
     """Add a team's records to your own; only new ones are copied."""
-    _print_transfer(autotune.pull_records(url))
+    from autotune import records
+
+    _print_transfer(records.pull(url))
 
 
 @profiles.command("list")
@@ -123,9 +131,10 @@ def pull(url: str) -> None:
 @JSON
 def list_records(why: bool, store: str | None, as_json: bool) -> None:
     """List records; with --why, whether each counts here."""
+    from autotune import records
     from autotune.report.machine import record_list_lines
 
-    found = autotune.list_records(store, compare_here=why)
+    found = records.list_records(store, compare_here=why)
     print_result(found, as_json, lambda _: record_list_lines(found))
 
 
@@ -136,7 +145,9 @@ def list_records(why: bool, store: str | None, as_json: bool) -> None:
 def prune(names: tuple[str, ...], dry_run: bool, store: str | None) -> None:
     """Delete the named records, or those that are superseded, damaged, impossible, or of an
     older trial protocol."""
-    reasons = autotune.prune_records(names, store, dry_run=dry_run)
+    from autotune import records
+
+    reasons = records.prune(names, store, dry_run=dry_run)
     print_out([*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}"])
 
 
@@ -144,13 +155,15 @@ def prune(names: tuple[str, ...], dry_run: bool, store: str | None) -> None:
 @STORE
 def verify(store: str | None) -> None:
     """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
-    count, bad = autotune.verify_records(store)
+    from autotune import records
+
+    count, bad = records.verify(store)
     print_out([*bad, f"records: {count}, bad: {len(bad)}"])
     if bad:
         raise Exit(1)
 
 
-def _print_transfer(transfer: "autotune.Transfer") -> None:
+def _print_transfer(transfer: "Transfer") -> None:
     for refused in transfer.refused:
         print_remark(f"refused: {refused}")
     counts = (
@@ -175,10 +188,11 @@ def weights() -> None:
 @JSON
 def inspect(file: Path, no_values: bool, as_json: bool) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
+    from autotune.api import inspect_weights
     from autotune.report.machine import weights_lines
 
     with show_events() as show:
-        summary = autotune.inspect_weights(file, count_values=not no_values, on_event=show)
+        summary = inspect_weights(file, count_values=not no_values, on_event=show)
     print_result(summary, as_json, weights_lines)
 
 
@@ -198,5 +212,7 @@ def convert(source: Path, target: Path, to: str, model: str | None) -> None:
 
     Weights and alphas stay the same.
     """
-    autotune.convert_weights(source, target, to=to, model=model)
+    from autotune.api import convert_weights
+
+    convert_weights(source, target, to=to, model=model)
     print_out(f"written to {target}")

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
-import autotune
 from autotune.report.text import with_command, wrapped
 
 if TYPE_CHECKING:
-    from autotune import Event
+    from autotune.events import Event
 
 T = TypeVar("T")
 
@@ -26,7 +25,9 @@ class Progress:
 def show_events() -> AbstractContextManager[Callable[["Event"], None]]:
     """A listener for `on_event` that shows on stderr what long work tells, as `--progress` says."""
     if Progress.form == "json":
-        return nullcontext(lambda event: click.echo(autotune.event_line(event), err=True))
+        from autotune.events import event_line
+
+        return nullcontext(lambda event: click.echo(event_line(event), err=True))
     if Progress.form == "none":
         return nullcontext(lambda event: None)
     from autotune.cli import terminal

@@ -43,10 +43,10 @@ def example_of(name: str) -> str:
 
 @pytest.mark.slow
 def test_examples_use_what_objects_have(tmp_path: Path) -> None:
-    source = "from pathlib import Path\n\nimport autotune\n\n"
+    source = "from pathlib import Path\n\nimport autotune\nfrom autotune.events import Event\n\n"
     for name in autotune.__all__:
         code = textwrap.indent(example_of(name), "    ")
-        source += f"\ndef example_of_{name}(event: autotune.Event) -> None:\n{code}\n"
+        source += f"\ndef example_of_{name}(event: Event) -> None:\n{code}\n"
     (file := tmp_path / "examples.py").write_text(source)
     told, _, status = mypy.api.run([str(file), "--config-file", str(ROOT / "pyproject.toml")])
     assert status == 0, told
