@@ -63,8 +63,8 @@ from autotune.plan.request import (
 from autotune.plan.run import RunReport
 from autotune.plan.workload import ADAMW
 from autotune.report.pages import RunPage
-from autotune.share.record import unshareable_reason
-from autotune.share.store import save_record
+from autotune.share.record import build_record, unshareable_reason
+from autotune.share.store import user_store
 from autotune.system.files import cache_path, require_writable, write_text_atomic
 from autotune.system.process import (
     Launch,
@@ -274,8 +274,8 @@ def _resolve_on_hardware(
 ) -> tuple[ResolvedRequest, HardwareProfile]:
     """The request on the machine that it names. What can be wrong is looked at before a rate is
     measured, and as far as possible before torch is imported. `tries`: whether trials follow."""
-    from autotune.search.fork_server import warm_up
     from autotune.search.request import ResolvedRequest
+    from autotune.system.process import warm_up
 
     on_event, on_sound, profile = request.on_event, lambda: None, None
     if request.hardware is not None:
@@ -331,7 +331,7 @@ def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEven
     if unshareable_reason(result.plan, profile) is not None:
         return
     try:
-        save_record(result.plan, profile, result.residuals)
+        user_store().add(build_record(result.plan, profile, result.residuals))
     except AutotuneError as error:
         text = f"not kept for the next search: {error.message}"
         on_event(Notice(text=text, topic="records", level="warning"))

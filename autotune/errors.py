@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 
 def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None) -> str:
@@ -48,12 +49,14 @@ class AutotuneError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the hint too, so that it reaches another process."""
-        return _rebuild, (type(self), self.message, self.hint)
+        """Pickle all attributes, so that they reach another process."""
+        return _rebuild, (type(self), vars(self))
 
 
-def _rebuild(kind: type[AutotuneError], message: str, hint: str) -> AutotuneError:
-    return kind(message, hint=hint)
+def _rebuild(kind: type[AutotuneError], attributes: dict[str, Any]) -> AutotuneError:
+    error = kind.__new__(kind, attributes["message"])
+    vars(error).update(attributes)
+    return error
 
 
 class InvalidInput(AutotuneError):

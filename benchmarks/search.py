@@ -25,8 +25,7 @@ silence_libraries()
 import optuna
 from search_tasks import Task, capped_tasks, measured_once, simulated_tasks, table_tasks
 
-from autotune.cost.predict import BLOCK_COUNTS
-from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate, TrialResult
 from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.search.study import run_search
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.cost.calibration import PriorResiduals
-from autotune.cost.predict import BLOCK_COUNTS, CostModel
+from autotune.cost.predict import CostModel
 from autotune.knobs.knob import TuningContext
 from autotune.machine.probe import hardware_named
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import Candidate, Choice, TrialResult
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate, Choice, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction

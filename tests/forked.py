@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from autotune.search.fork_server import fork_server_context
+from autotune.system.process import fork_server_context
 
 
 def start_forked(

@@ -20,14 +20,12 @@ from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.facts import Parts
 from autotune.models.family import Family
-from autotune.plan.candidate import CachingSettings, Candidate, Residual, TrialResult
+from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import EncoderGpu, Reason
 from autotune.plan.prediction import Overheads, Prediction, StepTime
 from autotune.plan.workload import Workload
 
-BLOCK_COUNTS = ("checkpointed_blocks", "selective_blocks", "swapped_blocks")
-"""Numbers of blocks: memory and time of any of them are arithmetic on traced blocks."""
 ELEMENTWISE_SHARE = 0.6
 """Share of the time of elementwise kernels that is left in compiled blocks. Not measured: it
 decides what is tried."""

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 from autotune.plan.base import HIDDEN, Frozen, NaturalInt, PositiveInt
 
 Choice = str | int
+BLOCK_COUNTS = ("checkpointed_blocks", "selective_blocks", "swapped_blocks")
+"""Fields of `Candidate` that are numbers of blocks."""
 
 
 class Candidate(Frozen):

@@ -1,10 +1,8 @@
 """A predicted plan arrives at its machine: one trial tells whether its settings hold, and the plan
 becomes measured.
 
-As in a search, what changes the computation is tried only once its adapter gradients agree with the
-reference's there. Only settings that the plan itself names are turned to: the chosen ones, then its
-fallbacks, each of which needs less memory than the one before. Work, quality and effective batch
-stay as they are.
+Only settings that the plan itself names are turned to: the chosen ones, then its fallbacks, each of
+which needs less memory than the one before. Work, quality and effective batch stay as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +19,10 @@ from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.file import read_plan, seal, write_plan
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.plan import FrozenPart, PlannedHardware, Reason, TrainingPlan
+from autotune.plan.plan import FrozenPart, Reason, TrainingPlan
 from autotune.search.expected import build_expectation, planned_hardware
 from autotune.search.next import search_cost_seconds
-from autotune.search.problem import PlannerBackend
-from autotune.search.study import TrialFunction
+from autotune.search.problem import PlannerBackend, TrialFunction
 from autotune.search.winner import choose_winner, score_trials
 from autotune.system.process import started_by_launcher
 from autotune.train.prepare import key_misfits, model_misfits, require_fit
@@ -52,15 +49,9 @@ def load_or_verify(
     on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
     sealed = verify_prediction(plan, hardware)
     then, now = plan.frozen.expected, sealed.frozen.expected
-    changed = (
-        ""
-        if sealed.frozen.settings == plan.frozen.settings
-        else "; its settings did not run, a fallback does"
-    )
-    text = (
-        f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} "
-        f"predicted{changed}"
-    )
+    text = f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} predicted"
+    if sealed.frozen.settings != plan.frozen.settings:
+        text += "; its settings did not run, a fallback does"
     if file:
         write_plan(sealed_path(file), sealed)
         text += f"; written to {sealed_path(file)}"
@@ -75,13 +66,11 @@ def load_verified(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
         sealed = read_plan(sealed_path(path))
     except InvalidPlan:
         return None
-    same_work = (
-        sealed.frozen.workload == plan.frozen.workload
-        and sealed.frozen.predicted_digest == plan.digest
-    )
-    same_machine = sealed.frozen.hardware.match_keys == hardware.match_keys
-    same_device = sealed.frozen.hardware.device_name == hardware.device.name
-    return seal(plan.job, sealed.frozen) if same_work and same_machine and same_device else None
+    ours, theirs = sealed.frozen, plan.frozen
+    is_same_work = ours.workload == theirs.workload and ours.predicted_digest == plan.digest
+    is_same_device = ours.hardware.device_name == hardware.device.name
+    is_same_machine = is_same_device and ours.hardware.match_keys == hardware.match_keys
+    return seal(plan.job, ours) if is_same_work and is_same_machine else None
 
 
 def sealed_path(path: Path) -> Path:
@@ -101,79 +90,65 @@ def verify_prediction(
     require_fit(key_misfits(plan, hardware))
     backend, model = backend or PlannerBackend(), resolve_model(plan.job.model_ref)
     require_fit(model_misfits(plan, model.spec))
-    planned = plan.frozen.hardware
+    planned, caching = plan.frozen.hardware, plan.frozen.caching
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)
-    caching = plan.frozen.caching
-    as_planned = caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
+    as_planned = Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
     cost = CostModel.build(
         hardware,
         work,
         model.family,
         model.config,
         read_parts(model),
-        caching=as_planned,
+        caching=(caching, as_planned),
         parallel=parallel,
     )
     candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
-    against = _too_large(candidates, cost) | {
-        one: why for one in candidates if (why := _unusable(one, hardware))
-    }
+    against = _find_misfits(candidates, cost)
     if fitting := [candidate for candidate in candidates if candidate not in against]:
         choices = {
             name: tuple({getattr(one, name): None for one in fitting})
             for name in GRADIENT_TOLERANCES
         }
-        checked = backend.check_gradients(
-            TuningContext(hardware, model.family, work), choices, model
-        )
-        against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, checked))}
-    if not (usable := [candidate for candidate in candidates if candidate not in against]):
-        raise DoesNotFit(
-            "neither the plan's settings nor its fallbacks can be used here; the last: "
-            f"{against[candidates[-1]]}",
-            hint=PLAN_AGAIN,
-        )
+        context = TuningContext(hardware, model.family, work)
+        checked = backend.check_gradients(context, choices, model)
+        wrong = {candidate: _find_wrong(candidate, checked) for candidate in fitting}
+        against |= {candidate: why for candidate, why in wrong.items() if why}
+    usable = [candidate for candidate in candidates if candidate not in against]
+    if not usable:
+        last = f"the last: {against[candidates[-1]]}"
+        what = f"neither the plan's settings nor its fallbacks can be used here; {last}"
+        raise DoesNotFit(what, hint=PLAN_AGAIN)
     with backend.trials(plan.job.model_ref, cost) as run:
         trials = _until_one_runs(usable, run)
-    return seal(plan.job, _measured(plan, planned_hardware(cost), cost, trials, against))
+    return seal(plan.job, _measured(plan, cost, trials, against))
 
 
-def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
-    """What may not be tried, and why: an over-allocation can hang a machine whose memory is
-    shared."""
-    budget = cost.budget_bytes
-    needed = {candidate: cost.predict(candidate).run_memory_bytes for candidate in candidates}
-    return {
-        candidate: f"needs {needed_bytes / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
-        for candidate, needed_bytes in needed.items()
-        if needed_bytes > budget
-    }
+def _find_misfits(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
+    """What may not be tried, and why: this machine lacks something, or has too little memory, where
+    an over-allocation can hang it."""
+    budget, against = cost.budget_bytes, {}
+    for candidate in candidates:
+        needed = cost.predict(candidate).run_memory_bytes
+        if needed > budget:
+            limit = f"a run may take {budget / 2**30:.1f} GiB"
+            against[candidate] = f"needs {needed / 2**30:.1f} GiB, {limit}"
+        for name, value in candidate:
+            if why := why_not_on(name, value, cost.hardware):
+                against[candidate] = f"{TITLES[name]} {value}: {why}"
+                break
+    return against
 
 
-def _unusable(candidate: Candidate, hardware: HardwareProfile) -> str | None:
-    """Which of its values this machine lacks something for, and what; None if it has all."""
-    reasons = (
-        (TITLES[name], value, why_not_on(name, value, hardware)) for name, value in candidate
-    )
-    return next((f"{title} {value}: {why}" for title, value, why in reasons if why), None)
-
-
-def _wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
-    """Why what it computes is not the same on this machine, or None."""
-    capabilities = (
-        (f"{TITLES[name]} {value}", gradient_capability(name, parity.checked_choice))
-        for name, rule in GRADIENT_TOLERANCES.items()
-        if (parity := rule(value := getattr(candidate, name)))
-    )
-    return next(
-        (
-            f"{what}: {why}"
-            for what, capability in capabilities
-            if (why := why_not(hardware, capability))
-        ),
-        None,
-    )
+def _find_wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
+    """Why what it computes is not the same on this machine."""
+    for name, rule_of in GRADIENT_TOLERANCES.items():
+        value = getattr(candidate, name)
+        rule = rule_of(value)
+        why = rule and why_not(hardware, gradient_capability(name, rule.checked_choice))
+        if why:
+            return f"{TITLES[name]} {value}: {why}"
+    return None
 
 
 def _until_one_runs(candidates: Sequence[Candidate], run: TrialFunction) -> tuple[TrialResult, ...]:
@@ -192,7 +167,6 @@ def _until_one_runs(candidates: Sequence[Candidate], run: TrialFunction) -> tupl
 
 def _measured(
     plan: TrainingPlan,
-    hardware: PlannedHardware,
     cost: CostModel,
     trials: tuple[TrialResult, ...],
     against: Mapping[Candidate, str],
@@ -202,23 +176,18 @@ def _measured(
     assert best is not None  # the last trial ran
     failed = against.get(frozen.settings, f"{trials[0].outcome}: {trials[0].message}")
     after = (frozen.settings, *frozen.fallbacks).index(best.candidate)
-    return FrozenPart.model_validate(
-        {
-            **dict(frozen),
-            "hardware": hardware,
-            "settings": best.candidate,
-            "expected": build_expectation(
-                best, trials, cost, frozen.workload, plan.job, frozen.expected.price_per_hour
-            ),
-            "reasons": tuple(_reason(reason, best.candidate, failed) for reason in frozen.reasons),
-            "fallbacks": frozen.fallbacks[after:],
-            "search_seconds": search_cost_seconds(trials),
-            "trials": trials,
-            "forecast": frozen.forecast
-            and frozen.forecast.rebased(frozen.settings, best.candidate),
-            "predicted_digest": plan.digest,
-            "overheads": None,  # autotune's executor ran it
-        }
+    price, forecast = frozen.expected.price_per_hour, frozen.forecast
+    return frozen.changed(
+        hardware=planned_hardware(cost),
+        settings=best.candidate,
+        expected=build_expectation(best, trials, cost, frozen.workload, plan.job, price),
+        reasons=tuple(_reason(reason, best.candidate, failed) for reason in frozen.reasons),
+        fallbacks=frozen.fallbacks[after:],
+        search_seconds=search_cost_seconds(trials),
+        trials=trials,
+        forecast=forecast and forecast.rebased(frozen.settings, best.candidate),
+        predicted_digest=plan.digest,
+        overheads=None,  # autotune's executor ran it
     )
 
 

@@ -2,6 +2,7 @@
 catalog, which `benchmarks/predict_catalog.py` predicts ahead with the planner itself."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal
@@ -36,15 +37,13 @@ class ComparedGpu(Frozen):
     """Why nothing fits."""
     settings: Candidate | None = None
     num_steps: int = 0
-    """Optimizer steps of the job."""
     step_seconds: float | None = None
-    """Time of an optimizer step."""
     image_seconds: float | None = None
     """Time of a step for each image (or clip) in it."""
     time_uncertainty: float | None = None
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
-    """Run memory: of the phase that needs most."""
+    """Memory of the phase that needs most."""
     download_seconds: float | None = None
     """Until the model's files are there."""
     search_seconds: float | None = None
@@ -72,22 +71,15 @@ class ComparedGpu(Frozen):
     @property
     def cost(self) -> float | None:
         """Cost of all that, in the currency of the price."""
-        total = self.total_seconds
-        return (
-            None
-            if total is None or self.price_per_hour is None
-            else self.price_per_hour * total / 3600
-        )
+        total, price = self.total_seconds, self.price_per_hour
+        return None if total is None or price is None else price * total / 3600
 
     def _total(self, slower: float) -> float | None:
         if self.step_seconds is None:
             return None
-        besides = (
-            (self.download_seconds or 0.0)
-            + (self.search_seconds or 0.0)
-            + (self.other_seconds or 0.0)
-        )
-        return besides + self.num_steps * self.step_seconds * (1 + slower)
+        besides = (self.download_seconds, self.search_seconds, self.other_seconds)
+        steps = self.num_steps * self.step_seconds * (1 + slower)
+        return sum(seconds or 0.0 for seconds in besides) + steps
 
 
 class Comparison(Frozen):
@@ -161,26 +153,23 @@ def select_gpus(
     fastest. `max_cost` leaves out those without a price, too.
     """
     order = order or ("cost" if any(one.cost is not None for one in compared) else "hours")
+    most_cost = math.inf if max_cost is None else max_cost
+    most_seconds = math.inf if max_hours is None else 3600 * max_hours
 
     def rank(one: ComparedGpu) -> tuple[float | str, ...]:
-        cost = float("inf") if one.cost is None else one.cost
-        return {
-            "cost": (cost, one.total_seconds or 0.0),
-            "hours": (one.total_seconds or 0.0,),
-            "name": (),
-        }[order]
+        cost = math.inf if one.cost is None else one.cost
+        seconds = one.total_seconds or 0.0
+        orders = {"cost": (cost, seconds), "hours": (seconds,), "name": ()}
+        return (*orders[order], one.gpu)
 
     def is_within(one: ComparedGpu) -> bool:
-        if max_cost is not None and (one.cost is None or one.cost > max_cost):
+        if max_cost is not None and one.cost is None:
             return False
-        return max_hours is None or (one.total_seconds or 0.0) <= 3600 * max_hours
+        return (one.cost or 0.0) <= most_cost and (one.total_seconds or 0.0) <= most_seconds
 
     fitting = [one for one in compared if one.misfit is None and is_within(one)]
     others = [one for one in compared if one.misfit is not None]
-    return (
-        *sorted(fitting, key=lambda one: (*rank(one), one.gpu)),
-        *sorted(others, key=lambda one: one.gpu),
-    )
+    return (*sorted(fitting, key=rank), *sorted(others, key=lambda one: one.gpu))
 
 
 FILE = "predictions.json"
@@ -200,7 +189,7 @@ class CatalogPrediction(Frozen):
     time_uncertainty: float | None = None
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
-    """Run memory: of the phase that needs most."""
+    """Memory of the phase that needs most."""
     settings: Candidate | None = None
 
 
@@ -239,28 +228,19 @@ class NoGpu(NothingFits):
 
 
 @cache
-def _read_file() -> dict[str, dict[str, dict[str, object] | None]]:
-    found: dict[str, dict[str, dict[str, object] | None]] = json.loads(
-        shipped_path(FILE).read_text()
-    )["models"]
-    return found
-
-
-@cache
 def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
     """For every GPU of the catalog, the fastest first and those that the model does not fit
     last; empty if unknown."""
-    known = _read_file().get(model, {})
-    predictions = (
+    known = json.loads(shipped_path(FILE).read_text())["models"].get(model, {})
+    predictions = [
         CatalogPrediction.model_validate(
             {"gpu": gpu.id, "memory_gb": gpu.memory_nominal_gb, **(known[gpu.id] or {})}
         )
         for gpu in load_catalog()
         if gpu.id in known
-    )
-    return tuple(
-        sorted(predictions, key=lambda each: (each.step_seconds or float("inf"), each.gpu))
-    )
+    ]
+    predictions.sort(key=lambda each: (each.step_seconds or math.inf, each.gpu))
+    return tuple(predictions)
 
 
 LEVERS: Mapping[str, str] = {
@@ -291,12 +271,12 @@ class ModelSummary(Frozen):
     kind: Literal["image", "edit", "video"]
     """What it makes: images, images of control images, or clips, which images train as well."""
     num_parameters: int | None
-    """Number of parameters of the transformer; None if the family does not state it."""
+    """Of the transformer; None if the family does not state it."""
     is_verified: bool
     """Whether the transformer that is built without its files was compared with the published
     one."""
     license: str
-    """License that its card names; empty if that is not known."""
+    """As its card names it; empty if that is not known."""
     note: str
     """What whoever trains it should know."""
     levers: tuple[str, ...]
@@ -304,8 +284,7 @@ class ModelSummary(Frozen):
     missing_levers: Mapping[str, str]
     """Why it lacks the other settings."""
     prediction: CatalogPrediction | None = None
-    """What the GPU that was asked for is predicted to do with the family's defaults; None if
-    that was not computed."""
+    """For the GPU that was asked for, with the family's defaults; None if that was not computed."""
 
     @classmethod
     def build(cls, family: Family, model: PublishedModel, gpu: str | None) -> "ModelSummary":

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from autotune.cost.estimate import job_time
 from autotune.cost.predict import CostModel
@@ -22,6 +22,34 @@ from autotune.plan.prediction import (
 )
 from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.search.winner import Score
+
+MAX_ROWS = 64
+"""Rows of a forecast, but for what was tried and the best with each value of a knob: a plan is
+read by people."""
+MAX_FRONT = 16  # candidates of the Pareto front
+MAX_BEYOND = 8  # candidates that do not fit
+EXACT_DIGITS, DIGITS = 9, 5
+"""Digits that are the same on every CPU, and those that are kept: rounding to the first before
+the second makes the last bits of a logarithm decide nothing."""
+
+
+class _Row(NamedTuple):
+    candidate: Candidate
+    seconds: float
+    step_bytes: int
+    run_bytes: int
+    fits: bool
+
+
+def _row_of(prediction: Prediction, budget_bytes: int) -> _Row:
+    needed = prediction.run_memory_bytes
+    return _Row(
+        prediction.candidate,
+        _rounded(prediction.step_seconds),
+        round(_rounded(prediction.allocated_memory_bytes)),
+        round(_rounded(needed)),
+        needed <= budget_bytes,
+    )
 
 
 def planned_hardware(cost: CostModel) -> PlannedHardware:
@@ -59,27 +87,18 @@ def build_expectation(
     prediction = cost.predict(best.candidate)
     peak = best.peak_memory_bytes if trials else prediction.allocated_memory_bytes
     largest = max([peak, *(phase.device_bytes or 0 for phase in phases)])
-    overhead = (
-        prediction.training.run_memory_bytes - prediction.allocated_memory_bytes
-    )  # outside the allocator
+    # What the process takes outside the allocator.
+    overhead = prediction.training.run_memory_bytes - prediction.allocated_memory_bytes
     room = cost.budget_bytes - largest
     if trials and room > 0:  # they ran within the budget, so that they need no more than it
         overhead = min(overhead, room)
-    host, kept = (
-        max([t.host_memory_bytes or 0 for t in own], default=0),
-        cost.resident_encoder_bytes,
-    )
-    on_cpu, is_complete = (
-        cost.hardware.device.kind == "cpu",
-        any(phase.name == "caching" for phase in phases),
-    )
-    if on_cpu and own:  # where the process as a whole was measured
-        overhead = (
-            max([phase.host_bytes or 0 for phase in phases] or [own[-1].host_memory_bytes or 0])
-            - peak
-        )
+    host = max([trial.host_memory_bytes or 0 for trial in own], default=0)
+    kept = cost.resident_encoder_bytes
+    if cost.hardware.device.kind == "cpu" and own:  # where the process as a whole was measured
+        measured = [phase.host_bytes or 0 for phase in phases] or [own[-1].host_memory_bytes or 0]
+        overhead = max(measured) - peak
         kept = 0 if phases else kept  # they were there
-    if not is_complete:  # the others are only predicted
+    if not any(phase.name == "caching" for phase in phases):  # the others are only predicted
         others = [phase.run_memory_bytes for phase in prediction.phases if phase.name != "train"]
         overhead = max([overhead, *(needed - largest for needed in others)])
     if trials:  # which ran in one process of autotune's executor
@@ -112,51 +131,19 @@ def held_data_bytes(cost: CostModel, workload: Workload, job: Job, precision: st
     Captions count at their mean length, and one for each image; `shuffle_tags` and `flip` multiply
     what is encoded.
     """
-    images = captions = masks = 0
+    held = 0
+    element = encoder_element_bytes(precision) if job.cache == "memory" else 0
     for bucket in workload.buckets:
         shapes = cost.family.sample_shapes(
             cost.model.config, bucket, mean_text_tokens(workload), workload.num_control_images
         )
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         texts = sum(size for name, size in sizes.items() if "prompt" in name)
-        images += bucket.num_items * (sum(sizes.values()) - texts)
-        captions += bucket.num_items * texts
-        masks += bucket.num_items * math.prod(shapes["latents"][-2:])
-    held = masks if job.loss_mask != "none" else 0
-    if job.cache == "memory":
-        element = encoder_element_bytes(precision)
-        held += element * (images * (1 + job.flip) + captions * max(1, job.shuffle_tags))
+        images = sum(sizes.values()) - texts
+        encoded = images * (1 + job.flip) + texts * max(1, job.shuffle_tags)
+        mask = math.prod(shapes["latents"][-2:]) if job.loss_mask != "none" else 0
+        held += bucket.num_items * (mask + element * encoded)
     return held
-
-
-MAX_ROWS = 64
-"""Rows of a forecast, but for what was tried and the best with each value of a knob: a plan is
-read by people."""
-MAX_FRONT = 16
-MAX_BEYOND = 8
-"""Candidates of the Pareto front, and of those that do not fit."""
-EXACT_DIGITS, DIGITS = 9, 5
-"""Digits that are the same on every CPU, and those that are kept: rounding to the first before
-the second makes the last bits of a logarithm decide nothing."""
-
-
-@dataclass(frozen=True)
-class _Row:
-    candidate: Candidate
-    seconds: float
-    step_bytes: int
-    run_bytes: int
-    fits: bool
-
-    @classmethod
-    def of(cls, prediction: Prediction, budget_bytes: int) -> "_Row":
-        return cls(
-            prediction.candidate,
-            _rounded(prediction.step_seconds),
-            round(_rounded(prediction.allocated_memory_bytes)),
-            round(_rounded(prediction.run_memory_bytes)),
-            prediction.run_memory_bytes <= budget_bytes,
-        )
 
 
 def build_forecast(
@@ -168,7 +155,7 @@ def build_forecast(
 ) -> Forecast:
     """What a plan with these settings keeps of all predictions, which trials have corrected;
     `step_time` of the settings and `first_predictions` of what was tried are from before."""
-    rows = [_Row.of(each, budget_bytes) for each in predictions]
+    rows = [_row_of(each, budget_bytes) for each in predictions]
     fitting, beyond = [row for row in rows if row.fits], [row for row in rows if not row.fits]
     at = next(number for number, row in enumerate(rows) if row.candidate == settings)
     kept = [
@@ -181,9 +168,8 @@ def build_forecast(
     chosen = {row.candidate: row for row in kept}
     rest = sorted((row for row in rows if row.candidate not in chosen), key=_seconds)
     chosen |= {row.candidate: row for row in _spread(rest, MAX_ROWS - len(chosen))}
-    first = {
-        candidate: _Row.of(each, budget_bytes) for candidate, each in first_predictions.items()
-    }
+    for candidate, prediction in first_predictions.items():
+        chosen[candidate] = _row_of(prediction, budget_bytes)
     return Forecast(
         num_candidates=len(rows),
         num_fitting=len(fitting),
@@ -193,41 +179,35 @@ def build_forecast(
             for phase in predictions[at].phases
         ),
         alternatives=tuple(
-            _alternative(first.get(row.candidate, row), settings) for row in chosen.values()
+            Alternative(
+                changes=differences_of(row.candidate, settings),
+                step_seconds=row.seconds,
+                step_memory_bytes=row.step_bytes,
+                run_memory_bytes=row.run_bytes,
+            )
+            for row in chosen.values()
         ),
-    )
-
-
-def _alternative(row: _Row, settings: Candidate) -> Alternative:
-    return Alternative(
-        changes=differences_of(row.candidate, settings),
-        step_seconds=row.seconds,
-        step_memory_bytes=row.step_bytes,
-        run_memory_bytes=row.run_bytes,
     )
 
 
 def _best_by_value(
     rows: Sequence[_Row], fitting: Sequence[_Row], settings: Candidate
 ) -> list[_Row]:
-    """For each other value of each knob, the fastest that fits, or the smallest if none fits."""
+    """For each other value of each knob, the fastest that fits, or the smallest if none fits; of
+    many numbers of blocks, only of the nearest and the last in either direction."""
     fastest, smallest = _best_of(fitting, _seconds), _best_of(rows, _run_bytes)
     found = []
     for knob in KNOBS:
         values = [value for name, value in smallest if name == knob.name]
-        for value in (
-            _compared(values, getattr(settings, knob.name)) if knob.is_composed else values
-        ):
+        if knob.is_composed:
+            chosen = int(getattr(settings, knob.name))
+            numbers = sorted(map(int, values))
+            below = [number for number in numbers if number < chosen]
+            above = [number for number in numbers if number > chosen]
+            values = [*dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:]))]
+        for value in values:
             found.append(fastest.get((knob.name, value)) or smallest[knob.name, value])
     return found
-
-
-def _compared(values: Sequence[Choice], chosen: Choice) -> list[Choice]:
-    """The values to compare; of many numbers of blocks, the nearest and the last in either
-    direction."""
-    numbers = sorted(int(value) for value in values)
-    below, above = [n for n in numbers if n < int(chosen)], [n for n in numbers if n > int(chosen)]
-    return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))
 
 
 def _best_of(rows: Sequence[_Row], key: Callable[[_Row], float]) -> dict[tuple[str, Choice], _Row]:

@@ -1,12 +1,10 @@
-"""A choice may be tried on a machine only if its adapter gradients agree with the reference's there.
-
-An optimizer is given its gradients: its updates have to agree.
+"""A choice may be tried on a machine only if its adapter gradients agree with the reference's there;
+an optimizer is given its gradients, so its updates have to agree.
 
 Reference: the same weights and inputs in fp32, native attention (for native attention itself: plain
 products), nothing quantized, nothing recomputed, on a tiny instance of the family's real class, on
 this device. Verdicts become capabilities of the hardware profile, named `parity.<knob>.<choice>`,
-and are saved for each machine, set of library versions and kind of work: a plan seldom waits for
-them.
+and are saved for each machine, set of library versions and kind of work.
 """
 
 import contextlib
@@ -52,6 +50,11 @@ TIMEOUT_SECONDS = 300.0
 """Compiling blocks takes a minute or two on a CPU."""
 TRANSIENT_OUTCOMES = ("timeout", "oom", "host_oom")
 """Outcomes that say more about the moment than about the choice: they are not saved."""
+NUM_UPDATES = 3
+LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+"""In fp16, the first under which no gradient overflows, as a run finds its own."""
+UPDATED_SHAPES = ((4, 64), (96, 4), (7,))
+"""Shapes of the parameters that an optimizer updates; one is no multiple of any vector length."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,9 @@ class GradientRequest:
     config: Mapping[str, Any]
     """Constructor arguments of the tiny transformer."""
     workload: Workload
-    """Its shapes should be small."""
     candidate: Candidate
     device: str
     reference_attention: str = "native"
-    """Attention backend of the reference."""
 
 
 @dataclass(frozen=True)
@@ -96,67 +97,57 @@ def check_gradients(
     precision = str(choices["precision"][0])
     path = _verdict_file(context, tiny_config, precision)
     verdicts = _read_verdicts(path)
-    missing = [name for name in kinds if name not in verdicts]
-    if missing:
+    if missing := [name for name in kinds if name not in verdicts]:
+        ref = ModelRef.of(model.spec.name)
         with ProcessTrialRunner(
-            hardware,
-            ModelRef.of(model.spec.name),
-            context.workload,
-            budget_bytes=context.budget_bytes,
+            hardware, ref, context.workload, budget_bytes=context.budget_bytes
         ) as runner:
             for name in missing:
-                request = _build_request(
-                    context, tiny_config, runner.device, precision, *kinds[name]
-                )
+                knob, rule = kinds[name]
+                request = _build_request(context, tiny_config, runner.device, precision, knob, rule)
                 result = runner.send(request, timeout_seconds=TIMEOUT_SECONDS)
-                verdicts[name], is_lasting = judge_gradients(*kinds[name], request, result)
-                if is_lasting:
+                verdicts[name] = _judge(name, knob, rule, request, result)
+                if not (isinstance(result, Failure) and result.outcome in TRANSIENT_OUTCOMES):
                     _save_verdict(path, verdicts[name])
-    return hardware.changed(
-        capabilities=(*hardware.capabilities, *(verdicts[name] for name in kinds))
-    )
+    found = (verdicts[name] for name in kinds)
+    return hardware.changed(capabilities=(*hardware.capabilities, *found))
 
 
-def judge_gradients(
-    knob: str, parity: GradientTolerance, request: GradientCheckRequest, result: float | Failure
-) -> tuple[Capability, bool]:
-    """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
-    name = gradient_capability(knob, parity.checked_choice)
+def _judge(
+    name: str,
+    knob: str,
+    rule: GradientTolerance,
+    request: GradientCheckRequest,
+    result: float | Failure,
+) -> Capability:
     if isinstance(result, Failure):
-        reason = (
-            f"what it computes could not be checked on this machine ({result.outcome}: "
-            f"{result.message})"
-        )
-        return Capability(
-            name=name, available=False, reason=reason
-        ), result.outcome not in TRANSIENT_OUTCOMES
-    what, allowed = (
-        "updates of the adapter",
-        parity.tolerance,
-    )  # which are in fp32 whatever the precision
+        why = f"({result.outcome}: {result.message})"
+        reason = f"what it computes could not be checked on this machine {why}"
+        return Capability(name=name, available=False, reason=reason)
+    what, allowed = "updates of the adapter", rule.tolerance  # in fp32 whatever the precision
     if isinstance(request, GradientRequest):
         what = "adapter gradients"
         if knob != "precision" and (dtype := precision_tolerance(request.candidate.precision)):
             allowed += dtype.tolerance
     reason = (
         f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} is allowed "
-        f"({parity.reason})"
+        f"({rule.reason})"
     )
     if not math.isfinite(result):
         reason = f"{what} are not finite, or there are none"
-    return Capability(name=name, available=result <= allowed, reason=reason), True
+    return Capability(name=name, available=result <= allowed, reason=reason)
 
 
 def _kinds_of_computation(
     choices: Mapping[str, Sequence[Choice]],
 ) -> dict[str, tuple[str, GradientTolerance]]:
-    """Knob and parity rule of every kind of computation among the choices, by capability name,
-    precisions first."""
+    """Knob and rule of every kind of computation among the choices, by capability name, precisions
+    first."""
     found: dict[str, tuple[str, GradientTolerance]] = {}
-    for name, rule in GRADIENT_TOLERANCES.items():
-        for choice in choices.get(name, ()):
-            if parity := rule(choice):
-                found.setdefault(gradient_capability(name, parity.checked_choice), (name, parity))
+    for knob, rule_of in GRADIENT_TOLERANCES.items():
+        for choice in choices.get(knob, ()):
+            if rule := rule_of(choice):
+                found.setdefault(gradient_capability(knob, rule.checked_choice), (knob, rule))
     return found
 
 
@@ -166,27 +157,19 @@ def _build_request(
     device: str,
     precision: str,
     knob: str,
-    parity: GradientTolerance,
+    rule: GradientTolerance,
 ) -> GradientCheckRequest:
-    fields = {
-        "micro_batch_size": 2,
-        "checkpointed_blocks": 0,
-        "precision": precision,
-        knob: parity.checked_choice,
-    }
-    candidate = Candidate.model_validate({**fields, **parity.other_choices})
+    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision}
+    fields |= {knob: rule.checked_choice, **rule.other_choices}
+    candidate = Candidate.model_validate(fields)
     if knob == "optimizer":
         return UpdateRequest(candidate, device)
     work = small_workload(context.family, context.workload)
     small_context = TuningContext(context.hardware, context.family, work)
-    if any(
-        one.why_not(candidate, small_context) for one in KNOBS
-    ):  # masks, if captions differ in length
-        work = work.changed(text_padding="exact")
-    is_reference = (knob, parity.checked_choice) == (
-        "attention",
-        Candidate.model_fields["attention"].default,
-    )
+    if any(one.why_not(candidate, small_context) for one in KNOBS):
+        work = work.changed(text_padding="exact")  # captions that differ in length need masks
+    usual = Candidate.model_fields["attention"].default
+    is_reference = (knob, rule.checked_choice) == ("attention", usual)
     reference = "_native_math" if is_reference else GradientRequest.reference_attention
     return GradientRequest(context.family.name, tiny_config, work, candidate, device, reference)
 
@@ -200,24 +183,24 @@ def small_workload(family: Family, workload: Workload) -> Workload:
         num_frames=min(largest.num_frames, 5),
         num_items=2,
     )
-    tokens = min(workload.max_text_tokens, MAX_TEXT_TOKENS)
-    shape = {
-        "buckets": (bucket,),
-        "max_text_tokens": tokens,
-        "text_token_quantiles": (),
-        "effective_batch_size": 2,
-    }
-    usual = {"lora_dropout": 0.0, "adapted_blocks": "all", "ema_decay": 0.0, "optimizer": ADAMW}
-    return workload.changed(**shape, **usual, rank=RANK, lora_alpha=float(RANK))
+    return workload.changed(
+        buckets=(bucket,),
+        max_text_tokens=min(workload.max_text_tokens, MAX_TEXT_TOKENS),
+        text_token_quantiles=(),
+        effective_batch_size=2,
+        lora_dropout=0.0,
+        adapted_blocks="all",
+        ema_decay=0.0,
+        optimizer=ADAMW,
+        rank=RANK,
+        lora_alpha=float(RANK),
+    )
 
 
 def _verdict_file(
     context: TuningContext, tiny_config: Mapping[str, object], precision: str
 ) -> Path:
-    """Where verdicts on this machine, with these libraries, for this kind of work are saved."""
-    work = small_workload(context.family, context.workload).model_dump(
-        mode="json", exclude={"model"}
-    )
+    work = small_workload(context.family, context.workload)
     key = {
         "autotune": __version__,
         "precision": precision,
@@ -226,7 +209,7 @@ def _verdict_file(
         "libraries": context.hardware.versions.model_dump(mode="json"),
         "family": context.family.name,
         "config": json.loads(json.dumps(tiny_config, default=list)),
-        "work": work,
+        "work": work.model_dump(mode="json", exclude={"model"}),
     }
     name = digest_of(key).removeprefix("sha256:")[:32]
     return data_path("parity", f"{name}.json")
@@ -235,28 +218,18 @@ def _verdict_file(
 def _read_verdicts(path: Path) -> dict[str, Capability]:
     """Verdicts by name; none if the file is absent or damaged: they are then found again."""
     try:
-        capabilities = [
-            Capability.model_validate_json(line)
-            for line in path.read_text(encoding="utf-8").splitlines()
-        ]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        capabilities = map(Capability.model_validate_json, lines)
+        return {capability.name: capability for capability in capabilities}
     except (OSError, ValueError):
         return {}
-    return {capability.name: capability for capability in capabilities}
 
 
 def _save_verdict(path: Path, capability: Capability) -> None:
     capabilities = {**_read_verdicts(path), capability.name: capability}
+    text = "".join(f"{one.model_dump_json()}\n" for one in capabilities.values())
     with contextlib.suppress(OSError):  # what cannot be saved is found again
-        write_text_atomic(
-            path, "".join(f"{one.model_dump_json()}\n" for one in capabilities.values())
-        )
-
-
-NUM_UPDATES = 3
-LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
-"""In fp16, the first under which no gradient overflows, as a run finds its own."""
-UPDATED_SHAPES = ((4, 64), (96, 4), (7,))
-"""Shapes of the parameters that an optimizer updates; one is no multiple of any vector length."""
+        write_text_atomic(path, text)
 
 
 def gradient_error(request: GradientRequest, child: ChildState) -> float:
@@ -264,19 +237,19 @@ def gradient_error(request: GradientRequest, child: ChildState) -> float:
     cache = child.cache
     torch.set_float32_matmul_precision("highest")
     if "plain" not in cache:
-        cache["plain"] = _plain_transformer(request)
+        cache["plain"] = plain_transformer(request)
     key = f"reference {request.workload.text_padding} {request.reference_attention}"
     if key not in cache:
-        size = request.candidate.micro_batch_size
         reference = Candidate(
-            micro_batch_size=size,
+            micro_batch_size=request.candidate.micro_batch_size,
             checkpointed_blocks=0,
             precision="fp32",
             attention=request.reference_attention,
         )
-        cache[key] = _gradients(request, cache["plain"], reference)
+        cache[key] = adapter_gradients(request, cache["plain"], reference)
     torch.set_float32_matmul_precision("high")  # as training
-    return relative_error(_gradients(request, cache["plain"], request.candidate), cache[key])
+    found = adapter_gradients(request, cache["plain"], request.candidate)
+    return relative_error(found, cache[key])
 
 
 def update_error(request: UpdateRequest, _: ChildState) -> float:
@@ -289,9 +262,8 @@ def update_error(request: UpdateRequest, _: ChildState) -> float:
     adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
     for _step in range(NUM_UPDATES):
         for parameter, wanted in zip(own.parameters, plain, strict=True):
-            gradient = (
-                torch.randn(wanted.shape, generator=generator).div_(16).to(dtype)
-            )  # fp16 has room for its scale
+            # divided, so that fp16 has room for its scale
+            gradient = torch.randn(wanted.shape, generator=generator).div_(16).to(dtype)
             parameter.grad, wanted.grad = own.scale(gradient.to(request.device)), gradient.double()
         own.step()
         nn.utils.clip_grad_norm_(plain, 1.0)
@@ -318,25 +290,23 @@ def relative_error(tensors: Sequence[Tensor | None], reference: Sequence[Tensor 
     return math.sqrt(math.fsum(error**2 for error in errors) / len(errors)) if errors else math.inf
 
 
-def _plain_transformer(request: GradientRequest) -> nn.Module:
+def plain_transformer(request: GradientRequest) -> nn.Module:
+    """The tiny transformer in fp32, with weights that bf16 holds exactly."""
     family = get_family(request.family)
     transformer = build_empty(lambda: family.build_transformer(request.config), dtype=torch.float32)
     fill_random(transformer, device=request.device, seed=0)
     for parameter in transformer.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    return transformer.eval().requires_grad_(
-        False
-    )  # as loaded: block swap moves frozen weights only
+    return transformer.eval().requires_grad_(False)  # as loaded: only frozen weights are swapped
 
 
-def _gradients(
+def adapter_gradients(
     request: GradientRequest, plain: nn.Module, candidate: Candidate
 ) -> list[Tensor | None]:
-    family, dtype, work = (
-        get_family(request.family),
-        torch_dtype(candidate.precision),
-        request.workload,
-    )
+    """Gradients of an adapter on a copy of the transformer under the candidate's settings, in fp64
+    on the CPU; None where a tensor has none."""
+    family, dtype = get_family(request.family), torch_dtype(candidate.precision)
+    work, device = request.workload, torch.device(request.device)
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=True)
@@ -347,13 +317,10 @@ def _gradients(
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
     lengths = longest_captions(work, request.candidate.micro_batch_size)
-    samples = synthetic_samples(
-        family, request.config, work, work.largest_bucket, lengths, torch.bfloat16
-    )
-    device = torch.device(request.device)
-    batch = to_device(
-        family.collate(samples, find_token_multiple(candidate, device)), device, dtype
-    )
+    bucket = work.largest_bucket
+    samples = synthetic_samples(family, request.config, work, bucket, lengths, torch.bfloat16)
+    collated = family.collate(samples, find_token_multiple(candidate, device))
+    batch = to_device(collated, device, dtype)
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)
     # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings

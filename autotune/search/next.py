@@ -13,22 +13,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, Self
 
 from autotune.cost.calibration import NOISE, PriorResiduals, residual_of
+from autotune.cost.predict import CostModel
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Objective
 from autotune.search.space import SearchSpace
 
-SHARE_OF_RUN = 0.05
-"""Share of the planned run's time that a search may take by default."""
+SHARE_OF_RUN = 0.05  # of the planned run's time that a search may take by default
 MIN_SECONDS = 60.0
 MIN_TRIALS = 7
 """With 6, two of nine searches in the development table stopped before they came within 5% (see
 benchmarks/DECISIONS.md)."""
-MIN_TRIALS_WITH_PRIORS = 4
-"""The same if records of similar machines hold."""
+MIN_TRIALS_WITH_PRIORS = 4  # the same if records of similar machines hold
 NUM_EXTRA_TRIALS = 2
 """Trials on top of `MIN_TRIALS` if predictions were overconfident: 8, 9 and 10 in all were tried
 (see the log)."""
@@ -53,25 +51,11 @@ has not converged: it may have but two more."""
 DOUBT_SIGMAS = 2.0
 """Standard deviations by which a trial must be slower than expected from all others to be tried
 again."""
-MIN_WITNESSES = 4
-"""Trials that must have run before one of them is doubted."""
+MIN_WITNESSES = 4  # trials that must have run before one of them is doubted
 BROKEN_OUTCOMES = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
 
-
-class Predictor(Protocol):
-    """What the search needs of a cost model."""
-
-    def predict(self, candidate: Candidate) -> Prediction:
-        """Time and memory of a candidate."""
-
-    def with_calibration(
-        self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
-    ) -> Self:
-        """The same, corrected by what ran."""
-
-    def as_trials_run(self) -> Self:
-        """The same for the way in which trials run."""
+Results = Sequence[TrialResult]
 
 
 @dataclass(frozen=True)
@@ -86,7 +70,7 @@ class ScoredCandidate:
     step_seconds: float
     required_bytes: float
     """Memory that it may take at most, as far as is known."""
-    chance_to_fit: float = 1.0
+    chance_to_fit: float
     """Probability that its steps stay within the memory limit."""
 
     @property
@@ -108,11 +92,18 @@ def _normal_share(z: float) -> float:
     return math.erfc(-z / math.sqrt(2)) / 2
 
 
-def best_seconds(results: Sequence[TrialResult]) -> float:
+def best_seconds(results: Results) -> float:
     """Fastest median step so far; infinite if none ran."""
-    return min(
-        (r.median_step_seconds or math.inf for r in results if r.outcome == "ok"), default=math.inf
-    )
+    return min((r.median_step_seconds or math.inf for r in _ran(results)), default=math.inf)
+
+
+def search_cost_seconds(results: Results) -> float:
+    """What trials took, loading included."""
+    return math.fsum(result.wall_seconds or 0.0 for result in results)
+
+
+def _ran(results: Results) -> list[TrialResult]:
+    return [result for result in results if result.outcome == "ok"]
 
 
 @dataclass(frozen=True)
@@ -132,11 +123,6 @@ class SearchLimits:
         return max(MIN_SECONDS, SHARE_OF_RUN * self.num_steps * step_seconds)
 
 
-def search_cost_seconds(results: Sequence[TrialResult]) -> float:
-    """What trials took, loading included."""
-    return math.fsum(result.wall_seconds or 0.0 for result in results)
-
-
 class ResidualSearch:
     """Expected improvement of what the objective counts, among what is predicted to fit.
 
@@ -150,33 +136,28 @@ class ResidualSearch:
     def __init__(
         self,
         space: SearchSpace,
-        cost: Predictor,
+        cost: CostModel,
         budget_bytes: int,
         *,
-        priors: Callable[[Sequence[TrialResult]], Sequence[PriorResiduals]] = lambda results: (),
+        priors: Callable[[Results], Sequence[PriorResiduals]] = lambda results: (),
         first: Sequence[Candidate] = (),
         objective: Objective = "throughput",
         ascending: bool = False,
     ) -> None:
         self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
-        self.priors, self.first, self.objective, self.ascending = (
-            priors,
-            first,
-            objective,
-            ascending,
-        )
+        self.priors, self.first = priors, first
+        self.objective, self.ascending = objective, ascending
         candidates = sorted(space.candidates, key=lambda candidate: candidate.swapped_blocks)
         self._by_swap = [(_without_swap(candidate), candidate) for candidate in candidates]
         self._remaining = lru_cache(maxsize=4)(self._find_remaining)
 
     def next_candidate(
-        self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
+        self, results: Results, running: Collection[Candidate] = frozenset()
     ) -> Candidate | None:
         """What to try after `results` while others try `running`; None if nothing is left that
         could run."""
         tried = {result.candidate for result in results} | set(running)
-        first = next((candidate for candidate in self.first if candidate not in tried), None)
-        if first:
+        if first := next((candidate for candidate in self.first if candidate not in tried), None):
             return first
         remaining = self.remaining(results, running)
         comparison = self._comparison(results, running)
@@ -187,34 +168,29 @@ class ResidualSearch:
         apart = [
             scored
             for scored in remaining
-            if not any(_teach_the_same(scored.candidate, c) for c in running)
+            if not any(_teach_the_same(scored.candidate, candidate) for candidate in running)
         ]
-        if not any(result.outcome == "ok" for result in results):
-            safe = [
-                scored
-                for scored in apart
-                if scored.required_bytes <= SAFE_SHARE * self.budget_bytes
-            ]
-            if safe and not results:
-                return min(safe, key=lambda scored: scored.expected).candidate
-            smallest = min(
-                remaining,
-                key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes),
+        if _ran(results):
+            best = self._best(results)
+            promising = max(
+                apart or remaining,
+                key=lambda scored: (scored.expected_improvement(best), -scored.lower_bound),
             )
-            return (
-                smallest.candidate
-            )  # whatever fits without swapping calibrates as well, in less time
-        best = self._best(results)
-        promising = max(
-            apart or remaining,
-            key=lambda scored: (scored.expected_improvement(best), -scored.lower_bound),
-        )
-        return (
-            self._within_reach(promising, remaining, results) if self.ascending else promising
+            if self.ascending:
+                promising = self._within_reach(promising, remaining, results)
+            return promising.candidate
+        safe_bytes = SAFE_SHARE * self.budget_bytes
+        safe = [scored for scored in apart if scored.required_bytes <= safe_bytes]
+        if safe and not results:
+            return min(safe, key=lambda scored: scored.expected).candidate
+        # What fits without swapping calibrates as well, in less time.
+        return min(
+            remaining,
+            key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes),
         ).candidate
 
     def remaining(
-        self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
+        self, results: Results, running: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
         """Untried candidates that may run, with what is expected of them after `results`.
 
@@ -228,36 +204,27 @@ class ResidualSearch:
     ) -> list[ScoredCandidate]:
         cost = self._calibrate(results)
         tried = {result.candidate for result in results} | running
+        broken, too_coarse = set(), set()
+        for result in results:
+            quantization = result.candidate.quantization
+            if result.outcome in BROKEN_OUTCOMES:
+                broken.add((result.candidate.attention, quantization))
+            # Without a step it was the weights themselves that missed the quality floor: no
+            # attention changes that.
+            if result.outcome == "numerics" and not result.step_seconds:
+                too_coarse.add(quantization)
         fewest: dict[object, int] = defaultdict(lambda: sys.maxsize)
         """Swapped blocks with which a candidate runs that is otherwise as the key says."""
-        if self.objective != "memory":
-            for result in results:
-                if result.outcome == "ok":
-                    key = _without_swap(result.candidate)
-                    fewest[key] = min(fewest[key], result.candidate.swapped_blocks)
-        broken = {
-            (r.candidate.attention, r.candidate.quantization)
-            for r in results
-            if r.outcome in BROKEN_OUTCOMES
-        }
-        # Without a step it was the weights themselves that missed the quality floor: no attention
-        # changes that.
-        too_coarse = {
-            r.candidate.quantization
-            for r in results
-            if r.outcome == "numerics" and not r.step_seconds
-        }
+        wants_fewest = self.objective != "memory"
+        for result in _ran(results) if wants_fewest else ():
+            key = _without_swap(result.candidate)
+            fewest[key] = min(fewest[key], result.candidate.swapped_blocks)
         limit, host_limit = self._memory_limit(results, cost), _host_memory_limit(results, cost)
         found = []
         for key, candidate in self._by_swap:
             quantization = candidate.quantization
-            if (
-                candidate in tried
-                or quantization in too_coarse
-                or (candidate.attention, quantization) in broken
-            ):
-                continue
-            if candidate.swapped_blocks > fewest[key]:
+            is_barred = quantization in too_coarse or (candidate.attention, quantization) in broken
+            if candidate in tried or is_barred or candidate.swapped_blocks > fewest[key]:
                 continue
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
@@ -266,53 +233,53 @@ class ResidualSearch:
             needed = required if self.ascending else prediction.run_memory_bytes
             if needed < limit and prediction.host_memory_bytes <= host_limit:
                 found.append(self._score(prediction, required, _chance_to_fit(prediction, limit)))
-                if self.objective != "memory":
+                if wants_fewest:
                     fewest[key] = candidate.swapped_blocks
+        if found or results or running or self.ascending:
+            return found
         # On a device with memory of its own a trial has a cap: trying the smallest that is
         # predicted to fit costs little, even if uncertainty alone speaks against it.
-        return found if found or results or running or self.ascending else self._smallest_only(cost)
+        predictions = (cost.predict(candidate) for candidate in self.space.candidates)
+        smallest = min(predictions, key=lambda prediction: prediction.run_memory_bytes)
+        needed = smallest.run_memory_bytes
+        return [self._score(smallest, needed, 1.0)] if needed <= self.budget_bytes else []
 
-    def _calibrate(self, results: Sequence[TrialResult]) -> Predictor:
+    def _calibrate(self, results: Results) -> CostModel:
         """The cost model as `results`, and the priors that they do not contradict, correct it."""
         return self.cost.with_calibration(results, self.priors(results))
 
-    def _smallest_only(self, cost: Predictor) -> list[ScoredCandidate]:
-        """The candidate that needs least memory, if it is predicted to fit."""
-        predictions = [cost.predict(candidate) for candidate in self.space.candidates]
-        smallest = min(predictions, key=lambda prediction: prediction.run_memory_bytes)
-        needed = smallest.run_memory_bytes
-        return [self._score(smallest, needed)] if needed <= self.budget_bytes else []
-
     def _score(
-        self, prediction: Prediction, required_bytes: float, chance_to_fit: float = 1.0
+        self, prediction: Prediction, required_bytes: float, chance_to_fit: float
     ) -> ScoredCandidate:
+        expected, uncertainty = prediction.step_seconds, prediction.time_uncertainty
         if self.objective == "memory":
             expected, uncertainty = (
-                math.log(prediction.allocated_memory_bytes),
+                prediction.allocated_memory_bytes,
                 prediction.memory_uncertainty,
             )
-        else:
-            expected, uncertainty = math.log(prediction.step_seconds), prediction.time_uncertainty
-        step_seconds = prediction.step_seconds
         return ScoredCandidate(
-            prediction.candidate, expected, uncertainty, step_seconds, required_bytes, chance_to_fit
+            prediction.candidate,
+            math.log(expected),
+            uncertainty,
+            prediction.step_seconds,
+            required_bytes,
+            chance_to_fit,
         )
 
     def is_over(
         self,
         limits: SearchLimits,
-        results: Sequence[TrialResult],
+        results: Results,
         running: Collection[Candidate] = (),
         has_waiting: bool = False,
     ) -> bool:
         """Whether no trial should follow; `has_waiting` if a dead worker's candidate waits to be
         tried again."""
         num_trials, best = len(results) + len(running), best_seconds(results)
-        if math.isinf(best):
-            allowed = limits.allowed_seconds(min(s.step_seconds for s in self.remaining(())))
-        else:
-            allowed = limits.allowed_seconds(best)
-        if num_trials >= limits.max_trials or (results and search_cost_seconds(results) >= allowed):
+        has_run = not math.isinf(best)
+        fastest = best if has_run else min(s.step_seconds for s in self.remaining(()))
+        is_late = search_cost_seconds(results) >= limits.allowed_seconds(fastest)
+        if num_trials >= limits.max_trials or (results and is_late):
             return True
         if has_waiting:
             return False
@@ -320,64 +287,45 @@ class ResidualSearch:
             min_trials = MIN_TRIALS_WITH_PRIORS
         else:
             min_trials = MIN_TRIALS + (NUM_EXTRA_TRIALS if self.is_overconfident(results) else 0)
-        if num_trials < min_trials or math.isinf(best):
+        if num_trials < min_trials or not has_run:
             return not self.remaining(results, running)
-        return self.has_converged(results, running)
+        is_compared = self._comparison(results, running) is None
+        return is_compared and self._expects_no_gain(results, running)
 
-    def has_converged(
-        self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
-    ) -> bool:
+    def _expects_no_gain(self, results: Results, running: Collection[Candidate]) -> bool:
         """Whether no remaining candidate is expected to be better by `MIN_GAIN` than the best
-        that ran, and that was compared with the libraries' own way."""
-        return (
-            self._expects_no_gain(results, running) and self._comparison(results, running) is None
-        )
-
-    def _expects_no_gain(
-        self, results: Sequence[TrialResult], running: Collection[Candidate]
-    ) -> bool:
+        that ran."""
         remaining = self.remaining(results, running)
-        if not remaining or not any(result.outcome == "ok" for result in results):
+        if not remaining or not _ran(results):
             return not remaining
-        return min(scored.lower_bound for scored in remaining) > self._best(results) + math.log1p(
-            -MIN_GAIN
-        )
+        worth_trying = self._best(results) + math.log1p(-MIN_GAIN)
+        return min(scored.lower_bound for scored in remaining) > worth_trying
 
-    def _comparison(
-        self, results: Sequence[TrialResult], running: Collection[Candidate]
-    ) -> Candidate | None:
+    def _comparison(self, results: Results, running: Collection[Candidate]) -> Candidate | None:
         """The best settings with the libraries' own way of what rules settle; None if some such
         settings were tried, here or where the priors are from, or if these do not fit."""
-        ran = [result for result in results if result.outcome == "ok"]
+        ran = _ran(results)
         if not ran or self.objective == "memory":  # what a rule settles never needs more
             return None
         best = min(ran, key=self._value).candidate
         plain = self.space.without_rules(best)
         tried = {result.candidate for result in results} | set(running)
         tried |= {candidate for prior in self.priors(results) for candidate, _ in prior.residuals}
-        if plain == best or any(
-            self.space.without_rules(candidate) == candidate for candidate in tried
-        ):
+        if plain == best or any(self.space.without_rules(each) == each for each in tried):
             return None
         cost = self._calibrate(results)
         prediction = cost.predict(plain)
         fits = memory_upper_bound(prediction) < self._memory_limit(results, cost)
-        return (
-            plain
-            if fits and prediction.host_memory_bytes <= _host_memory_limit(results, cost)
-            else None
-        )
+        fits_host = prediction.host_memory_bytes <= _host_memory_limit(results, cost)
+        return plain if fits and fits_host else None
 
-    def find_doubtful(self, results: Sequence[TrialResult]) -> TrialResult | None:
-        """The result that is slower than all others let expect by most, if it would else have won;
-        None if none is.
+    def find_doubtful(self, results: Results) -> TrialResult | None:
+        """The result that is slower than all others let expect by most, if it would else have won.
 
         Another program that wanted the machine meanwhile explains it as well: it should be tried
         again.
         """
-        running = [
-            r for r in results if r.outcome == "ok" and r.median_step_seconds and not r.confirms
-        ]
+        running = [r for r in _ran(results) if r.median_step_seconds and not r.confirms]
         if self.objective != "throughput" or len(running) < MIN_WITNESSES:
             return None
         best, doubts = best_seconds(results), []
@@ -386,14 +334,12 @@ class ResidualSearch:
             expected = self._calibrate(others).as_trials_run().predict(result.candidate)
             ratio = (result.median_step_seconds or 0.0) / expected.step_seconds
             sigma = math.hypot(expected.time_uncertainty, NOISE["time"])
-            if (
-                math.log(ratio) > DOUBT_SIGMAS * sigma
-                and expected.step_seconds < (1 - MIN_GAIN) * best
-            ):
+            would_win = expected.step_seconds < (1 - MIN_GAIN) * best
+            if would_win and math.log(ratio) > DOUBT_SIGMAS * sigma:
                 doubts.append((ratio, result))
         return max(doubts, key=lambda doubt: doubt[0])[1] if doubts else None
 
-    def is_overconfident(self, results: Sequence[TrialResult]) -> bool:
+    def is_overconfident(self, results: Results) -> bool:
         """Whether predictions were too sure: each result against the prediction made from those
         before it.
 
@@ -404,17 +350,14 @@ class ResidualSearch:
         for number, result in enumerate(results):
             prediction = self._calibrate(results[:number]).as_trials_run().predict(result.candidate)
             if error := residual_of(result, prediction):
-                squares.append(
-                    error.time**2 / (prediction.time_uncertainty**2 + NOISE["time"] ** 2)
-                )
-                squares.append(
-                    error.memory**2 / (prediction.memory_uncertainty**2 + NOISE["memory"] ** 2)
-                )
+                time_variance = prediction.time_uncertainty**2 + NOISE["time"] ** 2
+                memory_variance = prediction.memory_uncertainty**2 + NOISE["memory"] ** 2
+                squares += [error.time**2 / time_variance, error.memory**2 / memory_variance]
         return bool(squares) and statistics.fmean(squares) > 1
 
-    def _best(self, results: Sequence[TrialResult]) -> float:
+    def _best(self, results: Results) -> float:
         """Natural logarithm of the best value of the objective; some result must have run."""
-        return math.log(min(self._value(result) for result in results if result.outcome == "ok"))
+        return math.log(min(map(self._value, _ran(results))))
 
     def _value(self, result: TrialResult) -> float:
         """What the objective wants little of, as a trial that ran measured it."""
@@ -423,15 +366,12 @@ class ResidualSearch:
         return result.median_step_seconds or math.inf
 
     def _within_reach(
-        self,
-        best: ScoredCandidate,
-        remaining: Sequence[ScoredCandidate],
-        results: Sequence[TrialResult],
+        self, best: ScoredCandidate, remaining: Sequence[ScoredCandidate], results: Results
     ) -> ScoredCandidate:
         """`best` if it is not much larger than what has run, else the largest that is not; or
         the smallest of all."""
         cost = self._calibrate(results)
-        largest = max(_required_bytes(result, cost) for result in results if result.outcome == "ok")
+        largest = max(_required_bytes(result, cost) for result in _ran(results))
         reach = max(MAX_GROWTH * largest, SAFE_SHARE * self.budget_bytes)
         if best.required_bytes <= reach:
             return best
@@ -440,49 +380,44 @@ class ResidualSearch:
             return max(nearer, key=lambda scored: scored.required_bytes)
         return min(remaining, key=lambda scored: scored.required_bytes)
 
-    def _memory_limit(self, results: Sequence[TrialResult], cost: Predictor) -> float:
+    def _memory_limit(self, results: Results, cost: CostModel) -> float:
         """The budget or, once something ran out of memory, halfway between what ran and what did
         not.
 
         A trial that took more than the budget and was measured all the same has corrected the
         predictions instead.
         """
-        failed = [r for r in results if r.outcome in ("oom", "spill")]
         too_large = [
-            _required_bytes(r, cost)
-            for r in failed
-            if r.outcome == "spill" or r.peak_memory_bytes is None
+            _required_bytes(result, cost)
+            for result in results
+            if result.outcome == "spill"
+            or (result.outcome == "oom" and result.peak_memory_bytes is None)
         ]
         if not too_large:
             return self.budget_bytes
-        ran = max((_required_bytes(r, cost) for r in results if r.outcome == "ok"), default=0.0)
+        ran = max((_required_bytes(result, cost) for result in _ran(results)), default=0.0)
         return min(self.budget_bytes, (ran + min(too_large)) / 2)
 
 
-def _host_memory_limit(results: Sequence[TrialResult], cost: Predictor) -> float:
+def _host_memory_limit(results: Results, cost: CostModel) -> float:
     """The least host memory predicted for a trial that ran out of it; other programs may have
     taken some."""
-    ran_out = [result.candidate for result in results if result.outcome == "host_oom"]
-    return min(
-        (cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf
-    )
+    ran_out = (result.candidate for result in results if result.outcome == "host_oom")
+    return min((cost.predict(each).host_memory_bytes for each in ran_out), default=math.inf)
 
 
-def _required_bytes(result: TrialResult, cost: Predictor) -> float:
+def _required_bytes(result: TrialResult, cost: CostModel) -> float:
     return memory_upper_bound(cost.predict(result.candidate))
 
 
 def _without_swap(candidate: Candidate) -> tuple[object, ...]:
-    """All but how many blocks are swapped."""
     return tuple(value for name, value in candidate if name != "swapped_blocks")
 
 
 def _teach_the_same(one: Candidate, other: Candidate) -> bool:
     """Whether trials of both at the same time would teach the cost model the same."""
-    return all(
-        getattr(one, name) == getattr(other, name)
-        for name in ("quantization", "attention", "micro_batch_size")
-    )
+    names = ("quantization", "attention", "micro_batch_size")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _chance_to_fit(prediction: Prediction, limit: float) -> float:

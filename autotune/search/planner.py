@@ -1,4 +1,4 @@
-"""The whole algorithm on one screen: from a request and a machine to a frozen plan.
+"""The whole algorithm on one screen, `make_plan`: from a request and a machine to a frozen plan.
 
     model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
 
@@ -7,8 +7,7 @@ plan says so.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import optuna
@@ -26,24 +25,25 @@ from autotune.events import (
     ignore_event,
 )
 from autotune.knobs.knob import gradient_capability, why_not
-from autotune.plan.base import SCHEMA_VERSION, digest_of
+from autotune.plan.base import SCHEMA_VERSION
 from autotune.plan.candidate import Candidate, Residual, TrialResult
-from autotune.plan.file import parse_plan, seal
+from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.plan import FrozenPart, TrainingPlan
 from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
+from autotune.search import winner
 from autotune.search.expected import build_expectation, build_forecast, planned_hardware
 from autotune.search.next import ResidualSearch, best_seconds, search_cost_seconds
 from autotune.search.problem import (
     PlannerBackend,
     PlanningProblem,
+    TrialFunction,
     advise_larger_batch,
     suggest_relaxation,
 )
 from autotune.search.request import ResolvedRequest, resolve_request_model
 from autotune.search.study import (
-    TrialFunction,
     memoize,
     open_study,
     publish_plan,
@@ -51,41 +51,18 @@ from autotune.search.study import (
     run_search,
     take_snapshot,
 )
-from autotune.search.winner import (
-    MIN_SECONDS,
-    SHARE_OF_SEARCH,
-    choose_fallbacks,
-    choose_untried_fallback,
-    confirm_winner,
-    explain_choices,
-    explain_compile,
-    note_missing_phases,
-    refuse_beyond,
-    require_winner,
-    score_finalists,
-    score_predictions,
-    score_trials,
-    try_compiled,
-)
-from autotune.share.warm_start import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
-from autotune.system.files import cache_path, data_path
+from autotune.share.warm_start import NO_WARM_START, WarmStart
 from autotune.system.process import collect_rarely, interrupt_on_signal
 
-NO_MATCHES = StoreMatches(records=(), refused=())
+Trials = tuple[TrialResult, ...]
 
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """A plan, with what the search learned that the plan does not hold: material for shared
-    records."""
+    """A plan, and for each of its trials how far it was from its prediction, for a record."""
 
     plan: TrainingPlan
-    hardware: HardwareProfile
-    """The machine, with the capabilities that gradient checks have shown."""
-    matches: StoreMatches = NO_MATCHES
-    """Records of other searches that were found for this one."""
     residuals: tuple[Residual | None, ...] = ()
-    """For each trial of the plan, how far it was from its prediction."""
 
 
 class PlanInterrupted(KeyboardInterrupt):
@@ -121,292 +98,224 @@ def make_plan(
     backend = backend or PlannerBackend()
     on_event(StatusChanged(text="reading model and data"))
     problem = PlanningProblem.build(asked, hardware, backend)
+    _announce(problem, on_event)
+    version, is_named = backend.autotune_version, problem.request.study is not None
+    if not problem.can_try:
+        return PlanningResult(freeze_plan(problem, version, _predict_all(problem, on_event)))
+    # Killed by a signal, it would seem to have been taken down by what it tried.
+    with interrupt_on_signal(), open_study(problem, version, on_event) as study:
+        plan = published_plan(study) if is_named else None
+        if plan is None:
+            warm_start = _find_warm_start(problem, backend, on_event)
+            lab = _Lab(problem, backend, study, on_event)
+            try:
+                trials = lab.search(warm_start)
+                if not warm_start.is_reproduced(trials):
+                    trials = lab.try_compiled(trials)
+                trials = lab.confirm(trials)  # here: phases of another machine do not count
+            except KeyboardInterrupt:
+                known = take_snapshot(study).results
+                if not any(trial.outcome == "ok" for trial in known):
+                    raise
+                best = freeze_plan(problem, version, (), known, warm_start)
+                raise PlanInterrupted(best) from None
+            for line in warm_start.contradictions(trials):
+                on_event(Notice(text=line, topic="records"))
+            plan = freeze_plan(problem, version, (), trials, warm_start)
+            published = publish_plan(study, plan)
+            plan = published if is_named else plan
+    return PlanningResult(plan, tuple(map(problem.cost.residual, plan.frozen.trials)))
+
+
+def _announce(problem: PlanningProblem, on_event: OnEvent) -> None:
     for line in problem.left_out:
         on_event(Notice(text=line, level="warning"))
     for note in problem.notes:
         on_event(Notice(text=note))
-    candidates = problem.space.candidates
     on_event(
         SearchSpaceBuilt(
             workload=problem.global_workload,
-            num_candidates=len(candidates),
+            num_candidates=len(problem.space.candidates),
             max_trials=problem.limits.max_trials if problem.can_try else 0,
         )
     )
-    if not problem.can_try:
-        problem.cost.prepare(candidates)
-        predictions = []
-        for done, candidate in enumerate(candidates):
-            on_event(Progressed(name="predicting", done=done, total=len(candidates)))
-            predictions.append(problem.cost.predict(candidate))
-        on_event(
-            CandidatesPredicted(predictions=tuple(predictions), budget_bytes=problem.budget_bytes)
-        )
-        return PlanningResult(
-            freeze_plan(problem, backend.autotune_version, predictions), problem.hardware
-        )
-
-    def on_note(note: str) -> None:
-        on_event(Notice(text=note))
-
-    matches = NO_MATCHES
-    # Killed by a signal, it would seem to have been taken down by what it tried.
-    with interrupt_on_signal(), _keep_study(problem, backend.autotune_version, on_note) as study:
-        published = published_plan(study) if problem.request.study else None
-        if published is not None:
-            plan = parse_plan(published)
-        else:
-            matches, warm_start = _find_warm_start(problem, backend, on_event)
-            try:
-                trials = _search(problem, backend, warm_start, study, on_event)
-                if not warm_start.is_reproduced(trials):
-                    trials = _try_compiled(problem, backend, trials, study, on_event)
-                # Phases are rehearsed here: those of another machine do not count.
-                trials = _confirm(problem, backend, trials, study, on_event)
-            except KeyboardInterrupt:
-                known = take_snapshot(study).results
-                if any(trial.outcome == "ok" for trial in known):
-                    raise PlanInterrupted(
-                        freeze_plan(problem, backend.autotune_version, (), known, warm_start)
-                    ) from None
-                raise
-            for line in warm_start.contradictions(trials):
-                on_event(Notice(text=line, topic="records"))
-            plan = freeze_plan(problem, backend.autotune_version, (), trials, warm_start)
-            first = publish_plan(study, plan.model_dump_json())
-            if problem.request.study:
-                plan = parse_plan(first)
-    residuals = tuple(problem.cost.residual(trial) for trial in plan.frozen.trials)
-    return PlanningResult(plan, problem.hardware, matches, residuals)
 
 
-@contextmanager
-def _keep_study(
-    problem: PlanningProblem, autotune_version: str, on_note: Callable[[str], None]
-) -> Iterator[optuna.Study]:
-    """The study of this problem: under the user's name, else in a file in the cache folder, under
-    the digest of request and machine, as an interrupted search left it."""
-    request, device = problem.request, problem.hardware.device
-    key: dict[str, object] = {
-        **problem.identity,
-        "autotune": autotune_version,  # what another version measured is measured again
-        "model": str(request.model_ref),  # random weights and real ones fail in other ways
-        "libraries": problem.hardware.versions.model_dump(mode="json"),
-        "budget": device.budget_bytes if device.budget_set_by_user else None,
-    }
-    is_named, url = request.study is not None, request.storage
-    path = cache_path("searches", f"{digest_of(key)[-32:]}.db")
-    if url is None and (is_named or request.interrupted != "ignored"):
-        path = data_path("studies.db") if is_named else path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            url = f"sqlite:///{path}"
-        except OSError as error:
-            on_note(f"trials are kept in memory only: {path.parent}: {error.strerror}")
-    with ExitStack() as stack:
-        name, is_fresh = request.study or "search", request.interrupted == "forgotten"
-        asked = (url, name, problem.identity, not is_named, is_fresh)
-        try:
-            study = stack.enter_context(open_study(*asked))
-        except Exception as error:
-            if is_named or "locked" in str(error):
-                raise
-            path.unlink(missing_ok=True)  # damaged, or of another Optuna: it is measured again
-            study = stack.enter_context(open_study(*asked))
-        if not is_named and (number := len(take_snapshot(study).results)):
-            known = "one trial" if number == 1 else f"{number} trials"
-            on_note(f"an interrupted search continues: {known} known (--fresh forgets them)")
-        yield study
+def _predict_all(problem: PlanningProblem, on_event: OnEvent) -> list[Prediction]:
+    candidates, predictions = problem.space.candidates, []
+    problem.cost.prepare(candidates)
+    for done, candidate in enumerate(candidates):
+        on_event(Progressed(name="predicting", done=done, total=len(candidates)))
+        predictions.append(problem.cost.predict(candidate))
+    budget_bytes = problem.budget_bytes
+    on_event(CandidatesPredicted(predictions=tuple(predictions), budget_bytes=budget_bytes))
+    return predictions
 
 
 def _find_warm_start(
     problem: PlanningProblem, backend: PlannerBackend, on_event: OnEvent
-) -> tuple[StoreMatches, WarmStart]:
+) -> WarmStart:
     if not problem.request.use_records:
-        return NO_MATCHES, NO_WARM_START
-    found = backend.find_matches(problem.hardware, problem.workload, problem.budget_bytes)
-    found, warm_start = build_warm_start(
-        found, problem.space.tried_choices, problem.budget_bytes, problem.cost
-    )
-    kind = found.records[0].match.kind if found.records else "none"
-    on_event(RecordsMatched(kind=kind, num_records=len(found.records), refused=found.refused))
-    return found, warm_start
+        return NO_WARM_START
+    budget_bytes = problem.budget_bytes
+    found = backend.find_matches(problem.hardware, problem.workload, budget_bytes)
+    choices = problem.space.tried_choices
+    warm_start = WarmStart(found.records, choices, budget_bytes, problem.cost)
+    sources = warm_start.sources
+    kind = sources[0].match.kind if sources else "none"
+    on_event(RecordsMatched(kind=kind, num_records=len(sources), refused=found.refused))
+    return warm_start
 
 
-def _search(
-    problem: PlanningProblem,
-    backend: PlannerBackend,
-    warm_start: WarmStart,
-    study: optuna.Study,
-    on_event: OnEvent,
-) -> tuple[TrialResult, ...]:
-    request = problem.request
-    search = ResidualSearch(
-        problem.space,
-        problem.cost,
-        problem.budget_bytes,
-        priors=warm_start.priors,
-        first=warm_start.first_candidates,
-        objective=problem.workload.objective,
-        ascending=shares_host_memory(problem.hardware.device.memory_kind),
-    )
+@dataclass(frozen=True)
+class _Lab:
+    """Runs the trials of one plan; each step takes the trials so far and returns them with its
+    own."""
 
-    def on_trial(result: TrialResult) -> None:
-        on_event(TrialFinished(result=result))
+    problem: PlanningProblem
+    backend: PlannerBackend
+    study: optuna.Study
+    on_event: OnEvent
 
-    with backend.trials(request.model_ref, problem.cost) as run:
+    def search(self, warm_start: WarmStart) -> Trials:
+        """Try candidates until no other is worth a trial, and a smaller one to fall back on."""
+        problem, study = self.problem, self.study
+        search = ResidualSearch(
+            problem.space,
+            problem.cost,
+            problem.budget_bytes,
+            priors=warm_start.priors,
+            first=warm_start.first_candidates,
+            objective=problem.workload.objective,
+            ascending=shares_host_memory(problem.hardware.device.memory_kind),
+        )
+        with self.backend.trials(problem.request.model_ref, problem.cost) as run:
 
-        def run_trial(candidate: Candidate) -> TrialResult:
-            on_event(TrialStarted(candidate=candidate))
+            def run_trial(candidate: Candidate) -> TrialResult:
+                self.on_event(TrialStarted(candidate=candidate))
+                return run(candidate)
+
+            def on_trial(result: TrialResult) -> None:
+                self.on_event(TrialFinished(result=result))
+
+            is_enough = warm_start.is_reproduced
+            trials = run_search(
+                search, run_trial, problem.limits, on_trial, is_enough=is_enough, study=study
+            )
+            trials = self.try_doubtful_again(search, trials, run)
+            if is_enough(trials):
+                return trials
+            fallback = winner.choose_untried_fallback(trials, problem)
+            result = self.try_once("fallback", fallback, run) if fallback else None
+        return (*trials, result) if result else trials
+
+    def try_doubtful_again(
+        self, search: ResidualSearch, trials: Trials, run: TrialFunction
+    ) -> Trials:
+        """Replace each trial that contradicts the others by a repetition if that is faster: noise
+        only slows."""
+        repeated: set[Candidate] = set()
+        while (doubtful := search.find_doubtful(trials)) and doubtful.candidate not in repeated:
+            repeated.add(doubtful.candidate)
+            again = self.try_once("again", doubtful.candidate, run)
+            if again is None or again.outcome != "ok":
+                break
+            seconds = [trial.median_step_seconds or math.inf for trial in (again, doubtful)]
+            if seconds[0] < seconds[1]:
+                kept = again.changed(wall_seconds=search_cost_seconds((again, doubtful)))
+                trials = tuple(kept if trial is doubtful else trial for trial in trials)
+        return trials
+
+    def try_compiled(self, trials: Trials) -> Trials:
+        """Try the fastest settings compiled, each time in a process that has compiled nothing."""
+        problem, backend = self.problem, self.backend
+        precisions = problem.space.choices["precision"]
+
+        def run(candidate: Candidate) -> TrialResult:
+            model, _ = resolve_request_model(problem.request)
+            choices = {"precision": precisions, "compile": (candidate.compile,)}
+            checked = backend.check_gradients(problem.cost.context, choices, model)
+            if wrong := why_not(checked, gradient_capability("compile", candidate.compile)):
+                return TrialResult(candidate=candidate, outcome="numerics", message=wrong)
+            with backend.trials(problem.request.model_ref, problem.cost) as trial:
+                return trial(candidate)
+
+        return winner.try_compiled(
+            trials, problem, lambda what, candidate: self.try_once(what, candidate, run)
+        )
+
+    def confirm(self, trials: Trials) -> Trials:
+        """Try the winner for longer, through every phase of a run."""
+        problem = self.problem
+        allowed = problem.limits.allowed_seconds(best_seconds(trials))
+        seconds = max(winner.MIN_SECONDS, winner.SHARE_OF_SEARCH * allowed)
+
+        def rehearse(candidate: Candidate) -> TrialResult | None:
+            ref = problem.request.model_ref
+            return self.backend.rehearse(ref, problem.cost, candidate, seconds)
+
+        return winner.confirm_winner(
+            trials, problem, lambda candidate: self.try_once("rehearsal", candidate, rehearse)
+        )
+
+    def try_once(
+        self, what: str, candidate: Candidate, run: Callable[[Candidate], TrialResult | None]
+    ) -> TrialResult | None:
+        """Run it, unless a search that was interrupted already has."""
+
+        def measure(candidate: Candidate) -> TrialResult | None:
+            self.on_event(TrialStarted(candidate=candidate))
             return run(candidate)
 
-        trials = run_search(
-            search,
-            run_trial,
-            problem.limits,
-            on_trial,
-            is_enough=warm_start.is_reproduced,
-            study=study,
-        )
-        trials = _try_doubtful_again(search, trials, study, run_trial, on_trial)
-        fallback = (
-            None if warm_start.is_reproduced(trials) else choose_untried_fallback(trials, problem)
-        )
-        result = memoize(study, "fallback", fallback, run_trial) if fallback is not None else None
-        if result is not None:
-            trials = (*trials, result)
-            on_trial(result)
-    return trials
-
-
-def _try_doubtful_again(
-    search: ResidualSearch,
-    trials: tuple[TrialResult, ...],
-    study: optuna.Study,
-    run_trial: TrialFunction,
-    on_trial: Callable[[TrialResult], None],
-) -> tuple[TrialResult, ...]:
-    """The trials, each that contradicts the others replaced by a repetition if that is faster:
-    noise only slows."""
-    repeated: set[Candidate] = set()
-    while (doubtful := search.find_doubtful(trials)) and doubtful.candidate not in repeated:
-        repeated.add(doubtful.candidate)
-        again = memoize(study, "again", doubtful.candidate, run_trial)
-        if again is None or again.outcome != "ok":
-            break
-        on_trial(again)
-        seconds = [trial.median_step_seconds or math.inf for trial in (again, doubtful)]
-        if seconds[0] < seconds[1]:
-            cost = (again.wall_seconds or 0.0) + (doubtful.wall_seconds or 0.0)
-            kept = again.changed(wall_seconds=cost)
-            trials = tuple(kept if trial is doubtful else trial for trial in trials)
-    return trials
-
-
-def _try_compiled(
-    problem: PlanningProblem,
-    backend: PlannerBackend,
-    trials: tuple[TrialResult, ...],
-    study: optuna.Study,
-    on_event: OnEvent,
-) -> tuple[TrialResult, ...]:
-    """The trials, and those that decide whether the fastest settings are compiled."""
-
-    def run(candidate: Candidate) -> TrialResult | None:
-        request = problem.request
-        model, _ = resolve_request_model(request)
-        asked = {"precision": problem.space.choices["precision"], "compile": (candidate.compile,)}
-        checked = backend.check_gradients(problem.cost.context, asked, model)
-        wrong = why_not(checked, gradient_capability("compile", candidate.compile))
-        if wrong:
-            return TrialResult(candidate=candidate, outcome="numerics", message=wrong)
-        on_event(TrialStarted(candidate=candidate))
-        with backend.trials(
-            request.model_ref, problem.cost
-        ) as trial:  # in a process that has compiled nothing
-            result = trial(candidate)
-        on_event(TrialFinished(result=result))
+        result = memoize(self.study, what, candidate, measure)
+        if result:
+            self.on_event(TrialFinished(result=result))
         return result
-
-    return try_compiled(
-        trials, problem, lambda what, candidate: memoize(study, what, candidate, run)
-    )
-
-
-def _confirm(
-    problem: PlanningProblem,
-    backend: PlannerBackend,
-    trials: tuple[TrialResult, ...],
-    study: optuna.Study,
-    on_event: OnEvent,
-) -> tuple[TrialResult, ...]:
-    request = problem.request
-    seconds = max(
-        MIN_SECONDS, SHARE_OF_SEARCH * problem.limits.allowed_seconds(best_seconds(trials))
-    )
-
-    def longer_trial(candidate: Candidate) -> TrialResult | None:
-        on_event(TrialStarted(candidate=candidate))
-        return backend.rehearse(request.model_ref, problem.cost, candidate, seconds)
-
-    def rehearse(candidate: Candidate) -> TrialResult | None:
-        longer = memoize(study, "rehearsal", candidate, longer_trial)
-        if longer:
-            on_event(TrialFinished(result=longer))
-        return longer
-
-    return confirm_winner(trials, problem, rehearse)
 
 
 def freeze_plan(
     problem: PlanningProblem,
     autotune_version: str,
     predictions: Sequence[Prediction],
-    trials: tuple[TrialResult, ...] = (),
+    trials: Trials = (),
     warm_start: WarmStart = NO_WARM_START,
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted: a pure
     function, so that a plan's own trials give it again, byte for byte."""
-    objective = problem.workload.objective
-    scores = (
-        score_trials(trials)
-        if problem.can_try
-        else score_predictions(predictions, problem.budget_bytes)
-    )
+    objective, space = problem.workload.objective, problem.space
     request, cost = problem.request, problem.cost.with_calibration(trials)
 
     def relaxation() -> str:
         taught = problem.cost.with_calibration(trials, warm_start.priors(trials))
-        return suggest_relaxation(request, problem.space, taught)
+        return suggest_relaxation(request, space, taught)
 
-    finalists = scores
+    if problem.can_try:
+        scores = finalists = winner.score_trials(trials)
+    else:
+        scores = finalists = winner.score_predictions(predictions, problem.budget_bytes)
     if trials:
-        finalists = refuse_beyond(score_finalists(trials), cost, problem.budget_bytes)
-    best = require_winner(finalists, objective, relaxation)
+        finalists = winner.score_finalists(trials)
+        finalists = winner.refuse_beyond(finalists, cost, problem.budget_bytes)
+    best = winner.require_winner(finalists, objective, relaxation)
+    settings = best.candidate
     tried = {trial.candidate: problem.cost.predict(trial.candidate) for trial in trials}
-    candidates = dict.fromkeys((*problem.space.candidates, *tried))
-    scores += score_trials(warm_start.evidence(trials))  # only what ran here may win
+    candidates = dict.fromkeys((*space.candidates, *tried))
+    scores += winner.score_trials(warm_start.evidence(trials))  # only what ran here may win
+    reasons = winner.explain_choices(space, scores, best, objective)
+    reasons = winner.explain_compile(reasons, trials, problem, settings)
     frozen = FrozenPart(
         schema_version=SCHEMA_VERSION,
         autotune_version=autotune_version,
         hardware=planned_hardware(cost),
         workload=problem.global_workload,
-        settings=best.candidate,
+        settings=settings,
         caching=cost.caching,
         expected=build_expectation(
             best, trials, cost, problem.global_workload, problem.job, request.price_per_hour
         ),
-        reasons=(
-            *explain_compile(
-                explain_choices(problem.space, scores, best, objective),
-                trials,
-                problem,
-                best.candidate,
-            ),
-            cost.caching_reason,
-        ),
-        fallbacks=choose_fallbacks(scores, best),
-        records=warm_start.records,
+        reasons=(*reasons, cost.caching_reason),
+        fallbacks=winner.choose_fallbacks(scores, best),
+        records=tuple(source.name for source in warm_start.sources),
         search_seconds=search_cost_seconds(trials),
         trials=trials,
         pins=request.pin_pairs,
@@ -414,14 +323,14 @@ def freeze_plan(
         overheads=request.overheads,
         forecast=build_forecast(
             predictions or [cost.predict(candidate) for candidate in candidates],
-            best.candidate,
+            settings,
             problem.budget_bytes,
-            problem.cost.predict_uncalibrated(best.candidate).step_time,
+            problem.cost.predict_uncalibrated(settings).step_time,
             tried,
         ),
         advice=(
-            *note_missing_phases(trials, best.candidate),
-            *advise_larger_batch(problem.space, cost, best.candidate, best.step_seconds),
+            *winner.note_missing_phases(trials, settings),
+            *advise_larger_batch(space, cost, settings, best.step_seconds),
         ),
     )
     return seal(problem.job, frozen)

@@ -34,11 +34,18 @@ from autotune.search.space import (
     drop_values,
     expand_block_counts,
 )
-from autotune.search.study import TrialFunction
 from autotune.search.trials import ProcessTrialRunner
 from autotune.share.warm_start import StoreMatches, find_matches
 from autotune.system.version import __version__
 from autotune.train.prepare import device_misfits
+
+TrialFunction = Callable[[Candidate], TrialResult]
+"""Tries a candidate for a few steps."""
+
+GIB = 2**30
+SMALLER_SIDES = (0.75, 0.5)  # shares of the resolution's side that are tried
+LARGER_BATCHES = (2, 4)  # multiples of the effective batch that are tried
+MIN_GAIN = 1.05  # factor of images per second from which a larger batch is mentioned
 
 
 def _trial_runner(model: ModelRef, cost: CostModel) -> ProcessTrialRunner:
@@ -133,17 +140,28 @@ class PlanningProblem:
         if needs_weights:
             require_devices(asked, hardware)
         workload = global_workload.share(request.num_gpus)
-        share = Parallel("ddp", request.num_gpus).budget_bytes(hardware.device)
+        parallel = Parallel("ddp", request.num_gpus)
+        share = parallel.budget_bytes(hardware.device)
         context = TuningContext(hardware, model.family, workload, share)
         space = build_space(request, context)
         if request.is_local:
             checked = backend.check_gradients(context, space.choices, model)
-            if any(
-                not each.available for each in checked.capabilities[len(hardware.capabilities) :]
-            ):
+            verdicts = checked.capabilities[len(hardware.capabilities) :]
+            if not all(verdict.available for verdict in verdicts):
                 space = build_space(request, replace(context, hardware=checked))
             hardware = checked
-        cost, space = _choose_strategy(request, model, workload, hardware, space)
+        cost = CostModel.build(
+            hardware,
+            workload,
+            model.family,
+            model.config,
+            read_parts(model),
+            caching_pins=dict(split_pins(request.pin_pairs)[1]),
+            caching_exclusions=split_pins(request.exclusion_pairs)[1],
+            overheads=request.overheads,
+            parallel=parallel if request.num_gpus > 1 else ONE_PROCESS,
+        )
+        cost, space = _choose_strategy(request, cost, space)
         _require_host_memory(space, cost)
         return cls(
             request.changed(ref=job.model_ref),
@@ -180,24 +198,24 @@ class PlanningProblem:
         call it."""
         model = {**dict(self.workload.model), "name": ""}  # folders may be called differently
         work = {**self.workload.model_dump(mode="json"), "model": model}
-        choices: dict[str, object] = {
-            name: list(values) for name, values in self.space.choices.items()
-        }
+        choices = {name: list(values) for name, values in self.space.choices.items()}
         keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.match_keys.items()}
-        device, request = self.hardware.device.name, self.request
-        own = {
-            "device": device,
-            "work": digest_of(work),
-            "settings to choose from": digest_of(choices),
-        }
+        request = self.request
         program = {"program that trains": request.overheads.program} if request.overheads else {}
-        return {**keys, **own, **program, "processes": str(request.num_gpus)}
+        return {
+            **keys,
+            "device": self.hardware.device.name,
+            "work": digest_of(work),
+            "settings to choose from": digest_of(dict(choices)),
+            **program,
+            "processes": str(request.num_gpus),
+        }
 
 
 def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
     """Raise NothingFits if the host is too small for any run, whatever the device holds."""
-    host, kind = cost.hardware.host, cost.hardware.device.memory_kind
-    if shares_host_memory(kind) or not space.candidates:
+    host = cost.hardware.host
+    if shares_host_memory(cost.hardware.device.memory_kind) or not space.candidates:
         return
     smallest = min(
         space.candidates, key=lambda one: (one.swapped_blocks, one.modulation == "ahead")
@@ -206,19 +224,18 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
     needed = number * cost.host_memory_bytes(smallest)
     if needed > there:
         run = f"a run's {number} processes need" if number > 1 else "a run needs"
+        amounts = (
+            f"{needed / GIB:.1f} GiB of the host's memory, {there / GIB:.1f} GiB are available"
+        )
         raise NothingFits(
-            f"{run} {needed / 2**30:.1f} GiB of the host's memory, {there / 2**30:.1f} GiB are "
-            "available",
-            hint=(
-                "close other programs, or use a host with more memory (for a GPU by name: "
-                "--host-memory)"
-            ),
+            f"{run} {amounts}",
+            hint="close other programs, or use a host with more memory (for a GPU by name: "
+            "--host-memory)",
         )
 
 
 def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> None:
-    """Whether the request can be tried on this machine at all, by facts alone: no rate need be
-    measured for that.
+    """Check by facts alone, before a rate is measured, that the request can be tried here.
 
     Raises:
         NothingFits: a published model asks for a GPU, or more processes for more GPUs than there
@@ -226,47 +243,25 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     """
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
-        _, published = find_published(request.model_ref.name) or (
-            model.family,
-            model.family.models[0],
-        )
+        usual = (model.family, model.family.models[0])
+        _, published = find_published(request.model_ref.name) or usual
         raise NoGpu.build(model.family, published)
-    if not request.is_local:
+    if not request.is_local or request.num_gpus == 1:
         return
-    if request.num_gpus > 1 and (misfits := device_misfits(request.num_gpus, hardware)):
-        raise NothingFits(
-            misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`"
-        )
+    if misfits := device_misfits(request.num_gpus, hardware):
+        hint = "ask for fewer with --gpus, or see what is here with `autotune probe`"
+        raise NothingFits(misfits[0], hint=hint)
 
 
 def _choose_strategy(
-    request: PlanRequest,
-    model: ResolvedModel,
-    workload: Workload,
-    hardware: HardwareProfile,
-    space: SearchSpace,
+    request: PlanRequest, cost: CostModel, space: SearchSpace
 ) -> tuple[CostModel, SearchSpace]:
-    """The cost model of one process, and what of `space` may be tried.
-
-    The weights are sharded only if no device is predicted to hold them all.
-    """
+    """The cost model of one process, and what of `space` may be tried: the weights are sharded only
+    if no device is predicted to hold them all."""
     number = request.num_gpus
-    together = Parallel("ddp", number)
-    cost = CostModel.build(
-        hardware,
-        workload,
-        model.family,
-        model.config,
-        read_parts(model),
-        caching_pins=dict(split_pins(request.pin_pairs)[1]),
-        caching_exclusions=split_pins(request.exclusion_pairs)[1],
-        overheads=request.overheads,
-        parallel=together if number > 1 else ONE_PROCESS,
-    )
     if number == 1:
-        return cost, drop_beyond_host(
-            expand_block_counts(_drop_too_heavy(request, space, cost), cost), cost
-        )
+        space = expand_block_counts(_drop_too_heavy(request, space, cost), cost)
+        return cost, drop_beyond_host(space, cost)
     space = drop_beyond_host(drop_block_swap(expand_block_counts(space, cost), number), cost)
     try:
         lighter = _drop_too_heavy(request, space, cost)
@@ -274,19 +269,13 @@ def _choose_strategy(
             return cost, lighter
     except NothingFits:
         pass
-    if workload.adapter == "dora":
-        what = (
-            f"nothing fits on each of {number} devices, and DoRA cannot be trained on weights "
-            "sharded over them"
-        )
-        raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
-    plain = keep_shardable(space)
-    if not plain.candidates:
-        what = (
-            f"nothing fits on each of {number} devices, and quantized weights cannot be "
-            "sharded "
-            "over them"
-        )
+    plain, why = keep_shardable(space), None
+    if cost.workload.adapter == "dora":
+        why = "DoRA cannot be trained on weights sharded over them"
+    elif not plain.candidates:
+        why = "quantized weights cannot be sharded over them"
+    if why:
+        what = f"nothing fits on each of {number} devices, and {why}"
         raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
     cost = cost.with_parallel(Parallel("fsdp2", number))
     return cost, _drop_too_heavy(request, plain, cost)
@@ -307,31 +296,17 @@ def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -
     for candidate in space.candidates:
         size = cost.weight_bytes(candidate)
         sizes[candidate.quantization] = min(size, sizes.get(candidate.quantization, size))
+    limit = f"a run may take {budget / GIB:.1f} GiB"
     dropped: dict[Choice, str] = {
-        name: (
-            f"its weights alone need {size / 2**30:.1f} GiB, a run may take "
-            f"{budget / 2**30:.1f} "
-            "GiB"
-        )
+        name: f"its weights alone need {size / GIB:.1f} GiB, {limit}"
         for name, size in sizes.items()
         if size > budget
     }
     if len(dropped) == len(sizes):
         smallest = min(sizes, key=lambda name: sizes[name])
-        hint = suggest_relaxation(request, space, cost)
-        raise NothingFits(
-            f"{cost.workload.model.name} as {smallest}: {dropped[smallest]}", hint=hint
-        )
+        what = f"{cost.workload.model.name} as {smallest}: {dropped[smallest]}"
+        raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
     return drop_values(space, "quantization", dropped)
-
-
-GIB = 2**30
-SMALLER_SIDES = (0.75, 0.5)
-"""Shares of the resolution's side that are tried."""
-LARGER_BATCHES = (2, 4)
-"""Multiples of the effective batch that are tried."""
-MIN_GAIN = 1.05
-"""Factor of images per second from which a larger batch is mentioned."""
 
 
 def min_required_bytes(
@@ -346,9 +321,9 @@ def min_required_bytes(
         c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == (smallest, deepest)
     ]
     predictions = [cost.predict(candidate) for candidate in safest or candidates]
-    return min(
-        memory_upper_bound(each) if cautious else each.run_memory_bytes for each in predictions
-    )
+    if cautious:
+        return min(map(memory_upper_bound, predictions))
+    return min(prediction.run_memory_bytes for prediction in predictions)
 
 
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
@@ -385,11 +360,8 @@ def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
         InvalidInput: blocks are to be swapped.
     """
     why = "several processes shard the weights instead"
-    space = drop_values(
-        space,
-        "swapped_blocks",
-        {number: why for number in space.choices["swapped_blocks"] if number},
-    )
+    swapped = {number: why for number in space.choices["swapped_blocks"] if number}
+    space = drop_values(space, "swapped_blocks", swapped)
     if not space.candidates:
         what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
         raise InvalidInput(what, hint="leave one of them out")
@@ -399,18 +371,16 @@ def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
 def keep_shardable(space: SearchSpace) -> SearchSpace:
     """The part of the space whose weights several processes can shard; it may have no
     candidates."""
+    formats, modulations = space.choices["quantization"], space.choices["modulation"]
+    quantized = [name for name in formats if not WEIGHT_FORMATS[str(name)].can_shard]
     why = "the weights are sharded over the processes, and this format cannot be sharded"
-    quantized = [
-        name for name in space.choices["quantization"] if not WEIGHT_FORMATS[str(name)].can_shard
-    ]
     space = drop_values(space, "quantization", dict.fromkeys(quantized, why))
-    gathered = (
-        "when weights are sharded over processes, those that it is computed from are "
-        "gathered only "
+    ahead = [value for value in modulations if value == "ahead"]
+    why = (
+        "when weights are sharded over processes, those that it is computed from are gathered only "
         "during a pass"
     )
-    ahead = [value for value in space.choices["modulation"] if value == "ahead"]
-    return drop_values(space, "modulation", dict.fromkeys(ahead, gathered))
+    return drop_values(space, "modulation", dict.fromkeys(ahead, why))
 
 
 def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel) -> str:
@@ -427,35 +397,30 @@ def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel
 def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tuple[str, float]]:
     """Options that are predicted to fit, each with the least memory that a run would need with
     it."""
-    workload, family = cost.workload, cost.family
+    work, family = cost.workload, cost.family
     qualities = get_args(Quality)
-    options: list[tuple[str, dict[str, object]]] = [
-        (f"--quality {quality}", {"quality": quality})
-        for quality in qualities[qualities.index(workload.quality) + 1 :]
+    options: list[tuple[str, Workload]] = [
+        (f"--quality {quality}", work.changed(quality=quality))
+        for quality in qualities[qualities.index(work.quality) + 1 :]
     ]
-    options += [
-        (f"--resolution {_size_text(bucket)}", {"buckets": (bucket,), "resolution_px": side})
-        for share in SMALLER_SIDES
-        if (bucket := _scale(workload.largest_bucket, share, family)) is not None
-        for side in (max(1, round(workload.resolution_px * share)),)
-    ]
-    smallest_batch = f"--batch-size {cost.parallel.num_processes}"
-    options += (
-        [(smallest_batch, {"effective_batch_size": 1})] if workload.effective_batch_size > 1 else []
-    )
-    options += [("--rank 4", {"rank": 4})] if workload.rank > 4 else []
-    relaxed = [(option, request, workload.changed(**changes)) for option, changes in options]
-    if named := [
-        word
-        for word, pairs in (("--pin", request.pin_pairs), ("--exclude", request.exclusion_pairs))
-        if pairs
-    ]:
-        relaxed.append(
-            (f"without {' and '.join(named)}", request.changed(pins=(), exclusions=()), workload)
-        )
-    for option, other, work in relaxed:
+    for share in SMALLER_SIDES:
+        if bucket := _scale(work.largest_bucket, share, family):
+            side = max(1, round(work.resolution_px * share))
+            smaller = work.changed(buckets=(bucket,), resolution_px=side)
+            options.append((f"--resolution {_size_text(bucket)}", smaller))
+    if work.effective_batch_size > 1:
+        smallest = work.changed(effective_batch_size=1)
+        options.append((f"--batch-size {cost.parallel.num_processes}", smallest))
+    if work.rank > 4:
+        options.append(("--rank 4", work.changed(rank=4)))
+    relaxed = [(option, request, changed) for option, changed in options]
+    asked = (("--pin", request.pin_pairs), ("--exclude", request.exclusion_pairs))
+    if named := [word for word, pairs in asked if pairs]:
+        free = request.changed(pins=(), exclusions=())
+        relaxed.append((f"without {' and '.join(named)}", free, work))
+    for option, other, changed in relaxed:
         with contextlib.suppress(InvalidInput, NothingFits):  # a pinned value may not go with it
-            needed, budget_bytes = _required_bytes(other, work, cost)
+            needed, budget_bytes = _required_bytes(other, changed, cost)
             if needed <= budget_bytes:
                 yield option, needed
 
@@ -465,25 +430,23 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     and what it may take."""
     number = cost.parallel.num_processes
     pins = dict(split_pins(request.pin_pairs)[1])
+    keeps = pins and cost.resident_encoder_bytes
     own = CostModel.build(
         cost.hardware,
         workload,
         cost.family,
         cost.model.config,
         cost.model.parts,
-        caching=(cost.caching, cost.caching_reason)
-        if pins and cost.resident_encoder_bytes
-        else None,
-        caching_pins=dict(split_pins(request.pin_pairs)[1]),
+        caching=(cost.caching, cost.caching_reason) if keeps else None,
+        caching_pins=pins,
         caching_exclusions=split_pins(request.exclusion_pairs)[1],
         overheads=cost.overheads,
         parallel=cost.parallel,
     )
     space = build_space(request, own.context)
     smallest = min(candidate.micro_batch_size for candidate in space.candidates)
-    larger: dict[Choice, str] = {
-        k: "needs more" for k in space.choices["micro_batch_size"] if k != smallest
-    }
+    sizes = space.choices["micro_batch_size"]
+    larger: dict[Choice, str] = {size: "needs more" for size in sizes if size != smallest}
     space = expand_block_counts(drop_values(space, "micro_batch_size", larger), own)
     ways = {own.parallel: space}
     if number > 1:
@@ -501,12 +464,9 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
 
 def _scale(bucket: Bucket, share: float, family: Family) -> Bucket | None:
     step = family.size_multiple_px
-    width, height = (
-        int(side * share) // step * step for side in (bucket.width_px, bucket.height_px)
-    )
-    if min(width, height) < step:
-        return None
-    return bucket.changed(width_px=width, height_px=height)
+    sides = (bucket.width_px, bucket.height_px)
+    width, height = (int(side * share) // step * step for side in sides)
+    return bucket.changed(width_px=width, height_px=height) if min(width, height) > 0 else None
 
 
 def _amount(num_bytes: float) -> str:
@@ -523,15 +483,11 @@ def advise_larger_batch(
 ) -> tuple[str, ...]:
     """What a larger effective batch would gain with the kernels and weight format of `best`, whose
     optimizer step takes `step_seconds`; nothing if it gains little."""
-    effective, budget_bytes, context = (
-        cost.workload.effective_batch_size,
-        cost.budget_bytes,
-        cost.context,
-    )
+    effective, budget_bytes = cost.workload.effective_batch_size, cost.budget_bytes
     best_gain, best_batch = MIN_GAIN, 0
     for batch in (effective * factor for factor in LARGER_BATCHES):
         base = best.changed(micro_batch_size=batch)
-        if any(knob.why_not(base, context) for knob in KNOBS):
+        if any(knob.why_not(base, cost.context) for knob in KNOBS):
             continue
         for candidate in block_count_frontier(base, space.choices, cost):
             prediction = cost.predict(candidate)
@@ -541,8 +497,8 @@ def advise_larger_batch(
     if not best_batch:
         return ()
     global_batch = best_batch * cost.parallel.num_processes
+    gains = f"is predicted to train {best_gain:.2f}x as many images per second"
     return (
-        f"an effective batch of {global_batch} is predicted to train {best_gain:.2f}x as many "
-        "images per second; it is "
-        "not chosen for you, because it changes what is learned",
+        f"an effective batch of {global_batch} {gains}; it is not chosen for you, because it "
+        "changes what is learned",
     )

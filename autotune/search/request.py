@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from autotune.data.dataset import Dataset, SplitDataset, read_split
+from autotune.data.dataset import Dataset, read_split
 from autotune.data.items import make_options
 from autotune.knobs.caching import PIN
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import usual_learning_rate
-from autotune.models.facts import Defaults
 from autotune.models.registry import find_published
 from autotune.models.resolve import (
     ResolvedModel,
@@ -26,6 +24,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.request import Pairs, PlanRequest
 from autotune.plan.workload import Workload
+from autotune.search.space import SearchSpace, build_search_space
 from autotune.train.folder import require_separate_output
 from autotune.train.prepare import (
     check_job,
@@ -34,9 +33,6 @@ from autotune.train.prepare import (
     require_even_shares,
 )
 from autotune.weights.files import BadWeights
-
-if TYPE_CHECKING:
-    from autotune.search.space import SearchSpace
 
 
 def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
@@ -47,19 +43,8 @@ def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
 
 def build_space(request: PlanRequest, context: TuningContext) -> SearchSpace:
     """Return what may be tried for `context`. Raises as `build_search_space`."""
-    from autotune.search.space import build_search_space
-
     pins, exclusions = split_pins(request.pin_pairs), split_pins(request.exclusion_pairs)
     return build_search_space(context, pins[0], exclusions[0])
-
-
-def read_data(request: PlanRequest, model: ResolvedModel) -> SplitDataset | None:
-    """The request's data, if it names any, and what of it is held out."""
-    if not request.data:
-        return None
-    frames = request.given.get("num_frames", model.family.defaults.num_frames)
-    options = make_options(request.given_job, model.family, frames)
-    return read_split(request.data, options, request.validation, request.seed)
 
 
 def build_job(
@@ -137,23 +122,29 @@ class ResolvedRequest:
             for name, value in split_pins(pairs)[0]:
                 require_choice(name, value)
         model, notes = resolve_request_model(request)
-        check_overrides(model.family, request)
+        family, defaults = model.family, model.family.defaults
+        check_overrides(family, request)
         if needs_weights and model.folder is not None:
             check_weights(model)
-        data = read_data(request, model)
-        dataset = data.whole if data else None
-        request, rounded = _with_even_batch(request, model.family.defaults)
-        batch = request.given.get(
-            "effective_batch_size", model.family.defaults.effective_batch_size
-        )
-        require_even_shares(batch, request.num_gpus)
-        job = build_job(request, model, data.training if data else None, batch)
+        dataset = training = None
+        if request.data:
+            frames = request.given.get("num_frames", defaults.num_frames)
+            options = make_options(request.given_job, family, frames)
+            split = read_split(request.data, options, request.validation, request.seed)
+            dataset, training = split.whole, split.training
+        usual, number = defaults.effective_batch_size, request.num_gpus
+        batch = request.given.get("effective_batch_size", defaults.batch_for(number))
+        if batch != request.given.get("effective_batch_size", usual):
+            request = request.changed(effective_batch_size=batch)
+            why = f"{number} GPUs cannot share the usual {usual} evenly; --batch-size sets another"
+            notes = (*notes, f"an effective batch of {batch}: {why}")
+        require_even_shares(batch, number)
+        job = build_job(request, model, training, batch)
         require_separate_output(job)
         on_sound()
-        workload = describe_workload(
-            model, dataset, request, drops_captions=request.caption_dropout > 0
-        )
-        return cls(request, model, dataset, workload, job, (*notes, *rounded))
+        drops_captions = request.caption_dropout > 0
+        workload = describe_workload(model, dataset, request, drops_captions=drops_captions)
+        return cls(request, model, dataset, workload, job, notes)
 
     def context(self, hardware: HardwareProfile) -> TuningContext:
         """What knobs are chosen for on a machine."""
@@ -162,23 +153,6 @@ class ResolvedRequest:
     def space(self, hardware: HardwareProfile) -> SearchSpace:
         """What may be tried on a machine, and what not and why. Raises as `build_search_space`."""
         return build_space(self.request, self.context(hardware))
-
-
-def _with_even_batch(
-    request: PlanRequest, defaults: Defaults
-) -> tuple[PlanRequest, tuple[str, ...]]:
-    """The request with an effective batch that its processes can share, if the user named none;
-    and a note of that."""
-    number = request.num_gpus
-    default, batch = defaults.effective_batch_size, defaults.batch_for(number)
-    if "effective_batch_size" in request.given or batch == default:
-        return request, ()
-    note = (
-        f"an effective batch of {batch}: {number} GPUs cannot share the usual {default} "
-        "evenly; "
-        "--batch-size sets another"
-    )
-    return request.changed(effective_batch_size=batch), (note,)
 
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:

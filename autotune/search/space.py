@@ -11,15 +11,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.cost.calibration import time_doubt
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.knob import Choices, Knob, TuningContext, gradient_capability, why_not
 from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, require_choice
 from autotune.knobs.settings import plain_choices
-from autotune.plan.candidate import Candidate, Choice
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate, Choice
 from autotune.plan.plan import Rejected
 
 if TYPE_CHECKING:
     from autotune.cost.predict import CostModel
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+MAX_STEP = 0.05
+"""Most by which neighbors on a frontier differ in memory, as a share of the activations of a
+pass that keeps all; less than one block makes no step."""
+NUM_STEPS = 30
+"""Values of each number of blocks that are looked at: steps of 3%, finer than `MAX_STEP`."""
 
 KnobValue = tuple[str, str]
 """A knob and one of its values, as text."""
@@ -27,11 +37,11 @@ KnobValue = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be tried, those that need least memory first.
+    """What may be tried.
 
     As it is enumerated, it has a candidate for each setting of the knobs that are no numbers of
-    blocks, with as many blocks recomputing and on the host as there may be. `expand_block_counts` puts
-    others beside them.
+    blocks, with as many blocks recomputing and on the host as there may be; `expand_block_counts`
+    puts all others in their place.
     """
 
     candidates: tuple[Candidate, ...]
@@ -44,22 +54,17 @@ class SearchSpace:
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether each of its values may be tried, or asked for, if not all together."""
-        known = {
-            name: (*choices, *self.pinnable[name])
-            for name, choices in self.choices.items()
-            if name in self.pinnable
-        }
-        return all(getattr(candidate, name) in choices for name, choices in known.items())
+        return all(
+            getattr(candidate, name) in (*self.choices[name], *pinnable)
+            for name, pinnable in self.pinnable.items()
+        )
 
     @property
     def tried_choices(self) -> dict[str, tuple[Choice, ...]]:
         """Values that trials may have, by knob: the admitted ones, and what settled knobs are
         compared with."""
-        compared = self._compared_choices()
-        return {
-            name: (*choices, compared[name]) if name in compared else choices
-            for name, choices in self.choices.items()
-        }
+        compared = ((name, (value,)) for name, value in self._compared_choices().items())
+        return {**self.choices, **{name: self.choices[name] + value for name, value in compared}}
 
     def without_rules(self, candidate: Candidate) -> Candidate:
         """The candidate with the libraries' own way of each knob that a rule settles, as far as
@@ -67,9 +72,11 @@ class SearchSpace:
         return candidate.changed(**self._compared_choices())
 
     def _compared_choices(self) -> dict[str, Choice]:
-        known = {knob.name: knob.compared_with for knob in KNOBS if knob.compared_with is not None}
         return {
-            name: value for name, value in known.items() if value in self.pinnable.get(name, ())
+            knob.name: knob.compared_with
+            for knob in KNOBS
+            if knob.compared_with is not None
+            and knob.compared_with in self.pinnable.get(knob.name, ())
         }
 
 
@@ -90,20 +97,18 @@ def build_search_space(
     }
     pins = [(name, value) for name, value in pins if name not in settings]
     exclusions = [(name, value) for name, value in exclusions if name not in settings]
-    per_knob = {knob.name: _choices_with_parity(knob, context) for knob in KNOBS}
+    per_knob = {knob.name: _right_choices(knob, context) for knob in KNOBS}
     for name, value in pins:
-        per_knob[name] = _pin(name, value, _require_value(name, value, per_knob))
+        per_knob[name] = _pin(name, value, _require_value(name, value, per_knob[name]))
     for name, value in exclusions:
-        per_knob[name] = _exclude(value, _require_value(name, value, per_knob))
+        per_knob[name] = _exclude(value, _require_value(name, value, per_knob[name]))
     for name, choices in per_knob.items():
         if not choices.admitted:
             reasons = "; ".join(f"{choice}: {why}" for choice, why in choices.rejected.items())
             is_asked = any(knob == name for knob, _ in (*pins, *exclusions))
-            hint = (
-                f"leave out an --exclude or --pin of {name}"
-                if is_asked
-                else "run `autotune probe` and see why"
-            )
+            hint = "run `autotune probe` and see why"
+            if is_asked:
+                hint = f"leave out an --exclude or --pin of {name}"
             raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
     candidates, conflicts = _enumerate(admitted, settings, context)
@@ -118,57 +123,51 @@ def build_search_space(
             hint="leave out a --pin or an --exclude",
         )
     rejected = {
-        name: _with_reasons({**one.rejected, **one.pinnable}) for name, one in per_knob.items()
+        name: _with_reasons({**choices.rejected, **choices.pinnable})
+        for name, choices in per_knob.items()
     }
     for name, conflict in conflicts:
         if conflict not in rejected[name]:
-            rejected[name].append(conflict)
+            rejected[name] += (conflict,)
     pinnable = {name: tuple(choices.pinnable) for name, choices in per_knob.items()}
-    admitted = {**settings, **admitted}
-    return SearchSpace(
-        candidates, admitted, {name: tuple(found) for name, found in rejected.items()}, pinnable
-    )
+    return SearchSpace(candidates, {**settings, **admitted}, rejected, pinnable)
 
 
 def _enumerate(
     admitted: Mapping[str, tuple[Choice, ...]],
     settings: Mapping[str, tuple[Choice]],
     context: TuningContext,
-) -> tuple[tuple[Candidate, ...], Sequence[tuple[str, Rejected]]]:
+) -> tuple[tuple[Candidate, ...], list[tuple[str, Rejected]]]:
     """All combinations of values without a conflict, with the numbers of blocks that need least
     memory; and each value that had a conflict, by knob, in the order found."""
     candidates = []
     conflicts: dict[tuple[str, Choice, str], None] = {}
     fixed = {knob.name: admitted[knob.name] for knob in KNOBS if not knob.is_composed}
     composed = [knob.name for knob in KNOBS if knob.is_composed]
+    plain = {name: value for name, (value,) in settings.items()}
+    plain |= {name: min(map(int, admitted[name])) for name in composed}
     for values in itertools.product(*fixed.values()):
-        chosen: dict[str, Choice] = {
-            **{name: value for name, (value,) in settings.items()},
-            **dict(zip(fixed, values, strict=True)),
-            **{name: min(map(int, admitted[name])) for name in composed},
-        }
+        chosen: dict[str, Choice] = {**plain, **dict(zip(fixed, values, strict=True))}
         for name in composed:  # each as far as those before it let it go
             for value in admitted[name]:
                 candidate = Candidate.model_validate({**chosen, name: value})
-                found = [
-                    (knob.name, why) for knob in KNOBS if (why := knob.why_not(candidate, context))
-                ]
+                against = {knob.name: knob.why_not(candidate, context) for knob in KNOBS}
+                found = {knob: why for knob, why in against.items() if why}
                 if not found:
                     chosen[name] = value
                     break
-                for of, why in found:
-                    conflicts[of, getattr(candidate, of), why] = None
+                for knob, why in found.items():
+                    conflicts[knob, getattr(candidate, knob), why] = None
             else:
                 break
         else:
             candidates.append(candidate)
-    return tuple(candidates), [
-        (name, Rejected(choice=choice, reason=why)) for name, choice, why in conflicts
-    ]
+    reasons = [(name, Rejected(choice=value, reason=why)) for name, value, why in conflicts]
+    return tuple(candidates), reasons
 
 
-def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
-    return [Rejected(choice=choice, reason=why) for choice, why in reasons.items()]
+def _with_reasons(reasons: Mapping[Choice, str]) -> tuple[Rejected, ...]:
+    return tuple(Rejected(choice=choice, reason=why) for choice, why in reasons.items())
 
 
 def _choose_setting(
@@ -189,31 +188,32 @@ def _choose_setting(
         and (name, str(value)) not in exclusions
         and (not pinned or str(value) == pinned[0])
     ]
-    if not left and pinned:
+    if left:
+        return left[0]
+    if pinned:
         raise InvalidInput(
             f"{name} cannot be {pinned[0]} here", hint=f"values: {', '.join(map(str, values))}"
         )
-    if not left:
-        reasons = "; ".join(f"{value}: {why}" for value, why in wrong.items()) or "excluded"
-        raise NothingFits(
-            f"no value of {name} can be used here ({reasons})",
-            hint=f"leave out an --exclude of {name}, or run `autotune probe` and see why",
-        )
-    return left[0]
+    reasons = "; ".join(f"{value}: {why}" for value, why in wrong.items()) or "excluded"
+    raise NothingFits(
+        f"no value of {name} can be used here ({reasons})",
+        hint=f"leave out an --exclude of {name}, or run `autotune probe` and see why",
+    )
 
 
 def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -> dict[Choice, str]:
     """Those under which gradients on this machine are known to differ from the reference's, and
     how."""
-    return {
-        value: why
-        for value in values
-        if (parity := GRADIENT_TOLERANCES[name](value) if name in GRADIENT_TOLERANCES else None)
-        and (why := why_not(context.hardware, gradient_capability(name, parity.checked_choice)))
-    }
+    wrong = {}
+    for value in values if name in GRADIENT_TOLERANCES else ():
+        if rule := GRADIENT_TOLERANCES[name](value):
+            capability = gradient_capability(name, rule.checked_choice)
+            if why := why_not(context.hardware, capability):
+                wrong[value] = why
+    return wrong
 
 
-def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
+def _right_choices(knob: Knob, context: TuningContext) -> Choices:
     """The knob's choices less those that the family excludes or that compute something else."""
     choices = knob.choices_for_family(context)
     wrong = _wrong_values(knob.name, (*choices.admitted, *choices.pinnable), context)
@@ -226,21 +226,18 @@ def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
 
 def drop_values(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
     """The space without some values of a knob, each with the reason."""
+    left = tuple(each for each in space.candidates if getattr(each, knob) not in dropped)
+    choices = tuple(choice for choice in space.choices[knob] if choice not in dropped)
+    rejected = (*space.rejected[knob], *_with_reasons(dropped))
     return replace(
         space,
-        candidates=tuple(
-            candidate for candidate in space.candidates if getattr(candidate, knob) not in dropped
-        ),
-        choices={
-            **space.choices,
-            knob: tuple(choice for choice in space.choices[knob] if choice not in dropped),
-        },
-        rejected={**space.rejected, knob: (*space.rejected[knob], *_with_reasons(dropped))},
+        candidates=left,
+        choices={**space.choices, knob: choices},
+        rejected={**space.rejected, knob: rejected},
     )
 
 
-def _require_value(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
-    choices = per_knob[name]
+def _require_value(name: str, value: str, choices: Choices) -> Choices:
     values = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.pinnable)}
     if value not in values:
         raise InvalidInput(
@@ -256,10 +253,9 @@ def _pin(name: str, value: str, choices: Choices) -> Choices:
             f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list-knobs`"
         )
     usable = (*choices.admitted, *choices.pinnable)
-    others = {choice: f"{name} is pinned to {value}" for choice in usable if str(choice) != value}
-    return Choices(
-        tuple(choice for choice in usable if str(choice) == value), {**choices.rejected, **others}
-    )
+    pinned = tuple(choice for choice in usable if str(choice) == value)
+    others = {choice: f"{name} is pinned to {value}" for choice in usable if choice not in pinned}
+    return Choices(pinned, {**choices.rejected, **others})
 
 
 def _exclude(value: str, choices: Choices) -> Choices:
@@ -268,21 +264,9 @@ def _exclude(value: str, choices: Choices) -> Choices:
     admitted = tuple(choice for choice in choices.admitted if str(choice) != value)
     pinnable = {choice: why for choice, why in choices.pinnable.items() if str(choice) != value}
     known = (*choices.admitted, *choices.pinnable)
-    rejected = {
-        **choices.rejected,
-        **{choice: "excluded by the user" for choice in known if str(choice) == value},
-    }
+    excluded = {choice: "excluded by the user" for choice in known if str(choice) == value}
+    rejected = {**choices.rejected, **excluded}
     return Choices(admitted, rejected, pinnable) if admitted else Choices(tuple(pinnable), rejected)
-
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
-MAX_STEP = 0.05
-"""Most by which neighbors on a frontier differ in memory, as a share of the activations of a
-pass that keeps all; less than one block makes no step."""
-NUM_STEPS = 30
-"""Values of each number of blocks that are looked at: steps of 3%, finer than `MAX_STEP`."""
 
 
 @dataclass(frozen=True)
@@ -312,23 +296,19 @@ def block_count_frontier(
 ) -> list[Candidate]:
     """The mixtures of one setting of the other knobs that are worth trying, of admitted
     `choices` by knob."""
-    from autotune.cost.predict import BLOCK_COUNTS
-
     plain = base.changed(**dict.fromkeys(BLOCK_COUNTS, 0))
     admitted = {
         name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_COUNTS
     }
-    passes, swapped = (
-        _passes(admitted, cost.workload.model.num_blocks),
-        _spread(admitted["swapped_blocks"]),
-    )
+    passes = _passes(admitted, cost.workload.model.num_blocks)
+    swapped = _spread(admitted["swapped_blocks"])
     num_bytes, seconds = cost.predict_block_counts(plain, passes, swapped)
     can_swap = swapped[None] <= passes[:, :1] + passes[:, 1:2]
     at, column = np.nonzero(can_swap)
     numbers = np.concatenate([passes[at], swapped[column][:, None]], axis=1)
     everything = Mixtures(numbers, num_bytes[at, column], seconds[at, column])
     step = MAX_STEP * cost.activation_bytes(plain)
-    kept = _drop_beaten([_thin(_frontier(group), step) for group in _by_means(everything)], plain)
+    kept = _drop_beaten([_thin(frontier(group), step) for group in _by_means(everything)], plain)
     same = {name: value for name, value in plain if name not in BLOCK_COUNTS}
     # Not validated again, which would take most of the time: the rest is valid, and the numbers are
     # admitted ones.
@@ -344,8 +324,6 @@ def _without_conflict(
 ) -> Integers:
     """The numbers of one knob that can go with the other knobs' values, if enough blocks
     recompute."""
-    from autotune.cost.predict import BLOCK_COUNTS
-
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(BLOCK_COUNTS, 0), **deep, name: 1})
     is_barred = any(knob.why_not(tried, context) for knob in KNOBS)
@@ -356,8 +334,6 @@ def _without_conflict(
 
 def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
     """(passes, 2): numbers of checkpointed and selective blocks that leave the last block alone."""
-    from autotune.cost.predict import BLOCK_COUNTS
-
     levels = [_spread(admitted[name]) for name in BLOCK_COUNTS[:2]]
     whole, selective = (grid.ravel() for grid in np.meshgrid(*levels, indexing="ij"))
     rest = num_blocks - 1 - levels[0]  # with which all but the last block recompute
@@ -371,9 +347,8 @@ def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
 
 def _spread(numbers: Integers) -> Integers:
     """At most `NUM_STEPS` of them, ends included."""
-    chosen: Integers = numbers[
-        np.unique(np.round(np.linspace(0, len(numbers) - 1, NUM_STEPS)).astype(np.int64))
-    ]
+    at = np.unique(np.round(np.linspace(0, len(numbers) - 1, NUM_STEPS)).astype(np.int64))
+    chosen: Integers = numbers[at]
     return chosen
 
 
@@ -386,30 +361,27 @@ def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
         yield mixtures[means == value]
 
 
-def _frontier(mixtures: Mixtures) -> Mixtures:
+def frontier(mixtures: Mixtures) -> Mixtures:
     """Those that no other beats in memory and time, by growing memory and shrinking time."""
     ordered = mixtures[np.lexsort((mixtures.seconds, mixtures.num_bytes))]
     before = np.minimum.accumulate(np.concatenate([[np.inf], ordered.seconds[:-1]]))
     return ordered[ordered.seconds < before]
 
 
-def _thin(frontier: Mixtures, step_bytes: float) -> Mixtures:
+def _thin(found: Mixtures, step_bytes: float) -> Mixtures:
     """From the largest on, the smallest that is within a step, or the next if none is."""
-    at = len(frontier.num_bytes) - 1
+    at = len(found.num_bytes) - 1
     chosen = [at]
     while at > 0:
-        within = int(np.searchsorted(frontier.num_bytes, frontier.num_bytes[at] - step_bytes))
+        within = int(np.searchsorted(found.num_bytes, found.num_bytes[at] - step_bytes))
         at = min(within, at - 1)
         chosen.append(at)
-    return frontier[chosen]
+    return found[chosen]
 
 
 def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]:
     """Each group less what another group beats in memory and, beyond what is doubtful of their
     ratio, in time."""
-    from autotune.cost.calibration import time_doubt
-    from autotune.cost.predict import BLOCK_COUNTS
-
     first = [
         plain.changed(**dict(zip(BLOCK_COUNTS, map(int, group.numbers[0]), strict=True)))
         for group in groups

@@ -1,18 +1,18 @@
 """Runs the search as an Optuna study, which any number of workers share through one storage.
 
-The objective is a real trial; the sampler asks the residual search. A trial's parameters are its
-candidate, so Optuna's own heartbeats and retries see to it that what a dead worker tried is tried
-again. Trials themselves never fail: one that ran out of memory is complete, with a violated
-constraint. A database's password stays in its URL: no message, log or plan ever holds it.
+A trial's parameters are its candidate, so Optuna's own heartbeats and retries see to it that what a
+dead worker tried is tried again. Trials themselves never fail: one that ran out of memory is
+complete, with a violated constraint. No message, log or plan ever holds a database's password.
 """
+
+from __future__ import annotations
 
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -24,25 +24,23 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
+from autotune.events import Notice, OnEvent
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, TrialResult
-from autotune.search.next import ResidualSearch, SearchLimits
-from autotune.system.files import ESCAPE_CHARACTERS, quote_error
+from autotune.plan.file import parse_plan
+from autotune.plan.plan import TrainingPlan
+from autotune.system.files import ESCAPE_CHARACTERS, cache_path, data_path, quote_error
 
-TrialFunction = Callable[[Candidate], TrialResult]
-"""Tries a candidate for a few steps."""
+if TYPE_CHECKING:  # storages are checked before torch is imported
+    from autotune.search.next import ResidualSearch, SearchLimits
+    from autotune.search.problem import PlanningProblem, TrialFunction
 
-POLL_SECONDS = 0.5
-"""Between looks at what other workers do."""
+POLL_SECONDS = 0.5  # between looks at what other workers do
 HEARTBEAT_SECONDS = 10
-GRACE_SECONDS = 30
-"""A worker without a heartbeat for so long is dead."""
-MAX_RETRIES = 1
-"""Times that a candidate is tried again after it took its worker down; then it is a crash."""
-CONNECT_SECONDS = 10
-"""A server that does not answer within so long is away; by default TCP tries for two minutes."""
-MAX_ATTEMPTS = 5
-"""Workers that create a database's tables at the same moment get into each other's way."""
+GRACE_SECONDS = 30  # a worker without a heartbeat for so long is dead
+MAX_RETRIES = 1  # of a candidate that took its worker down; then it is a crash
+CONNECT_SECONDS = 10  # by default TCP tries a server that is away for two minutes
+MAX_ATTEMPTS = 5  # workers that create tables at the same moment get into each other's way
 
 BEGAN, RESULT, STOPPED, PLAN = "began", "result", "stopped", "plan"
 """Trial attributes: the number of the trial that began (a retry has that of the one before); a
@@ -53,39 +51,76 @@ IDENTITY, ENDED = "identity", "ended"
 
 @contextmanager
 def open_study(
-    url: str | None,
-    name: str,
-    identity: Mapping[str, str | None],
-    follows: bool = False,
-    is_fresh: bool = False,
+    problem: PlanningProblem, autotune_version: str, on_event: OnEvent
 ) -> Iterator[Study]:
-    """The study in a storage, new or as other workers left it; in memory without a storage.
-    `identity` names all that must be equal for results to count. With `follows`, a study that is
-    over is followed by a new one; with `is_fresh`, one that is not is, too.
+    """The study of a problem, new or as other workers left it: under the user's name, else in a file
+    in the cache folder.
 
     Raises:
-        InvalidInput: the URL cannot be used, or the study has another identity.
+        InvalidInput: the URL cannot be used, or the study is about another request or machine.
         AutotuneError: the storage failed.
     """
+    request, device = problem.request, problem.hardware.device
+    key: dict[str, object] = {
+        **problem.identity,
+        "autotune": autotune_version,  # what another version measured is measured again
+        "model": str(request.model_ref),  # random weights and real ones fail in other ways
+        "libraries": problem.hardware.versions.model_dump(mode="json"),
+        "budget": device.budget_bytes if device.budget_set_by_user else None,
+    }
+    url, path = request.storage, cache_path("searches", f"{digest_of(key)[-32:]}.db")
+    if request.study is not None:
+        path = data_path("studies.db")
+    if url is None and (request.study is not None or request.interrupted != "ignored"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            url = f"sqlite:///{path}"
+        except OSError as error:
+            text = f"trials are kept in memory only: {path.parent}: {error.strerror}"
+            on_event(Notice(text=text))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url is None:
         yield optuna.create_study()
         return
+    try:
+        study = _load_study(url, problem)
+    except Exception as error:
+        if request.study is not None or "locked" in str(error):
+            raise
+        path.unlink(missing_ok=True)  # damaged, or of another Optuna: it is measured again
+        study = _load_study(url, problem)
+    if request.study is None and (number := len(take_snapshot(study).results)):
+        known = "one trial" if number == 1 else f"{number} trials"
+        text = f"an interrupted search continues: {known} known (--fresh forgets them)"
+        on_event(Notice(text=text))
+    with _translate_errors(url, "results of finished trials are kept; "):
+        try:
+            yield study
+        except NothingFits:
+            study.set_user_attr(ENDED, True)  # there may be more memory next time
+            raise
+
+
+def _load_study(url: str, problem: PlanningProblem) -> Study:
+    """The study with the user's name or, without one, the last if it goes on, else a new one."""
+    name, identity = problem.request.study, problem.identity
     with _translate_errors(url):
         storage = _connect(url)
-        if follows:
-            names = [one for one in optuna.get_all_study_names(storage) if one.startswith(name)]
-            last = f"{name} {max(1, len(names))}"
-            study = optuna.create_study(storage=storage, study_name=last, load_if_exists=True)
-            is_over = ENDED in study.user_attrs or published_plan(study) is not None
-            name = f"{name} {len(names) + 1}" if is_over or (is_fresh and study.trials) else last
+        if name is None:
+            number = max(1, len(optuna.get_all_study_names(storage)))
+            last = optuna.create_study(
+                storage=storage, study_name=f"search {number}", load_if_exists=True
+            )
+            is_over = ENDED in last.user_attrs or published_plan(last) is not None
+            if is_over or (problem.request.interrupted == "forgotten" and last.trials):
+                number += 1
+            name = f"search {number}"
         study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
         take_snapshot(study)  # raises if its results are damaged
         stored = study.user_attrs.get(IDENTITY) or identity
+        pairs = ((key, stored.get(key), here) for key, here in identity.items())
         differing = [
-            f"{key}: {stored.get(key)} there, {here} here"
-            for key, here in identity.items()
-            if stored.get(key) != here
+            f"{key}: {there} there, {here} here" for key, there, here in pairs if there != here
         ]
         if differing:
             raise InvalidInput(
@@ -93,12 +128,7 @@ def open_study(
                 hint="workers of one search need equal machines and requests; name another --study",
             )
         study.set_user_attr(IDENTITY, dict(identity))
-    with _translate_errors(url, "results of finished trials are kept; "):
-        try:
-            yield study
-        except NothingFits:
-            study.set_user_attr(ENDED, True)  # there may be more memory next time
-            raise
+    return study
 
 
 def check_storage(url: str) -> None:
@@ -170,19 +200,17 @@ def _translate_errors(url: str, kept: str = "") -> Iterator[None]:
         ) from None  # the chain would show what was left out
 
 
-@dataclass(frozen=True)
-class StudySnapshot:
-    """The state of all trials."""
+class StudySnapshot(NamedTuple):
+    """Where a search stands."""
 
     results: tuple[TrialResult, ...]
     running: tuple[Candidate, ...]
-    """Candidates that are being tried."""
     has_waiting: bool
     """Whether candidates of workers that died wait to be tried again."""
 
 
 def take_snapshot(study: Study) -> StudySnapshot:
-    """Return where a search stands."""
+    """Return the state of all trials of a study."""
     results: dict[Candidate, TrialResult] = {}
     running, crashed, has_waiting = [], [], False
     for trial in study.get_trials(deepcopy=False):
@@ -220,13 +248,12 @@ class ResidualSampler(BaseSampler):
         choices = self.search.space.tried_choices
         return {name: CategoricalDistribution(values) for name, values in choices.items()}
 
-    # Gives nothing when the search is over: the trial then has nothing to do.
     def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+        self, study: Study, trial: FrozenTrial, search_space: Any
     ) -> dict[str, Any]:
         snapshot = take_snapshot(study)
         if self.is_over(snapshot):
-            return {}
+            return {}  # the trial then has nothing to do
         chosen = self.search.next_candidate(snapshot.results, snapshot.running)
         return {name: getattr(chosen, name) for name in search_space} if chosen else {}
 
@@ -244,18 +271,37 @@ def run_search(
     study: Study | None = None,
 ) -> tuple[TrialResult, ...]:
     """Try candidates until the search is over, or `is_enough`; return all results in order, other
-    workers' too.
-
-    Finished trials of the study (by default one in memory) are not run again; `on_trial` is called
-    with them first. Without a candidate that is predicted to fit, nothing is tried.
+    workers' too. `on_trial` is called with each, first with those that the study has.
     """
     if not search.remaining(()):
         return ()
 
+    choices = search.space.tried_choices
+
     def is_over(snapshot: StudySnapshot) -> bool:
-        return is_enough(snapshot.results) or search.is_over(
-            limits, snapshot.results, snapshot.running, snapshot.has_waiting
-        )
+        return is_enough(snapshot.results) or search.is_over(limits, *snapshot)
+
+    def objective(trial: Trial) -> float:
+        if not trial.params and not trial.relative_params:
+            raise optuna.TrialPruned("the search was over")
+        trial.set_user_attr(BEGAN, trial.number)
+        chosen = {name: trial.suggest_categorical(name, values) for name, values in choices.items()}
+        for other in trial.study.get_trials(deepcopy=False):
+            is_alive = _is_running(other) or other.state == TrialState.COMPLETE
+            if other.number < trial.number and is_alive and other.params == trial.params:
+                raise optuna.TrialPruned("another worker chose the same at the same moment")
+        if (stored := trial.user_attrs.get(RESULT)) is not None:  # its worker died just afterwards
+            result = TrialResult.model_validate_json(stored)
+        else:
+            try:
+                result = run(Candidate.model_validate(chosen))
+            except BaseException:  # interrupted: it says nothing about the candidate
+                trial.set_user_attr(STOPPED, True)
+                raise
+            trial.set_user_attr(RESULT, result.model_dump_json())
+            on_trial(result)
+        trial.set_constraint("failed (0 if it ran)", 0.0 if result.outcome == "ok" else 1.0)
+        return result.median_step_seconds or math.inf
 
     study = study or optuna.create_study()
     study.sampler = ResidualSampler(search, is_over)
@@ -268,45 +314,12 @@ def run_search(
         if not is_over(snapshot):
             # Taken for dead, a worker cannot end its trial, which another one has by now.
             with suppress(UpdateFinishedTrialError):
-                study.optimize(lambda trial: _objective(trial, search, run, on_trial), n_trials=1)
+                study.optimize(objective, n_trials=1)
         elif snapshot.running:
             time.sleep(POLL_SECONDS)
             fail_stale_trials(study)  # if one of the others dies, this worker tries its candidate
         else:
             return snapshot.results
-
-
-def _objective(
-    trial: Trial,
-    search: ResidualSearch,
-    run: TrialFunction,
-    on_trial: Callable[[TrialResult], None],
-) -> float:
-    """Try the candidate that the sampler has chosen, or a dead worker's, and store the result;
-    gives its median step seconds."""
-    if not trial.params and not trial.relative_params:
-        raise optuna.TrialPruned("the search was over")
-    trial.set_user_attr(BEGAN, trial.number)
-    choices = search.space.tried_choices
-    candidate = Candidate.model_validate(
-        {name: trial.suggest_categorical(name, values) for name, values in choices.items()}
-    )
-    for other in trial.study.get_trials(deepcopy=False):
-        is_alive = _is_running(other) or other.state == TrialState.COMPLETE
-        if other.number < trial.number and is_alive and other.params == trial.params:
-            raise optuna.TrialPruned("another worker chose the same at the same moment")
-    if (stored := trial.user_attrs.get(RESULT)) is not None:  # its worker died just afterwards
-        result = TrialResult.model_validate_json(stored)
-    else:
-        try:
-            result = run(candidate)
-        except BaseException:  # interrupted: it says nothing about the candidate
-            trial.set_user_attr(STOPPED, True)
-            raise
-        trial.set_user_attr(RESULT, result.model_dump_json())
-        on_trial(result)
-    trial.set_constraint("failed (0 if it ran)", 0.0 if result.outcome == "ok" else 1.0)
-    return result.median_step_seconds or math.inf
 
 
 def memoize(
@@ -326,15 +339,17 @@ def memoize(
     return found
 
 
-def published_plan(study: Study) -> str | None:
-    """The plan that this search ended in, as JSON; None before."""
+def published_plan(study: Study) -> TrainingPlan | None:
+    """The plan that this search ended in; None before."""
     proposals = (trial.user_attrs.get(PLAN) for trial in study.get_trials(deepcopy=False))
-    return next((text for text in proposals if text is not None), None)
+    first = next((text for text in proposals if text is not None), None)
+    return parse_plan(first) if first is not None else None
 
 
-def publish_plan(study: Study, plan: str) -> str:
+def publish_plan(study: Study, plan: TrainingPlan) -> TrainingPlan:
     """Propose a plan, and return the one that the search ended in: the first that any worker
     proposed. Trials are numbered one by one, so no two can be the first."""
     if published_plan(study) is None:
-        study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs={PLAN: plan}))
+        attributes = {PLAN: plan.model_dump_json()}
+        study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs=attributes))
     return published_plan(study) or plan

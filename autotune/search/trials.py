@@ -1,21 +1,34 @@
-"""The parent's side of trials: starts warm children, sends them requests, and survives whatever
-they do."""
+"""Processes of trials: starts warm children, sends them requests, and survives whatever they do.
+
+A child leads a process group, so that the parent can end it with all it started, and ends itself
+when the parent is gone. It sends events, and last its result or the `Failure` that it ended with;
+after a failure, which may have left the device in disorder, it exits.
+"""
 
 import contextlib
+import importlib
 import os
+import resource
+import shutil
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
+import torch
 
+from autotune.events import TrialFinished
 from autotune.knobs.registry import reload_key
-from autotune.knobs.settings import check_options
+from autotune.knobs.settings import allow_optimizer, check_options, configure_allocator
 from autotune.machine.capabilities import MIN_MARGIN_BYTES, default_reserve_bytes
 from autotune.machine.probe import DeviceLock, lock_path
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome, TrialResult
@@ -23,12 +36,20 @@ from autotune.plan.hardware import HardwareProfile, process_overhead_bytes, shar
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Workload
-from autotune.search.fork_server import fork_server_context
-from autotune.search.rehearsal import RehearsalRequest
-from autotune.search.worker import Failure, MemoryLimits, TrialRequest, serve
+from autotune.search.worker import (
+    TASKS,
+    ChildState,
+    Failure,
+    RehearsalRequest,
+    TrialRequest,
+    classify_error,
+    first_line_with_notes,
+)
 from autotune.system.files import make_scratch_folder
-from autotune.system.process import redirect_output
+from autotune.system.memory import host_peak_bytes
+from autotune.system.process import fork_server_context, redirect_output
 from autotune.train.monitor import POLL_SECONDS, SPILL_FACTOR, Watchdog
+from autotune.train.processes import set_device
 
 NUM_STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
@@ -38,6 +59,26 @@ CPU_SPARE_BYTES = 1 << 30
 """On a CPU a child may take this much more than its budget, for the profiler's list of a step's
 allocations (some 300 MiB for eight micro-batches of six blocks) and files that it maps: the
 parent compares what the process took with the budget afterwards."""
+NEAR_BUDGET = 0.85
+"""Share of the budget: settings that need less do not spill."""
+CLEARLY_SLOWER = 1.25
+"""Times the best median: finishing the trial would not change the order."""
+NUM_SPREADS = 4.0
+"""Interquartile ranges of the best trial's steps that count as noise."""
+CAP_SLACK_BYTES = 1 << 30
+"""CUDA's allocator holds a whole request against the cap, though an expandable segment has part
+of it already (c10/cuda/CUDACachingAllocator.cpp, `alloc_block`): the largest tensors of a step
+would end a trial that fits. What a trial really took is held against the cap when it has run."""
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """How much memory a child may take, whatever the machine would allow."""
+
+    device: str
+    cap_bytes: int
+    reserve_bytes: int
+    """Part of a card's free memory that is left alone when the child starts."""
 
 
 @dataclass
@@ -46,7 +87,6 @@ class _Child:
     requests: Connection
     key: tuple[Choice, ...]
     available_before: int
-    """Available host memory in bytes when the child started."""
 
 
 class ProcessTrialRunner:
@@ -56,7 +96,7 @@ class ProcessTrialRunner:
     The device's lock is held from the first trial to the end, or until another search wants a turn
     between two trials.
 
-    A trial may take `budget`, its process's own overhead included (by default what the device
+    A trial may take `budget_bytes`, its process's own overhead included (by default what the device
     leaves), and a rehearsal `resident_bytes` besides, which a run keeps on the device. Without
     `predict`, the cost model's, no spill is found by step time.
 
@@ -76,38 +116,30 @@ class ProcessTrialRunner:
         predict: Callable[[Candidate], Prediction] | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        check_options(
-            workload.optimizer
-        )  # here, where the user may have named a `package:Class`; children follow
+        check_options(workload.optimizer)  # here, where the user may have named a `package:Class`
         device = hardware.device
-        self.model, self.workload, self.device, self.predict = (
-            model,
-            workload,
-            device.torch_name,
-            predict,
-        )
+        self.model, self.workload, self.predict = model, workload, predict
+        self.device = device.torch_name
         self.shares_memory = shares_host_memory(device.memory_kind)
         self.budget_bytes = device.budget_bytes if budget_bytes is None else budget_bytes
-        self.resident_bytes = resident_bytes
-        overhead = (
-            process_overhead_bytes(hardware)
-            if self.device == "cpu" or not self.shares_memory
-            else 0
-        )
-        self.memory_cap_bytes = self.budget_bytes - overhead
-        usual = default_reserve_bytes(
-            device.memory_kind, device.total_memory_bytes or 0, device.drives_display
-        )
+        self.resident_bytes, self.memory_cap_bytes = resident_bytes, self.budget_bytes
+        if self.device == "cpu" or not self.shares_memory:
+            self.memory_cap_bytes -= process_overhead_bytes(hardware)
+        total_bytes = device.total_memory_bytes or 0
+        usual = default_reserve_bytes(device.memory_kind, total_bytes, device.drives_display)
         self.reserve_bytes = MIN_MARGIN_BYTES + usual
-        """Part of a card's free memory that is left alone when a child starts."""
-        self.budget_set_by_user = device.budget_set_by_user
-        """If true, results carry the cap: they are no evidence for devices of this size."""
+        self.user_cap_bytes: int | None = None
+        """Cap that the user set: such results are no evidence for devices of this size."""
+        if device.budget_set_by_user:
+            is_cpu = self.device == "cpu"
+            self.user_cap_bytes = self.budget_bytes if is_cpu else self.memory_cap_bytes
         self.watchdog = watchdog or Watchdog.of_device(device.memory_kind)
         self.lock = DeviceLock(lock_path(device))
         self.timeout_seconds = TRIAL_TIMEOUT_SECONDS
         self.num_steps = NUM_STEADY_STEPS
         self._child: _Child | None = None
-        self._ran: list[tuple[TrialResult, TimedTrial]] = []
+        self._ran: list[tuple[TrialResult, float]] = []
+        """Results with the step seconds that were predicted for them."""
         self._scratch = make_scratch_folder("trial")
         self._log = Path(self._scratch.name) / "log"
         self._log.touch()
@@ -120,8 +152,9 @@ class ProcessTrialRunner:
         """
         self.lock.acquire()
         started = time.monotonic()  # waiting for the device is no part of a trial's cost
-        best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
-        limit = pruning_threshold(best)
+        ran = (result for result, _ in self._ran)
+        best = min(ran, key=lambda result: result.median_step_seconds or 0.0, default=None)
+        limit = pruning_threshold(best) if best else None
         request = TrialRequest(
             self.model, self.workload, candidate, self.device, self.num_steps, limit
         )
@@ -144,25 +177,21 @@ class ProcessTrialRunner:
         started = time.monotonic()
         self.close_child()  # phases are measured from an empty device on
         common = (self.model, self.workload, candidate, self.device, self.num_steps)
-        scratch = self._scratch.name
-        request = RehearsalRequest(
-            *common, caching=caching, max_seconds=max_seconds, scratch_folder=scratch
+        result = self.send(
+            RehearsalRequest(
+                *common, caching=caching, max_seconds=max_seconds, scratch_folder=self._scratch.name
+            )
         )
-        result = self.send(request)
         if isinstance(result, Failure) and result.partial is not None:
             phases = ", ".join(phase.name for phase in result.partial.phases)
-            result = result.partial.changed(
-                message=f"confirmed as far as {phases}: {result.message}"
-            )
+            message = f"confirmed as far as {phases}: {result.message}"
+            result = result.partial.changed(message=message)
         confirmed = self.classify(candidate, result)
         return confirmed.changed(confirms=True, wall_seconds=round(time.monotonic() - started, 3))
 
     def classify(self, candidate: Candidate, result: TrialResult | Failure) -> TrialResult:
         """The result as the parent sees it: failures become outcomes, spills are found, a user's
         budget is marked."""
-        user_cap = None
-        if self.budget_set_by_user:
-            user_cap = self.budget_bytes if self.device == "cpu" else self.memory_cap_bytes
         if isinstance(result, Failure):
             self.close_child()
             return TrialResult(
@@ -170,25 +199,23 @@ class ProcessTrialRunner:
                 outcome=result.outcome,
                 message=result.message,
                 host_memory_bytes=result.host_memory_bytes,
-                memory_cap_bytes=user_cap,
+                memory_cap_bytes=self.user_cap_bytes,
             )
-        result = result.changed(memory_cap_bytes=user_cap)
+        result = result.changed(memory_cap_bytes=self.user_cap_bytes)
         if self.device == "cpu" and (why := self._exceeded(result)):
             return result.changed(outcome="oom", message=why)
         seconds = result.median_step_seconds
         if result.outcome != "ok" or seconds is None:
             return result
-        now = TimedTrial(seconds, self.predict(candidate).step_seconds if self.predict else seconds)
-        why = find_spill(result, now, [timed for _, timed in self._ran], self.memory_cap_bytes)
-        if why:
+        predicted = self.predict(candidate).step_seconds if self.predict else seconds
+        if why := find_spill(result, predicted, self._ran, self.memory_cap_bytes):
             self.close_child()
             return result.changed(outcome="spill", message=why)
-        self._ran.append((result, now))
+        self._ran.append((result, predicted))
         return result
 
     def _exceeded(self, result: TrialResult) -> str | None:
-        """Why the process took more of the host's memory than it may, in whichever phase; None
-        if it did not."""
+        """Why the process took more of the host's memory than it may, in whichever phase."""
         allowed, taken = self.budget_bytes, {"trial": result.host_memory_bytes or 0}
         if result.phases:
             allowed += self.resident_bytes
@@ -196,11 +223,8 @@ class ProcessTrialRunner:
         largest = max(taken, key=lambda name: taken[name])
         if taken[largest] <= allowed:
             return None
-        return (
-            f"the {largest} takes {taken[largest] / 2**20:,.0f} MiB, {allowed / 2**20:,.0f} "
-            "MiB "
-            "may be taken"
-        )
+        amounts = f"{taken[largest] / 2**20:,.0f} MiB, {allowed / 2**20:,.0f} MiB may be taken"
+        return f"the {largest} takes {amounts}"
 
     def send(
         self, request: Any, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None
@@ -213,34 +237,32 @@ class ProcessTrialRunner:
         """
         child = self._child_for(key)
         log_start = self._log.stat().st_size
-        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         partial = None
         try:
             child.requests.send(request)
-            for is_final, result in self._receive(child, limit):
-                if is_final:
-                    break
-                partial = result
+            limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+            deadline = time.monotonic() + limit
+            while isinstance(result := self._receive(child, deadline), TrialFinished):
+                partial = result.result
+        except TimeoutError:
+            result = Failure("timeout", f"no answer within {limit:.0f} s")
         except (EOFError, OSError):
             result = self._explain_death(child, log_start)
         if isinstance(result, Failure):
             self.close_child()
-            result = replace(result, partial=partial)
+            result.partial = partial
         if self.lock.has_waiting_search():
             self.close_child()  # the other search must find the device empty
             self.lock.release()
         return result
 
-    def _receive(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
-        """(is final, result) as they come, while the host has memory and time is left."""
-        deadline = time.monotonic() + limit_seconds
-        while True:
-            if child.requests.poll(POLL_SECONDS):
-                yield child.requests.recv()
-            elif shortage := self.watchdog.find_shortage():
-                yield True, Failure(self._host_oom, shortage)
-            elif time.monotonic() > deadline:
-                yield True, Failure("timeout", f"no answer within {limit_seconds:.0f} s")
+    def _receive(self, child: _Child, deadline: float) -> Any:
+        while not child.requests.poll(POLL_SECONDS):
+            if shortage := self.watchdog.find_shortage():
+                return Failure(self._host_oom, shortage)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        return child.requests.recv()
 
     def _explain_death(self, child: _Child, log_start: int) -> Failure:
         child.process.join(timeout=10)
@@ -250,22 +272,16 @@ class ProcessTrialRunner:
         with self._log.open("rb") as log:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
-        if lines and lines[-1].startswith(
-            MemoryError.__name__
-        ):  # too little memory even to report it
+        last = lines[-1][:200] if lines else ""
+        if last.startswith(MemoryError.__name__):  # too little memory even to report it
             return Failure("oom", "the trial process had too little memory to work at all")
-        cause = (
-            signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
-        )
-        last = f": {lines[-1][:200]}" if lines else ""
+        cause = f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
         ran_out = any(word in last for word in ("MemoryError", "bad_alloc"))
-        return Failure(
-            self._host_oom if ran_out else "crash", f"the trial process died, {cause}{last}"
-        )
+        message = f"the trial process died, {cause}{f': {last}' if last else ''}"
+        return Failure(self._host_oom if ran_out else "crash", message)
 
     @property
     def _host_oom(self) -> Outcome:
-        """The outcome when the host runs out of memory."""
         return "oom" if self.shares_memory else "host_oom"
 
     def _cap_bytes(self) -> int:
@@ -273,12 +289,8 @@ class ProcessTrialRunner:
         if not self.shares_memory:  # the child asks the card itself
             return self.memory_cap_bytes
         spare = CPU_SPARE_BYTES if self.device == "cpu" else 0
-        return max(
-            0,
-            min(
-                self.memory_cap_bytes + spare, self.watchdog.available() - self.watchdog.floor_bytes
-            ),
-        )
+        left = self.watchdog.available() - self.watchdog.floor_bytes
+        return max(0, min(self.memory_cap_bytes + spare, left))
 
     def _child_for(self, key: tuple[Choice, ...]) -> _Child:
         if self._child and (self._child.key != key or not self._child.process.is_alive()):
@@ -316,7 +328,7 @@ class ProcessTrialRunner:
         child.process.close()
         self.watchdog.wait_for_memory(wanted)
 
-    def __enter__(self) -> "ProcessTrialRunner":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -332,55 +344,130 @@ def _private_bytes(process_id: int | None) -> int:
         return 0
 
 
-NEAR_BUDGET = 0.85
-"""Share of the budget: settings that need less do not spill."""
-CLEARLY_SLOWER = 1.25
-"""Times the best median: finishing the trial would not change the order."""
-NUM_SPREADS = 4.0
-"""Interquartile ranges of the best trial's steps that count as noise."""
-
-
-@dataclass(frozen=True)
-class TimedTrial:
-    """The measured step time of a trial, and what was predicted for it at that time."""
-
-    seconds: float
-    predicted_seconds: float
-
-
 def find_spill(
-    result: TrialResult, now: TimedTrial | None, earlier: Sequence[TimedTrial], cap_bytes: int
+    result: TrialResult,
+    predicted_seconds: float,
+    earlier: Sequence[tuple[TrialResult, float]],
+    cap_bytes: int,
 ) -> str | None:
     """Why a trial that ran must have gone beyond the device's memory; None if nothing says so.
 
     Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap. Steps are
-    then far slower than predicted, and than what earlier trials say about predictions; all are of
-    the same effective batch.
+    then far slower than predicted, and than what `earlier` trials, each with its own predicted
+    seconds, say about predictions; all are of the same effective batch.
     """
     if result.allocator_retries:
         times = "once" if result.allocator_retries == 1 else f"{result.allocator_retries} times"
         return f"the allocator ran out and started over {times}: a longer run would run out"
-    near = (result.peak_memory_bytes or 0) >= NEAR_BUDGET * cap_bytes
-    if now is None or not near or not earlier:
+    if not earlier or (result.peak_memory_bytes or 0) < NEAR_BUDGET * cap_bytes:
         return None
-    slowest = max(timed.seconds for timed in earlier)
-    ratio = now.seconds / now.predicted_seconds
-    usual = max(1.0, *(timed.seconds / timed.predicted_seconds for timed in earlier))
-    if ratio < SPILL_FACTOR * usual or now.seconds < SPILL_FACTOR * slowest:
+    known = [(trial.median_step_seconds or 0.0, predicted) for trial, predicted in earlier]
+    slowest = max(seconds for seconds, _ in known)
+    usual = max(1.0, *(seconds / predicted for seconds, predicted in known))
+    now = result.median_step_seconds or 0.0
+    ratio = now / predicted_seconds
+    if ratio < SPILL_FACTOR * usual or now < SPILL_FACTOR * slowest:
         return None
-    return (
-        f"a step took {now.seconds:.3g} s, {ratio:.1f} times what was predicted, at the edge "
-        "of "
-        "memory: it spilled"
-    )
+    slow = f"a step took {now:.3g} s, {ratio:.1f} times what was predicted"
+    return f"{slow}, at the edge of memory: it spilled"
 
 
-def pruning_threshold(best: TrialResult | None) -> float | None:
-    """Step seconds above which a trial cannot win against `best`, noise included; None if
-    nothing has run."""
-    median = best.median_step_seconds if best else None
-    if best is None or median is None:
-        return None
+def pruning_threshold(best: TrialResult) -> float:
+    """Step seconds above which a trial cannot win against `best`, noise included."""
+    median = best.median_step_seconds or 0.0
     ordered = sorted(best.step_seconds)
     spread = (ordered[-1 - len(ordered) // 4] - ordered[len(ordered) // 4]) / median
     return median * max(CLEARLY_SLOWER, 1 + NUM_SPREADS * spread)
+
+
+def serve(requests: Connection, log: str, limits: MemoryLimits) -> None:
+    """Perform requests in the child until the parent closes the pipe.
+
+    Should the parent die, the folder that holds `log` is removed.
+    """
+    os.setpgid(0, 0)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    threading.Thread(target=_exit_with_parent, args=(Path(log).parent,), daemon=True).start()
+    require_preload()
+    state = ChildState(report=lambda partial: requests.send(TrialFinished(result=partial)))
+    is_capped = False
+    while True:
+        try:
+            request = requests.recv()
+        except EOFError:
+            return
+        result = _perform(request, state, limits, is_capped)
+        is_capped = True
+        requests.send(result)
+        if isinstance(result, Failure):
+            return
+
+
+def _perform(request: Any, state: ChildState, limits: MemoryLimits, is_capped: bool) -> Any:
+    try:
+        if not is_capped:
+            if candidate := getattr(request, "candidate", None):
+                configure_allocator(candidate.allocator)  # before the cap starts CUDA
+            cap_memory(limits)
+        if workload := getattr(request, "workload", None):
+            allow_optimizer(workload.optimizer.name)  # the runner has loaded it
+        result = TASKS[type(request)](request, state)
+        require_within_cap(limits)
+        return result
+    except BaseException as error:
+        traceback.print_exc()
+        message = f"{type(error).__name__}: {first_line_with_notes(error)}"
+        return Failure(classify_error(error), message, host_memory_bytes=host_peak_bytes())
+
+
+def _exit_with_parent(scratch_folder: Path) -> None:
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        shutil.rmtree(scratch_folder, ignore_errors=True)
+        os._exit(1)
+
+
+def require_preload() -> None:
+    """Raise what the preload failed with, which the fork server has swallowed."""
+    preload = sys.modules.get("autotune.search.preload")
+    if not getattr(preload, "DONE", False):
+        importlib.import_module("autotune.search.preload")
+
+
+def cap_memory(limits: MemoryLimits) -> None:
+    """Let this process take no more than `limits` and, on a card, than is free now: other processes
+    may have started.
+
+    On a card it may take somewhat more, `CAP_SLACK_BYTES`, if that is free. On a CPU the cap comes
+    on top of the libraries that every trial has.
+    """
+    device, cap_bytes = torch.device(limits.device), limits.cap_bytes
+    if device.type == "cuda":
+        set_device(device)
+        free, total = torch.cuda.mem_get_info(device)
+        if torch.cuda.get_device_properties(device).is_integrated:
+            free = total  # `free` leaves out what the kernel would give back: the parent looked
+        allowed = max(0, min(cap_bytes + CAP_SLACK_BYTES, free - limits.reserve_bytes))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+    elif device.type == "mps":
+        share = cap_bytes / torch.mps.recommended_max_memory()
+        torch.mps.set_per_process_memory_fraction(min(1.0, share))
+    elif sys.platform == "linux":
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = psutil.Process().memory_info().data + cap_bytes
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def require_within_cap(limits: MemoryLimits) -> None:
+    """Raise MemoryError if this process took more of a card than its cap, whose enforcement
+    leaves some slack."""
+    device = torch.device(limits.device)
+    if device.type != "cuda":
+        return
+    if (taken := torch.cuda.max_memory_reserved(device)) > limits.cap_bytes:
+        amounts = f"{taken / 2**20:,.0f} MiB, {limits.cap_bytes / 2**20:,.0f} MiB may be taken"
+        raise MemoryError(f"the allocator took {amounts}")

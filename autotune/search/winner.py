@@ -24,15 +24,25 @@ from autotune.search.space import SearchSpace
 
 GIB = 2**30
 MAX_FALLBACKS = 5
-MAX_FALLBACK_SHARE = 0.95
-"""Memory of each fallback, relative to the settings before it."""
+MAX_FALLBACK_SHARE = 0.95  # memory of each fallback, relative to the settings before it
 TIE = 0.03
 """Share by which a time or an amount of memory may exceed the best and still count as equal:
 `MIN_GAIN` of a search."""
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
-"""Knobs that are numbers of blocks."""
-LOSSY = ("quantization", "precision")
-"""Knobs that decide how exactly the model is computed."""
+LOSSY = ("quantization", "precision")  # knobs that decide how exactly the model is computed
+MAX_CONFIRMATIONS = 3
+"""Winners that are tried for longer, if the first turns out slower than the next; those that
+fail do not count."""
+SHARE_OF_SEARCH = 0.1
+"""Share of the time that the search may take, for the steps of the longer trial."""
+MIN_SECONDS = 5.0
+WORTH_CONFIRMING = 0.95
+"""Share of what the confirmed settings take of time or memory, whichever is the
+objective: a candidate whose short trial did not take even less is not confirmed as well."""
+MAX_UNTRIED_SHARE = 0.9  # largest memory of a fallback, as a share of the winner's
+BLOCK, OFF = "block", "off"
+
+Trials = tuple[TrialResult, ...]
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,7 @@ def score_trials(results: Sequence[TrialResult]) -> list[Score]:
 def score_finalists(results: Sequence[TrialResult]) -> list[Score]:
     """Scores that a winner is chosen from: of candidates that longer trials confirmed, if there
     are any, else all."""
-    confirmed = {
-        result.candidate for result in results if result.confirms and result.outcome == "ok"
-    }
+    confirmed = {trial.candidate for trial in results if trial.confirms and trial.outcome == "ok"}
     scores = score_trials(results)
     return [score for score in scores if score.candidate in confirmed] or scores
 
@@ -84,36 +92,22 @@ def refuse_beyond(scores: Sequence[Score], cost: CostModel, budget_bytes: int) -
     program; `cost` has learned from the trials, which ran in autotune's executor."""
     if cost.overheads is None:
         return list(scores)
-    needed = {one.candidate: cost.predict(one.candidate) for one in scores if one.failure is None}
-    beyond = {
-        one.candidate: one.failure for one in score_predictions(list(needed.values()), budget_bytes)
-    }
+    needed = [cost.predict(one.candidate) for one in scores if one.failure is None]
+    beyond = {one.candidate: one.failure for one in score_predictions(needed, budget_bytes)}
     return [replace(one, failure=one.failure or beyond[one.candidate]) for one in scores]
 
 
 def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> list[Score]:
     """Scores from predictions: what needs more than the budget in any phase cannot run."""
-    return [
-        Score(
-            prediction.candidate,
-            prediction.step_seconds,
-            prediction.run_memory_bytes,
-            None
-            if prediction.run_memory_bytes <= budget_bytes
-            else _too_large(prediction, budget_bytes),
-        )
-        for prediction in predictions
-    ]
-
-
-def _too_large(prediction: Prediction, budget_bytes: int) -> str:
-    phase = max(prediction.phases, key=lambda phase: phase.run_memory_bytes)
-    needed = prediction.run_memory_bytes
-    return (
-        f"needs {needed / GIB:.1f} GiB in the {phase.name} phase, {budget_bytes / GIB:.1f} GiB "
-        "may "
-        "be taken"
-    )
+    scores = []
+    for each in predictions:
+        needed, failure = each.run_memory_bytes, None
+        if needed > budget_bytes:
+            phase = max(each.phases, key=lambda phase: phase.run_memory_bytes)
+            limit = f"{budget_bytes / GIB:.1f} GiB may be taken"
+            failure = f"needs {needed / GIB:.1f} GiB in the {phase.name} phase, {limit}"
+        scores.append(Score(each.candidate, each.step_seconds, needed, failure))
+    return scores
 
 
 def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
@@ -134,8 +128,8 @@ def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None
 
 def _inexactness(score: Score) -> float:
     """Relative error of gradients that weight format and precision may bring."""
-    chosen = (GRADIENT_TOLERANCES[name](getattr(score.candidate, name)) for name in LOSSY)
-    return sum(parity.tolerance for parity in chosen if parity)
+    rules = (GRADIENT_TOLERANCES[name](getattr(score.candidate, name)) for name in LOSSY)
+    return sum(rule.tolerance for rule in rules if rule)
 
 
 def _complexity(score: Score) -> int:
@@ -147,17 +141,13 @@ def _complexity(score: Score) -> int:
 def require_winner(
     scores: Sequence[Score], objective: Objective, relaxation: Callable[[], str]
 ) -> Score:
-    """The winner.
-
-    Raises:
-        NothingFits: nothing runs, and `relaxation` finds out what would help.
-    """
+    """The winner. Raises NothingFits if nothing runs; `relaxation` then finds out what would
+    help."""
     best = choose_winner(scores, objective)
     if best is None:
         nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
-        why = "every setting is predicted to need more than a run may take"
-        if nearest and nearest.failure:
-            why = nearest.failure
+        why = nearest.failure if nearest else None
+        why = why or "every setting is predicted to need more than a run may take"
         raise NothingFits(f"nothing runs here: {why}", hint=relaxation())
     return best
 
@@ -165,15 +155,12 @@ def require_winner(
 def choose_fallbacks(scores: Sequence[Score], winner: Score) -> tuple[Candidate, ...]:
     """Settings that run in less memory than the winner, the fastest first, each smaller than the
     one before."""
-    fallbacks: list[Score] = []
+    ladder = [winner]
     running = [score for score in scores if score.failure is None]
     for score in sorted(running, key=lambda s: (s.step_seconds, s.peak_memory_bytes)):
-        if (
-            score.peak_memory_bytes
-            < MAX_FALLBACK_SHARE * [winner, *fallbacks][-1].peak_memory_bytes
-        ):
-            fallbacks.append(score)
-    return tuple(score.candidate for score in fallbacks[:MAX_FALLBACKS])
+        if score.peak_memory_bytes < MAX_FALLBACK_SHARE * ladder[-1].peak_memory_bytes:
+            ladder.append(score)
+    return tuple(score.candidate for score in ladder[1 : MAX_FALLBACKS + 1])
 
 
 def explain_choices(
@@ -182,10 +169,8 @@ def explain_choices(
     """One reason per knob: what was chosen, and for every other value what spoke against it."""
     # Others ran for a short time: they are compared with the winner's short trial, not its long
     # one.
-    own = (
-        choose_winner([score for score in scores if score.candidate == winner.candidate], objective)
-        or winner
-    )
+    short = [score for score in scores if score.candidate == winner.candidate]
+    own = choose_winner(short, objective) or winner
     return tuple(_explain_choice(name, space, scores, own, objective) for name in space.rejected)
 
 
@@ -195,63 +180,49 @@ def _explain_choice(
     chosen: Choice = getattr(own.candidate, knob)
     others = _others(knob, chosen, space, scores)
     best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
-    ran = {
-        chosen,
-        *(choice for choice, score in best.items() if score),
-    }  # a conflict of theirs is then no reason
+    ran = {chosen, *(choice for choice, score in best.items() if score)}
+    # Of what ran, a conflict is no reason.
     rejected = [item for item in space.rejected[knob] if item.choice not in ran]
     if knob in COMPOSED:  # of numbers that the same speaks against, the first stands for all
         rejected = list({item.reason: item for item in reversed(rejected)}.values())[::-1]
     explained = {item.choice for item in rejected}
-    left = {choice: score for choice, score in best.items() if choice not in explained}
-    rejected += [
-        Rejected(choice=choice, reason=_compare(score, own)) for choice, score in left.items()
-    ]
+    for choice, score in best.items():
+        if choice not in explained:
+            rejected.append(Rejected(choice=choice, reason=_compare(score, own)))
+    compared = [score for score in best.values() if score]
     if not others:
         why = "the only value that is searched here"
-    elif any(best.values()):
-        why = f"part of the {GOALS[objective]} settings that run"
-        if any(
-            score.value(objective) < own.value(objective)
-            for score in best.values()
-            if score and not score.failure
-        ):
-            why += (
-                f", within {TIE:.0%}: such ties go to what is more exact, then smaller, then "
-                "simpler"
-            )
-    else:
+    elif not compared:
         why = "its alternatives were not tried: trials went to what promised more"
+    else:
+        why = f"part of the {GOALS[objective]} settings that run"
+        limit = own.value(objective)
+        if any(score.value(objective) < limit for score in compared if not score.failure):
+            order = "what is more exact, then smaller, then simpler"
+            why += f", within {TIE:.0%}: such ties go to {order}"
     return Reason(knob=knob, chosen=chosen, why=why, rejected=tuple(rejected))
 
 
 def _others(knob: str, chosen: Choice, space: SearchSpace, scores: Sequence[Score]) -> list[Choice]:
     """The values to compare the chosen one with: all others that are searched or were tried; of
     numbers of blocks the next and the last either way that were looked at."""
-    if knob not in COMPOSED:
-        tried = [
-            choice
-            for choice in space.tried_choices[knob]
-            if any(_has(score, knob, choice) for score in scores)
-        ]
-        return [
-            choice for choice in dict.fromkeys((*space.choices[knob], *tried)) if choice != chosen
-        ]
-    numbers = sorted({int(getattr(score.candidate, knob)) for score in scores})
-    below, above = [n for n in numbers if n < int(chosen)], [n for n in numbers if n > int(chosen)]
-    return list(dict.fromkeys((*above[-1:], *above[:1], *below[-1:], *below[:1])))
+    seen = {getattr(score.candidate, knob) for score in scores}
+    if knob in COMPOSED:
+        numbers = sorted(seen)
+        below = [number for number in numbers if number < int(chosen)]
+        above = [number for number in numbers if number > int(chosen)]
+        return list(dict.fromkeys((*above[-1:], *above[:1], *below[-1:], *below[:1])))
+    tried = [choice for choice in space.tried_choices[knob] if choice in seen]
+    known = dict.fromkeys((*space.choices[knob], *tried))
+    return [choice for choice in known if choice != chosen]
 
 
 def _best_with(
     knob: str, choice: Choice, scores: Sequence[Score], objective: Objective
 ) -> Score | None:
-    having = [score for score in scores if _has(score, knob, choice)]
+    having = [score for score in scores if getattr(score.candidate, knob) == choice]
     smallest = min(having, key=lambda score: score.peak_memory_bytes, default=None)
     return choose_winner(having, objective) or smallest
-
-
-def _has(score: Score, knob: str, choice: Choice) -> bool:
-    return bool(getattr(score.candidate, knob) == choice)
 
 
 def _compare(best: Score | None, winner: Score) -> str:
@@ -259,26 +230,9 @@ def _compare(best: Score | None, winner: Score) -> str:
         return "not tried: it did not promise to be better"
     if best.failure:
         return best.failure
-    time = best.step_seconds / winner.step_seconds
-    memory = best.peak_memory_bytes / winner.peak_memory_bytes
-    return (
-        f"at best {time:.2f}x the step time at {memory:.2f}x the memory ({best.candidate.label()})"
-    )
-
-
-MAX_CONFIRMATIONS = 3
-"""Winners that are tried for longer, if the first turns out slower than the next; those that
-fail do not count."""
-SHARE_OF_SEARCH = 0.1
-"""Share of the time that the search may take, for the steps of the longer trial."""
-MIN_SECONDS = 5.0
-WORTH_CONFIRMING = 0.95
-"""Share of what the confirmed settings take of time or memory, whichever is the
-objective: a candidate whose short trial did not take even less is not confirmed as well."""
-MAX_UNTRIED_SHARE = 0.9
-"""Largest memory of a fallback, as a share of the winner's."""
-
-Trials = tuple[TrialResult, ...]
+    time = f"{best.step_seconds / winner.step_seconds:.2f}x the step time"
+    memory = f"{best.peak_memory_bytes / winner.peak_memory_bytes:.2f}x the memory"
+    return f"at best {time} at {memory} ({best.candidate.label()})"
 
 
 def confirm_winner(
@@ -291,9 +245,8 @@ def confirm_winner(
     while confirmed < MAX_CONFIRMATIONS:
         best = choose_winner(score_trials(trials), objective)
         tried = {trial.candidate for trial in trials if trial.confirms}
-        sure = choose_winner(
-            [score for score in score_finalists(trials) if score.candidate in tried], objective
-        )
+        known = [score for score in score_finalists(trials) if score.candidate in tried]
+        sure = choose_winner(known, objective)
         if best is None or best.candidate in tried:
             break
         if sure and best.value(objective) > WORTH_CONFIRMING * sure.value(objective):
@@ -323,17 +276,11 @@ def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candida
         return None
     cost = problem.cost.with_calibration(trials)
     tried = {trial.candidate for trial in trials}
+    untried = [candidate for candidate in problem.space.candidates if candidate not in tried]
     max_bytes = MAX_UNTRIED_SHARE * cost.predict(best.candidate).run_memory_bytes
-    untried = (
-        cost.predict(candidate) for candidate in problem.space.candidates if candidate not in tried
-    )
-    fitting = [prediction for prediction in untried if prediction.run_memory_bytes <= max_bytes]
-    return (
-        min(fitting, key=lambda prediction: prediction.step_seconds).candidate if fitting else None
-    )
-
-
-BLOCK, OFF = "block", "off"
+    fitting = [each for each in map(cost.predict, untried) if each.run_memory_bytes <= max_bytes]
+    fastest = min(fitting, key=lambda prediction: prediction.step_seconds, default=None)
+    return fastest.candidate if fastest else None
 
 
 @dataclass(frozen=True)
@@ -388,34 +335,28 @@ def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | Non
     known."""
     if problem.workload.objective != "throughput":
         return None
-    running = sorted(
-        (t for t in trials if _is_plain(t)), key=lambda trial: trial.median_step_seconds or 0.0
-    )
+    plain = sorted(filter(_is_plain, trials), key=lambda trial: trial.median_step_seconds or 0.0)
     cost = problem.cost.with_calibration(trials)
-    compiled = [
-        c
-        for trial in running
-        if (c := compiled_from(trial.candidate, problem))
-        and cost.predict(c).run_memory_bytes <= problem.budget_bytes
-    ]
-    if not compiled:
+    compiled = (compiled_from(trial.candidate, problem) for trial in plain)
+    predictions = [cost.predict(candidate) for candidate in compiled if candidate]
+    fitting = [each for each in predictions if each.run_memory_bytes <= problem.budget_bytes]
+    if not fitting:
         return None
-    best = min(compiled, key=lambda candidate: cost.predict(candidate).step_seconds)
-    payback = predicted_payback(cost, running[0].candidate, best, problem.job.num_steps)
+    best = min(fitting, key=lambda prediction: prediction.step_seconds).candidate
+    payback = predicted_payback(cost, plain[0].candidate, best, problem.job.num_steps)
     return best if payback.pays else None
 
 
 def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | None:
     """The settings compiled, without what does not go with that; None if they cannot be, or may
     not."""
-    whole = plain.checkpointed_blocks + plain.selective_blocks
-    other = {
-        "norm_rope": "stock",
-        "modulation": "resident",
-        "checkpointed_blocks": whole,
-        "selective_blocks": 0,
-    }
-    compiled = plain.changed(compile=BLOCK, **other)
+    compiled = plain.changed(
+        compile=BLOCK,
+        norm_rope="stock",
+        modulation="resident",
+        checkpointed_blocks=plain.recomputed_blocks,
+        selective_blocks=0,
+    )
     is_barred = any(knob.why_not(compiled, problem.cost.context) for knob in KNOBS)
     return compiled if problem.space.admits(compiled) and not is_barred else None
 
@@ -432,12 +373,8 @@ def try_compiled(
         found = run(what, candidate)
         if found is None:
             break
-        payback = (
-            measured_payback(trials, found, problem.job.num_steps)
-            if found.outcome == "ok"
-            else None
-        )
-        if payback is None or payback.pays:
+        payback = measured_payback(trials, found, problem.job.num_steps)
+        if found.outcome != "ok" or payback is None or payback.pays:
             return (*trials, found)
         trials = (*trials, found.changed(outcome="unpaid", message=f"measured: {payback}"))
         if payback.saved_seconds <= 0:

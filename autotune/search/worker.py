@@ -1,38 +1,29 @@
-"""The child process of trials: performs requests, and sends back what came of each or how it
-failed.
+"""What a trial process does with a request: takes real steps of a candidate by training's own
+function, or rehearses a whole run."""
 
-It leads a process group, so that the parent can end it with all it started, and ends itself when
-the parent is gone. After a failure, which may have left the device in disorder, it exits, and the
-parent starts a fresh one. A trial loads what its candidate needs and takes real steps by training's
-own function.
-"""
-
-import importlib
+import contextlib
 import math
-import os
-import resource
-import shutil
-import sys
-import threading
+import statistics
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import connection, parent_process
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+from PIL import Image
 
-from autotune.errors import first_line, is_out_of_memory
+from autotune.data.cache import Cache
+from autotune.data.encode import Encoders
+from autotune.data.pixels import open_pixels
+from autotune.errors import AutotuneError, first_line, is_out_of_memory
 from autotune.knobs.modulation import find_modulation_ahead
-from autotune.knobs.settings import allow_optimizer, configure_allocator
 from autotune.models.family import Batch, Family, Sample
-from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import Candidate, Outcome, TrialResult
+from autotune.models.resolve import ResolvedModel, resolve_model
+from autotune.plan.candidate import CachingSettings, Candidate, Outcome, TrialResult
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import (
     Bucket,
@@ -44,14 +35,23 @@ from autotune.plan.workload import (
 from autotune.system.memory import (
     device_peak_bytes,
     host_peak_bytes,
+    map_large_buffers,
     measure_peak_memory,
     release_memory,
     reset_host_peak,
 )
-from autotune.train.model import QualityMissed, TrainingModel, apply_settings, load_model
-from autotune.train.monitor import allocator_retries
+from autotune.train.checkpoint import save_trained
+from autotune.train.folder import ADAPTER_FILE
+from autotune.train.model import (
+    QualityMissed,
+    TrainingModel,
+    apply_settings,
+    eager_eval,
+    load_model,
+)
+from autotune.train.monitor import Monitor, allocator_retries
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.processes import set_device
+from autotune.train.preview import Preview, PreviewSampler
 from autotune.train.step import (
     ConditionedImage,
     ModulationWindows,
@@ -72,6 +72,36 @@ MIN_PRUNING_STEPS = 2
 the next ones."""
 MAX_REPEAT_SECONDS = 5.0
 """No step is repeated once the timed ones have taken this long."""
+MAX_OVERFLOWS = 17
+"""Steps after which a loss scale that begins at 2**16 and halves is below 1: no smaller one
+helps."""
+LOSS_STEP = 3
+"""Number of the steady step whose loss is reported, so that losses of trials compare however
+many steps each took."""
+MIN_REHEARSAL_STEPS, MAX_REHEARSAL_STEPS = 10, 40
+MAX_DRIFT = 0.03
+"""Relative difference between the medians of both halves of a rehearsal's steps, up to which
+they are steady."""
+NUM_PREVIEW_STEPS = 2
+"""Denoising steps: memory is the same in each."""
+RUN_BYTES = 22 << 20
+"""Host memory that a run has and a rehearsal has not: the command line, the list of the data,
+curves. 13 to 32 MiB were measured (`benchmarks/run_memory.py`), most while it encodes."""
+WORDS_PER_TOKEN = 0.5
+"""Length of the rehearsed caption: tokenizers split unusual words."""
+
+
+class Failure(AutotuneError):
+    """How a request ended without a result; sent to the parent as training's errors are."""
+
+    partial: TrialResult | None = None
+    """The last partial result that the child reported."""
+
+    def __init__(
+        self, outcome: Outcome, message: str, *, host_memory_bytes: int | None = None
+    ) -> None:
+        super().__init__(message, hint="")
+        self.outcome, self.host_memory_bytes = outcome, host_memory_bytes
 
 
 def classify_error(error: BaseException) -> Outcome:
@@ -81,11 +111,8 @@ def classify_error(error: BaseException) -> Outcome:
     if is_out_of_memory(error):
         return "oom"
     text = str(error).lower()
-    if (
-        isinstance(error, NotImplementedError | ImportError)
-        or "not supported" in text
-        or "not implemented" in text
-    ):
+    is_missing = any(words in text for words in ("not supported", "not implemented"))
+    if is_missing or isinstance(error, NotImplementedError | ImportError):
         return "unsupported"
     return "crash"
 
@@ -97,6 +124,15 @@ def first_line_with_notes(error: BaseException) -> str:
     return (first_line(error)[:200] or "no message") + notes
 
 
+@dataclass
+class ChildState:
+    """Kept by a trial process between requests: the loaded model."""
+
+    report: Callable[[TrialResult], None] = lambda partial: None
+    """Sends a partial result to the parent, which falls back on it should the child fail."""
+    cache: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class TrialRequest:
     """Run one candidate for a few steps on the child's model, which the first request loads.
@@ -106,7 +142,6 @@ class TrialRequest:
     workload: Workload
     candidate: Candidate
     device: str
-    """torch's name of the device, e.g. `cuda:0`."""
     num_steps: int
     """Steady optimizer steps to time."""
     prune_above_seconds: float | None = None
@@ -114,175 +149,45 @@ class TrialRequest:
 
     def needs_another_step(self, seconds: list[float]) -> bool:
         """Whether another step is worth its time after steady ones that took `seconds`."""
-        enough = len(seconds) >= MIN_PRUNING_STEPS
-        if (
-            enough
-            and self.prune_above_seconds is not None
-            and min(seconds) > self.prune_above_seconds
-        ):
+        limit = self.prune_above_seconds
+        if limit is not None and len(seconds) >= MIN_PRUNING_STEPS and min(seconds) > limit:
             return False
         return len(seconds) < self.num_steps or self._is_unsteady(seconds)
 
     def _is_unsteady(self, seconds: list[float]) -> bool:
         middle = sorted(seconds)[len(seconds) // 4 : -(len(seconds) // 4) or None]
-        disagree = max(middle) - min(middle) > MAX_SPREAD * middle[len(middle) // 2]
-        return (
-            disagree
-            and len(seconds) < MAX_REPEATS * self.num_steps
-            and sum(seconds) < MAX_REPEAT_SECONDS
-        )
+        if len(seconds) >= MAX_REPEATS * self.num_steps or sum(seconds) >= MAX_REPEAT_SECONDS:
+            return False
+        return max(middle) - min(middle) > MAX_SPREAD * middle[len(middle) // 2]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """How a request ended without a result."""
+@dataclass(frozen=True, kw_only=True)
+class RehearsalRequest(TrialRequest):
+    """Run one candidate through every phase: caching, loading, training, previews and saving. Gives
+    a TrialResult.
 
-    outcome: Outcome
-    message: str
-    host_memory_bytes: int | None = None
-    """Largest resident memory of the child; None if it did not live to say."""
-    partial: Any = None
-    """The last partial result that the child reported."""
-
-
-@dataclass
-class ChildState:
-    """Kept by a trial process between requests: the loaded model."""
-
-    report: Callable[[Any], None] = lambda partial: None
-    """Sends a partial result to the parent, which falls back on it should the child fail."""
-    cache: dict[str, Any] = field(default_factory=dict)
-    """What one request has built and the next ones use again, such as the loaded model."""
-    is_capped: bool = False
-    """Whether the limit on the child's memory is set."""
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """How much memory a child may take, whatever the machine would allow."""
-
-    device: str
-    """torch's name of the device, e.g. `cuda:0`."""
-    cap_bytes: int
-    reserve_bytes: int
-    """Part of a card's free memory that is left alone when the child starts."""
-
-
-def serve(requests: Connection, log: str, limits: MemoryLimits) -> None:
-    """Perform requests until the parent closes the pipe.
-
-    Sends any number of (False, partial result) and then (True, result) for each. Should the parent
-    die, the folder that holds `log` is removed.
+    Without the model's files, only loading (of random weights), training and saving can be
+    rehearsed.
     """
-    os.setpgid(0, 0)
-    _redirect_output(log)
-    threading.Thread(target=_exit_with_parent, args=(Path(log).parent,), daemon=True).start()
-    _require_preload()
-    state = ChildState(report=lambda partial: requests.send((False, partial)))
-    while True:
-        try:
-            request = requests.recv()
-        except EOFError:
-            return
-        result = _perform(request, state, limits)
-        requests.send((True, result))
-        if isinstance(result, Failure):
-            return
 
+    caching: CachingSettings
+    max_seconds: float
+    """Training takes no further step after this long."""
+    scratch_folder: str | None = None
+    """Folder to write in, which the parent removes, however the child ends."""
 
-def _perform(request: Any, state: ChildState, limits: MemoryLimits) -> Any:
-    try:
-        if not state.is_capped:
-            if candidate := getattr(request, "candidate", None):
-                configure_allocator(candidate.allocator)  # before the cap starts CUDA
-            cap_memory(limits)
-            state.is_capped = True
-        if workload := getattr(request, "workload", None):
-            allow_optimizer(workload.optimizer.name)  # the runner has loaded it
-        result = TASKS[type(request)](request, state)
-        require_within_cap(limits)
-        return result
-    except BaseException as error:
-        traceback.print_exc()
-        message = f"{type(error).__name__}: {first_line_with_notes(error)}"
-        return Failure(classify_error(error), message, host_peak_bytes())
-
-
-def _redirect_output(log: str) -> None:
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-
-
-def _exit_with_parent(scratch_folder: Path) -> None:
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        shutil.rmtree(scratch_folder, ignore_errors=True)
-        os._exit(1)
-
-
-def _require_preload() -> None:
-    """Raise what the preload failed with, which the fork server has swallowed."""
-    preload = sys.modules.get("autotune.search.preload")
-    if not getattr(preload, "DONE", False):
-        importlib.import_module("autotune.search.preload")
-
-
-CAP_SLACK_BYTES = 1 << 30
-"""CUDA's allocator holds a whole request against the cap, though an expandable segment has part
-of it already (c10/cuda/CUDACachingAllocator.cpp, `alloc_block`): the largest tensors of a step
-would end a trial that fits. What a trial really took is held against the cap when it has run."""
-
-
-def cap_memory(limits: MemoryLimits) -> None:
-    """Let this process take no more than `limits` and, on a card, than is free now: other processes
-    may have started.
-
-    On a card it may take somewhat more, `CAP_SLACK_BYTES`, if that is free. On a CPU the cap comes
-    on top of the libraries that every trial has.
-    """
-    device, cap_bytes = torch.device(limits.device), limits.cap_bytes
-    if device.type == "cuda":
-        set_device(device)
-        free, total = torch.cuda.mem_get_info(device)
-        if torch.cuda.get_device_properties(device).is_integrated:
-            # the free memory leaves out what the kernel would give back; the parent has looked at
-            # that
-            free = total
-        allowed = max(0, min(cap_bytes + CAP_SLACK_BYTES, free - limits.reserve_bytes))
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
-    elif device.type == "mps":
-        torch.mps.set_per_process_memory_fraction(
-            min(1.0, cap_bytes / torch.mps.recommended_max_memory())
-        )
-    elif sys.platform == "linux":
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = psutil.Process().memory_info().data + cap_bytes
-        resource.setrlimit(
-            resource.RLIMIT_DATA,
-            (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard),
-        )
-
-
-def require_within_cap(limits: MemoryLimits) -> None:
-    """Raise MemoryError if this process took more of a card than its cap, whose enforcement
-    leaves some slack."""
-    device = torch.device(limits.device)
-    if (
-        device.type == "cuda"
-        and (taken := torch.cuda.max_memory_reserved(device)) > limits.cap_bytes
-    ):
-        amounts = f"{taken / 2**20:,.0f} MiB, {limits.cap_bytes / 2**20:,.0f} MiB may be taken"
-        raise MemoryError(f"the allocator took {amounts}")
-
-
-MAX_OVERFLOWS = 17
-"""Steps after which a loss scale that begins at 2**16 and halves is below 1: no smaller one
-helps."""
-LOSS_STEP = 3
-"""Number of the steady step whose loss is reported, so that losses of trials compare however
-many steps each took."""
+    def needs_another_step(self, seconds: list[float]) -> bool:
+        """Whether the second half of the steps is not yet as fast as the first, and time is
+        left."""
+        if len(seconds) < self.num_steps:
+            return True
+        if sum(seconds) >= self.max_seconds or len(seconds) >= MAX_REHEARSAL_STEPS:
+            return False
+        if len(seconds) < MIN_REHEARSAL_STEPS:
+            return True
+        half = len(seconds) // 2
+        first, second = statistics.median(seconds[:half]), statistics.median(seconds[half:])
+        return abs(second - first) > MAX_DRIFT * first
 
 
 @dataclass
@@ -323,51 +228,33 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
     resolved = resolve_model(request.model)
     model = load_model(resolved, workload, request.candidate, device, seed=0)
     known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
-    largest = synthetic_samples(
-        *known, workload.largest_bucket, longest_captions(workload, size), model.dtype
-    )
+    longest = longest_captions(workload, size)
+    largest = synthetic_samples(*known, workload.largest_bucket, longest, model.dtype)
     typical = largest
     if has_typical_shape(workload):
-        typical = synthetic_samples(
-            *known, typical_bucket(workload), typical_text_tokens(workload), model.dtype
-        )
-        # The modulations of a window are those of both.
-        typical = [
-            {**sample, **pick_inputs(model, like)}
-            for sample, like in zip(typical, largest, strict=True)
-        ]
-    images = [
-        ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample))
-        for sample in largest
-    ]
-    ahead, place = (
-        find_modulation_ahead(model.transformer),
-        partial(to_device, device=device, dtype=model.dtype),
-    )
+        bucket, usual = typical_bucket(workload), typical_text_tokens(workload)
+        samples = synthetic_samples(*known, bucket, usual, model.dtype)
+        pairs = zip(samples, largest, strict=True)  # modulations of a window are those of both
+        typical = [{**sample, **pick_inputs(model, like)} for sample, like in pairs]
     windows = None
-    if ahead:
-        windows = ModulationWindows(
-            model, ahead, Noising(process=model.noise), lambda _: images, size, 0, place
-        )
+    if ahead := find_modulation_ahead(model.transformer):
+        images = [
+            ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample))
+            for sample in largest
+        ]
+        place = partial(to_device, device=device, dtype=model.dtype)
+        noising = Noising(process=model.noise)
+        windows = ModulationWindows(model, ahead, noising, lambda _: images, size, 0, place)
     initial = [parameter.detach().clone() for parameter in model.adapter]
-    return LoadedModel(
-        model,
-        largest,
-        typical,
-        initial,
-        windows,
-        time.perf_counter() - started,
-        device_peak_bytes(device),
-    )
+    seconds, peak_bytes = time.perf_counter() - started, device_peak_bytes(device)
+    return LoadedModel(model, largest, typical, initial, windows, seconds, peak_bytes)
 
 
 def longest_captions(workload: Workload, count: int) -> list[int]:
     """Lengths in tokens. With masked padding every second is one shorter, so that batches carry
     training's mask."""
-    return [
-        max(1, workload.max_text_tokens - (workload.text_padding == "masked" and i % 2))
-        for i in range(count)
-    ]
+    longest, is_masked = workload.max_text_tokens, workload.text_padding == "masked"
+    return [max(1, longest - (is_masked and number % 2)) for number in range(count)]
 
 
 def synthetic_samples(
@@ -453,14 +340,11 @@ class StepRunner:
 
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
         size = self.candidate.micro_batch_size
-        batches = [
-            self.model.collate(samples[start : start + size])
-            for start in range(0, len(samples), size)
-        ]
+        starts = range(0, len(samples), size)
+        batches = [self.model.collate(samples[start : start + size]) for start in starts]
         if self.candidate.batch_memory == "pinned":
-            return [
-                {name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches
-            ]
+            for batch in batches:
+                batch.update({name: tensor.pin_memory() for name, tensor in batch.items()})
         return batches
 
     def step(self) -> StepOutcome:
@@ -506,31 +390,142 @@ class StepRunner:
         return [*live_tensors(self.model.transformer, self.optimizer), *batches]
 
     def find_defect(self, outcome: StepOutcome) -> str | None:
-        """Why the steps cannot be training: a non-finite loss, or layers that no gradient reached;
-        None if they can.
+        """Why the steps cannot be training: a non-finite loss, or layers that no gradient reached.
 
         Some layers of the last block may stay still (`Family.last_block`): what has no backward
         pass shows in all.
         """
         if not math.isfinite(outcome.loss):
             return "the loss is not finite"
-        last = {
-            id(parameter)
-            for parameter in self.model.family.blocks(self.model.transformer)[-1].parameters()
-        }
+        last = set(map(id, self.model.family.blocks(self.model.transformer)[-1].parameters()))
         pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
         state = self.optimizer.inner.state
-        still = [
-            master
-            for parameter, master in pairs
-            if id(parameter) not in last and not state.get(master)
-        ]
-        unmoved = len(still) if any(state.values()) else 0  # plain SGD has no state at all
+        unmoved = sum(
+            id(parameter) not in last and not state.get(master) for parameter, master in pairs
+        )
+        if not any(state.values()):  # as of plain SGD, which has none at all
+            unmoved = 0
         if outcome.gradient_norm == 0 or unmoved:
             return f"no gradient reached {unmoved or 'any'} adapter tensors"
         return None
 
 
-TASKS: dict[type, Callable[[Any, ChildState], Any]] = {TrialRequest: run_trial}
-"""Type of request: the function that performs it in the child. What it returns crosses to the
-parent."""
+def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
+    """Go through every phase of a run; from training on, each phase's end is reported with what is
+    known by then.
+
+    Caching that fails says nothing about the candidate: the rest goes on, and the message names the
+    error.
+    """
+    with contextlib.suppress(ImportError):
+        import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
+    device, model = torch.device(request.device), resolve_model(request.model)
+    monitor = Monitor(device)
+    trained: TrialResult | None = None
+    caching_error = ""
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        try:
+            with monitor.phase(name):
+                yield
+        except BaseException as error:
+            error.add_note(f"in the {name} phase")
+            raise
+        if trained:
+            child.report(with_phases(trained))
+
+    def with_phases(result: TrialResult) -> TrialResult:
+        phases = tuple(
+            peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES)
+            for peak in monitor.peaks.values()
+        )
+        host_bytes = next(phase.host_bytes for phase in phases if phase.name == "training")
+        message = result.message or caching_error
+        return result.changed(
+            confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message
+        )
+
+    with tempfile.TemporaryDirectory(
+        prefix="autotune-rehearsal-", dir=request.scratch_folder
+    ) as name:
+        folder, sampler = Path(name), None
+        preview = largest_preview(request, model, folder)
+        if model.folder is not None:
+            try:
+                with phase("caching"):
+                    sampler = rehearse_caching(request, model, preview, folder / "cache")
+            except Exception as error:
+                traceback.print_exc()
+                caching_error = f"{type(error).__name__}: {first_line_with_notes(error)}"
+            if caching_error:  # outside of the handler: the error held what had been loaded
+                del monitor.peaks["caching"]
+                release_memory()
+        with phase("loading"):
+            loaded = load_for_trial(request)
+            if sampler:
+                sampler.attach(loaded.model.transformer)
+        with phase("training"):
+            steps = StepRunner(loaded, request.workload, request.candidate)
+            trained = steps.measure(request.needs_another_step)
+        if sampler:
+            with phase("previews"), eager_eval(loaded.model.transformer):
+                sampler.sample(preview)
+        adapter, work = folder / ADAPTER_FILE, request.workload
+        with phase("saving"):
+            save_trained(adapter, steps.model, steps.optimizer, work, "rehearsal", 1)
+        # the pipeline loads the adapter, as at the end of a run, which takes more than the preview
+        if sampler:
+            with phase("previews"), eager_eval(loaded.model.transformer):
+                sampler.compare_adapter(adapter, [preview], lambda *written: None)
+    return with_phases(trained)
+
+
+def largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Preview:
+    """A preview in the largest shape of the workload, with a caption of about its length."""
+    work, bucket = request.workload, request.workload.largest_bucket
+    size = (bucket.width_px, bucket.height_px)
+    paths = [folder / f"control-{number}.png" for number in range(work.num_control_images)]
+    for path in paths:
+        Image.new("RGB", size, "gray").save(path)
+    tokens = work.max_text_tokens
+    if paths and model.config_folder is not None:  # most of the tokens stand for the control images
+        sizes = [[size] * len(paths)]
+        tokens -= model.family.count_text_tokens(model.config_folder, [""], sizes)[0]
+    caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
+    return Preview(caption, bucket, NUM_PREVIEW_STEPS, 0, tuple(paths))
+
+
+def rehearse_caching(
+    request: RehearsalRequest, model: ResolvedModel, preview: Preview, cache: Path
+) -> PreviewSampler:
+    """Encode a caption and an item of the largest shape, as caching would, and what the preview
+    needs."""
+    encoders = Encoders(model, request.caching, request.candidate, torch.device(request.device))
+    sampler = PreviewSampler(encoders)
+    sampler.encode_prompts([preview], Cache(cache))
+    _encode_item(model, encoders, preview)
+    encoders.release()
+    return sampler
+
+
+@torch.no_grad()
+def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> None:
+    """Captions, then pixels, in training's order. A function of its own: what holds the pipeline
+    keeps it in memory."""
+    pipeline, bucket = encoders.load_pipeline(), preview.bucket
+    width, height = bucket.width_px, bucket.height_px
+    controls = [open_pixels((path,), width, height) for path in preview.control_paths]
+    model.family.encode_caption(pipeline, preview.prompt, controls)
+    encoders.release_text()
+    pipeline = encoders.load_pipeline(with_text=False)
+    pixels = torch.zeros(3, bucket.num_frames, height, width, device=pipeline.vae.device)
+    with map_large_buffers():
+        model.family.encode_pixels(pipeline, pixels)
+
+
+TASKS: dict[type, Callable[[Any, ChildState], Any]] = {
+    TrialRequest: run_trial,
+    RehearsalRequest: rehearse,
+}
+"""The function that performs each type of request; what it returns crosses to the parent."""

@@ -1,8 +1,7 @@
 """What leaves a machine: one search's measurements, without anything that tells who or where.
 
 A record is one JSON file, named by the SHA-256 of its content, so an altered one no longer fits its
-name. What goes in is listed field by field here: free text (messages, notes, reasons), paths, names
-of data and of local folders stay out.
+name. Free text (messages, notes, reasons), paths, names of data and of local folders stay out.
 """
 
 import hashlib
@@ -10,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -30,7 +29,7 @@ MAX_TEXT_LENGTH = 160
 MIN_CONCLUSIVE_TRIALS = 3
 """A search of fewer trials has compared next to nothing: its winner is no answer for others."""
 EXPECTED_FIELDS = ("evidence", "step_seconds", "peak_memory_bytes", "process_memory_bytes")
-"""Fields of the expectation that are shared: what a job takes and its machine costs stay private."""
+"""What a job takes and its machine costs stay private."""
 TRIAL_FIELDS = (
     "candidate",
     "outcome",
@@ -44,11 +43,9 @@ TRIAL_FIELDS = (
     "host_memory_bytes",
     "wall_seconds",
 )
-"""Fields of a trial that are shared. A message may hold a path, and the loss tells about the
-data."""
+"""A message may hold a path, and the loss tells about the data."""
 LONG_DIGITS, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE][+-]?(?:\d{3}|[3-9]\d)")
-"""Numbers that measure nothing and that arithmetic might choke on: of over 21 digits in a row,
-or an exponent of 30 and more on either side."""
+"""Numbers that measure nothing and that arithmetic might choke on."""
 SPILL_RATIO = 1.02
 """Peak over total memory: above it the step would have spilled."""
 
@@ -58,11 +55,10 @@ class DamagedRecord(InvalidInput):
 
 
 class Machine(Frozen):
-    """A machine as far as its measurements depend on it. Never its name, its user, its paths or
-    its serial numbers."""
+    """A machine as far as its measurements depend on it."""
 
     match_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
-    """Facts that decide for every trial; libraries decide only for the trials that used them."""
+    """Without libraries, which decide only for the trials that used them."""
     device_name: str
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
@@ -82,8 +78,7 @@ class Record(Frozen):
     """Day in UTC."""
     machine: Machine
     workload: Workload
-    """Its only bucket is the largest, which is what trials run: the others would tell about the
-    data."""
+    """Its only bucket is the largest: the others would tell about the data."""
     settings: Candidate
     expected: Expected
     trials: tuple[TrialResult, ...] = Field(min_length=1, max_length=MAX_TRIALS)
@@ -112,7 +107,12 @@ class Record(Frozen):
     @property
     def content(self) -> bytes:
         """The canonical JSON: sorted keys, no spaces, no line ends that a tool could convert."""
-        return canonical_json(self.model_dump(mode="json"))
+        data = self.model_dump(mode="json")
+        separators = (",", ":")
+        text = json.dumps(
+            data, sort_keys=True, separators=separators, ensure_ascii=False, allow_nan=False
+        )
+        return text.encode()
 
     @property
     def name(self) -> str:
@@ -125,24 +125,14 @@ class Record(Frozen):
         return f"{architecture_folder(self.workload)}/{self.name}.json"
 
 
-def canonical_json(data: dict[str, Any]) -> bytes:
-    """The one JSON form that is hashed."""
-    return json.dumps(
-        data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode()
-
-
 def name_of(content: bytes) -> str:
     """SHA-256 of a record's bytes as 64 hex digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def parse_record(content: bytes, name: str) -> Record:
-    """The record in `content`, if it is whole, unaltered, valid and possible.
-
-    Raises:
-        DamagedRecord: it is not.
-    """
+    """Parse the record in `content`. Raises DamagedRecord unless it is whole, unaltered, valid and
+    possible."""
     try:
         if len(content) > MAX_RECORD_BYTES:
             raise ValueError("is too large for a record")
@@ -156,12 +146,9 @@ def parse_record(content: bytes, name: str) -> Record:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))[:80] or "the whole"
-        if field == "schema_version" and type(first["input"]) is int:
-            why = (
-                f"has schema {first['input']}, and this autotune reads schema {SCHEMA_VERSION} only"
-            )
-        else:
-            why = f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
+        why = f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
+        if field == "schema_version" and type(version := first["input"]) is int:
+            why = f"has schema {version}, and this autotune reads schema {SCHEMA_VERSION} only"
     except UnicodeDecodeError:
         why = "is not a record: it is not UTF-8 text"
     except ValueError as error:
@@ -172,18 +159,10 @@ def parse_record(content: bytes, name: str) -> Record:
 
 
 def _find_harm(text: str) -> str | None:
-    """What in a record's JSON could hurt a terminal or a calculation, found before it is parsed;
-    None if nothing.
-
-    No text of ours needs an escape, so a backslash is refused, and every second part between quotes
-    is a text.
-    """
-    parts = text.split('"')
-    if (
-        "\\" in text
-        or not text.isprintable()
-        or max(map(len, parts[1::2]), default=0) > MAX_TEXT_LENGTH
-    ):
+    """What in a record's JSON could hurt a terminal or a calculation, found before it is parsed."""
+    parts = text.split('"')  # no text of ours needs an escape, so every second part is a text
+    longest = max(map(len, parts[1::2]), default=0)
+    if "\\" in text or not text.isprintable() or longest > MAX_TEXT_LENGTH:
         return "a text in it is too long or not printable"
     rest = " ".join(parts[::2])
     long = [item for item in rest.split(",") if len(item) > 21]  # few: it saves most of the search
@@ -195,13 +174,8 @@ def _find_harm(text: str) -> str | None:
 def build_record(
     plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()
 ) -> Record:
-    """What may leave this machine of a plan that was just measured on it.
-
-    Args:
-        plan: its trials must be of this machine alone: what a record taught is not measured again
-            by citing it.
-        hardware: this machine.
-        calibration: for each trial, how far it was from its prediction.
+    """What may leave this machine of a plan that was just measured on it; `calibration` says for
+    each trial how far it was from its prediction.
 
     Raises:
         InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on
@@ -218,7 +192,11 @@ def build_record(
         )
     work = frozen.workload.share(frozen.hardware.num_processes)  # what its trials ran
     images = work.effective_batch_size / frozen.expected.step_seconds
+    expected = {name: getattr(frozen.expected, name) for name in EXPECTED_FIELDS}
     num_tried = sum(not trial.confirms for trial in frozen.trials)
+    # A search that a record ended has no longer trial of its winner: the record's stands for it.
+    has_verified = bool(frozen.records) and num_tried == len(frozen.trials)
+    is_cut_short = num_tried < MIN_CONCLUSIVE_TRIALS and not has_verified
     record = Record(
         schema_version=SCHEMA_VERSION,
         autotune_version=frozen.autotune_version,
@@ -226,20 +204,11 @@ def build_record(
         machine=shareable_machine(hardware, frozen.hardware.budget_bytes),
         workload=_shareable_workload(work),
         settings=frozen.settings,
-        expected=Expected(
-            images_per_second=images,
-            **{name: getattr(frozen.expected, name) for name in EXPECTED_FIELDS},
-        ),
+        expected=Expected(images_per_second=images, **expected),
         trials=tuple(map(shareable_trial, frozen.trials)),
         search_seconds=frozen.search_seconds,
         calibration=calibration,
-        # A search that a record ended has no longer trial of its winner: the record's stands for
-        # it.
-        conclusive=not (frozen.pins or frozen.exclusions)
-        and (
-            num_tried >= MIN_CONCLUSIVE_TRIALS
-            or (bool(frozen.records) and num_tried == len(frozen.trials))
-        ),
+        conclusive=not (frozen.pins or frozen.exclusions or is_cut_short),
     )
     return parse_record(record.content, record.name)  # what is written here can be read elsewhere
 
@@ -253,33 +222,32 @@ def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None
     """The part of a hardware profile that is shared and compared; by default with the device's
     own budget."""
     device, libraries = hardware.device, {each.needs.library for each in WEIGHT_FORMATS.values()}
+    keys = {key: value for key, value in hardware.match_keys.items() if key not in libraries}
     return Machine(
-        match_keys={
-            key: _public_version(value)
-            for key, value in hardware.match_keys.items()
-            if key not in libraries
-        },
+        match_keys=_public_versions(keys),
         device_name=device.name,
         total_memory_bytes=device.total_memory_bytes,
         budget_bytes=device.budget_bytes if budget_bytes is None else budget_bytes,
         logical_cores=hardware.host.logical_cores,
         power_limit_watts=device.power_limit_watts,
-        versions=Versions.model_validate(
-            {key: _public_version(value) for key, value in hardware.versions}
-        ),
+        versions=Versions.model_validate(_public_versions(dict(hardware.versions))),
         rates=tuple(rate.changed(conditions=None) for rate in hardware.rates),
         noisy=hardware.noisy,
     )
 
 
+def _public_versions(versions: dict[str, str | None]) -> dict[str, str | None]:
+    """Without local parts, which a builder may have named after a host or a person."""
+    return {name: version and version.split("+")[0] for name, version in versions.items()}
+
+
 def _shareable_workload(workload: Workload) -> Workload:
-    """The same work without the folder's name and without the shape of the data beyond its
-    largest bucket."""
-    family = FAMILIES.get(workload.model.family)
-    model = workload.model.changed(
-        name=family.models[0].hub_id if family else workload.model.family
-    )
-    return workload.changed(model=model, buckets=(workload.largest_bucket.changed(num_items=1),))
+    """The same work without the folder's name and the shape of the data beyond its largest
+    bucket."""
+    known = FAMILIES.get(workload.model.family)
+    name = known.models[0].hub_id if known else workload.model.family
+    buckets = (workload.largest_bucket.changed(num_items=1),)
+    return workload.changed(model=workload.model.changed(name=name), buckets=buckets)
 
 
 def architecture_folder(workload: Workload) -> str:
@@ -310,11 +278,6 @@ def unshareable_reason(plan: TrainingPlan, hardware: HardwareProfile) -> str | N
     return None
 
 
-def _public_version(version: str | None) -> str | None:
-    """A version without its local part, which a builder may have named after a host or a person."""
-    return None if version is None else version.split("+")[0]
-
-
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "other"
 
@@ -327,12 +290,12 @@ def find_impossibilities(record: Record) -> Iterator[str]:
     ran = [trial for trial in record.trials if trial.outcome == "ok"]
     for number, trial in enumerate(ran, start=1):
         yield from (f"trial {number} that ran: {reason}" for reason in _check_trial(record, trial))
-    expected, own = record.expected, [one for one in ran if one.candidate == record.settings]
-    for promised, measured in (
-        (expected.step_seconds, [value for trial in own for value in trial.step_seconds]),
-        (expected.peak_memory_bytes, [trial.peak_memory_bytes or 0 for trial in own]),
-    ):
-        if not min(measured) * 0.9 <= promised <= max(measured) * 1.1:
+    own = [trial for trial in ran if trial.candidate == record.settings]
+    seconds = [value for trial in own for value in trial.step_seconds]
+    peaks = [trial.peak_memory_bytes or 0 for trial in own]
+    promised = record.expected
+    for value, seen in ((promised.step_seconds, seconds), (promised.peak_memory_bytes, peaks)):
+        if not min(seen) * 0.9 <= value <= max(seen) * 1.1:
             yield "it promises what its trials did not measure"
 
 

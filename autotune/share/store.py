@@ -1,10 +1,7 @@
-"""Stores of records: append-only folders, one file per record, named by its content. Two stores
-merge by union.
+"""Stores of records: folders of this machine (git checkouts, too) or whatever fsspec can reach, with
+one file per record, `<architecture>/<sha256 of the content>.json`. Two stores merge by union.
 
-    <architecture>/<sha256 of the content>.json
-
-A store is a folder of this machine (a git checkout, too) or whatever fsspec can reach. Files come
-from elsewhere: a record is taken only if it is whole, unaltered, valid, in its folder and possible.
+A record is taken only if it is whole, unaltered, valid, in its folder and possible.
 """
 
 import re
@@ -19,15 +16,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.base import TRIAL_PROTOCOL_VERSION, Frozen
-from autotune.plan.candidate import Residual
-from autotune.plan.hardware import HardwareProfile
-from autotune.plan.plan import TrainingPlan
 from autotune.share.record import (
     MAX_RECORD_BYTES,
     DamagedRecord,
     Record,
     architecture_folder,
-    build_record,
     parse_record,
 )
 from autotune.system.files import (
@@ -64,13 +57,12 @@ class Transfer(Frozen):
 
 @dataclass(frozen=True)
 class RecordFile:
-    """The bytes of one file with the record in them."""
+    """A file of a store: the record in it, or the problem why there is none."""
 
     key: str
     content: bytes
     record: Record | None
     problem: str = ""
-    """Why there is no record."""
 
     @property
     def name(self) -> str:
@@ -224,19 +216,6 @@ def user_store() -> Store:
     return Store(str(data_path("profiles")))
 
 
-def save_record(
-    plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()
-) -> str:
-    """Add what a plan just measured on this machine to the user's store; gives the record's name.
-
-    Raises:
-        InvalidInput: the plan is no evidence; see `build_record`.
-    """
-    record = build_record(plan, hardware, calibration)
-    user_store().add(record)
-    return record.name
-
-
 def merge_stores(source: Store, target: Store) -> Transfer:
     """Copy to `target`, byte for byte, the sound records that only `source` has; nothing else is
     read."""
@@ -261,8 +240,7 @@ def prune_store(
     store: Store, names: Sequence[str] = (), *, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Delete the records whose names begin with `names`, or else those that are useless: bad, of
-    an older trial protocol or superseded; one line for each says why. A newer record of the same
-    machine, versions and work supersedes one of no more trials.
+    an older trial protocol or superseded; one line for each says why.
 
     Raises:
         InvalidInput: no record's name begins with one of them, or several do; nothing is deleted
@@ -285,25 +263,24 @@ def prune_store(
 
 
 def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
-    sound: list[tuple[Record, RecordFile]] = []
+    sound = []
     for file in store.read():
         if file.record:
             sound.append((file.record, file))
         else:
             yield file.key, file.problem
+    sound.sort(key=lambda pair: (pair[0].measured_on, len(pair[0].trials)), reverse=True)
+    # A newer record of the same machine, versions and work supersedes one of no more trials.
     fullest: dict[tuple[object, ...], tuple[str, int]] = {}
-    for record, file in sorted(
-        sound, key=lambda pair: (pair[0].measured_on, len(pair[0].trials)), reverse=True
-    ):
+    for record, file in sound:
         machine, name = record.machine, file.name[:12]
         versions = machine.versions.changed(python="", driver=None)
         about = (machine.device_name, machine.total_memory_bytes, versions, record.workload)
-        subject = (*about, record.conclusive)
-        newer, max_trials = fullest.get(subject, ("", 0))
+        newer, max_trials = fullest.get((*about, record.conclusive), ("", 0))
         protocol = machine.match_keys.get("trial_protocol") or ""
         if protocol.isdecimal() and int(protocol) < TRIAL_PROTOCOL_VERSION:
             yield file.key, f"{name} was measured by an older trial protocol"
         elif len(record.trials) <= max_trials:
             yield file.key, f"{name} is superseded by {newer}"
         else:
-            fullest[subject] = (name, len(record.trials))
+            fullest[*about, record.conclusive] = (name, len(record.trials))

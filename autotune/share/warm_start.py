@@ -5,16 +5,14 @@ fit; what it taught the cost model is trusted as far as its machine is similar; 
 hold once a local trial has reproduced them. A record that a local trial contradicts is named, and
 nothing more is taken from it. So a wrong record can cost trials, and nothing else: only settings
 that ran here may win, and only what this machine's own search space admits is ever a fallback.
-
-A distance is a weighted sum: a name that differs counts its weight once, a quantity its weight per
-doubling. Weights are judgments of how much each shifts step time and memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -38,24 +36,16 @@ if TYPE_CHECKING:
     from autotune.cost.calibration import PriorResiduals
     from autotune.cost.predict import CostModel
 
-SAME_BUDGET = 0.98
-"""Their budget as a share of ours from which their OOMs are evidence for us."""
-MORE_MEMORY = 0.10
-"""Share by which our budget exceeds theirs before other settings may win here."""
-MEMORY_BOUND = 0.8
-"""Peak as a share of the budget from which memory has decided among settings."""
+SAME_BUDGET = 0.98  # their budget as a share of ours from which their OOMs are evidence for us
+MORE_MEMORY = 0.10  # by which our budget exceeds theirs before other settings may win here
+MEMORY_BOUND = 0.8  # peak as a share of the budget from which memory has decided among settings
 RATE_TOLERANCE, NOISY_RATE_TOLERANCE = 0.10, 0.30
 """Relative difference of rates up to which two machines count as the same; and if one was measured
 beside other work: five probes of one such machine differed by up to 19%."""
-MAX_CONSIDERED = 500
-"""Records opened for one search."""
-MAX_SOURCES = 3
-"""Records of similar machines that a search stands on."""
-MAX_FIRST_CANDIDATES = 2
-"""Settings that won on similar machines and are tried first."""
-MAX_RESIDUALS = 32
-"""Trials of a record that correct predictions: a search makes far fewer, and each costs time in
-every prediction."""
+MAX_CONSIDERED = 500  # records opened for one search
+MAX_SOURCES = 3  # records of similar machines that a search stands on
+MAX_FIRST_CANDIDATES = 2  # settings that won on similar machines and are tried first
+MAX_RESIDUALS = 32  # of a record: a search makes far fewer trials, and each slows every prediction
 DECAY_DISTANCE = 10.0
 """Distance at which a record weighs 1/e. It corrects predictions, not times, so it carries over
 between machines whose rates differ."""
@@ -66,22 +56,24 @@ MAX_LOG_RESIDUAL = math.log(10.0)
 """True trials on a busy CPU have been 4 times as slow as predicted; what is further off teaches
 nothing."""
 MAX_LOG_TIME_ERROR = math.log(3.0)
-"""Logarithm of the factor between the step time that a record leads to expect and a local
-trial's, above which the record is dropped."""
+"""Between the step time that a record leads to expect and a local trial's: above it the record is
+dropped."""
 BUDGET_MARGIN = 1.1
 """Share of the budget that settings that ran elsewhere may be predicted to take, and still be
 tried first: predictions are that far off at most in 95 of 100 cases, and trials have a cap."""
 
+MatchKind = Literal["exact", "near", "none"]
+"""`exact`: nothing differs that matters, one trial reproduces it; `near`: a prior; `none`: it does
+not count."""
 
-@dataclass(frozen=True)
-class Match:
+
+class Match(NamedTuple):
     """How a record stands to a machine and its work."""
 
-    kind: Literal["exact", "near", "none"]
-    """`exact`: nothing differs that matters, one trial reproduces it; `near`: a prior; `none`: it
-    does not count."""
+    kind: MatchKind
     distance: float
-    """0 if exact, infinite if it does not count."""
+    """A weighted sum: a name that differs counts its weight, a quantity its weight per doubling;
+    infinite if the record does not count."""
     reasons: tuple[str, ...]
     """What differs, one line each; the match keys alone if one of them does."""
 
@@ -95,6 +87,33 @@ class MatchedRecord:
     match: Match
     trials: tuple[TrialResult, ...]
     """Those that count: without the ones on a library of another version."""
+
+    @cached_property
+    def winner(self) -> TrialResult | None:
+        """The trial that a local one must reproduce to end the search; None if the record is no
+        exact match."""
+        if self.match.kind != "exact":
+            return None
+        ran = (trial for trial in self.trials if trial.outcome == "ok")
+        return next((trial for trial in ran if trial.candidate == self.record.settings), None)
+
+    @cached_property
+    def prior_residuals(self) -> PriorResiduals:
+        """What its trials taught the cost model there, as far as that is credible and its version
+        is this one."""
+        from autotune.cost.calibration import PriorResiduals
+
+        weight = math.exp(-self.match.distance / DECAY_DISTANCE)
+        return PriorResiduals(tuple(islice(self._residuals(), MAX_RESIDUALS)), weight)
+
+    def _residuals(self) -> Iterator[tuple[Candidate, Residual]]:
+        if self.record.autotune_version != __version__:
+            return
+        for trial, residual in zip(self.record.trials, self.record.calibration, strict=False):
+            if residual is None or trial not in self.trials:
+                continue
+            if max(abs(residual.time), abs(residual.memory)) <= MAX_LOG_RESIDUAL:
+                yield trial.candidate, residual
 
 
 @dataclass(frozen=True)
@@ -165,11 +184,12 @@ def compare_machine(
 ) -> Match:
     """Compare a record with this machine alone, whatever the work."""
     here, there = shareable_machine(hardware, budget_bytes), record.machine
+    names = sorted({*there.match_keys, *here.match_keys})
+    keys = ((name, there.match_keys.get(name), here.match_keys.get(name)) for name in names)
     decisive = tuple(
-        f"{KEY_NAMES.get(key, key)}: {there.match_keys.get(key) or 'none'} there, "
-        f"{here.match_keys.get(key) or 'none'} here"
-        for key in sorted({*there.match_keys, *here.match_keys})
-        if there.match_keys.get(key) != here.match_keys.get(key)
+        f"{KEY_NAMES.get(name, name)}: {theirs or 'none'} there, {ours or 'none'} here"
+        for name, theirs, ours in keys
+        if theirs != ours
     )
     unusable = _unusable_trials(record, hardware)
     libraries = tuple(sorted(set(unusable.values())))
@@ -177,11 +197,9 @@ def compare_machine(
         return Match("none", math.inf, decisive or libraries)
     tolerance = NOISY_RATE_TOLERANCE if here.noisy or there.noisy else RATE_TOLERANCE
     found = dict(_differences(_machine_facts(there, tolerance), _machine_facts(here, tolerance)))
-    was_short = any(
-        trial.outcome in ("oom", "spill")
-        or (trial.peak_memory_bytes or 0) > MEMORY_BOUND * there.budget_bytes
-        for trial in record.trials
-    )
+    ran_out = any(trial.outcome in ("oom", "spill") for trial in record.trials)
+    largest = max(trial.peak_memory_bytes or 0 for trial in record.trials)
+    was_short = ran_out or largest > MEMORY_BOUND * there.budget_bytes
     if was_short and here.budget_bytes > (1 + MORE_MEMORY) * there.budget_bytes:
         ratio = max(there.budget_bytes, 1) / here.budget_bytes
         found[f"memory budget: {ratio:.2f} times ours"] = -math.log2(ratio)
@@ -196,11 +214,11 @@ def usable_trials(
     budget than ours."""
     unusable = _unusable_trials(record, hardware)
     budget = hardware.device.budget_bytes if budget_bytes is None else budget_bytes
-    smaller = record.machine.budget_bytes < SAME_BUDGET * budget
+    is_smaller = record.machine.budget_bytes < SAME_BUDGET * budget
     return tuple(
         trial
         for index, trial in enumerate(record.trials)
-        if index not in unusable and not (smaller and trial.outcome == "oom")
+        if index not in unusable and not (is_smaller and trial.outcome == "oom")
     )
 
 
@@ -213,11 +231,9 @@ def _unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str
     found = {}
     for index, trial in enumerate(record.trials):
         for library in _libraries(trial.candidate, native_is_cudnn):
-            here, there = getattr(ours, library), getattr(theirs, library)
+            here, there = getattr(ours, library) or "none", getattr(theirs, library) or "none"
             if here != there:
-                found[index] = (
-                    f"trials on {library}: {there or 'none'} there, {here or 'none'} here"
-                )
+                found[index] = f"trials on {library}: {there} there, {here} here"
     return found
 
 
@@ -228,9 +244,8 @@ def _libraries(candidate: Candidate, native_is_cudnn: bool) -> Iterator[str]:
     for entry in (attention, WEIGHT_FORMATS.get(candidate.quantization)):
         if entry is not None and entry.needs.library is not None:
             yield entry.needs.library
-    if attention and (
-        attention.kernel == "cudnn" or (attention.kernel == "fused" and native_is_cudnn)
-    ):
+    kernel = attention.kernel if attention else ""
+    if kernel == "cudnn" or (kernel == "fused" and native_is_cudnn):
         yield "cudnn"
 
 
@@ -239,6 +254,7 @@ class Fact(NamedTuple):
 
     value: str | float | None
     weight: float
+    """How much it shifts step time and memory: a judgment."""
     tolerance: float = 0.0
     """Relative difference of a quantity up to which two count as the same."""
 
@@ -299,35 +315,35 @@ def _differences(
 
 
 @dataclass(frozen=True)
-class WarmStartSource:
-    """A record that a search stands on."""
-
-    name: str
-    trials: tuple[TrialResult, ...]
-    """Those that count, of settings that are in the local search space."""
-    winner: TrialResult | None
-    """The trial that a local one must reproduce to end the search; None if the record is no exact
-    match."""
-    prior_residuals: PriorResiduals
-    """What its trials taught the cost model there."""
-    time_tolerance: float
-
-
-@dataclass(frozen=True)
 class WarmStart:
-    """What the records contribute to one search."""
+    """What records contribute to one search.
 
-    sources: tuple[WarmStartSource, ...]
-    """One that is exact, else the nearest few."""
-    first_candidates: tuple[Candidate, ...]
-    """Candidates to try before all others."""
+    It stands on the first of those whose settings are among `choices`, the values that each knob
+    may have, if that is exact, else on the nearest few.
+    """
+
+    matches: tuple[MatchedRecord, ...]
+    choices: Mapping[str, Sequence[Choice]]
+    budget_bytes: int
     cost: CostModel
 
-    @property
-    def records(self) -> tuple[str, ...]:
-        """Names of the records, contradicted ones too: without them the search would have gone
-        otherwise."""
-        return tuple(source.name for source in self.sources)
+    def _admits(self, candidate: Candidate) -> bool:
+        return all(getattr(candidate, name) in values for name, values in self.choices.items())
+
+    @cached_property
+    def sources(self) -> tuple[MatchedRecord, ...]:
+        """The records that the search stands on, contradicted ones too: without them it would have
+        gone otherwise."""
+        used = tuple(item for item in self.matches if self._admits(item.record.settings))
+        return used[: 1 if used and used[0].match.kind == "exact" else MAX_SOURCES]
+
+    @cached_property
+    def first_candidates(self) -> list[Candidate]:
+        """Candidates to try before all others."""
+        settings = dict.fromkeys(item.record.settings for item in self.sources)
+        limit, predict = BUDGET_MARGIN * self.budget_bytes, self.cost.predict_uncalibrated
+        fitting = [each for each in settings if predict(each).run_memory_bytes <= limit]
+        return fitting[:MAX_FIRST_CANDIDATES]
 
     def priors(self, results: Sequence[TrialResult]) -> tuple[PriorResiduals, ...]:
         """Return what the records taught the cost model, less those that `results` contradict; the
@@ -344,13 +360,11 @@ class WarmStart:
         return tuple(f"{source.name[:12]} {reason}" for source, reason in found if reason)
 
     def _find_contradiction(
-        self, source: WarmStartSource, results: Sequence[TrialResult]
+        self, source: MatchedRecord, results: Sequence[TrialResult]
     ) -> str | None:
         local = {result.candidate: result for result in results}
-        if source.winner and source.winner.candidate in local:
-            here = local[source.winner.candidate]
-            if mismatch := find_mismatch(source.winner, here, source.time_tolerance):
-                return f"does not hold here: {mismatch}"
+        if mismatch := self._find_mismatch(source, local):
+            return f"does not hold here: {mismatch}"
         for candidate, prior in source.prior_residuals.residuals:
             residual = self.cost.residual(local[candidate]) if candidate in local else None
             if residual and abs(residual.time - prior.time) > MAX_LOG_TIME_ERROR:
@@ -359,6 +373,16 @@ class WarmStart:
                 return f"misleads: {candidate.label()} takes {times}"
         return None
 
+    def _find_mismatch(
+        self, source: MatchedRecord, local: Mapping[Candidate, TrialResult]
+    ) -> str | None:
+        """Why the local trial of its winner, if there is one, does not reproduce it."""
+        if source.winner is None or source.winner.candidate not in local:
+            return None
+        is_noisy = source.record.machine.noisy or self.cost.hardware.noisy
+        tolerance = NOISY_TIME_TOLERANCE if is_noisy else TIME_TOLERANCE
+        return find_mismatch(source.winner, local[source.winner.candidate], tolerance)
+
     def is_reproduced(self, results: Sequence[TrialResult]) -> bool:
         """Whether `results` reproduce an exact record, so that nothing else need be tried."""
         return self._reproduced_source(results) is not None
@@ -366,84 +390,25 @@ class WarmStart:
     def evidence(self, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
         """Return the trials of a reproduced record: they explain, too, why other settings lost."""
         source, local = self._reproduced_source(results), {result.candidate for result in results}
-        trials = source.trials if source else ()
-        return tuple(trial for trial in trials if trial.candidate not in local)
+        others = (
+            (trial for trial in source.trials if trial.candidate not in local) if source else ()
+        )
+        return tuple(trial for trial in others if self._admits(trial.candidate))
 
-    def _reproduced_source(self, results: Sequence[TrialResult]) -> WarmStartSource | None:
+    def _reproduced_source(self, results: Sequence[TrialResult]) -> MatchedRecord | None:
         local = {result.candidate: result for result in results}
         for source in self.sources:
-            if (winner := source.winner) is None or winner.candidate not in local:
-                continue
-            if not find_mismatch(winner, local[winner.candidate], source.time_tolerance):
+            was_tried = source.winner is not None and source.winner.candidate in local
+            if was_tried and not self._find_mismatch(source, local):
                 return source
         return None
 
 
-NO_WARM_START: WarmStart = WarmStart((), (), None)  # type: ignore[arg-type]
-
-
-def build_warm_start(
-    matches: StoreMatches,
-    choices: Mapping[str, Sequence[Choice]],
-    budget_bytes: int,
-    cost: CostModel,
-) -> tuple[StoreMatches, WarmStart]:
-    """Choose the records that a search among `choices`, the values that each knob may have, stands
-    on.
-
-    Returns:
-        `matches` with the chosen records alone; and the warm start.
-    """
-    from autotune.cost.calibration import PriorResiduals
-
-    def is_admitted(candidate: Candidate) -> bool:
-        return all(getattr(candidate, name) in values for name, values in choices.items())
-
-    used = [item for item in matches.records if is_admitted(item.record.settings)]
-    used = used[: 1 if used and used[0].match.kind == "exact" else MAX_SOURCES]
-    sources = []
-    for item in used:
-        ran = (trial for trial in item.trials if trial.outcome == "ok")
-        winner = next((trial for trial in ran if trial.candidate == item.record.settings), None)
-        noisy = item.record.machine.noisy or cost.hardware.noisy
-        residuals = PriorResiduals(
-            tuple(islice(_residuals(item), MAX_RESIDUALS)),
-            math.exp(-item.match.distance / DECAY_DISTANCE),
-        )
-        sources.append(
-            WarmStartSource(
-                item.name,
-                tuple(trial for trial in item.trials if is_admitted(trial.candidate)),
-                winner if item.match.kind == "exact" else None,
-                residuals,
-                NOISY_TIME_TOLERANCE if noisy else TIME_TOLERANCE,
-            )
-        )
-    limit = BUDGET_MARGIN * budget_bytes
-    fitting = [
-        candidate
-        for candidate in dict.fromkeys(item.record.settings for item in used)
-        if cost.predict_uncalibrated(candidate).run_memory_bytes <= limit
-    ]
-    warm_start = WarmStart(tuple(sources), tuple(fitting[:MAX_FIRST_CANDIDATES]), cost)
-    return replace(matches, records=tuple(used)), warm_start
-
-
-def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
-    """Credible residuals of the trials that count, if they were compared with the cost model of
-    this version."""
-    record = item.record
-    if record.autotune_version == __version__:
-        for trial, residual in zip(record.trials, record.calibration, strict=False):
-            if residual is None or trial not in item.trials:
-                continue
-            if max(abs(residual.time), abs(residual.memory)) <= MAX_LOG_RESIDUAL:
-                yield trial.candidate, residual
+NO_WARM_START: WarmStart = WarmStart((), {}, 0, None)  # type: ignore[arg-type]
 
 
 def find_mismatch(recorded: TrialResult, trial: TrialResult, time_tolerance: float) -> str | None:
-    """Return why a local trial of the same settings does not reproduce a recorded one; None if it
-    does."""
+    """Return why a local trial of the same settings does not reproduce a recorded one."""
     seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
     if trial.outcome != "ok" or not seconds or not peak:
         return f"it ended as {trial.outcome}"

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import FrameType, ModuleType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from autotune.errors import InvalidInput, Preempted
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
 
 # How often a thread of a parallel loop polls for work before it sleeps: for some 100 us, longer
 # than the gap between two operations. When another program with two threads ran, steps took 50 to
@@ -115,6 +118,27 @@ def redirect_output(file: str | Path) -> Iterator[None]:
             os.dup2(before, number)
             os.close(before)
         os.close(handle)
+
+
+def fork_server_context() -> "ForkServerContext":
+    """Return what starts processes that have imported what trials need, with their server."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["autotune.search.preload"])
+    return context
+
+
+def warm_up() -> None:
+    """Let the process that trials are started from import its libraries; returns at once.
+
+    `plan` does it by itself once it has checked its arguments, the model and the data.
+    """
+    from multiprocessing import forkserver
+
+    fork_server_context()
+    with redirect_output(os.devnull):  # it would keep a pipe open after this process has ended
+        forkserver.ensure_running()
 
 
 # New objects between two collections, in place of Python's 700: small ones, some 10 MB.

@@ -6,12 +6,12 @@ import pytest
 from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost import recorder as shapes
-from autotune.cost.predict import BLOCK_COUNTS, CostModel
+from autotune.cost.predict import CostModel
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
 from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.registry import FAMILIES
-from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate, TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.prediction import Prediction
 

@@ -10,7 +10,7 @@ from autotune.knobs import norm_rope as processor
 from autotune.knobs.norm_rope import KERNELS, _wide_backward, _wide_forward, use_kernels
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
-from autotune.search.gradient_checks import _gradients, _plain_transformer, relative_error
+from autotune.search.gradient_checks import adapter_gradients, plain_transformer, relative_error
 from tests.kinds import KINDS
 from tests.search.test_gradient_checks import request_of
 
@@ -33,7 +33,7 @@ def plain():
 
     def of(name):
         if name not in made:
-            made[name] = _plain_transformer(request_of(name))
+            made[name] = plain_transformer(request_of(name))
         return made[name]
 
     return of
@@ -46,7 +46,9 @@ def error(name, transformer, *, padding="exact", targets="attention", tokens=Non
     kernels = settings.pop("norm_rope")
     values = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": "fp32", **settings}
     found, wanted = (
-        _gradients(request, transformer, Candidate.model_validate({**values, "norm_rope": one}))
+        adapter_gradients(
+            request, transformer, Candidate.model_validate({**values, "norm_rope": one})
+        )
         for one in (kernels, "stock")
     )
     assert [one is None for one in found] == [one is None for one in wanted]
@@ -84,10 +86,12 @@ def test_several_control_images():
     request = request_of("qwen-image-edit")
     work = request.workload.changed(num_control_images=3)
     object.__setattr__(request, "workload", work)
-    transformer = _plain_transformer(request)
+    transformer = plain_transformer(request)
     values = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": "fp32"}
     found, wanted = (
-        _gradients(request, transformer, Candidate.model_validate({**values, "norm_rope": one}))
+        adapter_gradients(
+            request, transformer, Candidate.model_validate({**values, "norm_rope": one})
+        )
         for one in ("fused", "stock")
     )
     assert relative_error(found, wanted) <= 1e-5

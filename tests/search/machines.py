@@ -26,16 +26,9 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Workload
 from autotune.search import planner
-from autotune.search.problem import PlannerBackend, PlanningProblem
-from autotune.search.study import TrialFunction
+from autotune.search.problem import PlannerBackend, PlanningProblem, TrialFunction
 from autotune.share.record import Record
-from autotune.share.warm_start import (
-    MatchedRecord,
-    StoreMatches,
-    build_warm_start,
-    compare,
-    usable_trials,
-)
+from autotune.share.warm_start import MatchedRecord, StoreMatches, WarmStart, compare, usable_trials
 from tests import builders
 
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
@@ -112,12 +105,9 @@ def replay(
 ) -> TrainingPlan:
     """The plan that a search's trials give, without a machine."""
     problem = PlanningProblem.build(asked, hardware, surroundings())
-    warm_start = build_warm_start(
-        matches_of(records, problem.hardware, problem.workload, problem.budget_bytes),
-        problem.space.tried_choices,
-        problem.budget_bytes,
-        problem.cost,
-    )[1]
+    found = matches_of(records, problem.hardware, problem.workload, problem.budget_bytes)
+    choices = problem.space.tried_choices
+    warm_start = WarmStart(found.records, choices, problem.budget_bytes, problem.cost)
     return planner.freeze_plan(problem, version, (), tuple(trials), warm_start)
 
 

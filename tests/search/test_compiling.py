@@ -8,7 +8,7 @@ import pytest
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import Capability
 from autotune.plan.plan import Reason, TrainingPlan
-from autotune.search.study import TrialFunction
+from autotune.search.problem import TrialFunction
 from tests import builders
 from tests.search.machines import CAPABILITIES, answer, make_plan, request, surroundings
 

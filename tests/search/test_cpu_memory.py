@@ -12,8 +12,7 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
-from autotune.search.problem import PlannerBackend
-from autotune.search.study import TrialFunction
+from autotune.search.problem import PlannerBackend, TrialFunction
 from autotune.search.trials import ProcessTrialRunner
 from autotune.train.prepare import hardware_misfits, prepare
 from tests import builders

@@ -23,8 +23,8 @@ from autotune.search import gradient_checks as parity
 from autotune.search.gradient_checks import (
     GradientRequest,
     UpdateRequest,
-    _plain_transformer,
     gradient_error,
+    plain_transformer,
     update_error,
 )
 from autotune.search.space import build_search_space
@@ -144,7 +144,7 @@ def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> No
         "bitsandbytes.functional", reason="bitsandbytes is not installed"
     )
     request = request_of(family, precision="fp32", quantization="bnb-nf4")
-    plain = _plain_transformer(request)
+    plain = plain_transformer(request)
     for layer in (part for block in get_family(family).blocks(plain) for part in block.modules()):
         if isinstance(layer, torch.nn.Linear):
             four = quantize_inside([layer], "bnb-nf4")("", layer).weight  # type: ignore[misc, union-attr]

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.cost.predict import BLOCK_COUNTS, CostModel
-from autotune.plan.candidate import Candidate
+from autotune.cost.predict import CostModel
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate
 from autotune.search.space import (
     MAX_STEP,
     Mixtures,
-    _frontier,
     build_search_space,
     expand_block_counts,
+    frontier,
 )
 from tests import builders
 
@@ -28,8 +28,8 @@ def mixtures_of(pairs: list[tuple[float, float]]) -> Mixtures:
 
 
 @given(points)
-def test_the_frontier_holds_exactly_what_nothing_beats(pairs: list[tuple[float, float]]) -> None:
-    kept = _frontier(mixtures_of(pairs))
+def test_thefrontier_holds_exactly_what_nothing_beats(pairs: list[tuple[float, float]]) -> None:
+    kept = frontier(mixtures_of(pairs))
     found = set(zip(kept.num_bytes, kept.seconds, strict=True))
     wanted = {
         (a, b)

@@ -2,18 +2,17 @@
 
 import pytest
 
-from autotune.search.trials import TimedTrial, find_spill
+from autotune.search.trials import find_spill
 from autotune.search.worker import classify_error
 from tests.builders import GIB, candidate, trial
 
 CAP = 10 * GIB
-EARLIER = [TimedTrial(1.0, 1.0), TimedTrial(2.0, 1.5)]
+EARLIER = [(trial(candidate(), 1.0), 1.0), (trial(candidate(), 2.0), 1.5)]
 
 
 def test_a_cliff_at_the_edge_of_memory_is_a_spill() -> None:
-    assert "spilled" in (
-        find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), EARLIER, CAP) or ""
-    )
+    slow = trial(candidate(), 9.0, 9 * GIB)
+    assert "spilled" in (find_spill(slow, 1.0, EARLIER, CAP) or "")
 
 
 @pytest.mark.parametrize(

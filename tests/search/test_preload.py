@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from autotune.search import worker
-from autotune.search.trials import ProcessTrialRunner
+from autotune.search.trials import ProcessTrialRunner, require_preload
 from autotune.search.worker import TASKS, ChildState, TrialRequest, run_trial
 
 PRETEND_A_GPU = """
@@ -78,7 +77,7 @@ def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.Monke
         sys.modules, "autotune.search.preload", None
     )  # as after an import that raised
     with pytest.raises(ImportError, match="preload"):
-        worker._require_preload()
+        require_preload()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ what it knows."""
 
 import gc
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from autotune.data.encode import Encoders
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings, TrialResult
 from autotune.plan.job import ModelRef
-from autotune.search.rehearsal import RehearsalRequest, _largest_preview, _rehearse_caching
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import Failure
+from autotune.search.worker import Failure, RehearsalRequest, largest_preview, rehearse_caching
 from tests.search.conftest import FIRST, GIB, workload
 
 
@@ -50,12 +48,13 @@ def test_where_a_later_phase_fails_what_is_known_stands(
     known = TrialResult(
         candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True
     )
-    monkeypatch.setattr(runner, "send", lambda request: replace(failure, partial=known))
+    monkeypatch.setattr(runner, "send", lambda request: failure)
+    failure.partial = known
     result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok"
     assert result.step_seconds == (1.0,)
     assert "it failed" in result.message
-    monkeypatch.setattr(runner, "send", lambda request: failure)
+    failure.partial = None
     assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == failure.outcome
 
 
@@ -91,12 +90,8 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     monkeypatch.setattr(type(model.family), "encode_pixels", staticmethod(encode_pixels))
     gc.disable()
     try:
-        _rehearse_caching(
-            request,
-            model,
-            torch.device("cpu"),
-            _largest_preview(request, model, tmp_path),
-            tmp_path / "cache",
+        rehearse_caching(
+            request, model, largest_preview(request, model, tmp_path), tmp_path / "cache"
         )
         assert seen == [None]
         assert [ref() for ref in refs] == [None, None]

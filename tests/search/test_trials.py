@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from autotune.plan.candidate import CachingSettings, Candidate
-from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import MemoryLimits, require_within_cap
+from autotune.search.trials import MemoryLimits, ProcessTrialRunner, require_within_cap
 from tests.search.conftest import FIRST, GIB, runner_for, workload
 
 
@@ -114,7 +113,7 @@ def test_a_rehearsal_that_is_interrupted_leaves_no_child_and_no_file(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     running: list[psutil.Process] = []
 
-    def interrupted(child: Any, limit_seconds: float) -> Any:
+    def interrupted(child: Any, deadline: float) -> Any:
         child.requests.recv()  # what is known after some phase
         running.append(psutil.Process(child.process.pid))
         assert list(tmp_path.glob("*/autotune-rehearsal-*"))

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from autotune.cost.predict import CostModel
-from autotune.events import Notice
+from autotune.events import Event, Notice, RecordsMatched
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
@@ -19,11 +19,10 @@ from autotune.search.planner import make_plan
 from autotune.search.problem import PlannerBackend, PlanningProblem
 from autotune.share.record import Record, build_record
 from autotune.share.store import Store
-from autotune.share.warm_start import StoreMatches, find_matches
+from autotune.share.warm_start import find_matches
 from autotune.system.version import __version__
 from tests import builders
 from tests.builders import GIB, trial
-from tests.events import events_of
 from tests.search.machines import request, surroundings
 from tests.share.examples import machine, rate
 
@@ -105,8 +104,8 @@ class Planned:
 
     plan: TrainingPlan
     record: Record
-    find_matches: StoreMatches
     doubts: tuple[str, ...]
+    match: str | None
 
     @property
     def trials(self) -> tuple[TrialResult, ...]:
@@ -114,15 +113,15 @@ class Planned:
 
 
 def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTION) -> Planned:
-    doubts: list[str] = []
-    on_event = events_of(
-        Notice, lambda event: doubts.append(event.text) if event.topic == "records" else None
-    )
-    made = make_plan(asked, simulated.hardware, on_event, simulated.backend(*stores))
+    told: list[Event] = []
+    made = make_plan(asked, simulated.hardware, told.append, simulated.backend(*stores))
     record = build_record(made.plan, simulated.hardware, made.residuals).changed(
         measured_on=date(2026, 3, 1)
     )
-    return Planned(made.plan, record, made.matches, tuple(doubts))
+    notices = (event for event in told if isinstance(event, Notice))
+    doubts = tuple(event.text for event in notices if event.topic == "records")
+    kinds = (event.kind for event in told if isinstance(event, RecordsMatched))
+    return Planned(made.plan, record, doubts, next(kinds, None))
 
 
 def store_with(folder: Path, records: Sequence[Record]) -> Store:
