@@ -28,7 +28,7 @@ def mixtures_of(pairs: list[tuple[float, float]]) -> Mixtures:
 
 
 @given(points)
-def test_thefrontier_holds_exactly_what_nothing_beats(pairs: list[tuple[float, float]]) -> None:
+def test_the_frontier_holds_exactly_what_nothing_beats(pairs: list[tuple[float, float]]) -> None:
     kept = frontier(mixtures_of(pairs))
     found = set(zip(kept.num_bytes, kept.seconds, strict=True))
     wanted = {
