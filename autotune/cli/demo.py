@@ -24,7 +24,7 @@ def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
     )
     from autotune.demo.lesson import judge_lesson, make_demo
     from autotune.events import StatusChanged
-    from autotune.search.fork_server import warm_up
+    from autotune.system.process import warm_up
 
     warm_up()
     with show_events() as show:
