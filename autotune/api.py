@@ -779,7 +779,7 @@ class PlanFromConfig:
 
     plan: TrainingPlan
     remarks: tuple[str, ...]
-    """What of the configuration the plan could not keep, and why."""
+    """Settings of the configuration that the plan could not keep, and why."""
 
 
 def plan_from_config(

@@ -1,5 +1,4 @@
-"""What long work tells while it goes on: one typed stream, which terminals, JSON lines and pages
-read.
+"""Events of long work: one typed stream, which terminals, JSON lines and pages read.
 
 Every function that takes long has a parameter `on_event` and calls it with these objects, in the
 order in which things happen. Nothing depends on what a listener does with them.
@@ -34,7 +33,7 @@ class StatusChanged(Event):
 
 
 class Progressed(Event):
-    """How far a phase with a known number of items has come."""
+    """Progress of a phase with a known number of items."""
 
     name: str
     done: int
@@ -46,7 +45,7 @@ class Notice(Event):
 
     text: str
     topic: str = "note"
-    """What it is about: `note`, or `records` for shared records."""
+    """Its subject: `note`, or `records` for shared records."""
     level: Literal["note", "warning"] = "note"
 
 
@@ -60,10 +59,10 @@ class SearchSpaceBuilt(Event):
 
 
 class RecordsMatched(Event):
-    """What earlier measurements contribute to a search."""
+    """Earlier measurements that a search starts from."""
 
     kind: Literal["exact", "near", "none"]
-    """How well the best record matches."""
+    """Match of the best record."""
     num_records: int
     refused: tuple[str, ...] = ()
     """Why records cannot be used at all, one sentence each."""
@@ -114,9 +113,9 @@ class StepFinished(Event):
     memory_bytes: int
     """Memory that the process holds between steps."""
     reserved_bytes: int | None = None
-    """What the GPU's allocator holds, for tensors or in reserve."""
+    """Memory that the GPU's allocator holds, for tensors or in reserve."""
     allocator_retries: int | None = None
-    """How often so far the allocator ran out of memory and started over."""
+    """Times so far that the allocator ran out of memory and started over."""
     epoch: int | None = None
     """Number of the epoch that the step begins in, counted from 1; None in files of an older
     autotune."""

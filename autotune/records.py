@@ -31,9 +31,9 @@ class RecordSummary(Frozen):
     step_seconds: float
     peak_memory_bytes: int
     match: str | None = None
-    """Whether it counts on this machine, if that was asked: `exact`, `near` or `none`."""
+    """Match with this machine, if that was asked: `exact`, `near` or `none`."""
     reasons: tuple[str, ...] = ()
-    """What differs here."""
+    """Differences from this machine."""
 
 
 def push(url: str, *, create: bool = False) -> Transfer:

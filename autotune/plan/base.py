@@ -39,17 +39,17 @@ class Frozen(BaseModel):
 
 @dataclass(frozen=True)
 class Option:
-    """How the command line spells a field of a request whose option is not `--` and its name."""
+    """The option of a request's field, if it is not `--` and the name."""
 
     flag: str = ""
     """`--steps` or `--flip/--no-flip`; without dashes it stands for an argument: `PLAN`."""
     short: str = ""
     metavar: str = ""
-    """What the value is called; one with `=` is a name and a value, and may be repeated."""
+    """Name of the value; one with `=` is a name and a value, and may be repeated."""
     envvar: str = ""
     is_required: bool = False
     is_hidden: bool = False
-    """Whether only Python has it."""
+    """True if only Python has it."""
 
 
 HIDDEN = Option(is_hidden=True)
@@ -80,7 +80,7 @@ class Request(Frozen):
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """Where in a document the first of its problems is, as dotted keys, and what it is."""
+    """Return the dotted keys of the first problem in a document, and what is wrong there."""
     first = error.errors()[0]
     keys = (str(key) for key in first["loc"])
     return ".".join(key for key in keys if "[" not in key), first[

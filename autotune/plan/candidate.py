@@ -27,7 +27,7 @@ class Candidate(Frozen):
     precision: Annotated[str, HIDDEN] = "bf16"
     """Compute dtype of the transformer and the adapter."""
     loader: Annotated[str, HIDDEN] = "safetensors"
-    """How weights are read from disk: a name in `autotune.weights.tensors`."""
+    """Reader of weights from disk: a name in `autotune.weights.tensors`."""
     swapped_blocks: int = Field(default=0, ge=0)
     """Blocks, from the first on, whose frozen weights stay in host memory until they are needed."""
     selective_blocks: Annotated[int, HIDDEN] = Field(default=0, ge=0)
@@ -39,10 +39,10 @@ class Candidate(Frozen):
     compile: str = "off"
     """off, or block: each repeated block is compiled by torch.compile."""
     norm_rope: Annotated[str, HIDDEN] = "stock"
-    """How queries and keys are normed, turned and joined: `stock`, `fused`, or `compiled`."""
+    """Norm and rotation of queries and keys: `stock`, `fused`, or `compiled`."""
     optimizer: str = "adamw"
     allocator: Annotated[str, HIDDEN] = "default"
-    """How the device's caching allocator grows: by `default` or by `expandable` segments."""
+    """Growth of the device's caching allocator: by `default` or by `expandable` segments."""
     data_workers: Annotated[int, HIDDEN] = Field(default=1, ge=0)
     """Number of threads that collate batches ahead of the step."""
     batch_memory: Annotated[str, HIDDEN] = "pageable"
@@ -77,7 +77,7 @@ another GPU (`cuda:1`)."""
 
 
 class CachingSettings(Frozen):
-    """How captions and images are encoded before training. Fields can be pinned: `--pin
+    """Encoding of captions and images before training. Fields can be pinned: `--pin
     caching.FIELD=VALUE`."""
 
     text_encoder_device: str = Field(default="training", pattern=PLACE)
@@ -85,9 +85,9 @@ class CachingSettings(Frozen):
     text_encoder_quantization: str = "none"
     """Weight format of their Linear layers, under the names of `Candidate.quantization`."""
     text_encoder_streamed: bool = False
-    """Whether their weights stay in host memory and are copied to the device module by module."""
+    """True if their weights stay in host memory and are copied to the device module by module."""
     vae_device: str = Field(default="training", pattern=PLACE)
-    """Where images and clips are encoded, in the same words; previews are decoded on the device
+    """The place where images and clips are encoded, in the same words; previews are decoded on the device
     that trains."""
     residency: Literal["release", "keep"] = "release"
     """`release` frees text encoders and VAE when everything is encoded; `keep` does not."""
@@ -100,7 +100,7 @@ class CachingSettings(Frozen):
 
     @property
     def parts_on_other_gpu(self) -> str:
-        """What is encoded there, in words."""
+        """The models that run there, in words."""
         places = {"captions": self.text_encoder_device, "images": self.vae_device}
         return " and ".join(name for name, place in places.items() if place == self.other_gpu)
 
@@ -124,7 +124,7 @@ as this far."""
 
 
 class QuantizationError(Frozen):
-    """How far quantized layers are from the real weights: relative error of their outputs on
+    """Distance of quantized layers from the real weights: relative error of their outputs on
     random inputs."""
 
     overall: float = Field(ge=0)
@@ -135,7 +135,7 @@ class QuantizationError(Frozen):
 
 
 class PhasePeak(Frozen):
-    """How long a phase of a run took and the most memory it had."""
+    """Time and peak memory of a phase of a run."""
 
     name: str
     seconds: float = Field(ge=0)
@@ -147,7 +147,7 @@ class PhasePeak(Frozen):
 
 
 class TrialResult(Frozen):
-    """What happened when a candidate ran for a few real steps. Failures are evidence, too."""
+    """The outcome of a few real steps of a candidate. Failures are evidence, too."""
 
     candidate: Candidate
     outcome: Outcome
@@ -162,7 +162,7 @@ class TrialResult(Frozen):
     load_peak_memory_bytes: int | None = None
     """Peak device memory while the weights were loaded; None on CPU."""
     confirms: bool = False
-    """Whether this is the longer trial of a candidate that had won, whose figures a plan
+    """True for the longer trial of a candidate that had won, whose figures a plan
     promises."""
     phases: tuple[PhasePeak, ...] = ()
     """Every phase of a run that a confirming trial could rehearse."""
@@ -188,7 +188,7 @@ class TrialResult(Frozen):
 
 
 class Residual(Frozen):
-    """How far a trial was from its prediction before any calibration: logarithms of measured
+    """Distance of a trial from its prediction before any calibration: logarithms of measured
     over predicted."""
 
     time: float = Field(ge=-MAX_RESIDUAL, le=MAX_RESIDUAL)

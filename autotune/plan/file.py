@@ -279,7 +279,7 @@ T = TypeVar("T", bound=Frozen)
 
 
 def read_listing(path: Path, kind: type[T], what: str, hint: str) -> T:
-    """What a YAML file lists, which may be untrusted: errors call it `what`, e.g. `data folders`.
+    """Read an untrusted YAML file that lists something; errors call it `what`, e.g. `data folders`.
 
     Raises:
         InvalidInput: it cannot be read, or holds something else.

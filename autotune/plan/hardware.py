@@ -22,14 +22,14 @@ KEY_NAMES: dict[str, str] = {
     "bitsandbytes": "bitsandbytes version",
     "trial_protocol": "autotune's trial protocol",
 }
-"""What people call the keys of `HardwareProfile.match_keys`."""
+"""Names for people of the keys of `HardwareProfile.match_keys`."""
 
 DeviceKind = Literal["cuda", "mps", "cpu"]
 MemoryKind = Literal["discrete", "integrated", "coherent", "host"]
 
 
 class Link(Frozen):
-    """How the device reaches another GPU of the same machine."""
+    """The way from the device to another GPU of the same machine."""
 
     peer_index: int = NaturalInt
     path: str
@@ -44,7 +44,6 @@ class OtherGpu(Frozen):
     name: str
     total_memory_bytes: int = PositiveInt
     budget_bytes: int = NaturalInt
-    """What a run may use of it."""
 
 
 class Device(Frozen):
@@ -66,7 +65,7 @@ class Device(Frozen):
     free_memory_bytes: int | None = None
     """Free when the profile was made, before this process used the device."""
     budget_bytes: int = NaturalInt
-    """What a run may use, its process's own overhead included."""
+    """Memory that a run may use, its process's own overhead included."""
     budget_reason: str
     budget_set_by_user: bool = False
     """True if an option changed the budget: what is measured within it is no evidence for other
@@ -106,7 +105,7 @@ class Host(Frozen):
     """Number of cores that this process may use."""
     memory_bytes: int = PositiveInt
     available_memory_bytes: int = NaturalInt
-    """What can be allocated without swapping; in a container at most what its limit leaves."""
+    """Memory to allocate without swapping; in a container at most what its limit leaves."""
     swap_bytes: int | None = None
     system: str
     """Operating system and release, e.g. `Linux 6.1`."""
@@ -117,7 +116,7 @@ class Host(Frozen):
     compiler: str | None = None
     """The C compiler that triton and torch.compile would call."""
     gpu_direct_storage: bool | None = None
-    """Whether `/dev/nvidia-fs0` exists."""
+    """True if `/dev/nvidia-fs0` exists."""
 
 
 class Versions(Frozen):
@@ -148,12 +147,12 @@ class Versions(Frozen):
     sageattention: str | None = None
 
     def has(self, library: str, min_version: str = "0") -> bool:
-        """Whether `library`, a field, is installed in `min_version` or newer."""
+        """Tell if `library`, a field, is installed in `min_version` or newer."""
         return is_at_least(getattr(self, library), min_version)
 
 
 def is_at_least(version: str | None, min_version: str) -> bool:
-    """Whether a version is that or newer, compared as versions ("9.0" < "13.0"); False if there
+    """Tell if a version is that or newer, compared as versions ("9.0" < "13.0"); False if there
     is none."""
     try:
         return version is not None and Version(version.split("+")[0]) >= Version(min_version)
@@ -162,8 +161,7 @@ def is_at_least(version: str | None, min_version: str) -> bool:
 
 
 class Capability(Frozen):
-    """Whether this machine can use a feature, and why or why not. Names: see
-    `autotune/hardware/capabilities.py`."""
+    """A feature that this machine can or cannot use (`autotune/machine/capabilities.py`)."""
 
     name: str
     available: bool
@@ -201,7 +199,7 @@ class Datasheet(Frozen):
     """Name in the catalog, e.g. `nvidia-rtx-4090`."""
     bf16_flops_per_second: float | None = None
     reached_bf16_flops_per_second: float | None = None
-    """What large products alone reach, if somebody measured it on this card or a sibling."""
+    """Rate of large products alone, if somebody measured it on this card or a sibling."""
     tf32_flops_per_second: float | None = None
     fp32_flops_per_second: float | None = None
     """Without tensor cores, of cards that have neither bf16 nor TF32."""
@@ -234,7 +232,7 @@ class HardwareProfile(Frozen):
     noisy: bool = False
     """True if repeated timings disagreed, so that the rates are less reliable."""
     notes: tuple[str, ...] = ()
-    """What a reader should know: overrides, deprecations, assumptions, what was not measured and
+    """Remarks for people: overrides, deprecations, assumptions, what was not measured and
     why."""
     assumed: tuple[str, ...] = ()
     """Packages that a card of the catalog was told to have: how fast they are was taken from
@@ -314,7 +312,7 @@ this figure by its own."""
 
 
 def shares_host_memory(kind: MemoryKind) -> bool:
-    """Whether the device allocates from the host's memory, so that running out hangs the machine
+    """Tell if the device allocates from the host's memory, so that running out hangs the machine
     before any error."""
     return kind in ("integrated", "host")
 

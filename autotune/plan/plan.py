@@ -31,7 +31,7 @@ class Reason(Frozen):
 
 
 class Expected(Frozen):
-    """What the plan promises, and whether it was measured or predicted."""
+    """The promise of a plan, measured or predicted."""
 
     evidence: Literal["measured", "predicted"]
     step_seconds: float = Field(gt=0)
@@ -39,11 +39,11 @@ class Expected(Frozen):
     peak_memory_bytes: int = PositiveInt
     """Step memory: peak of a training step, as the device's allocator counts it."""
     process_memory_bytes: int = NaturalInt
-    """What the process needs besides step memory: on CPU its libraries; on a GPU its context and
+    """Memory of the process besides step memory: on CPU its libraries; on a GPU its context and
     the allocator's rounding. Without a rehearsal of all phases, also what another phase is
     predicted to need beyond a step."""
     phases: tuple[PhasePeak, ...] = ()
-    """What each phase took when the winner was rehearsed; empty without a rehearsal."""
+    """Measured phases of the winner's rehearsal; empty without a rehearsal."""
 
     @property
     def run_memory_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Expected(Frozen):
         )
 
     host_memory_bytes: int | None = Field(default=None, ge=0, lt=2**63)
-    """What one process needs of the host's memory beside a GPU's own, with its share of what the
+    """Need of one process of the host's memory beside a GPU's own, with its share of what the
     first of a node does for all; None if the device shares it, or in older plans."""
     time_uncertainty: float | None = Field(default=None, ge=0)
     """Standard error of a predicted `step_seconds` as a share of it; None if it was measured."""
@@ -79,9 +79,9 @@ class EncoderGpu(Frozen):
     name: str
     total_memory_bytes: int = PositiveInt
     budget_bytes: int = NaturalInt
-    """What a run might use of it when the plan was made."""
+    """Memory that a run might use when the plan was made."""
     needed_bytes: int = NaturalInt
-    """What encoding takes of it."""
+    """Memory that encoding takes."""
 
 
 class PlannedHardware(Frozen):
@@ -92,7 +92,7 @@ class PlannedHardware(Frozen):
     fingerprint: str
     """Identifies the machine, as `HardwareProfile.fingerprint`; says nothing about reuse."""
     match_keys: dict[str, str | None]
-    """What must be equal on another machine for the plan to hold there; a refusal names the
+    """Facts that must be equal on another machine for the plan to hold there; a refusal names the
     difference."""
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
@@ -101,7 +101,7 @@ class PlannedHardware(Frozen):
     """Number of processes that train together, one for each device; they divide the effective
     batch."""
     strategy: Strategy = "single"
-    """How processes train together: `ddp`, each with all weights; or `fsdp2`, each with a shard of
+    """The way in which processes train together: `ddp`, each with all weights; or `fsdp2`, each with a shard of
     the frozen ones."""
     assumed: tuple[str, ...] = ()
     """Packages that a card of the catalog was told to have; empty once trials have run, and in
@@ -148,9 +148,9 @@ class FrozenPart(Frozen):
     overheads: Overheads | None = None
     """Overheads assumed for the program that will train; None for autotune's own executor."""
     forecast: Forecast | None = None
-    """What was predicted of the settings and of what else there was; None in older plans."""
+    """Predictions of the settings and of other candidates."""
     advice: tuple[str, ...] = ()
-    """What other choices of the user would gain, one sentence each."""
+    """Gains of other choices of the user, one sentence each."""
     predicted_digest: str | None = None
     """Identity of the predicted plan that this one was measured from, if it was."""
 
@@ -187,7 +187,7 @@ class TrainingPlan(Frozen):
 
 
 class CheckResult(Frozen):
-    """Whether a plan fits a machine."""
+    """Fit of a plan to a machine."""
 
     fits: bool
     misfits: tuple[str, ...]

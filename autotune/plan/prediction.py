@@ -9,7 +9,7 @@ from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.workload import Workload
 
 Limit = Literal["compute", "bandwidth", "transfer", "data", "host"]
-"""What a step waits for: the device's arithmetic or memory, bytes on their way between devices,
+"""The bottleneck of a step: the device's arithmetic or memory, bytes on their way between devices,
 the next batch, or the launching of operations."""
 MEMORY_BAND_SIGMAS = 1.8
 """Four fifths of what programs publish whose ways nobody has read, on GPUs and before any trial,
@@ -85,7 +85,7 @@ class StepTime(Frozen):
         }
 
     def limited_by(self, data_seconds: float) -> Limit:
-        """What most of a step waits for."""
+        """Return the bottleneck that most of a step waits for."""
         waits = self.waits(data_seconds)
         return max(waits, key=lambda kind: waits[kind])
 
@@ -100,7 +100,7 @@ class Prediction(Frozen):
     run_memory_bytes: int = PositiveInt
     """Run memory: of the phase that needs most, which the budget must hold."""
     host_memory_bytes: int = PositiveInt
-    """What one process needs of the host's memory, with its share of what the first of a node
+    """Need of one process of the host's memory, with its share of what the first of a node
     does for all."""
     phases: tuple[PhaseMemory, ...]
     step_seconds: float = Field(gt=0)
@@ -144,7 +144,7 @@ class Estimate(Frozen):
     hardware: str
     budget_bytes: int = NaturalInt
     fits: bool
-    """Whether run memory stays within the budget."""
+    """True if run memory stays within the budget."""
     workload: Workload
     prediction: Prediction
     run_memory_bytes: int = PositiveInt
@@ -172,7 +172,7 @@ class Alternative(Frozen):
     step_memory_bytes: int = PositiveInt
     """Peak of a training step, as the device's allocator counts it."""
     run_memory_bytes: int = PositiveInt
-    """What the phase that needs most takes of the device, which the budget must hold."""
+    """Device memory of the phase that needs most, which the budget must hold."""
 
     @model_validator(mode="after")
     def _changes_are_knobs(self) -> Self:
@@ -226,13 +226,13 @@ KeptPhase = Literal["load", "cache", "train", "preview"]
 
 
 class AdapterPractice(Frozen):
-    """How a program holds and steps an adapter when the model computes in bf16; in fp32 all of
+    """The way in which a program holds and steps an adapter when the model computes in bf16; in fp32 all of
     it is in fp32."""
 
     precision: Literal["bf16", "fp32"]
     """Of its parameters and gradients."""
     autocasts: bool = False
-    """Whether training runs under autocast: products are in the precision that the model
+    """True if training runs under autocast: products are in the precision that the model
     computes in and norms in fp32, whatever their inputs are in; else each adapted layer copies
     its input to the adapter's precision."""
     optimizer_bytes: int = NaturalInt
@@ -256,14 +256,14 @@ class AdapterPractice(Frozen):
 
 
 class ProductPractice(Frozen):
-    """How a program stores frozen layers of a weight format, and multiplies by them."""
+    """The way in which a program stores frozen layers of a weight format, and multiplies."""
 
     keeps: Literal["weights", "inputs"]
     """Until the backward pass of each layer: its weight in the precision of the products, as
     autograd does; or its input, for a gradient of the weight that is computed and that nobody
     uses."""
     everywhere: bool = False
-    """Whether all linear layers are stored so, not those of blocks alone."""
+    """True if all linear layers are stored so, not those of blocks alone."""
 
     @property
     def text(self) -> str:
@@ -279,7 +279,7 @@ class KeptPart(Frozen):
     """A model that is on the device in a phase in which autotune's executor has it elsewhere."""
 
     phase: KeptPhase
-    """What is kept in training is there in previews, too."""
+    """A part that is kept in training is there in previews, too."""
     part: Part
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of what no setting stores otherwise."""
@@ -304,10 +304,10 @@ class Overheads(Frozen):
     version: str
     """Commit that they were read at."""
     source: str
-    """Where in it."""
+    """Place in it."""
     adapter: AdapterPractice
     adapter_by_format: dict[str, AdapterPractice] = Field(default_factory=dict)
-    """What differs from `adapter`, by the weight format of the layers that are adapted."""
+    """Differences from `adapter`, by the weight format of the layers that are adapted."""
     products: dict[str, ProductPractice] = Field(default_factory=dict)
     """By the weight format of frozen layers; others are stored and multiplied by as autotune
     does."""
@@ -319,16 +319,16 @@ class Overheads(Frozen):
         return self.adapter, tuple(self.adapter_by_format.items()), tuple(self.products.items())
 
     def adapter_on(self, weight_format: str) -> AdapterPractice:
-        """How the adapter of layers is held that are stored in a format."""
+        """Return the practice for the adapter of layers that are stored in a format."""
         return self.adapter_by_format.get(weight_format, self.adapter)
 
     def has(self, part: Part, phase: str) -> bool:
-        """Whether a part is kept in a phase."""
+        """Tell if a part is kept in a phase."""
         return any(one.part == part and one.phase == phase for one in self.kept)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What is taken for granted, one thing each."""
+        """Assumptions, one thing each."""
         others: dict[str, list[str]] = {}
         texts = [(name, one.text) for name, one in self.adapter_by_format.items()]
         for name, text in (*texts, *((name, one.text) for name, one in self.products.items())):

@@ -1,4 +1,4 @@
-"""What a training run did, against what its plan promised."""
+"""A finished run, against the promise of its plan."""
 
 from pydantic import Field
 
@@ -8,7 +8,7 @@ from autotune.plan.prediction import Limit
 
 
 class AdapterVerdict(Frozen):
-    """What the trained adapter looks like, and what it does to the loss."""
+    """Norms of the trained adapter, and its effect on the loss."""
 
     num_layers: int = NaturalInt
     num_unmoved: int = NaturalInt
@@ -42,7 +42,7 @@ class ValidationResult(Frozen):
 
 
 class RunReport(Frozen):
-    """What a training run did, against what its plan promised."""
+    """A training run, against the promise of its plan."""
 
     plan_digest: str
     num_steps: int
@@ -55,12 +55,12 @@ class RunReport(Frozen):
     data_seconds: float = Field(default=0.0, ge=0)
     """Mean time that a step waited for data."""
     limited_by: Limit | None = None
-    """What most of a step waited for; None if the plan does not hold its prediction."""
+    """The bottleneck of its steps; None if the plan does not hold its prediction."""
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None
     """Step memory; None if the run was too short to measure it."""
     expected_phases: tuple[PhasePeak, ...] = ()
-    """What each phase took in the rehearsal; empty if the plan was predicted."""
+    """Measured phases of the rehearsal; empty if the plan was predicted."""
     phases: tuple[PhasePeak, ...] = ()
     images_per_second: float
     gpu_utilization: float | None = None

@@ -1,4 +1,4 @@
-"""What is trained, as far as it decides memory and speed."""
+"""The work of a training run, as far as it decides memory and speed."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -12,9 +12,9 @@ from autotune.plan.base import HIDDEN, Frozen, NaturalInt, Option, PositiveInt, 
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
-"""What is optimized: time or step memory."""
+"""The goal of a search: time or step memory."""
 GOALS: Mapping[Objective, str] = {"throughput": "fastest", "memory": "smallest"}
-"""What the winner is by each, among the settings that run."""
+"""Word for the winner by each, among the settings that run."""
 BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
 AdapterKind = Literal["lora", "rslora", "dora"]
 TextPadding = Literal["exact", "masked"]
@@ -68,7 +68,7 @@ NamedOptimizer = Annotated[OptimizerChoice | str, AfterValidator(OptimizerChoice
 
 
 class ModelSpec(Frozen):
-    """Which model, by what it is made of rather than by where its files lie."""
+    """A model, by its architecture rather than by where its files lie."""
 
     family: str
     """A name from the registry of families, e.g. `qwen-image`."""
@@ -79,7 +79,7 @@ class ModelSpec(Frozen):
     num_blocks: int = PositiveInt
     """Number of repeated blocks that can be checkpointed."""
     name: str
-    """What people call it: the hub id or the name of the folder."""
+    """The hub id or the name of the folder."""
 
 
 class Bucket(Frozen):
@@ -97,7 +97,7 @@ class Bucket(Frozen):
 
 
 class Learning(Frozen):
-    """What decides what is learned, whatever the model and the data."""
+    """Choices that decide what is learned, whatever the model and the data."""
 
     rank: int = Field(default=16, ge=1, le=4096)
     """Rank of the adapter; by default the family's."""
@@ -128,7 +128,7 @@ class Learning(Frozen):
 
 
 class WorkloadRequest(Learning, Request):
-    """What a user asks of a workload; what is not given is the family's or the data's."""
+    """A user's part of a workload; the rest is the family's or the data's."""
 
     resolution: Annotated[ImageSize | None, Option(metavar="SIDE|WIDTHxHEIGHT")] = None
     """Size of images in pixels; images of other shapes get about its area."""
@@ -173,7 +173,7 @@ class WorkloadRequest(Learning, Request):
 
 
 class Workload(Learning):
-    """What is to be trained, as far as it decides memory and speed: the class a plan is made for."""
+    """The class of work that a plan is made for: all that decides memory and speed."""
 
     model: ModelSpec
     resolution_px: int = PositiveInt
@@ -218,7 +218,7 @@ GOLDEN_RATIO = 0.618034
 
 
 def has_typical_shape(workload: Workload) -> bool:
-    """Whether the typical step has less to do than a step in the largest shapes."""
+    """Tell if the typical step has less to do than a step in the largest shapes."""
     return (
         bool(workload.text_token_quantiles) or typical_bucket(workload) != workload.largest_bucket
     )
