@@ -16,7 +16,7 @@ from autotune.machine.probe import DeviceLock, lock_for_run, lock_path
 from autotune.machine.sources import DriverSource
 from tests.builders import hardware
 
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")
 
 
 def _hold(path: Path, pipe: Connection, for_training: bool, marker: Path | None) -> None:
@@ -28,6 +28,7 @@ def _hold(path: Path, pipe: Connection, for_training: bool, marker: Path | None)
             marker.touch()
 
     lock = DeviceLock(path, on_wait, for_training=for_training)
+    pipe.recv()
     lock.acquire()
     pipe.send(waits)
     pipe.recv()
@@ -37,31 +38,39 @@ def _hold(path: Path, pipe: Connection, for_training: bool, marker: Path | None)
 def _holder(
     path: Path, *, for_training: bool = False, marker: Path | None = None
 ) -> tuple["multiprocessing.process.BaseProcess", Connection]:
-    """A process that takes the lock; `marker` appears when it begins to wait."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_hold, args=(path, theirs, for_training, marker), daemon=True)
+    """A process that takes the lock when it is sent a word, and keeps it until the next.
+
+    It is forked, so this process must hold no lock yet. `marker` appears when it begins to wait.
+    """
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=_hold, args=(path, theirs, for_training, marker), daemon=True)
     process.start()
     return process, ours
 
 
 def _await_waiting_search(lock: DeviceLock) -> None:
-    deadline = time.monotonic() + 60  # a process may take long to start on a busy machine
+    deadline = time.monotonic() + 60
     while not lock.has_waiting_search() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def test_the_second_search_learns_whom_it_waits_for_and_runs_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "locks" / "device.lock"
+
+
+def test_second_search_names_the_holder_and_waits(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "locks" / "device.lock"
-    first, pipe = _holder(path)
+    (first, pipe), (second, other) = _holder(path), _holder(path)
+    pipe.send("take it")
     assert pipe.recv() == []
     with monkeypatch.context() as patch:
         patch.setattr("autotune.machine.probe.MAX_WAIT_SECONDS", 0.1)
         with pytest.raises(AutotuneError, match=f"process {first.pid}") as refused:
             DeviceLock(path).acquire()
     assert refused.value.hint
-    second, other = _holder(path)
+    other.send("take it")
     _await_waiting_search(DeviceLock(path))
     assert not other.poll(0)
     pipe.send("end")
@@ -71,13 +80,13 @@ def test_the_second_search_learns_whom_it_waits_for_and_runs_after_it(
         process.join(60)
 
 
-def test_searches_take_turns(tmp_path: Path) -> None:
+def test_searches_take_turns(path: Path) -> None:
     """Two that wait for each other's results must both come forward."""
-    path = tmp_path / "device.lock"
+    other, pipe = _holder(path)
     lock = DeviceLock(path)
     lock.acquire()
     assert not lock.has_waiting_search()
-    other, pipe = _holder(path)
+    pipe.send("take it")
     _await_waiting_search(lock)
     lock.release()
     assert len(pipe.recv()) == 1  # it was given the lock before we could take it again
@@ -87,9 +96,9 @@ def test_searches_take_turns(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_runs_share_a_device_and_a_search_learns_whose_run_has_it(tmp_path: Path) -> None:
-    path = tmp_path / "device.lock"
+def test_runs_share_a_device_and_refuse_searches(path: Path) -> None:
     run, pipe = _holder(path, for_training=True)
+    pipe.send("take it")
     assert pipe.recv() == []
     with pytest.raises(AutotuneError, match=rf"training run \(process {run.pid} of ") as refused:
         DeviceLock(path).acquire()
@@ -106,20 +115,12 @@ def test_runs_share_a_device_and_a_search_learns_whose_run_has_it(tmp_path: Path
     search.release()
 
 
-def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, waits = tmp_path / "device.lock", []
-    search = DeviceLock(path)
-    search.acquire()
-    impatient = DeviceLock(path, waits.append, for_training=True)
-    with monkeypatch.context() as patch:
-        patch.setattr("autotune.machine.probe.MAX_WAIT_SECONDS", 0.1)
-        with pytest.raises(AutotuneError, match=f"process {os.getpid()}"):
-            impatient.acquire()
-    assert "waiting for its end" in waits[0]
+def test_a_run_waits_without_taking_a_turn(tmp_path: Path, path: Path) -> None:
     marker = tmp_path / "waits"
     run, pipe = _holder(path, for_training=True, marker=marker)
+    search = DeviceLock(path)
+    search.acquire()
+    pipe.send("take it")
     deadline = time.monotonic() + 60
     while not marker.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -128,29 +129,29 @@ def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
     assert not pipe.poll(0)
     search.release()
     assert pipe.poll(60)
-    assert f"process {os.getpid()}" in pipe.recv()[0]
+    (message,) = pipe.recv()
+    assert f"process {os.getpid()}" in message
+    assert "waiting for its end" in message
     pipe.send("end")
     run.join(60)
 
 
-def test_a_run_of_several_processes_holds_all_their_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_locks_all_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gpu = hardware().device
     with lock_for_run(gpu, 2, print):
         for index in (0, 1):
             with pytest.raises(AutotuneError, match="training run"):
-                DeviceLock(lock_path(gpu.model_copy(update={"index": index}))).acquire()
-        DeviceLock(lock_path(gpu.model_copy(update={"index": 2}))).acquire()
+                DeviceLock(lock_path(gpu.changed(index=index))).acquire()
+        DeviceLock(lock_path(gpu.changed(index=2))).acquire()
         with lock_for_run(gpu, 2, print):
             pass  # runs share their devices' locks
     DeviceLock(lock_path(gpu)).acquire()
 
 
-def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
-    path = tmp_path / "device.lock"
+def test_a_killed_holder_leaves_no_lock(path: Path) -> None:
     holder, pipe = _holder(path)
+    pipe.send("take it")
     pipe.recv()
     os.kill(holder.pid or 0, signal.SIGKILL)
     holder.join(60)
@@ -175,7 +176,7 @@ def _acquired_as_another_user(path: Path) -> bool:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_users_exclude_each_other_by_a_lock_file_that_either_has_made() -> None:
+def test_users_exclude_each_other() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o1777)
         theirs, ours = Path(folder) / "theirs.lock", Path(folder) / "ours.lock"
@@ -188,28 +189,19 @@ def test_users_exclude_each_other_by_a_lock_file_that_either_has_made() -> None:
             assert _acquired_as_another_user(path)
 
 
-def test_each_device_has_its_own_lock() -> None:
-    gpu, cpu = hardware().device, hardware(kind="cpu").device
-    other = gpu.model_copy(update={"index": 1})
-    assert len({lock_path(device) for device in (gpu, cpu, other)}) == 3
-
-
-def test_a_card_has_one_lock_whichever_cards_a_process_sees(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    first = hardware().device
-    second = first.model_copy(update={"index": 1})
+def test_a_card_has_one_lock_whatever_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, cpu = hardware().device, hardware(kind="cpu").device
 
     def locks(*visible: str) -> list[Path]:
         monkeypatch.setattr(DriverSource, "uuid", lambda driver, index: visible[index])
-        return [lock_path(device) for device in (first, second)[: len(visible)]]
+        return [lock_path(first.changed(index=index)) for index in range(len(visible))]
 
     both, one, other = locks("card-a", "card-b"), locks("card-a"), locks("card-b")
     assert [*one, *other] == both
-    assert one != other
+    assert len({*both, lock_path(cpu)}) == 3
 
 
-def test_a_cache_that_cannot_be_written_does_not_keep_a_cpu_from_being_locked(
+def test_a_cpu_is_locked_without_a_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = hardware(kind="cpu").device
@@ -220,16 +212,12 @@ def test_a_cache_that_cannot_be_written_does_not_keep_a_cpu_from_being_locked(
     assert lock_path(cpu).parent == Path(tempfile.gettempdir())
 
 
-def test_a_link_in_place_of_the_lock_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+def test_links_and_folders_are_no_locks(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("unchanged")
     (tmp_path / "a.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(AutotuneError, match="cannot be opened"):
-        DeviceLock(tmp_path / "a.lock").acquire()
+    (tmp_path / "b.lock").mkdir()
+    for name in ("a.lock", "b.lock"):
+        with pytest.raises(AutotuneError, match=f"{name}, cannot be opened") as refused:
+            DeviceLock(tmp_path / name).acquire()
+        assert "delete" in refused.value.hint
     assert (tmp_path / "precious").read_text() == "unchanged"
-
-
-def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    (tmp_path / "device.lock").mkdir()
-    with pytest.raises(AutotuneError, match=r"device\.lock") as refused:
-        DeviceLock(tmp_path / "device.lock").acquire()
-    assert "delete" in refused.value.hint

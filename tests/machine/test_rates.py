@@ -1,0 +1,275 @@
+"""Rates are measured for real, within their limits; what fails costs one rate and leaves a note."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import time
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.machine import rates
+from autotune.machine.catalog import load_catalog
+from autotune.machine.probe import measure_rates, read_profile
+from autotune.machine.rates import BENCHMARK_SIZES, MAX_SAMPLES, Meter, spread_of, time_calls
+from autotune.machine.sources import BackgroundLoad
+from autotune.plan.hardware import Rate
+from tests.builders import BITSANDBYTES
+from tests.machine.fleet import machine
+
+UNITS = {
+    **dict.fromkeys(("matmul", "attention"), "FLOP/s"),
+    **dict.fromkeys(("memory", "disk", "page_cache", "elementwise", "dequantization"), "B/s"),
+    **{"operation": "s", "process": "B"},
+}
+CPU = read_profile(machine("no-gpu"))
+
+
+@given(st.floats(1e-7, 100), st.floats(0.01, 1))
+def test_a_measurement_ends_in_time_and_has_a_sample(call_seconds, limit_seconds):
+    now = 0.0
+
+    def call():
+        nonlocal now
+        now += call_seconds
+
+    seconds = time_calls(call, limit_seconds=limit_seconds, clock=lambda: now)
+    assert 1 <= len(seconds) <= MAX_SAMPLES
+    assert abs(median(seconds) / call_seconds - 1) < 1e-6
+    assert now <= 5 * limit_seconds + 3 * call_seconds + 2e-3
+
+
+def test_the_first_call_warms_up_and_setup_precedes_each():
+    order, durations, now = [], iter([5.0, *[1.0] * 100]), 0.0
+
+    def call():
+        nonlocal now
+        now += next(durations)
+        order.append("call")
+
+    seconds = time_calls(
+        call, limit_seconds=3.0, setup=lambda: order.append("ready"), clock=lambda: now
+    )
+    assert median(seconds) == 1.0
+    assert order == ["ready", "call"] * (len(order) // 2)
+
+
+def test_spread_is_the_interquartile_range_over_the_median():
+    assert spread_of([1.0, 1.0, 1.0, 1.0, 1.0]) == 0
+    assert spread_of([1.0, 9.0]) == 0
+    assert spread_of([1.0, 1.0, 2.0, 3.0, 3.0]) == 1.0
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = dataclasses.replace(
+        BENCHMARK_SIZES["cpu"],
+        matmul_shapes=((8, 64, 64), (8, 64, 128)),
+        **{"tokens": (16, 32), "heads": 1, "kernel_elements": 2**10, "copy_bytes": 2**16},
+        **{"file_bytes": 2**18, "limit_seconds": 0.01, "total_seconds": 60.0},
+    )
+    monkeypatch.setitem(BENCHMARK_SIZES, "cpu", sizes)
+
+
+def reports_of(profile=CPU):
+    reports = []
+    rates.measure(profile, machine("no-gpu"), lambda *report: reports.append(report))
+    return reports
+
+
+def test_a_cpu_is_measured_whole(small):
+    reports = reports_of()
+    found = [Rate.model_validate_json(value) for kind, value in reports if kind == "rate"]
+    assert [value for kind, value in reports if kind == "note"] == []
+    assert reports[-1] == ("measuring", "done")
+    kernels, backends = rates.kernel_names(CPU), ("native", "_native_flash", "_native_math")
+    assert {rate.name for rate in found} == {
+        *("process.overhead", "memory.bandwidth", "operation.launch"),
+        *(f"{kernel}.{dtype}" for kernel in kernels for dtype in ("bf16", "fp32")),
+        *(f"matmul.{dtype}.8x64x64" for dtype in ("bf16", "fp32", "fp16", "fp8", "int8")),
+        *(f"matmul.{dtype}.8x64x128" for dtype in ("bf16", "fp32", "int8")),
+        *(f"attention.{backend}.bf16.{tokens}" for backend in backends for tokens in (16, 32)),
+        *(f"{place}.{loader}" for place in ("disk", "page_cache") for loader in rates.LOADERS),
+    }
+    for rate in found:
+        assert rate.unit == UNITS[rate.name.split(".")[0]]
+        assert math.isfinite(rate.value)
+
+
+def test_a_failing_kernel_costs_its_own_rate_only(small, monkeypatch):
+    def broken(self):
+        raise RuntimeError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(Meter, "bandwidth", broken)
+    monkeypatch.setattr(BackgroundLoad, "share", lambda self: 0.4)
+    reports = reports_of()
+    assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
+    assert ("noisy", "other processes took 40% of the CPU") in reports
+    assert sum(kind == "rate" for kind, _ in reports) == 32
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_a_first_measurement_that_fails_ends_nothing(small, monkeypatch, calls_before):
+    """It is made once more at the end, to see whether the machine kept its pace."""
+    whole, calls = Meter.matmul, []
+
+    def broken(self, *arguments):
+        calls.append(arguments)
+        if calls[0] == calls[-1] and len(calls) != calls_before:
+            raise RuntimeError("out of memory")
+        return whole(self, *arguments)
+
+    monkeypatch.setattr(Meter, "matmul", broken)
+    reports = reports_of()
+    assert reports[-1] == ("measuring", "done")
+    assert sum(kind == "rate" for kind, _ in reports) == 32 + calls_before
+
+
+def test_what_the_time_does_not_reach_is_said(small, monkeypatch):
+    none_left = dataclasses.replace(BENCHMARK_SIZES["cpu"], total_seconds=-1.0)
+    monkeypatch.setitem(BENCHMARK_SIZES, "cpu", none_left)
+    reports = reports_of()
+    assert sum(kind == "rate" for kind, _ in reports) == 1
+    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 32
+
+
+@BITSANDBYTES
+@pytest.mark.slow
+def test_4_bit_weights_are_measured_where_they_work(small):
+    nf4 = "quantization.bnb-nf4"
+    capabilities = [
+        each.changed(available=each.available or each.name == nf4) for each in CPU.capabilities
+    ]
+    reports = reports_of(CPU.changed(capabilities=tuple(capabilities)))
+    names = {json.loads(value)["name"] for kind, value in reports if kind == "rate"}
+    assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
+
+
+def test_kernels_outlast_their_launch_and_fit_small_cards(monkeypatch):
+    """A launch takes a GPU's driver and Python some 5 us; a step charges it by itself."""
+    meter, moved = Meter(CPU, lambda: None), []
+    monkeypatch.setattr(meter, "time", lambda call: call())
+    monkeypatch.setattr(meter, "rate", lambda name, work, seconds, unit: moved.append(work))
+    for name in rates.kernel_names(CPU):
+        meter.kernel(name, "bf16")
+    each = BENCHMARK_SIZES["cuda"].kernel_elements / BENCHMARK_SIZES["cpu"].kernel_elements
+    fastest = max(gpu.memory_gb_per_second for gpu in load_catalog()) * 1e9
+    assert each * min(moved) / fastest > 4 * 5e-6
+    assert each * max(moved) < 2 * BENCHMARK_SIZES["cuda"].copy_bytes  # as the copies take
+
+
+def test_loading_a_library_is_not_timed(monkeypatch):
+    meter = Meter(CPU, lambda: None)
+    meter.kind, meter.sizes = "cuda", dataclasses.replace(meter.sizes, limit_seconds=0.01)
+    monkeypatch.setattr(meter, "synchronize", lambda: None)
+    load = iter([0.05])
+    assert median(meter.time(lambda: time.sleep(next(load, 0.0)))) < 0.04
+
+
+def child(code, profile=CPU, **options):
+    return measure_rates(profile, lambda _: None, (sys.executable, "-c", code), **options)
+
+
+RATE = Rate(name="memory.bandwidth", value=3e12, unit="B/s", spread=0.01, num_samples=9)
+REPORT = f"import json; print(json.dumps({{'rate': {RATE.model_dump_json()!r}}}), flush=True)"
+
+
+@pytest.mark.parametrize(
+    ("ends", "note"),
+    [("import os; os.abort()", "in attention x"), ("import time; time.sleep(60)", "ended early")],
+)
+def test_a_child_that_dies_or_hangs_keeps_what_it_reported(ends, note):
+    begun = "print(json.dumps({'measuring': 'attention x'}), flush=True)"
+    profile = child(f"{REPORT}; {begun}; {ends}", limit_seconds=1.0)
+    assert profile.rates == (RATE,)
+    assert any(note in each for each in profile.notes)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGPIPE])
+def test_a_child_ends_silently_with_its_probe(stop, tmp_path):
+    (tmp_path / "profile").write_text(CPU.model_dump_json())
+    reading, writing = os.pipe()
+    os.close(reading)
+    if (process := os.fork()) == 0:
+        os.dup2(os.open(tmp_path / "error", os.O_CREAT | os.O_WRONLY), 2)
+        sys.stdin = os.fdopen(os.open(tmp_path / "profile", os.O_RDONLY))
+        sys.stdout = os.fdopen(writing, "w")
+        act = signal.raise_signal if stop == signal.SIGINT else lambda _: None
+        rates.measure = lambda profile, system, report: (act(stop), report("note", "x"))
+        rates.main()
+        os._exit(0)
+    os.close(writing)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == stop
+    assert (tmp_path / "error").read_bytes() == b""
+
+
+def test_a_killed_measurement_of_the_disk_leaves_no_file(small, monkeypatch, tmp_path):
+    def interrupted(read, **options):
+        read()
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rates, "time_calls", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Meter(CPU, lambda: None).disk("pread", cold=True)
+
+
+def test_a_child_that_chatters_is_understood():
+    """Names of any script reach it, and bytes that are no text cost nothing."""
+    chatter = f"print('Warning: x'); print('[1]'); print('{{}}'); {REPORT}"
+    code = "import sys; cpu = json.load(sys.stdin.buffer)['host']['cpu']"
+    reports = "print(json.dumps({'note': cpu})); print(json.dumps({'noisy': 'why'}))"
+    bad = "sys.stdout.buffer.write(b'\\xff\\n'); sys.stdout.flush()"
+    named = CPU.changed(host=CPU.host.changed(cpu="\N{GREEK CAPITAL LETTER OMEGA} 3A6000"))
+    profile = child(f"{chatter}; {code}; {bad}; {reports}", named)
+    assert profile.rates == (RATE,)
+    assert profile.noisy
+    assert {named.host.cpu, "noisy: why"} <= {*profile.notes}
+
+
+def test_own_work_is_no_other_process():
+    others = BackgroundLoad()
+    begin = time.process_time()
+    while time.process_time() < begin + 0.2:
+        pass
+    pairs = zip(others._times(), others._begin, strict=True)
+    busy, _, own = (now - before for now, before in pairs)
+    assert own >= 0.15
+    assert 0 <= others.share() <= 1
+    assert busy >= own - 0.1
+
+
+@pytest.mark.parametrize(
+    ("spread", "again", "noisy"), [(0.02, 1.0, False), (0.3, 1.0, True), (0.01, 1.2, True)]
+)
+def test_disagreement_is_noise(spread, again, noisy):
+    first = Rate(name="r0", value=1.0, unit="s", spread=0.01, num_samples=9)
+    found = (first, first.changed(name="r1", spread=spread))
+    assert rates.is_noisy(found, first.changed(value=again)) is noisy
+
+
+def test_a_small_kernel_is_loaded_before_it_is_captured(monkeypatch):
+    """A CUDA graph cannot hold the loading of a kernel, and CUDA loads it when it first runs."""
+    told = []
+
+    @contextlib.contextmanager
+    def capture(_):
+        told.append("captured")
+        yield
+
+    graph = SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch, "add", lambda *_, out: told.append("added"))
+    Meter(CPU, lambda: None).small("kernel.least")
+    assert told[:3] == ["added", "captured", "added"]

@@ -1,0 +1,273 @@
+"""What the sources read: control groups, CPU names, the CUDA driver API and NVML."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autotune.machine import sources
+from autotune.machine.capabilities import compute_budget
+from autotune.machine.facts import FLAG, Reader, read_host
+from autotune.machine.sources import DriverSource, NvmlSource, System, Unavailable
+
+GIB = 2**30
+
+
+def query(name, source="os"):
+    return System(torch=False).query(source, name)
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hierarchy whose process lies in /slurm/job_7/step_0."""
+    (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n0::/slurm/job_7/step_0\n")
+    (tmp_path / "fs" / "slurm" / "job_7" / "step_0").mkdir(parents=True)
+    monkeypatch.setattr(sources, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(sources, "CGROUPS", tmp_path / "fs")
+    return tmp_path / "fs"
+
+
+def limit(group: Path, most: int | str, used: int = 0, inactive: int = 0) -> None:
+    (group / "memory.max").write_text(f"{most}\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+
+
+def affinity(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+
+
+def test_the_narrowest_limit_above_a_process_counts(groups: Path) -> None:
+    limit(groups / "slurm", 100 * GIB, used=90 * GIB, inactive=5 * GIB)
+    limit(groups / "slurm" / "job_7", 32 * GIB, used=2 * GIB)
+    limit(groups / "slurm" / "job_7" / "step_0", "max")
+    assert query("container_free_bytes") == 15 * GIB
+
+
+def test_a_container_sees_its_own_group_as_root(groups: Path) -> None:
+    limit(groups, 8 * GIB, used=GIB)
+    sources.OWN_CGROUP.write_text("0::/\n")
+    assert query("container_free_bytes") == 7 * GIB
+
+
+@pytest.fixture
+def v1(groups: Path) -> Path:
+    """A Docker container under cgroup v1, which reads its path as the host sees it."""
+    sources.OWN_CGROUP.write_text(
+        "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"
+    )
+    for controller in ("memory", "cpu"):
+        (groups / controller).mkdir()
+    (groups / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    (groups / "memory" / "memory.usage_in_bytes").write_text(f"{3 * GIB}\n")
+    (groups / "memory" / "memory.stat").write_text(f"inactive_file 5\ntotal_inactive_file {GIB}\n")
+    (groups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    return groups
+
+
+def test_limits_of_cgroup_v1_count_too(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    affinity(monkeypatch, 64)
+    assert query("container_free_bytes") == 2 * GIB
+    for quota, cores in (("-1", 64), ("250000", 2)):
+        (v1 / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert query("logical_cores") == cores
+    (v1 / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
+    with pytest.raises(Unavailable, match="no limit"):
+        query("container_free_bytes")
+
+
+def test_a_small_container_keeps_a_share_of_its_own_memory(
+    groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = SimpleNamespace(total=512 * GIB, available=400 * GIB)
+    monkeypatch.setattr(sources.psutil, "virtual_memory", lambda: large)
+    limit(groups, 2 * GIB, used=GIB // 4)
+    host = read_host(Reader(System(torch=False)))
+    total, free = host.memory_bytes, host.available_memory_bytes
+    assert (total, free) == (2 * GIB, 2 * GIB - GIB // 4)
+    assert compute_budget("host", total, free, None)[0] == int(1.5 * GIB)
+
+
+@pytest.mark.parametrize("damage", ["", "max", "-1", "1 2 3", "none of your business", "\0"])
+def test_odd_control_groups_cost_nothing(
+    groups: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    affinity(monkeypatch, 8)
+    for file in ("cpu.max", "memory.current", "memory.stat"):
+        (groups / file).write_text(damage)
+    (groups / "slurm" / "memory.max").mkdir()
+    assert query("logical_cores") == 8
+    assert query("memory_bytes") == sources.psutil.virtual_memory().total
+    sources.OWN_CGROUP.unlink()
+    with pytest.raises(Unavailable, match="no limit"):
+        query("container_free_bytes")
+
+
+def test_cores_of_a_job_are_counted_by_its_quota(
+    groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    affinity(monkeypatch, 64)
+    (groups / "slurm" / "cpu.max").write_text("max 100000\n")
+    for group, quota, cores in (("job_7", 850_000, 8), ("job_7/step_0", 50_000, 1)):
+        (groups / "slurm" / group / "cpu.max").write_text(f"{quota} 100000\n")
+        assert query("logical_cores") == cores
+
+
+ARM = """processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd
+CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: 0xd4f\nCPU revision\t: 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor\t: 0\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) 8480+\n", "Xeon(R) 8480+"),
+        ("processor : 0\nModel : Raspberry Pi 5 Model B\n", "Raspberry Pi 5 Model B"),
+        (ARM, "aarch64 0x41/0xd4f"),
+        ("", "aarch64"),
+        ("\udcff", "aarch64"),
+    ],
+)
+def test_the_kernel_names_the_cpu(
+    text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_bytes(text.encode(errors="surrogateescape"))
+    monkeypatch.setattr(sources, "CPUINFO", tmp_path / "cpuinfo")
+    for function, value in {"system": "Linux", "processor": "", "machine": "aarch64"}.items():
+        monkeypatch.setattr(sources.platform, function, lambda value=value: value)
+    assert query("cpu").endswith(name)
+
+
+def test_apple_chips_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(sources, "BRAND", ("printf", "Apple M3 Max\\n"))
+    assert query("cpu") == "Apple M3 Max"
+    monkeypatch.setattr(sources, "BRAND", ("false",))
+    with pytest.raises(Unavailable):
+        query("cpu")
+
+
+LIBCUDA = """
+static int ready = 0;
+int cuInit(unsigned flags) { ready = flags == 0; return FAIL; }
+int cuDriverGetVersion(int *v) { *v = 13020; return 0; }
+int cuDeviceGetCount(int *n) { *n = 1; return ready ? 0 : 3; }
+int cuDeviceGet(int *d, int i) { if (i != 0) return 101; *d = 42; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { if (d != 42) return 101; *v = a == 18 || a == 100; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *u, int d) { for (int i = 0; i < 16; i++) u[i] = i; return d == 42 ? 0 : 101; }
+"""
+
+
+@pytest.fixture
+def libcuda(tmp_path, monkeypatch):
+    """Builds a libcuda whose cuInit returns `status`, and puts it where ctypes loads it from."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+
+    def build(status):
+        source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+        source.write_text(LIBCUDA.replace("FAIL", str(status)))
+        subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+        load = ctypes.CDLL
+        monkeypatch.setattr(sources.ctypes, "CDLL", lambda name: load(str(library)))
+        return DriverSource()
+
+    return build
+
+
+def test_the_driver_api_is_read_through_ctypes(libcuda):
+    driver = libcuda(0)
+    values = {name: read(0) for name, read in driver.queries.items()}
+    assert values == {"count": 1, "cuda_driver": "13.2", "integrated": 1, "host_page_tables": 1}
+    assert driver.uuid(0) == "00010203-0405-0607-0809-0a0b0c0d0e0f"
+    with pytest.raises(Unavailable, match="101"):
+        driver.queries["integrated"](1)
+
+
+def test_a_driver_that_does_not_start_is_a_reason(libcuda):
+    with pytest.raises(Unavailable, match="cuInit failed with error 100"):
+        libcuda(100).queries["integrated"](0)
+
+
+def _processes(handle):
+    mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=1000)
+    return [mine, SimpleNamespace(pid=1, usedGpuMemory=30 if handle == "GPU-0" else None)]
+
+
+def _by_uuid(name):
+    if name not in ("GPU-0", "GPU-1"):
+        raise FAKE_NVML.NVMLError("Not Found")
+    return name
+
+
+FAKE_NVML = SimpleNamespace(  # with NVML's conventions: milliwatts, bytes, handles
+    NVMLError=type("NVMLError", (Exception,), {}),
+    nvmlMemory_v2=33554472,
+    NVML_P2P_CAPS_INDEX_NVLINK=2,
+    NVML_P2P_STATUS_OK=0,
+    nvmlInit=lambda: None,
+    nvmlSystemGetDriverVersion=lambda: b"580.95.05",
+    nvmlSystemGetCudaDriverVersion_v2=lambda: 13000,
+    nvmlDeviceGetCount=lambda: 2,
+    nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
+    nvmlDeviceGetHandleByUUID=_by_uuid,
+    nvmlDeviceGetUUID=lambda handle: handle,
+    nvmlDeviceGetMemoryInfo=lambda handle, version: SimpleNamespace(total=100, free=60),
+    nvmlDeviceGetEnforcedPowerLimit=lambda handle: 350_000,
+    nvmlDeviceIsMigDeviceHandle=lambda handle: ctypes.c_uint(handle == "GPU-0"),
+    nvmlDeviceGetComputeRunningProcesses=_processes,
+    nvmlDeviceGetGraphicsRunningProcesses=lambda handle: _processes(handle)[1:],
+    nvmlDeviceGetP2PStatus=lambda handle, other, kind: 0,
+    nvmlDeviceGetTopologyCommonAncestor=lambda handle, other: 50,
+)
+
+
+def test_nvml_is_read_by_uuid_and_in_our_units(monkeypatch):
+    monkeypatch.setattr(sources, "pynvml", FAKE_NVML)
+    queries = NvmlSource(lambda index: str(1 - index)).queries  # as CUDA may count the other way
+    assert queries["driver"](0) == "580.95.05"
+    assert queries["cuda_driver"](0) == "13.0"
+    assert queries["free_bytes"](0) == 60
+    assert queries["power_limit_watts"](0) == 350.0
+    assert [FLAG.validate_python(queries["mig"](index)) for index in (0, 1)] == [False, True]
+    assert queries["links"](0) == [(0, "nvlink")]
+    assert queries["other_process_bytes"](1) == 30  # without ours, and each once
+    with pytest.raises(Unavailable, match="1 other processes"):
+        queries["other_process_bytes"](0)
+    with pytest.raises(Unavailable, match="no device with UUID 9"):
+        NvmlSource(lambda _: "9").queries["free_bytes"](0)
+
+
+def test_every_function_that_is_called_exists_in_pynvml():
+    text = Path(sources.__file__).read_text()
+    called = set(re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", text))
+    assert len(called) > 20
+    assert [name for name in sorted(called) if not hasattr(sources.pynvml, name)] == []
+
+
+@pytest.mark.parametrize("source", ["torch", "nvml", "driver", "os", "packages", "environment"])
+def test_what_nobody_knows_has_a_reason(source):
+    with pytest.raises(Unavailable):
+        query("no such query", source)
+
+
+def test_this_machine_knows_its_memory_and_packages():
+    assert query("memory_bytes") >= query("available_bytes") > 0
+    assert query("logical_cores") >= 1
+    assert query("pydantic", "packages").startswith("2")
+
+
+def test_models_are_kept_where_the_hub_keeps_them(tmp_path, monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: looked.append(folder) or SimpleNamespace(free=7)
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "large" / "hub"))
+    (tmp_path / "large").mkdir()
+    assert query("disk_free_bytes") == 7
+    assert looked == [tmp_path / "large"]
