@@ -43,11 +43,8 @@ EXACT = yaml.safe_load((Path(__file__).parent / "exact.yaml").read_text())
 
 def exact_of(trainer: str, model: str) -> dict[str, Any]:
     """Values that a trainer can express exactly for a model."""
-    plan = plan_of(model)
-    defaults, total = (
-        FAMILIES[plan.frozen.workload.model.family].defaults,
-        plan.frozen.workload.model.num_blocks,
-    )
+    spec = plan_of(model).frozen.workload.model
+    defaults, total = FAMILIES[spec.family].defaults, spec.num_blocks
     of_models = (own for names, own in EXACT[trainer].items() if model in names.split())
     changes = {**EXACT[trainer]["exact"], **next(of_models, {})}
     is_patterned = trainer == "simpletuner" and model.startswith(("qwen", "kandinsky5-video"))
@@ -81,8 +78,7 @@ def test_exact_plans_come_back(tmp_path: Path, trainer: str, model: str) -> None
     plan = plan_of(model, **exact_of(trainer, model))
     spec = plan.frozen.workload.model
     config, result = exported(tmp_path, plan, trainer)
-    left = [one for one in result.differences if one.name not in LOADING]
-    assert left == []
+    assert [one for one in result.differences if one.name not in LOADING] == []
     assert (config.trainer, config.family, config.data) == (trainer, spec.family, "photos")
     assert config.model in (model, spec.name)
     context = Context(FAMILIES[spec.family], spec.num_blocks)
@@ -118,11 +114,8 @@ def test_neighbors_need_no_more_memory(
     for name, top in (("checkpointed_blocks", total - 1), ("swapped_blocks", total)):
         there = count_blocks(written.get(name, planned[name]), total)
         assert there >= min(planned[name], top)
-    bits = [
-        4 if one == "bnb-nf4" else 16 if one == "none" else 8
-        for one in (written.get("quantization", quantization), quantization)
-    ]
-    assert bits[0] <= bits[1]
+    bits = {"bnb-nf4": 4, "torchao-int8": 8, "torchao-fp8": 8, "none": 16}
+    assert bits[written.get("quantization", quantization)] <= bits[quantization]
     text = "".join(result.files.values())
     assert all(f"{one.name}: {one.planned} in the plan" in text for one in result.differences)
 
@@ -132,9 +125,8 @@ def test_strict_refuses_differences() -> None:
     with pytest.raises(InvalidInput, match=re.escape("timestep_shift is 2.2 in the plan, 1 there")):
         export_plan(plan, get_trainer("ai-toolkit"), strict=True)
     loose = plan_of("qwen-image", timestep_shift=1.0, checkpointed_blocks=59, batch_memory="pinned")
-    assert (
-        export_plan(loose, get_trainer("ai-toolkit"), strict=True).differences[0].kind == "loading"
-    )
+    exported_loose = export_plan(loose, get_trainer("ai-toolkit"), strict=True)
+    assert exported_loose.differences[0].kind == "loading"
 
 
 @pytest.mark.parametrize(
@@ -180,9 +172,8 @@ def test_inexpressible_choices_are_found(trainer: str, lacking: str) -> None:
 
 def test_texts_run_nothing(tmp_path: Path) -> None:
     hostile = "$(touch pwned) `touch pwned` '; touch pwned; \" \\"
-    plan = plan_of(
-        "qwen-image", data=hostile, caption=hostile, preview_prompts=(hostile,), timestep_shift=1.0
-    )
+    texts = {"data": hostile, "caption": hostile, "preview_prompts": (hostile,)}
+    plan = plan_of("qwen-image", **texts, timestep_shift=1.0)
     config, result = exported(tmp_path, plan, "diffusers")
     assert (config.data, config.options["caption"]) == (hostile, hostile)
     for trainer in ("ai-toolkit", "musubi", "simpletuner", "onetrainer"):

@@ -39,11 +39,8 @@ def test_gui_files_for_sdxl_are_recognized(tmp_path: Path) -> None:
 
 
 def test_onetrainer_s_unet_has_its_settings(tmp_path: Path) -> None:
-    written = {
-        "model_type": "STABLE_DIFFUSION_XL_10_BASE",
-        "training_method": "LORA",
-        "layer_filter": "attentions",
-    }
+    written = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "LORA"}
+    written["layer_filter"] = "attentions"
     own = {"unet": {"weight_dtype": "NFLOAT_4"}, "transformer": {"weight_dtype": "FLOAT_32"}}
     config = read(tmp_path, "config.json", {**written, **own, "gradient_checkpointing": "OFF"})
     assert (config.pins["quantization"], config.pins["checkpointed_blocks"]) == ("bnb-nf4", "0")
@@ -55,11 +52,8 @@ def test_onetrainer_s_unet_has_its_settings(tmp_path: Path) -> None:
 
 
 def test_targets_suit_the_trainer() -> None:
-    assert (
-        complete(PlanRequest(model="sdxl", for_trainer="sd-scripts")).targets
-        == "attention+mlp+proj"
-    )
-    assert complete(PlanRequest(model="sdxl", for_trainer="onetrainer")).targets == "attention"
+    for trainer, targets in (("sd-scripts", "attention+mlp+proj"), ("onetrainer", "attention")):
+        assert complete(PlanRequest(model="sdxl", for_trainer=trainer)).targets == targets
     with pytest.raises(InvalidInput, match="cannot adapt the layers 'attention'") as told:
         complete(PlanRequest(model="flux1-dev", for_trainer="sd-scripts", targets="attention"))
     assert "attention+mlp" in str(told.value.hint)
@@ -69,8 +63,7 @@ KNOWN = sorted({known.family.name for trainer in trainers().values() for known i
 
 
 def general_name(layer: str) -> str:
-    """A layer's name with 0 for the number of its block; a UNet's middle block has two unlike
-    ones."""
+    """With 0 for the number of its block; a UNet's middle block has two unlike ones."""
     return layer if layer.startswith("mid_block.resnets.") else LISTS.sub(r"\1.0.", layer)
 
 
@@ -78,10 +71,9 @@ def general_name(layer: str) -> str:
 def test_layer_tables_are_whole(name: str) -> None:
     family = FAMILIES[name]
     model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
-    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    assert linear_layers(family) == set(map(general_name, names))
-    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Conv2d))
-    assert convolutions(family) == set(map(general_name, names))
+    for kind, layers in ((torch.nn.Linear, linear_layers), (torch.nn.Conv2d, convolutions)):
+        names = (name for name, module in model.named_modules() if isinstance(module, kind))
+        assert layers(family) == set(map(general_name, names))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -90,8 +82,7 @@ def test_target_sets_are_found(name: str) -> None:
     for targets in family.target_sets:
         named, difference = find_target_set(family, layers_of(family, targets))
         assert (layers_of(family, named), difference) == (layers_of(family, targets), "")
-    found, difference = find_target_set(
-        family, layers_of(family, "attention") - {min(layers_of(family, "attention"))}
-    )
+    attention = layers_of(family, "attention")
+    found, difference = find_target_set(family, attention - {min(attention)})
     assert found == "attention"
     assert difference.startswith("also adapts ")

@@ -21,100 +21,84 @@ from tests.cost.tiny_models import TINY, gpu, workload_of
 from tests.interop.plans import plan_of
 
 SETTINGS = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-ADAPTERS = {"ai-toolkit": 4, "musubi": 4, "onetrainer": 4, "simpletuner": 2, "diffusers": 2}
+WIDTH = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
+ADAPTERS = {"ai-toolkit": 4, "simpletuner": 2}
 """Bytes of an adapter's parameter, and of its gradient, in each trainer's program."""
 
 
-def overheads_of(trainer: str, model: str = "qwen-image", **changes: Any) -> Overheads:
-    plan = plan_of(model, **changes)
+def overheads_of(trainer: str) -> Overheads:
+    plan = plan_of("qwen-image")
     choices = {name: (value,) for name, value in plan.frozen.settings}
-    found = overheads_for(get_trainer(trainer), plan.job, plan.frozen.workload, choices)
-    assert found is not None
-    return found
+    return overheads_for(get_trainer(trainer), plan.job, plan.frozen.workload, choices)
 
 
 BUCKET = Bucket(width_px=512, height_px=512, num_frames=1, num_items=8)
 
 
-def cost_of(name: str, overheads: Overheads | None = None) -> CostModel:
-    """Of a tiny transformer without the models around it, which trains on images of half a
-    thousand pixels a side."""
-    work = workload_of(name, buckets=(BUCKET,))
-    return CostModel.build(
-        gpu("nvidia-h100-sxm"), work, FAMILIES[name], TINY[name], overheads=overheads
-    )
+def cost_of(overheads: Overheads | None = None) -> CostModel:
+    """Of a tiny transformer without the models around it."""
+    work, family = workload_of("qwen-image", buckets=(BUCKET,)), FAMILIES["qwen-image"]
+    card = gpu("nvidia-h100-sxm")
+    return CostModel.build(card, work, family, TINY["qwen-image"], overheads=overheads)
 
 
 @pytest.fixture(scope="module")
 def own() -> CostModel:
-    return cost_of("qwen-image")
+    return cost_of()
 
 
 def phase_of(prediction: Prediction, name: str) -> MemoryBreakdown:
     return next(phase.breakdown for phase in prediction.phases if phase.name == name)
 
 
-@pytest.mark.parametrize("trainer", ADAPTERS)
+@pytest.mark.parametrize("trainer", ["ai-toolkit", "simpletuner"])
 def test_adapters_take_the_table_s_bytes(own: CostModel, trainer: str) -> None:
     found = overheads_of(trainer)
-    theirs = cost_of("qwen-image", found)
+    theirs = cost_of(found)
     model_bytes = own.model.model_bytes("bf16", "none")
     number, tensors = model_bytes.adapter_parameters, sum(model_bytes.adapter_shapes.values())
     train = phase_of(theirs.predict(SETTINGS), "train")
     assert train.adapter_bytes == number * ADAPTERS[trainer]
     assert train.optimizer_bytes == number * found.adapter.optimizer_bytes + 4 * tensors
-    assert (
-        sum(theirs.model.model_bytes("bf16", "none").block_adapter_bytes)
-        == number * ADAPTERS[trainer]
-    )
+    in_blocks = theirs.model.model_bytes("bf16", "none").block_adapter_bytes
+    assert sum(in_blocks) == number * ADAPTERS[trainer]
     usual = phase_of(own.predict(SETTINGS), "train")
     assert (usual.adapter_bytes, usual.optimizer_bytes) == (2 * number, 12 * number + 4 * tensors)
 
 
 def test_fp32_adapters_keep_copies(own: CostModel) -> None:
     def kept_by_a_block(trainer: str) -> int:
-        model = cost_of("qwen-image", overheads_of(trainer)).model
+        model = cost_of(overheads_of(trainer)).model
         kernel = kernel_for("native", model.rules, model.masked(1), own.hardware, "bf16")
         return model.traced("bf16", "none", kernel, 1, 0).forward[1].growth_bytes
 
-    width = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
     tokens, rank = BUCKET.width_px * BUCKET.height_px // 16**2, own.workload.rank
-    copies = (
-        4 * tokens * width * 4 - tokens * width * 2
-    )  # of query, key and value in place of one in bf16, and output
+    # of query, key and value in place of one in bf16, and output
+    copies = 4 * tokens * WIDTH * 4 - tokens * WIDTH * 2
     narrow = 4 * tokens * rank * (4 - 2)
-    cast = 4 * 2 * rank * width * 2  # by autocast, the matrices instead
-    norms = (
-        2 * (tokens + own.workload.max_text_tokens) * width * (4 - 2)
-    )  # their inputs, which autocast has in fp32
-    inputs = 2 * tokens * width * 2  # key's and value's own casts of what comes from the norm
-    assert (
-        kept_by_a_block("ai-toolkit") - kept_by_a_block("musubi")
-        == copies + narrow - cast - norms - inputs
-    )
+    cast = 4 * 2 * rank * WIDTH * 2  # by autocast, the matrices instead
+    # inputs of norms, which autocast has in fp32
+    norms = 2 * (tokens + own.workload.max_text_tokens) * WIDTH * (4 - 2)
+    inputs = 2 * tokens * WIDTH * 2  # key's and value's own casts of what comes from the norm
+    difference = kept_by_a_block("ai-toolkit") - kept_by_a_block("musubi")
+    assert difference == copies + narrow - cast - norms - inputs
 
 
 def test_what_a_file_says_counts() -> None:
-    def of(trainer: str, model: str, **written: Any) -> Overheads:
+    def of(trainer: str, **written: Any) -> Overheads:
         table = get_trainer(trainer)
-        found = table.overheads_of(written, known_model(table, model))
-        assert found is not None
-        return found
+        return table.overheads_of(written, known_model(table, "qwen-image"))
 
-    file = of("ai-toolkit", "qwen-image")
-    assert {f"{one.part} {one.phase}" for one in file.kept} == {
-        *("text_encoders load", "text_encoders train", "vae train")
-    }
-    assert of("onetrainer", "qwen-image", lora_weight_dtype="BFLOAT_16").adapter.precision == "bf16"
-    assert (
-        of("simpletuner", "qwen-image").adapter.optimizer_bytes == 6
-    )  # its own AdamW, its default
-    assert of("simpletuner", "qwen-image", optimizer="torch-adamw").adapter.optimizer_bytes == 4
-    assert of("diffusers", "qwen-image").adapter_on("bnb-nf4").precision == "fp32"
+    kept = {f"{one.part} {one.phase}" for one in of("ai-toolkit").kept}
+    assert kept == {"text_encoders load", "text_encoders train", "vae train"}
+    assert of("onetrainer", lora_weight_dtype="BFLOAT_16").adapter.precision == "bf16"
+    assert of("simpletuner").adapter.optimizer_bytes == 6  # its own AdamW, its default
+    assert of("simpletuner", optimizer="torch-adamw").adapter.optimizer_bytes == 4
+    assert of("diffusers").adapter_on("bnb-nf4").precision == "fp32"
 
 
 def test_winners_fit_the_trainer_too(own: CostModel) -> None:
-    theirs = cost_of("qwen-image", overheads_of("ai-toolkit"))
+    theirs = cost_of(overheads_of("ai-toolkit"))
     settings = [SETTINGS, SETTINGS.changed(checkpointed_blocks=4)]
     ran = [Score(one, 1.0, own.predict(one).allocated_memory_bytes) for one in settings]
     least, most = sorted(theirs.predict(one).run_memory_bytes for one in settings)
@@ -127,18 +111,18 @@ def test_winners_fit_the_trainer_too(own: CostModel) -> None:
 def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Segment:
     """The backward pass of a block in the middle if the first `recomputed` do so, else its
     forward pass."""
-    model = cost_of("qwen-image", overheads).model
+    model = cost_of(overheads).model
     kernel = kernel_for("native", model.rules, model.masked(1), gpu("nvidia-h100-sxm"), "bf16")
     trace = model.traced("bf16", quantization, kernel, 1, recomputed)
     return (trace.backward if recomputed else trace.forward)[1]
 
 
-WIDTH = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
 WITH_GRADIENTS = 12 * WIDTH**2
 """Weights of the layers that one of a block's two streams goes through: four of attention, and
 two that widen by 4."""
 
 
+@pytest.mark.slow
 def test_kept_weights_await_their_backward_pass() -> None:
     musubi = overheads_of("musubi")
     own = musubi.changed(products={})
