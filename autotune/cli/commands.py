@@ -19,6 +19,7 @@ from autotune.system.process import is_first_process
 if TYPE_CHECKING:
     from autotune.plan.plan import TrainingPlan
 
+POSITIVE = click.IntRange(1)
 PATH = click.Path(path_type=Path)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 PLAN = click.argument("plan_file", type=PATH, metavar="PLAN", help="A plan's file.")
@@ -95,10 +96,8 @@ def models(hardware: str | None, file: Path | None, as_json: bool) -> None:
     found = autotune.list_models(hardware, file=file)
     print_result(found, as_json, lambda models: model_lines(models, hardware))
     if file is not None and len(found) > 1:
-        print_remark(
-            f"only its name tells these apart: without --base, {file.name} is taken for "
-            f"{found[0].name}"
-        )
+        taken = f"without --base, {file.name} is taken for {found[0].name}"
+        print_remark(f"only its name tells these apart: {taken}")
 
 
 @app.command()
@@ -147,9 +146,8 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
     from autotune.search.comparison import NoGpu
 
     if "model" not in asked and "earlier" not in asked:
-        raise click.BadParameter(
-            "name a model, or an earlier plan with --from", param_hint="--model"
-        )
+        told = "name a model, or an earlier plan with --from"
+        raise click.BadParameter(told, param_hint="--model")
     if list_knobs:
         with show_events() as show:
             space = list_choices(**asked, on_event=show)
@@ -164,41 +162,31 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
     except NoGpu as error:
         if error.elsewhere and not as_json:
             print_out(elsewhere_lines(error))
-        error.hint = error.advice(
-            shlex.join(["autotune", *_predictable(sys.argv[1:]), "--hardware", error.gpu])
-        )
+        words = ["autotune", *_predictable(sys.argv[1:]), "--hardware", error.gpu]
+        error.hint = error.advice(shlex.join(words))
         raise
     except PlanNotWritten as error:
         click.echo(plan_text(error.plan))
         hint = "keep what is printed above as a file: it is the whole plan"
-        raise autotune.AutotuneError(
-            f"{error.message}; the plan is printed instead", hint=hint
-        ) from error
+        message = f"{error.message}; the plan is printed instead"
+        raise autotune.AutotuneError(message, hint=hint) from error
     print_result(made, as_json, lambda _: _ending(made, Path(asked["path"])))
 
 
 def _ending(made: "TrainingPlan", file: Path) -> list[str]:
     """What a person needs; with `--verbose` everything."""
-    from autotune.report.plan import (
-        explain_lines,
-        full_settings_lines,
-        origin_lines,
-        plan_lines,
-        train_hint,
-        user_values_line,
-    )
+    from autotune.report import plan as texts
 
-    about, hint = plan_lines(made), train_hint(made, file)
+    about, hint = texts.plan_lines(made), texts.train_hint(made, file)
     if Progress.is_verbose:
-        everything = (full_settings_lines, explain_lines, origin_lines)
+        everything = texts.full_settings_lines, texts.explain_lines, texts.origin_lines
         return [*(line for lines in everything for line in (*lines(made), "")), *about, hint]
     more = f"{'more':<15}reasons: autotune explain; a page with charts: autotune report"
-    return [*about, *user_values_line(made), *wrapped(more, 15), hint]
+    return [*about, *texts.user_values_line(made), *wrapped(more, 15), hint]
 
 
 def _predictable(words: Sequence[str]) -> list[str]:
-    """The words of a command without a search that is shared, whose URL may hold a password: a
-    prediction shares nothing."""
+    """The words of a command without a study that is shared, whose URL may hold a password."""
     return [
         word
         for before, word in zip(("", *words), words, strict=False)
@@ -208,9 +196,7 @@ def _predictable(words: Sequence[str]) -> list[str]:
 
 @app.command()
 @PLAN
-@click.option(
-    "--hardware", multiple=True, help="A GPU of the catalog or a saved probe; repeat for more."
-)
+@click.option("--hardware", multiple=True, help="A GPU or a saved probe; repeat for more.")
 @JSON
 def check(plan_file: Path, hardware: tuple[str, ...], as_json: bool) -> None:
     """Check whether a plan fits this machine, or others, without training."""
@@ -226,11 +212,9 @@ def check(plan_file: Path, hardware: tuple[str, ...], as_json: bool) -> None:
     ]
     print_result(results if hardware else results["this machine"], as_json, lambda _: lines)
     if not all(result.fits for result in results.values()):
-        where = "for such a machine" if hardware else "for this machine"
-        there = " --hardware NAME" if hardware else ""
-        print_remark(
-            f"hint: make one {where}:", f"autotune plan --from {shlex.quote(str(plan_file))}{there}"
-        )
+        machine, there = ("such a", " --hardware NAME") if hardware else ("this", "")
+        command = f"autotune plan --from {shlex.quote(str(plan_file))}{there}"
+        print_remark(f"hint: make one for {machine} machine:", command)
         raise Exit(4)
 
 
@@ -249,9 +233,7 @@ def explain(plan_file: Path, as_json: bool) -> None:
 @app.command()
 @click.argument("first", type=PATH, metavar="A", help="A plan.")
 @click.argument("second", type=PATH, metavar="B", help="Another plan.")
-@click.option(
-    "--price", type=click.FloatRange(0, 1e6), help="Price of an hour of one GPU, to compare costs."
-)
+@click.option("--price", type=click.FloatRange(0, 1e6), help="Price of an hour of one GPU.")
 @JSON
 def diff(first: Path, second: Path, price: float | None, as_json: bool) -> None:
     """Compare two plans: settings, memory, time and cost."""
@@ -274,9 +256,8 @@ def diff(first: Path, second: Path, price: float | None, as_json: bool) -> None:
 def report(subjects: tuple[str, ...], path: Path | None, as_json: bool) -> None:
     """Write one HTML page about plans or runs."""
     written = autotune.report(*subjects, path=path)
-    print_result(
-        {"path": str(written)}, as_json, lambda _: f"written to {written}; open it in a browser"
-    )
+    text = f"written to {written}; open it in a browser"
+    print_result({"path": str(written)}, as_json, lambda _: text)
 
 
 @app.command(cls=RequestCommand, request="TrainRequest")
@@ -297,9 +278,8 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
         require_hub(repository)
     if "plan" not in asked and "resume" not in asked:
         if "model" not in asked:
-            raise click.BadParameter(
-                "name a plan, or what to plan for: --model and --data", param_hint="PLAN"
-            )
+            told = "name a plan, or what to plan for: --model and --data"
+            raise click.BadParameter(told, param_hint="PLAN")
         require_gpu(asked["model"])
     with show_events() as show:
         report = autotune.train(**asked, on_event=show)
@@ -325,11 +305,9 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     help="Output folder of a run; or a plan, for its model alone.",
 )
 @click.option("--prompt", required=True, help="What to show.")
-@click.option("--count", type=click.IntRange(1), default=1, help="Pictures, each from a new seed.")
+@click.option("--count", type=POSITIVE, default=1, help="Pictures, each from a new seed.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0, help="Seed of the first picture.")
-@click.option(
-    "--steps", "num_steps", type=click.IntRange(1), help="Denoising steps; by default the plan's."
-)
+@click.option("--steps", "num_steps", type=POSITIVE, help="Denoising steps; by default the plan's.")
 @click.option(
     "--control",
     multiple=True,

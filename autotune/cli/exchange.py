@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.exceptions import Exit
@@ -44,11 +44,8 @@ def import_config(
     print_result(config, as_json, import_lines)
     if path is None:
         return
-    options: dict[str, Any] = {"path": path}
-    if hardware is not None:
-        options["hardware"] = hardware
     with show_events() as show:
-        made = plan_from_config(config, on_event=show, **options)
+        made = plan_from_config(config, path=path, hardware=hardware, on_event=show)
     for remark in made.remarks:
         print_remark(f"note: {remark}")
     print_remark(f"written to {path}; train it with: autotune train {shlex.quote(str(path))}")
@@ -166,11 +163,8 @@ def verify(store: str | None) -> None:
 def _print_transfer(transfer: "Transfer") -> None:
     for refused in transfer.refused:
         print_remark(f"refused: {refused}")
-    counts = (
-        f"new: {transfer.num_new}, already there: {transfer.num_present}, refused: "
-        f"{len(transfer.refused)}"
-    )
-    print_out(f"{counts}; in {transfer.target}")
+    counts = f"new: {transfer.num_new}, already there: {transfer.num_present}"
+    print_out(f"{counts}, refused: {len(transfer.refused)}; in {transfer.target}")
     if transfer.refused and not transfer.num_new + transfer.num_present:
         raise Exit(1)
 
@@ -181,9 +175,7 @@ def weights() -> None:
 
 
 @weights.command()
-@click.argument(
-    "file", type=PATH, metavar="FILE", help="A safetensors file; or a model: its folder or index."
-)
+@click.argument("file", type=PATH, metavar="FILE", help="A safetensors file, or a model's folder.")
 @click.option("--no-values", is_flag=True, help="Read headers only: instant at any size.")
 @JSON
 def inspect(file: Path, no_values: bool, as_json: bool) -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 from functools import cached_property
 from inspect import get_annotations
+from itertools import groupby
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from autotune.plan.base import Option, Request
 
+GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 INSTEAD = {"num_train_epochs": "num_steps", "checkpointing_epochs": "checkpointing_steps"}
 """Fields that cannot be given together."""
 INTERRUPTED = 130
@@ -69,10 +71,10 @@ class RequestCommand(Command):
         from autotune.plan.base import Option
 
         parameters = {}
-        order = self.request.__mro__.index
-        declared = self.request.model_fields
-        for name in sorted(declared, key=lambda name: -order(self._owner(name))):
-            field = declared[name]
+        fields = self.request.model_fields
+        bases = [*reversed(self.request.__mro__)]
+        for name in sorted(fields, key=lambda name: bases.index(self._owner(name))):
+            field = fields[name]
             spelled = next((one for one in field.metadata if isinstance(one, Option)), Option())
             if not spelled.is_hidden:
                 parameters[name] = _parameter(name, field, spelled)
@@ -86,13 +88,10 @@ class RequestCommand(Command):
         return [*self.fields.values(), *super().get_params(ctx)]
 
     def invoke(self, ctx: click.Context) -> Any:
-        values = {name: ctx.params.pop(name) for name in self.fields}
-        given = ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT
-        asked = {
-            name: value for name, value in values.items() if ctx.get_parameter_source(name) in given
-        }
+        values = [(name, ctx.params.pop(name)) for name in self.fields]
+        asked = {name: value for name, value in values if ctx.get_parameter_source(name) in GIVEN}
         for name, other in INSTEAD.items():
-            if name in asked and other in asked:
+            if {name, other} <= asked.keys():
                 raise click.BadParameter("epochs take the place of steps", ctx, self.fields[name])
         self._require_valid(ctx, asked)
         ctx.params["asked"] = asked
@@ -111,14 +110,11 @@ class RequestCommand(Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options under the classes of the request that declare them."""
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
-                sections.setdefault(self.section(parameter), []).append(record)
-        for title, records in sections.items():
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        for title, members in groupby(options, self.section):
             with formatter.section(title):
-                formatter.write_dl(records)
+                records = (one.get_help_record(ctx) for one in members)
+                formatter.write_dl([*filter(None, records)])
 
     def section(self, parameter: click.Parameter) -> str:
         """Return the title under which the help shows an option."""
@@ -144,13 +140,13 @@ def _parameter(name: str, field: FieldInfo, spelled: Option) -> click.Parameter:
     if kinds == [bool]:
         how["is_flag"] = True
     elif "=" in spelled.metavar:
-        how["type"] = _NamedValue(spelled.metavar)
+        how["type"] = _named_value
     elif not spelled.metavar and kinds[0] in (int, float) and len(kinds) == 1:
         how |= {"type": _range(kinds[0], field), "metavar": kinds[0].__name__.upper()}
     elif len(kinds) == 1 and get_origin(kinds[0]) is Literal:
         how["type"] = click.Choice(get_args(kinds[0]))
     elif str not in kinds and {int, float} & set(kinds):
-        how["type"] = _NumberOrName()
+        how["type"] = _literal
     default = field.default
     if not is_many and default not in (None, "") and default is not False and "default" not in text:
         how["default"] = default
@@ -188,30 +184,17 @@ def _range(kind: type, field: FieldInfo) -> click.ParamType[Any]:
     return made(low, high, min_open="gt" in bounds, max_open="lt" in bounds)
 
 
-class _NumberOrName(click.ParamType[Any]):
-    name = "text"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                pass
-        return value
+def _literal(text: str) -> Any:
+    """A literal of Python such as `(0.9, 0.99)`, or else the text itself."""
+    try:
+        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+        return tuple(map(float, value)) if isinstance(value, (list, tuple)) else value
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
 
 
-class _NamedValue(click.ParamType[Any]):
-    """A name and a literal of Python, such as `betas=(0.9, 0.99)`, or else a text."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        name, sign, text = value.partition("=")
-        if not (name and sign and text):
-            self.fail(f"{value!r} is not {self.name}", param, ctx)
-        try:
-            parsed = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-            return name, tuple(map(float, parsed)) if isinstance(parsed, (list, tuple)) else parsed
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            return name, text
+def _named_value(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE")
+    return name, _literal(value)

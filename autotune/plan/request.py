@@ -185,7 +185,8 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
 
 
 CheckpointedBlocks = Annotated[
-    int | Literal["all", "none"], Option("--checkpointing", metavar="all|none|NUMBER")
+    Annotated[int, Field(ge=0)] | Literal["all", "none"],
+    Option("--checkpointing", metavar="all|none|NUMBER"),
 ]
 
 
