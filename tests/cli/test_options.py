@@ -1,0 +1,83 @@
+"""Options are the fields of requests: what was given arrives under their names."""
+
+from typing import Any
+
+import click
+import pytest
+
+from autotune.cli.app import app
+from tests.conftest import autotune_here
+
+Parameters = list[tuple[str, click.Parameter]]
+
+
+def parameters(command: Any, path: str = "") -> Parameters:
+    """All options and arguments of a command and of those below it, with the commands' names."""
+    own = [(path, one) for one in command.get_params(click.Context(command))]
+    below = getattr(command, "commands", {}).items()
+    return own + [one for name, each in below for one in parameters(each, f"{path} {name}")]
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, words: str) -> dict[str, Any]:
+    """What a command hands to the function that it calls."""
+    name, *rest = words.split()
+    command = app.commands[name]
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(command, "callback", lambda **values: got.update(values["asked"]))
+    command.main(rest, standalone_mode=False)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("plan", {}),
+        ("plan --steps 9 -o p.yaml --no-flip", {"num_steps": 9, "path": "p.yaml", "flip": False}),
+        ("plan --data a --data b --clips 3", {"data": ("a", "b"), "clips": 3}),
+        ("plan --pin attention=native", {"pins": (("attention", "native"),)}),
+        ("plan --timestep-shift by_resolution", {"timestep_shift": "by_resolution"}),
+        ("plan --no-profiles --guidance 3", {"use_records": False, "guidance_scale": 3.0}),
+        ("train p.yaml --output o --resume", {"plan": "p.yaml", "output": "o", "resume": True}),
+        ("estimate --model m --checkpointing 7", {"model": "m", "checkpointed_blocks": 7}),
+        ("compare --model m --within 90min", {"model": "m", "max_hours": "90min"}),
+        ("plan --optimizer-option b=(0.9,1)", {"optimizer_options": (("b", (0.9, 1.0)),)}),
+    ],
+)
+def test_given_values_and_no_defaults(
+    monkeypatch: pytest.MonkeyPatch, words: str, values: dict[str, Any]
+) -> None:
+    assert asked(monkeypatch, words) == values
+
+
+def test_storage_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_STORAGE", "sqlite://")
+    assert asked(monkeypatch, "plan") == {"storage": "sqlite://"}
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("plan --model x --rank 0", "'--rank': 0 is not in the range 1<=x<=4096."),
+        ("plan --model x --seed 9223372036854775808", "'--seed': input should be less than"),
+        ("plan --model x --learning-rate nan", "'--learning-rate': input should be a finite"),
+        ("plan --model x --steps 7 --epochs 2", "'--epochs': epochs take the place of steps"),
+        ("plan --model x --validation 0%", "'--validation': a share of the images"),
+        ("plan --model x --blocks 3-", "'--blocks': string should match"),
+        ("plan --model x --pin attention", "'--pin': 'attention' is not NAME=VALUE"),
+        ("compare --rank 3", "Missing option '--model'"),
+        ("train p --train_batch_size 2", "Here it is --batch-size"),
+        ("train p --keep_last 2", "Options have dashes: --keep-last."),
+    ],
+)
+def test_errors_name_the_option(capfd: pytest.CaptureFixture[str], words: str, error: str) -> None:
+    process = autotune_here(capfd, *words.split())
+    assert process.returncode == 2
+    assert error in process.stderr
+
+
+def test_every_field_has_a_description_and_its_own_option() -> None:
+    commands = {path: [] for path, _ in parameters(app)}
+    for path, one in parameters(app):
+        assert one.help, one
+        commands[path] += [*one.opts, *one.secondary_opts]
+    assert all(len(names) == len(set(names)) for names in commands.values())
