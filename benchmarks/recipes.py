@@ -73,7 +73,8 @@ class Bench:
         cost = CostModel.build(self.hardware, workload, self.family, self.config)
         context = TuningContext(self.hardware, self.family, workload)
         space = expand_block_counts(build_search_space(context), cost)
-        search = ResidualSearch(space, StepMemoryModel(cost), budget_bytes)
+        measured: Any = StepMemoryModel(cost)
+        search = ResidualSearch(space, measured, budget_bytes)
 
         def trial(candidate: Candidate) -> TrialResult:
             truth = self.run(candidate)

@@ -79,7 +79,7 @@ class Task:
     measured: bool
     prior: Prior | None
     space: SearchSpace
-    cost: CostModel | StepMemoryModel
+    cost: Any
     budget_bytes: int
     truth: Mapping[Candidate, TrialResult]
     """What a trial of each candidate tells, with the noise of one measurement."""
