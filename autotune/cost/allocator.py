@@ -1,5 +1,4 @@
-"""A model of PyTorch's CUDA caching allocator: what it reserves for a sequence of allocations and
-frees.
+"""A model of PyTorch's CUDA caching allocator: what it reserves for a sequence of allocations.
 
 Rules and constants: c10/cuda/CUDACachingAllocator.cpp of torch 2.x. Sizes round up to 512 bytes.
 Requests up to 1 MiB come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones
@@ -22,13 +21,13 @@ SEGMENT_STEP_BYTES = 2 * MIB
 
 
 def rounded(size: int, step: int) -> int:
-    """`size` rounded up to a multiple of `step`, at least one."""
+    """Round `size` up to a multiple of `step`, at least one."""
     return max(1, -(-size // step)) * step
 
 
 @dataclass(eq=False)
 class Block:
-    """A stretch of a segment. `address` orders blocks of equal size as the allocator does."""
+    """A stretch of a segment; `address` orders blocks of equal size as the allocator does."""
 
     size: int
     address: int
@@ -50,7 +49,6 @@ class Pool:
     _last: Block | None = None
 
     def take(self, size: int) -> Block:
-        """A block of at least `size` bytes, from the cache or from a new segment."""
         at = bisect.bisect_left(self._free, (size, 0))
         block = self._blocks[self._free.pop(at)[1]] if at < len(self._free) else self._grow(size)
         rest = block.size - size
@@ -60,7 +58,6 @@ class Pool:
         return block
 
     def give(self, block: Block) -> None:
-        """Return a block; it merges with free neighbors."""
         block.free = True
         before, after = block.before, block.after
         if before is not None and before.free:
@@ -72,20 +69,10 @@ class Pool:
         bisect.insort(self._free, (block.size, block.address))
 
     def _grow(self, size: int) -> Block:
-        if self.expandable:
-            return self._extend(size)
-        if self.small:
-            segment = SMALL_SEGMENT_BYTES
-        else:
-            segment = (
-                LARGE_SEGMENT_BYTES
-                if size < LARGE_REQUEST_BYTES
-                else rounded(size, SEGMENT_STEP_BYTES)
-            )
-        return self._new(segment, None)
-
-    def _extend(self, size: int) -> Block:
         page = SMALL_SEGMENT_BYTES if self.small else LARGE_SEGMENT_BYTES
+        if not self.expandable:
+            is_large = not self.small and size >= LARGE_REQUEST_BYTES
+            return self._new(rounded(size, SEGMENT_STEP_BYTES) if is_large else page, None)
         last = self._last
         if last is not None and last.free:
             self._forget(last)
@@ -131,7 +118,7 @@ class Pool:
 
 
 class CachingAllocator:
-    """Replays allocations by number, and knows what is allocated and reserved, now and at most."""
+    """What is allocated and reserved, now and at most, as allocations are replayed by number."""
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
         self._pools = {small: Pool(small, expandable_segments) for small in (True, False)}
@@ -141,26 +128,21 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the device has lent; it never shrinks, as the allocator gives back only when
-        memory runs out."""
+        """What the device has lent: memory is given back only when it runs out."""
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def allocate(self, number: int, size: int) -> None:
-        """Allocate `size` bytes under `number`."""
         if size <= 0:
             return
         needed = rounded(size, BLOCK_BYTES)
         pool = self._pools[needed <= SMALL_REQUEST_BYTES]
-        block = pool.take(needed)
-        self._held[number] = (pool, block)
+        self._held[number] = pool, (block := pool.take(needed))
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def free(self, number: int) -> None:
-        """Free what `number` holds; an unknown number holds nothing."""
-        held = self._held.pop(number, None)
-        if held is not None:
-            pool, block = held
+        if number in self._held:
+            pool, block = self._held.pop(number)
             self.allocated_bytes -= block.size
             pool.give(block)
 
@@ -168,7 +150,7 @@ class CachingAllocator:
 def replayed(
     events: Iterable[tuple[int, int]], *, expandable_segments: bool = False
 ) -> CachingAllocator:
-    """An allocator after (number, bytes) events; a free has negative bytes."""
+    """Replay (number, bytes) events; a free has negative bytes."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     for number, size in events:
         if size >= 0:
@@ -182,8 +164,7 @@ def replayed(
 class Waste:
     """What the allocator reserves beyond what is allocated."""
 
-    fixed_bytes: float
-    """Holes that a pass leaves whatever its depth."""
+    fixed_bytes: float  # holes that a pass leaves whatever its depth
     saved_share: float
     """Of what stays for the backward pass: rounding of its tensors to segments."""
 
@@ -194,8 +175,8 @@ def waste_of(
     *,
     expandable_segments: bool = False,
 ) -> Waste:
-    """From the events of a short pass, and those of its tensors that outlive one block's forward
-    pass."""
+    """Tell waste from the events of a short pass, and those of its tensors that outlive one block's
+    forward pass."""
     allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
     share = waste_share(kept, expandable_segments=expandable_segments)
@@ -203,8 +184,8 @@ def waste_of(
 
 
 def waste_share(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> float:
-    """Reserved over allocated bytes, minus one, of what stays: (number, bytes) of a few blocks that
-    stand for many.
+    """Return reserved over allocated bytes, minus one, of what stays: (number, bytes) of a few
+    blocks that stand for many.
 
     Tensors that stay lie side by side in expandable segments, which lose the end of their last page
     alone, once whatever the number of blocks: in a replay of few it would pass for a share.

@@ -1,5 +1,4 @@
-"""What trials teach the cost model: log-residuals per knob, by Bayesian linear regression, with
-what is left uncertain.
+"""What trials teach the cost model: log-residuals per knob, by Bayesian linear regression.
 
 log(measured / predicted) = offset + a term for each choice of a candidate + noise, all with
 Gaussian priors, so one trial moves every prediction, more trials tell the choices apart, and
@@ -9,7 +8,7 @@ learned one after the other, in plain arithmetic.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -21,36 +20,33 @@ IN_PRECISION = "in precision="
 LEVERS = ("modulation=", "norm_rope=")
 PRIOR_TIME_DATASHEET = 0.35
 PRIOR_TIME_MEASURED = 0.25
-"""One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at
-the model's shapes."""
+"""One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at the
+model's shapes."""
 PRIOR_MEMORY = 0.04
 CHOICE_SHARE = 0.7
 """Sigma of each choice's term, relative to the offset's. .2, .4, .7 and 1 were tried on 40
 simulated searches: .7 was within 5% of the best most often (see benchmarks/DECISIONS.md)."""
 DOUBLING_SHARE = 0.3
-"""The same for a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks
-(see the log)."""
+"""Of a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks (see the
+log)."""
 VARIANT_SHARE = 0.03
-"""The same for variants of recomputing. Keeping attention saves 4% of a step (Qwen-Image,
-FLUX.1, Z-Image at 1,024 px on a 4090, predicted), and a quarter of that is doubted. With .1,
-searches on simulated cards took 11 trials; with .03 they take 8 to 10, and without these
-variants 7 or 8."""
+"""Of variants of recomputing. Keeping attention saves 4% of a step (Qwen-Image, FLUX.1, Z-Image at
+1,024 px on a 4090, predicted), and a quarter of that is doubted. With .1, searches on simulated
+cards took 11 trials; with .03 they take 8 to 10, and without these variants 7 or 8."""
 LEVER_SHARE = 0.3
-"""The same for modulation ahead of time and for norm and RoPE as one function. Without these
-terms a search never learned that one of them is worth less than predicted (see the log)."""
+"""Of modulation ahead of time and of norm and RoPE as one function. Without these terms a search
+never learned that one of them is worth less than predicted (see the log)."""
 IN_PRECISION_SHARE = 0.3
-"""The same for a weight format, and for an attention backend, in one precision: its kernels for
-another are others. On development tables the fastest of 8 trials was 0.0% slower than the best
-there is, 1.4% without (see the log)."""
-NOISE = {"time": 0.03, "memory": 0.005}
-"""One sigma of a repeated measurement."""
+"""Of a weight format or an attention backend in one precision: its kernels for another are others.
+On development tables the fastest of 8 trials was 0.0% slower than the best there is, 1.4% without
+(see the log)."""
+NOISE = {"time": 0.03, "memory": 0.005}  # one sigma of a repeated measurement
 DIGITS = 9
-"""Decimals that are kept of what was learned: logarithms' last bits differ between CPUs and C
-libraries."""
+"""Decimals that are kept: logarithms' last bits differ between CPUs and C libraries."""
 
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
-    """The terms that a candidate has: the offset and one per choice that changes how a step
+    """List the terms that a candidate has: the offset and one per choice that changes how a step
     runs."""
     return _features(
         candidate.compile != "off",
@@ -105,10 +101,10 @@ class Posterior:
     index: dict[str, int] = field(default_factory=dict)
     mean: tuple[float, ...] = ()
     covariance: tuple[tuple[float, ...], ...] = ()
+    # Thousands of candidates share some dozens of such tuples.
     _known: dict[tuple[str, ...], tuple[float, float]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """Of terms that were asked for: thousands of candidates share some dozens of such tuples."""
 
     def sigma(self, feature: str) -> float:
         """Prior sigma of a term."""
@@ -140,24 +136,19 @@ class Posterior:
         return found
 
     def tempered(self, weight: float) -> "Posterior":
-        """As far as it holds for something else: terms there and here correlate by `weight` in
-        [0, 1]."""
+        """Return how far it holds for something else, whose terms correlate with these by `weight`
+        in [0, 1]."""
         covariance = [[weight**2 * value for value in row] for row in self.covariance]
         for name, i in self.index.items():
             covariance[i][i] += (1 - weight**2) * self.sigma(name) ** 2
-        return Posterior(
-            self.prior, self.index, tuple(weight * mean for mean in self.mean), _frozen(covariance)
-        )
-
-
-def _frozen(rows: Iterable[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(row) for row in rows)
+        mean = tuple(weight * mean for mean in self.mean)
+        return Posterior(self.prior, self.index, mean, tuple(map(tuple, covariance)))
 
 
 def fit(
     before: Posterior, noise: float, candidates: Sequence[Candidate], residuals: Sequence[float]
 ) -> Posterior:
-    """What is known after `residuals` (natural logarithms) of `candidates`, and `before` them."""
+    """Learn `residuals` (natural logarithms) of `candidates` on top of what was known `before`."""
     if not candidates:
         return before
     index = dict(before.index)
@@ -175,21 +166,19 @@ def fit(
         shared = [math.fsum(row[i] for i in terms) for row in covariance]
         variance = math.fsum(shared[i] for i in terms) + noise**2
         surprise = residual - math.fsum(mean[i] for i in terms)
-        mean = [
-            value + share / variance * surprise for value, share in zip(mean, shared, strict=True)
-        ]
-        covariance = [
-            [value - share * other / variance for value, other in zip(row, shared, strict=True)]
-            for row, share in zip(covariance, shared, strict=True)
-        ]
-    return Posterior(
-        before.prior, index, tuple(round(value, DIGITS) for value in mean), _frozen(covariance)
-    )
+        for i, share in enumerate(shared):
+            mean[i] += share / variance * surprise
+            row = covariance[i]
+            covariance[i] = [
+                v - share * other / variance for v, other in zip(row, shared, strict=True)
+            ]
+    rounded = tuple(round(value, DIGITS) for value in mean)
+    return Posterior(before.prior, index, rounded, tuple(map(tuple, covariance)))
 
 
 def time_doubt(one: Candidate, other: Candidate) -> float:
-    """One sigma of what trials may yet teach about the ratio of two candidates' step times, as a
-    logarithm.
+    """Return one sigma of what trials may yet teach about the ratio of two candidates' step times,
+    as a logarithm.
 
     0 for candidates with the same terms: whatever is learned moves both alike.
     """
@@ -205,8 +194,7 @@ class PriorResiduals:
     work."""
 
     residuals: tuple[tuple[Candidate, Residual], ...]
-    weight: float
-    """In [0, 1]: how much of it is believed to hold here."""
+    weight: float  # in [0, 1]: how much of it is believed to hold here
 
 
 @dataclass(frozen=True)
@@ -223,51 +211,38 @@ class Calibration:
         rates_measured: bool,
         priors: Sequence[PriorResiduals] = (),
     ) -> "Calibration":
-        """From what trials here differed from predictions by, and from `priors`, the most alike
-        first.
+        """Learn from what trials here differed from predictions by, and from `priors`, the most
+        alike first.
 
         Priors may tell that steps take more memory than predicted, never that they take less:
         trials here tell that.
         """
         time = Posterior(PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET)
         memory = Posterior(PRIOR_MEMORY)
-        for prior_residuals in reversed(priors):
-            time = _learned(
-                time,
-                "time",
-                prior_residuals.residuals,
-                [r.time for _, r in prior_residuals.residuals],
-            )
-            cautious = [max(0.0, r.memory) for _, r in prior_residuals.residuals]
-            memory = _learned(memory, "memory", prior_residuals.residuals, cautious)
-            time = time.tempered(prior_residuals.weight)
-            memory = memory.tempered(prior_residuals.weight)
+        for prior in reversed(priors):
+            candidates = [candidate for candidate, _ in prior.residuals]
+            time = fit(time, NOISE["time"], candidates, [r.time for _, r in prior.residuals])
+            cautious = [max(0.0, r.memory) for _, r in prior.residuals]
+            memory = fit(memory, NOISE["memory"], candidates, cautious)
+            time, memory = time.tempered(prior.weight), memory.tempered(prior.weight)
+        candidates = [candidate for candidate, _ in residuals]
         return Calibration(
-            time=_learned(time, "time", residuals, [r.time for _, r in residuals]),
-            memory=_learned(memory, "memory", residuals, [r.memory for _, r in residuals]),
+            time=fit(time, NOISE["time"], candidates, [r.time for _, r in residuals]),
+            memory=fit(memory, NOISE["memory"], candidates, [r.memory for _, r in residuals]),
         )
 
 
-def _learned(
-    before: Posterior, what: str, pairs: Sequence[tuple[Candidate, Residual]], logs: Sequence[float]
-) -> Posterior:
-    return fit(before, NOISE[what], [candidate for candidate, _ in pairs], logs)
-
-
 def residual_of(trial: TrialResult, prediction: Prediction) -> Residual | None:
-    """How far a trial was from what was predicted for it before any calibration; what did not
-    run teaches nothing."""
-    if (
-        trial.outcome not in ("ok", "oom")
-        or not trial.median_step_seconds
-        or not trial.peak_memory_bytes
-    ):
+    """Tell how far a trial was from its prediction before any calibration; None if it did not
+    run."""
+    seconds, num_bytes = trial.median_step_seconds, trial.peak_memory_bytes
+    if trial.outcome not in ("ok", "oom") or not seconds or not num_bytes:
         return None
-    return Residual(
-        time=_log_ratio(trial.median_step_seconds, prediction.step_seconds),
-        memory=_log_ratio(trial.peak_memory_bytes, prediction.allocated_memory_bytes),
+    time, memory = (
+        min(MAX_RESIDUAL, max(-MAX_RESIDUAL, math.log(ratio)))
+        for ratio in (
+            seconds / prediction.step_seconds,
+            num_bytes / prediction.allocated_memory_bytes,
+        )
     )
-
-
-def _log_ratio(measured: float, predicted: float) -> float:
-    return min(MAX_RESIDUAL, max(-MAX_RESIDUAL, math.log(measured / predicted)))
+    return Residual(time=time, memory=memory)

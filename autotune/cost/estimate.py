@@ -1,5 +1,5 @@
-"""Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours
-and money."""
+"""Answer for one candidate what it would take: memory, step time, and a whole job's hours and
+money."""
 
 from autotune.cost.model import VaeCost
 from autotune.cost.predict import CostModel
@@ -13,18 +13,16 @@ from autotune.plan.job import VALIDATION_DRAWS, num_previews
 from autotune.plan.prediction import Estimate, JobTime, Prediction
 from autotune.plan.workload import mean_text_tokens, pad_text
 
-DISK_BYTES_PER_SECOND = 1e9
-"""A cold read from a plain NVMe disk, where no loader was measured."""
+DISK_BYTES_PER_SECOND = 1e9  # a cold read from a plain NVMe disk, if no loader was measured
 ENCODER_WIDTH = 4096
 ENCODER_SHARE = 0.6
 """Of the rate of products that wide, which text encoders reach on single captions."""
 PLAN_SECONDS = 1.0
 """cuDNN's plan of attention for a length that it has not met, which is twice as long under
-checkpointing. Not measured here: a graph took .4 s (sgl-project/sglang#4650), and one for each
-new shape .18 s a step (modelscope/FunASR#3705)."""
+checkpointing. Not measured here: a graph took .4 s (sgl-project/sglang#4650), and one for each new
+shape .18 s a step (modelscope/FunASR#3705)."""
 CHECKPOINTS_PER_JOB = 4
-CHECKPOINT_SECONDS = 1.0
-"""Writing and syncing some hundred megabytes."""
+CHECKPOINT_SECONDS = 1.0  # writing and syncing some hundred megabytes
 
 
 def estimate(
@@ -34,26 +32,18 @@ def estimate(
     num_steps: int | None = None,
     price_per_hour: float | None = None,
 ) -> Estimate:
-    """Predict `candidate`, and the job that would run with it.
+    """Predict `candidate`, and the job of `num_steps` that would run with it; by default as many as
+    the family advises.
 
-    Args:
-        cost: of the work on the machine.
-        candidate: one value for every knob.
-        num_steps: optimizer steps of the job; by default what the family advises for the number of
-            images.
-        price_per_hour: of the machine, in whatever currency the answer shall have.
-
-    Raises:
-        InvalidInput: the candidate cannot be.
+    Raises InvalidInput if the candidate cannot be.
     """
     workload, hardware = cost.workload, cost.hardware
     require_sound(candidate, cost.context)
     prediction = cost.predict(candidate)
     images = max(1, sum(bucket.num_items for bucket in workload.buckets))
     steps = num_steps if num_steps is not None else cost.family.defaults.num_steps(images)
-    job = job_time(
-        cost, prediction, num_steps=steps, num_images=images, num_previews=num_previews(steps)
-    )
+    counts = {"num_steps": steps, "num_images": images, "num_previews": num_previews(steps)}
+    job = job_time(cost, prediction, **counts)
     hours = job.total_seconds / 3600
     return Estimate(
         hardware=hardware.device.name,
@@ -79,7 +69,8 @@ def job_time(
     num_previews: int,
     num_validations: int = 0,
 ) -> JobTime:
-    """Wall time of a whole job: load, caches, steps, previews, validations and checkpoints."""
+    """Return wall time of a whole job: load, caches, steps, previews, validations and
+    checkpoints."""
     candidate = prediction.candidate
     rates = cost.tables.rates_of(candidate)
     model_bytes = cost.model.model_bytes(candidate.precision, "none")
@@ -87,15 +78,12 @@ def job_time(
     disk = cost.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
     element = encoder_element_bytes(candidate.precision)
     vae = cost.model.vae_cost(candidate.precision)
-    per_image = _caption_seconds(cost, rates, sum(encoders), element) + _pixels_seconds(
-        cost, rates, vae
-    )
+    per_image = _caption_seconds(cost, rates, sum(encoders), element)
+    per_image += _pixels_seconds(cost, rates, vae)
     forward = cost.tables.forward_seconds(candidate)
-    defaults = cost.family.defaults
-    # Another transformer denoises for about half of the steps, and crosses the bus in each.
-    streamed = (
-        model_bytes.weight_bytes / _bus(cost, rates) / 2 if cost.family.other_denoisers else 0.0
-    )
+    defaults, streamed = cost.family.defaults, 0.0
+    if cost.family.other_denoisers:  # one works on half of the steps, and crosses the bus in each
+        streamed = model_bytes.weight_bytes / _bus(cost, rates) / 2
     preview = defaults.preview_steps * defaults.preview_calls * (forward + streamed)
     load = (model_bytes.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
@@ -112,16 +100,13 @@ def job_time(
 
 
 def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
-    """Time until cuDNN has a plan of attention for every length that a run meets; 0 if another
-    kernel attends.
-
-    A length is that of image and text together, which is padded where there is a mask.
-    """
+    """Return the time until cuDNN has a plan of attention for every length of image and text that a
+    run meets."""
     if cost.tables.kernel_of(candidate) != "cudnn":
         return 0.0
     work, multiple = cost.workload, max(cost.tables.padded_to(candidate), cost.family.text_multiple)
     longest = work.max_text_tokens
-    shortest = (work.text_token_quantiles or (work.max_text_tokens,))[0]
+    shortest = (work.text_token_quantiles or (longest,))[0]
     num_lengths = 0
     for bucket in work.buckets:
         image_tokens = cost.model.image_tokens(bucket)
@@ -144,8 +129,8 @@ def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_byt
 
 
 def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
-    """Encoding one image or clip where the caching settings have the VAE; another GPU is taken
-    to be as fast."""
+    """Encoding one image or clip where the caching settings have the VAE; another GPU is taken to
+    be as fast."""
     if cost.caching.vae_device == "cpu" and cost.hardware.device.kind != "cpu":
         return vae.encode_flops / host_flops_per_second(cost.hardware.host)
     return vae.encode_bytes_moved / rates.bandwidth
@@ -153,21 +138,6 @@ def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
 
 def _bus(cost: CostModel, rates: Rates) -> float:
     return cost.hardware.rate("host_to_device.pageable") or rates.host_to_device
-
-
-def parse_resolution(text: str) -> tuple[int, int]:
-    """(width, height) in px of `1024` or `512x768`.
-
-    Raises:
-        InvalidInput: it is neither.
-    """
-    sides = text.lower().replace("×", "x").split("x")
-    if len(sides) > 2 or not all(side.isascii() and side.isdigit() for side in sides):
-        raise InvalidInput(
-            f"{text!r} is no resolution",
-            hint="give the side of a square in px, or width x height: 1024 or 512x768",
-        )
-    return int(sides[0]), int(sides[-1])
 
 
 def require_divisor(size: int, effective: int) -> None:
@@ -197,7 +167,7 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
     require_divisor(candidate.micro_batch_size, workload.effective_batch_size)
     for knob in KNOBS:
         if conflict := knob.why_not(candidate, context):
-            what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}"
             raise InvalidInput(
-                what, hint="see which settings go together: autotune plan --list-knobs"
+                f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}",
+                hint="see which settings go together: autotune plan --list-knobs",
             )

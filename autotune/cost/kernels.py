@@ -2,37 +2,24 @@
 
 Tracing runs the model's own code without data, so allocations follow PyTorch's reference
 decompositions. Where a real device runs a fused kernel, or a kernel takes scratch memory of its
-own, the difference is here and nowhere else:
-
-- attention: a fused backend keeps q, k, v, out and logsumexp, never the matrix of L x L scores;
-- `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row,
-  unless weight and input differ in dtype (aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`);
-- dropout: on CPU noise of the input's dtype, on CUDA one kernel that keeps a mask of one byte an
-  element (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`);
-- compiled norm and RoPE: one kernel for each stream of queries and of keys, forward and backward.
-  Tables of cosines are not counted as read: they are small and stay in the cache;
-- products in 8 bits: one kernel before and one after each, and a copy of the weight where it is
-  read by columns (`autotune.knobs`, PRODUCT_KERNELS);
-- operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
-  (aten/src/ATen/TensorIterator.cpp, `compute_types`), so int8 weights are scaled elsewhere
-  (`autotune.knobs`, CONVERTS_AS_IT_READS);
-- the backward pass of fused attention takes fp32 accumulators
-  (aten/src/ATen/native/transformers/cuda: flash_attn, `mha_bwd`;
-  mem_eff_attention/kernel_backward.h, `workspace_elements_gq`). cuDNN's sources are closed: that it
-  takes as much is an assumption, from its last kernel, which converts the query's gradient.
+own, the difference is here and nowhere else: attention that never makes the matrix of scores, fused
+norms and dropout, conversions of operands of mixed dtypes (aten/src/ATen/TensorIterator.cpp,
+`compute_types`), and quantized products.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from pkgutil import resolve_name
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from torch import nn
+from torch.nn import functional
 
-from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel
+from autotune.knobs.attention import cuda_kernel
 from autotune.knobs.formats import NESTED_BLOCK, NF4_BLOCK, WEIGHT_FORMATS
 from autotune.knobs.norm_rope import KERNELS
 from autotune.knobs.quantized_layers import (
@@ -58,12 +45,12 @@ heads, queries, keys, dimension) of attention.
 
 
 def rules_of(hardware: HardwareProfile) -> DeviceRules:
-    """Whose kernels the machine's device runs."""
+    """Return whose kernels the machine's device runs."""
     return "cuda" if hardware.device.kind == "cuda" else "cpu"
 
 
 CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution")
-"""What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
+"""Classes that seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
 
 SLOW_ON_CPU = ("gelu", "gelu_backward", "narrow")
 """Elementwise kernels that a CPU computes for longer than it moves their bytes: a quarter to a
@@ -75,11 +62,13 @@ NARROW = 4
 ACCUMULATES = tuple(
     f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")
 )
-"""Operations that sum the query's gradient in fp32 scratch memory."""
+"""Backward passes that sum the query's gradient in fp32 scratch memory
+(aten/src/ATen/native/transformers/cuda: flash_attn, `mha_bwd`; mem_eff_attention/kernel_backward.h,
+`workspace_elements_gq`). cuDNN's sources are closed: that it takes as much is an assumption, from
+its last kernel, which converts the query's gradient."""
 
 CUDA_BLOCK_BYTES = 512
-"""Allocation granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp,
-kMinBlockSize)."""
+"""Granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 
 
 def kernel_for(
@@ -89,54 +78,41 @@ def kernel_for(
     hardware: HardwareProfile | None = None,
     precision: str = "bf16",
 ) -> str:
-    """The kernel that `attention` runs: `cpu`, or as `cuda_kernel` names it. Without `hardware`,
-    a card of compute capability 8.0 is meant."""
-    backend = ATTENTION_BACKENDS.get(attention)
-    if backend is not None and backend.kernel == "math":
-        return "math"
-    if rules == "cpu":
-        return "cpu"
+    """Name the kernel that `attention` runs: `cpu`, or as `cuda_kernel` does."""
     capability = hardware.device.compute_capability if hardware is not None else None
     cudnn = hardware.versions.cudnn if hardware is not None else None
-    return cuda_kernel(
+    kernel = cuda_kernel(
         attention, masked=masked, precision=precision, capability=capability, cudnn=cudnn
     )
+    return "cpu" if rules == "cpu" and kernel != "math" else kernel
 
 
 @contextmanager
 def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
-    """Within this context, functions that the device fuses are traced as the device runs them. Not
+    """Trace functions that the device fuses as the device runs them, within this context. Not
     thread-safe.
 
     They are replaced by name: a torch function mode would be suspended while `backward` recomputes
     a checkpoint. Whatever backend this process last trained with, the model calls the function that
     is replaced.
     """
-    functional = torch.nn.functional
-
-    table: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, Any] = {}
     if kernel != "math":
-        table["scaled_dot_product_attention"] = _attention_of(kernel)
+        functions["scaled_dot_product_attention"] = _attention_of(kernel)
     if rules == "cuda":
-        table["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
-        table["dropout"] = _fused_dropout
-    originals = {name: getattr(functional, name) for name in table}
-    norm_rope, products = KERNELS, PRODUCT_KERNELS
-    converts = CONVERTS_AS_IT_READS
-    compiled, product, converted = norm_rope["compiled"], products["meta"], converts["meta"]
-    try:
-        products["meta"], converts["meta"] = _products_of(rules), converts[rules]
-        norm_rope["compiled"] = compiled._replace(
-            forward=_joined_norm_rope, backward=_norm_rope_backward
-        )
-        for name, substitute in table.items():
-            setattr(functional, name, substitute)
-        with attention_backend("native"):
-            yield
-    finally:
-        norm_rope["compiled"], products["meta"], converts["meta"] = compiled, product, converted
-        for name, original in originals.items():
-            setattr(functional, name, original)
+        functions["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
+        functions["dropout"] = _fused_dropout
+    norm_rope = KERNELS["compiled"]._replace(
+        forward=_joined_norm_rope, backward=_norm_rope_backward
+    )
+    with (
+        patch.multiple(functional, **functions) if functions else nullcontext(),
+        patch.dict(KERNELS, compiled=norm_rope),
+        patch.dict(PRODUCT_KERNELS, meta=_products_of(rules)),
+        patch.dict(CONVERTS_AS_IT_READS, meta=CONVERTS_AS_IT_READS[rules]),
+        attention_backend("native"),
+    ):
+        yield
 
 
 def _attention_of(kernel: str) -> Callable[..., torch.Tensor]:
@@ -189,10 +165,9 @@ def _rms_norm_on_cuda(decomposed: Callable[..., torch.Tensor]) -> Callable[..., 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             x, weight, _ = ctx.saved_tensors
-            of_weight = (
-                torch.empty_like(weight) if weight is not None and weight.requires_grad else None
-            )
-            return gradient * x, of_weight  # reads both and writes one, as the kernel does
+            learns = weight is not None and weight.requires_grad
+            # Reads both and writes one, as the kernel does.
+            return gradient * x, torch.empty_like(weight) if learns else None
 
     def normalized(
         input: torch.Tensor,
@@ -208,24 +183,16 @@ def _rms_norm_on_cuda(decomposed: Callable[..., torch.Tensor]) -> Callable[..., 
     return normalized
 
 
-def _joined_norm_rope(
-    streams: Sequence[torch.Tensor], weights: object, tables: object, epsilon: float
-) -> torch.Tensor:
+def _joined_norm_rope(streams: Sequence[torch.Tensor], *_: object) -> torch.Tensor:
     lengths, first = [stream.shape[1] for stream in streams], streams[0]
-    out = torch.empty(
-        first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device
-    )
+    out = first.new_empty(first.shape[0], sum(lengths), *first.shape[2:])
     for stream, target in zip(streams, torch.split(out, lengths, dim=1), strict=True):
         target.copy_(stream)
     return out
 
 
 def _norm_rope_backward(
-    gradient: torch.Tensor,
-    streams: Sequence[torch.Tensor],
-    weights: object,
-    tables: object,
-    epsilon: float,
+    gradient: torch.Tensor, streams: Sequence[torch.Tensor], *_: object
 ) -> list[torch.Tensor]:
     parts = torch.split(gradient, [stream.shape[1] for stream in streams], dim=1)
     # Reads both and writes one.
@@ -254,9 +221,8 @@ def _fused_dropout(
 
 
 def conversion_bytes(operation: Any, inputs: list[torch.Tensor]) -> int:
-    """What a CPU takes for a moment to convert operands of a pointwise operation to their common
-    dtype, or factors in float8, and to hold the result of one that works in place until it is
-    converted back."""
+    """Return what a CPU takes for a moment to convert operands of a pointwise operation to their
+    common dtype, or factors in float8, and to hold the result of one that works in place."""
     # Emulated: copies in fp32, of the second factor two.
     if operation is torch.ops.aten._scaled_mm.default:
         return 4 * (inputs[0].numel() + 2 * inputs[1].numel())
@@ -269,12 +235,8 @@ def conversion_bytes(operation: Any, inputs: list[torch.Tensor]) -> int:
 
 
 def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
-    """Scratch memory that a kernel takes beside its outputs.
-
-    Args:
-        operation: name of the aten operation.
-        query_shape: (batch, heads, tokens, head dimension) of an attention's query.
-    """
+    """Return the scratch memory of an aten operation, from the (batch, heads, tokens, head
+    dimension) of an attention's query."""
     if operation not in ACCUMULATES:
         return 0
     batch, heads, tokens, dimension = query_shape
@@ -291,52 +253,42 @@ AT_FORALL_FP32, with `rms_norm` since torch 2.12 (pytorch/pytorch#174824)."""
 
 @contextmanager
 def under_autocast(dtype: torch.dtype) -> Iterator[None]:
-    """Within this context, functions cast their arguments as autocast to `dtype` makes them. Not
-    thread-safe.
+    """Cast arguments of functions as autocast to `dtype` does, within this context. Not thread-
+    safe.
 
-    They are replaced by name, for autocast knows no meta device, and a function mode would be
-    suspended while `backward` recomputes a checkpoint.
+    They are replaced by name, for autocast knows no meta device.
     """
-    functional = torch.nn.functional
-
     table = {**dict.fromkeys(PRODUCTS, dtype), **dict.fromkeys(IN_FP32, torch.float32)}
-    originals = {name: getattr(functional, name) for name in table}
-    try:
-        for name, target in table.items():
-            setattr(functional, name, _casting(originals[name], target))
+    functions: dict[str, Any] = {
+        name: _casting(getattr(functional, name), to) for name, to in table.items()
+    }
+    with patch.multiple(functional, **functions):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(functional, name, original)
 
 
 def _casting(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     def cast(value: Any) -> Any:
-        is_other = (
-            isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
-        )
-        return value.to(dtype) if is_other else value
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
 
     def call(*arguments: Any, **options: Any) -> Any:
-        return function(
-            *map(cast, arguments), **{name: cast(value) for name, value in options.items()}
-        )
+        options = {name: cast(value) for name, value in options.items()}
+        return function(*map(cast, arguments), **options)
 
     return call
 
 
 FUSED_4_BIT_ROWS = 4
 """Up to so many rows, every CUDA card multiplies by the 4-bit weight as it is stored, if its
-columns fill whole blocks (bitsandbytes/backends/cuda/ops.py, `_GEMM_4BIT_CUSTOM_FLOOR_M`);
-above, that depends on card and shape. Micro-batches above 4 follow the line through 2 and 4."""
+columns fill whole blocks (bitsandbytes/backends/cuda/ops.py, `_GEMM_4BIT_CUSTOM_FLOOR_M`); above,
+that depends on card and shape. Micro-batches above 4 follow the line through 2 and 4."""
 
-NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4
-"""Code table, nested code table and offset of every layer."""
+NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4  # code table, nested code table and offset of every layer
 
 
 def nf4_bytes(num_weights: int) -> int:
-    """Bytes of one NF4 tensor with double quantization: 4 bits each, one byte per 64, one fp32
-    per 64 x 256."""
+    """Return the bytes of one NF4 tensor with double quantization: 4 bits each, one byte per 64,
+    one fp32 per 64 x 256."""
     maxima = -(-num_weights // NF4_BLOCK)
     return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
 
@@ -350,19 +302,19 @@ def quantize_for_tracing(
 ) -> None:
     """Store weights as the knob does, as a stand-in of the same size and behavior, or as another
     program does."""
-    weight_format = WEIGHT_FORMATS[quantization]
+    weight_format, stored = WEIGHT_FORMATS[quantization], family.blocks(transformer)
     if practice:
         stand_in = partial(_stand_in_for_practice, resolve_name(weight_format.quantize), practice)
+        stored = [transformer] if practice.everywhere else stored
     elif weight_format.stand_in:
         stand_in = partial(resolve_name(weight_format.stand_in), rules=rules)
     else:
         quantize_blocks(transformer, family, quantization)
         return
-    stored = [transformer] if practice and practice.everywhere else family.blocks(transformer)
-    for layer in [
-        layer for module in stored for layer in module.modules() if isinstance(layer, nn.Linear)
-    ]:
-        stand_in(layer)
+    layers = [layer for module in stored for layer in module.modules()]
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            stand_in(layer)
 
 
 def stand_in_for_nf4(layer: nn.Linear, rules: DeviceRules) -> None:
@@ -380,16 +332,13 @@ def _stand_in_for_practice(
 ) -> None:
     dtype = layer.weight.dtype
     quantize(layer)
-    ways: dict[str, Callable[..., torch.Tensor]] = {
-        "weights": _keeping_weight,
-        "inputs": WithWeightGradient.apply,
-    }
-    multiply = ways[practice.keeps]
+    multiply: Any = _keeping_weight if practice.keeps == "weights" else WithWeightGradient.apply
     _replace_forward(layer, lambda x: multiply(x, layer, dtype))
+
+    # Autograd keeps the converted weight for the input's gradient.
 
 
 def _keeping_weight(x: torch.Tensor, layer: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
-    """Autograd keeps the converted weight for the input's gradient."""
     scale: Any = layer.scale
     weight = as_stored(layer.weight).to(dtype) * scale.to(dtype)[:, None]
     # A model that casts to the precision of a weight may have made bytes of it.
@@ -414,8 +363,7 @@ class WithWeightGradient(torch.autograd.Function):
             layer.weight.to(gradient.dtype)
         )
         flat = gradient.reshape(-1, len(layer.weight))
-        unused = flat.t().matmul(x.to(gradient.dtype).reshape(-1, x.shape[-1]))
-        del unused
+        flat.t().matmul(x.to(gradient.dtype).reshape(-1, x.shape[-1]))  # which nobody uses
         return of_input.to(x.dtype), None, None
 
 
@@ -430,11 +378,8 @@ class MatMul4Bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, shape: Any, rules: DeviceRules) -> Any:
         ctx.stored, ctx.shape = layer.weight, shape
-        if (
-            rules == "cuda"
-            and x.numel() // shape[1] <= FUSED_4_BIT_ROWS
-            and shape[1] % NF4_BLOCK == 0
-        ):
+        is_few = x.numel() // shape[1] <= FUSED_4_BIT_ROWS
+        if rules == "cuda" and is_few and shape[1] % NF4_BLOCK == 0:
             # Reads what is stored.
             return layer.weight.new_empty((*x.shape[:-1], shape[0]), dtype=x.dtype)
         return nn.functional.linear(x, _from_4_bits(layer.weight, shape, x.dtype), layer.bias)
@@ -442,17 +387,13 @@ class MatMul4Bit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        return (
-            gradient.matmul(_from_4_bits(ctx.stored, ctx.shape, gradient.dtype)),
-            None,
-            None,
-            None,
-        )
+        weight = _from_4_bits(ctx.stored, ctx.shape, gradient.dtype)
+        return gradient.matmul(weight), None, None, None
 
 
 def _from_4_bits(stored: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """A full-precision copy: one kernel that reads what is stored, after one for the blocks'
-    absolute maxima."""
+    """A full-precision copy: one kernel that reads what is stored, after one for the absolute
+    maxima."""
     maxima = stored[: -(-shape[0] * shape[1] // NF4_BLOCK)]
-    maxima = maxima.new_empty(maxima.shape, dtype=torch.float32) + 1.0
+    maxima = maxima.new_empty(maxima.shape, dtype=torch.float32) + 1.0  # alive with the copy
     return stored.new_empty(shape, dtype=dtype)

@@ -23,27 +23,15 @@ from autotune.plan.workload import ADAMW
 FP32_BYTES = 4
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
 HOPPER_WORKSPACE_BYTES = 32 << 20
-"""cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes
-from its allocator."""
+"""cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes from
+its allocator."""
 WORKSPACES = 2
-"""One for each thread that multiplies: the backward pass runs on autograd's own, with a handle
-of its own."""
+"""One for each thread that multiplies: the backward pass runs on autograd's own, with its own
+handle."""
 HOST_PROCESS_BYTES = 3 << 29
-"""Resident memory of Python with torch, diffusers and transformers imported, with CUDA's
-libraries loaded."""
-VISITING_BLOCKS = 2
-"""Swapped blocks on the device at once: the one that runs and the next."""
-WHOLE_LAYERS = 4
-"""Times a layer's weight that quantizing it whole is taken to need for a moment: the weight in
-fp32, and a copy."""
+"""Resident memory of Python with torch, diffusers, transformers and CUDA's libraries loaded."""
 PHASES = ("load", "cache", "train", "preview", "save")
-MOVING = (
-    "saved_activation_bytes",
-    "transient_bytes",
-    "attention_workspace_bytes",
-    "gradient_bytes",
-)
-EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
+EMPTY = dict.fromkeys(MemoryBreakdown.model_fields, 0)
 
 
 @dataclass(frozen=True)
@@ -55,32 +43,22 @@ class Resident:
     buffer_bytes: int
     adapter_bytes: int
     optimizer_bytes: int
-    optimizer_transient_bytes: int
-    """fp32 copies of the gradients while the optimizer steps, and what it works with."""
-    set_aside_bytes: int
-    """Masters while previews show an average of them."""
+    optimizer_transient_bytes: int  # fp32 copies of gradients, and what the optimizer works with
+    set_aside_bytes: int  # masters while previews show an average of them
     quantizing_bytes: int
-    encoder_bytes: int
-    """Text encoders and what they work with, as the cache phase holds them on the device."""
-    encoders_stay: bool
-    """Whether they are kept while images are encoded; else they leave as soon as captions are
-    done."""
+    encoder_bytes: int  # text encoders and what they work with, on the device in the cache phase
+    encoders_stay: bool  # while images are encoded
     vae_bytes: int
-    decoder_bytes: int
-    """What decodes previews besides the VAE."""
+    decoder_bytes: int  # what decodes previews besides the VAE
     encode_transient_bytes: int
     decode_transient_bytes: int
-    preview_transient_bytes: int
-    """The transformer's forward pass without gradients."""
-    library_bytes: int
-    """What matrix libraries take from the allocator."""
+    preview_transient_bytes: int  # the transformer's forward pass without gradients
+    library_bytes: int  # what matrix libraries take from the allocator
     overhead_bytes: int
     waste_share: float
     host_memory_bytes: int
-    bucket_bytes: int = 0
-    """Where several processes average gradients."""
-    gathered_bytes: int = 0
-    """Weights of other processes that are here while a pass needs them."""
+    bucket_bytes: int = 0  # where several processes average gradients
+    gathered_bytes: int = 0  # weights of other processes, while a pass needs them
 
 
 def resident_of(
@@ -91,56 +69,52 @@ def resident_of(
     encoder_bytes: int,
     encoders_stay: bool,
 ) -> Resident:
-    """From the traced sizes of the candidate's weights; `encoder_bytes` as the caching settings
+    """Add up the traced sizes of the candidate's weights; `encoder_bytes` as the caching settings
     have it."""
-    precision = candidate.precision
-    quantization = candidate.quantization
-    swapped = candidate.swapped_blocks
-    model_bytes = model.model_bytes(precision, quantization, candidate.modulation)
-    state_bytes, working_bytes = _optimizer_bytes(model, model_bytes, candidate)
-    average = model_bytes.adapter_parameters * FP32_BYTES
+    precision, quantization = candidate.precision, candidate.quantization
+    work, swapped = model.workload, candidate.swapped_blocks
+    stored = model.model_bytes(precision, quantization, candidate.modulation)
+    state_bytes, working_bytes = _optimizer_bytes(model, stored, candidate)
+    average = stored.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
-    shares_host = shares_host_memory(hardware.device.memory_kind)
-    ahead = _modulation_memory(
-        model_bytes.modulation, model, is_pinned=hardware.device.kind == "cuda"
+    window_bytes, preview_bytes, computing_bytes = _modulation_bytes(
+        stored.modulation, model, is_pinned=hardware.device.kind == "cuda"
     )
-    on_device = model_bytes.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
+    forward_bytes = [
+        # A window is computed when nothing but what previews keep is there, too.
+        computing_bytes,
+        model.forward_bytes(precision, quantization, candidate.modulation),
+    ]
+    if model.family.other_denoisers:  # unquantized: its layers come to the device one by one
+        plain = model.forward_bytes(precision, "none")
+        forward_bytes.append(plain + stored.largest_layer_bytes)
+    shares_host = shares_host_memory(hardware.device.memory_kind)
+    on_device = stored.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
+    sets_aside = work.ema_decay or work.optimizer.name == "schedule-free"
     return Resident(
-        weight_bytes=model_bytes.weight_bytes - away_bytes(model_bytes, swapped),
-        buffer_bytes=model_bytes.buffer_bytes + (ahead.window_bytes if shares_host else 0),
-        adapter_bytes=model_bytes.adapter_bytes,
-        optimizer_bytes=state_bytes + (average if model.workload.ema_decay else 0),
+        weight_bytes=stored.weight_bytes - stored.away_bytes(swapped),
+        buffer_bytes=stored.buffer_bytes + (window_bytes if shares_host else 0),
+        adapter_bytes=stored.adapter_bytes,
+        optimizer_bytes=state_bytes + (average if work.ema_decay else 0),
         optimizer_transient_bytes=working_bytes,
-        set_aside_bytes=average
-        if model.workload.ema_decay or model.workload.optimizer.name == "schedule-free"
-        else 0,
-        quantizing_bytes=_quantizing_bytes(hardware, quantization, model_bytes.largest_layer_bytes),
+        set_aside_bytes=average if sets_aside else 0,
+        quantizing_bytes=_quantizing_bytes(hardware, quantization, stored.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,
         vae_bytes=vae.weight_bytes,
         decoder_bytes=model.parts.decoder_parameters * encoder_element_bytes(precision),
         encode_transient_bytes=vae.encode_transient_bytes,
         decode_transient_bytes=vae.decode_transient_bytes,
-        preview_transient_bytes=max(
-            # A window is computed when nothing but what previews keep is there, too.
-            ahead.computing_bytes,
-            model.forward_bytes(precision, quantization, candidate.modulation),
-            # Another transformer denoises too, unquantized: its layers come to the device one by
-            # one.
-            model.forward_bytes(precision, "none") + model_bytes.largest_layer_bytes
-            if model.family.other_denoisers
-            else 0,
-        )
-        + (ahead.preview_bytes if shares_host else 0),
-        library_bytes=library_bytes(hardware),
+        preview_transient_bytes=max(forward_bytes) + (preview_bytes if shares_host else 0),
+        library_bytes=_library_bytes(hardware),
         overhead_bytes=process_overhead_bytes(hardware),
-        waste_share=model_bytes.waste_share[candidate.allocator],
+        waste_share=stored.waste_share[candidate.allocator],
         host_memory_bytes=HOST_PROCESS_BYTES
-        + model_bytes.largest_block_bytes
+        + stored.largest_block_bytes
         + on_device
-        + ahead.window_bytes
-        + ahead.preview_bytes
-        + sum(model_bytes.block_pinned_bytes[:swapped]),
+        + window_bytes
+        + preview_bytes
+        + sum(stored.block_pinned_bytes[:swapped]),
     )
 
 
@@ -148,10 +122,7 @@ def _optimizer_bytes(
     model: TracedModel, model_bytes: ModelBytes, candidate: Candidate
 ) -> tuple[int, int]:
     """What the optimizer keeps, and what it works with while it steps: copies of the adapter in
-    fp32 beside its state.
-
-    Another program's practice is known of AdamW alone.
-    """
+    fp32 beside its state. Another program's practice is known of AdamW alone."""
     work, parameters = model.workload, model_bytes.adapter_parameters
     is_half = candidate.precision != "fp32"
     if model.overheads and is_half and work.optimizer == ADAMW:
@@ -163,60 +134,35 @@ def _optimizer_bytes(
     return copies + state, copies + working
 
 
-@dataclass(frozen=True)
-class ModulationMemory:
-    """What modulations that are computed ahead take."""
-
-    window_bytes: int = 0
-    """On the host, for the coming draws."""
-    preview_bytes: int = 0
-    """On the host, while a preview is sampled."""
-    computing_bytes: int = 0
-    """On the device, while a window is computed: the largest layer with its inputs and outputs."""
-
-
-def _modulation_memory(
+def _modulation_bytes(
     layers: ModulationBytes | None, model: TracedModel, *, is_pinned: bool
-) -> ModulationMemory:
+) -> tuple[int, int, int]:
+    """What modulations that are computed ahead take: on the host for the coming draws, and while a
+    preview is sampled; on the device while a window is computed, the largest layer with its inputs
+    and outputs."""
     if layers is None:
-        return ModulationMemory()
+        return 0, 0, 0
     images, defaults = model.workload.effective_batch_size, model.family.defaults
     draws = images * window_steps(layers.row_bytes, images)
     window = draws * layers.row_bytes
-    size = layers.weight_bytes // sum(
-        inputs * outputs + outputs for inputs, outputs in layers.shapes
-    )
+    num_weights = sum(inputs * outputs + outputs for inputs, outputs in layers.shapes)
     beside = max(2 * inputs + outputs for inputs, outputs in layers.shapes)
-    return ModulationMemory(
+    return (
         1 << (window - 1).bit_length() if is_pinned else window,
         defaults.preview_steps * defaults.preview_calls * layers.row_bytes,
-        layers.largest_layer_bytes + draws * beside * size,
+        layers.largest_layer_bytes + draws * beside * (layers.weight_bytes // num_weights),
     )
 
 
-def _quantizing_bytes(
-    hardware: HardwareProfile, quantization: str, largest_layer_bytes: int
-) -> int:
+def _quantizing_bytes(hardware: HardwareProfile, quantization: str, layer_bytes: int) -> int:
     weight_format = WEIGHT_FORMATS[quantization]
     if not weight_format.quantize:
         return 0
-    if weight_format.quantizing_slices is None:
-        return WHOLE_LAYERS * largest_layer_bytes
     slice_bytes = CPU_SLICE_BYTES if hardware.device.kind == "cpu" else SLICE_BYTES
-    return largest_layer_bytes + round(
-        weight_format.quantizing_slices * min(slice_bytes, largest_layer_bytes)
-    )
+    return layer_bytes + round(weight_format.quantizing_slices * min(slice_bytes, layer_bytes))
 
 
-def away_bytes(model_bytes: ModelBytes, swapped: int) -> int:
-    """Frozen weights that wait on the host: those of the swapped blocks but for the two that
-    visit the device."""
-    blocks = model_bytes.block_weight_bytes[:swapped]
-    return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
-
-
-def library_bytes(hardware: HardwareProfile) -> int:
-    """What matrix libraries take from the allocator of a process that trains."""
+def _library_bytes(hardware: HardwareProfile) -> int:
     if hardware.device.kind != "cuda":
         return 0
     major = (hardware.device.compute_capability or (0, 0))[0]
@@ -226,13 +172,10 @@ def library_bytes(hardware: HardwareProfile) -> int:
 def phases_of(
     resident: Resident, composed: ComposedPass, waste: float, factor: float
 ) -> tuple[PhaseMemory, ...]:
-    """Every phase of a job, in order.
+    """Break down every phase of a job, in order, from what stays and one micro-batch.
 
-    Args:
-        resident: what stays.
-        composed: one micro-batch.
-        waste: bytes that the allocator reserves beyond the micro-batch's own peak.
-        factor: calibration of the training step's allocated memory.
+    `waste` is what the allocator reserves beyond the micro-batch's own peak, `factor` the
+    calibration of the training step's allocated memory.
     """
     r = resident
     earlier, later = _around_training(r)
@@ -257,15 +200,8 @@ def phases_of(
         before = step.get(part, 0.0)
         step[part] = max(0.0, before + correction)
         correction -= step[part] - before
-    train = _phase(
-        r,
-        "train",
-        waste=waste,
-        weight_bytes=weights,
-        adapter_bytes=r.adapter_bytes,
-        optimizer_bytes=r.optimizer_bytes,
-        **step,
-    )
+    kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
+    train = _phase(r, "train", waste=waste, weight_bytes=weights, **kept, **step)
     return (*earlier, train, *later)
 
 
@@ -275,27 +211,18 @@ def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseM
     common."""
     kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
     weights = r.weight_bytes + r.buffer_bytes
-    forward = (
-        max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes)
-        + r.set_aside_bytes
-    )
-    decoders = r.vae_bytes + r.decoder_bytes
+    quantizing = r.quantizing_bytes + r.gathered_bytes
     beside = r.encoder_bytes if r.encoders_stay else 0
     # Captions, then images.
-    encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)
+    stored, encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)
+    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes)
+    forward += r.set_aside_bytes + r.library_bytes
+    decoding = weights + r.vae_bytes + r.decoder_bytes
     return (
-        _phase(
-            r, "load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes
-        ),
-        _phase(r, "cache", weight_bytes=encoding[0] + r.vae_bytes, transient_bytes=encoding[1]),
+        _phase(r, "load", weight_bytes=weights, transient_bytes=quantizing),
+        _phase(r, "cache", weight_bytes=stored + r.vae_bytes, transient_bytes=encoding),
     ), (
-        _phase(
-            r,
-            "preview",
-            weight_bytes=weights + decoders,
-            **kept,
-            transient_bytes=forward + r.library_bytes,
-        ),
+        _phase(r, "preview", weight_bytes=decoding, **kept, transient_bytes=forward),
         _phase(r, "save", weight_bytes=weights, **kept),
     )
 
@@ -304,12 +231,8 @@ def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> Pha
     whole = {key: round(value) for key, value in parts.items()}
     allocated = sum(whole.values())
     rounding = round(r.waste_share * whole["weight_bytes"] + waste)
-    breakdown = MemoryBreakdown.model_construct(
-        None,
-        **{**EMPTY, **whole},
-        process_overhead_bytes=r.overhead_bytes,
-        allocator_rounding_bytes=rounding,
-    )
+    reserved = {"process_overhead_bytes": r.overhead_bytes, "allocator_rounding_bytes": rounding}
+    breakdown = MemoryBreakdown.model_construct(None, **{**EMPTY, **whole, **reserved})
     return PhaseMemory.model_construct(
         name=name,
         run_memory_bytes=allocated + r.overhead_bytes + rounding,
@@ -319,61 +242,51 @@ def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> Pha
 
 
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
-KEEP_ON = ("train", "preview", "save")
-"""What training keeps is there to the end."""
+KEEP_ON = ("train", "preview", "save")  # what training keeps is there to the end
 VAE_IS_THERE = ("cache", "preview")
 
 
 def kept_part_bytes(
-    overheads: Overheads, resident: "Resident", *, vae_parameters: int, encoder_bytes: int
+    overheads: Overheads, resident: Resident, *, vae_parameters: int, encoder_bytes: int
 ) -> Mapping[str, int]:
-    """Bytes that each phase needs beyond what autotune's executor needs there.
+    """Return bytes that each phase needs beyond what autotune's executor needs there.
 
-    Args:
-        overheads: of the program.
-        resident: what stays on the device anyway.
-        vae_parameters: of the VAE.
-        encoder_bytes: of the text encoders' weights in bf16, as they are stored on the device; 0 if
-            they are not there. While captions are encoded they are there anyway.
+    `encoder_bytes` are those of the text encoders' weights in bf16, as they are stored on the
+    device; while captions are encoded they are there anyway.
     """
     found: dict[str, int] = {}
     for one in overheads.kept:
         size = ELEMENT_BYTES[one.precision]
         for phase in KEEP_ON if one.phase == "train" else (one.phase,):
-            num_bytes = {
-                "transformer": resident.weight_bytes + resident.buffer_bytes
-                if phase == "cache"
-                else 0,
-                "text_encoders": 0
-                if phase == "cache"
-                else encoder_bytes * size // ELEMENT_BYTES["bf16"],
-                "vae": vae_parameters * size - (resident.vae_bytes if phase in VAE_IS_THERE else 0),
-            }[one.part]
+            num_bytes = 0
+            if one.part == "vae":
+                there = resident.vae_bytes if phase in VAE_IS_THERE else 0
+                num_bytes = vae_parameters * size - there
+            elif one.part == "text_encoders" and phase != "cache":
+                num_bytes = encoder_bytes * size // ELEMENT_BYTES["bf16"]
+            elif one.part == "transformer" and phase == "cache":
+                num_bytes = resident.weight_bytes + resident.buffer_bytes
             found[phase] = found.get(phase, 0) + max(0, num_bytes)
     return found
 
 
 def with_kept(phases: Sequence[PhaseMemory], kept: Mapping[str, int]) -> tuple[PhaseMemory, ...]:
-    """The phases of a job with so many bytes more of weights."""
+    """Return the phases of a job with so many bytes more of weights."""
 
-    def changed(phase: PhaseMemory) -> PhaseMemory:
-        more = kept.get(phase.name, 0)
-        breakdown = phase.breakdown.model_copy(
-            update={"weight_bytes": phase.breakdown.weight_bytes + more}
-        )
+    def changed(phase: PhaseMemory, more: int) -> PhaseMemory:
+        weight_bytes = phase.breakdown.weight_bytes + more
         sizes = {
-            name: getattr(phase, name) + more
-            for name in ("run_memory_bytes", "allocated_memory_bytes")
+            "run_memory_bytes": phase.run_memory_bytes + more,
+            "allocated_memory_bytes": phase.allocated_memory_bytes + more,
+            "breakdown": phase.breakdown.model_copy(update={"weight_bytes": weight_bytes}),
         }
-        return phase.model_copy(update={**sizes, "breakdown": breakdown})
+        return phase.model_copy(update=sizes)
 
-    return tuple(changed(phase) if phase.name in kept else phase for phase in phases)
+    return tuple(changed(each, kept[each.name]) if each.name in kept else each for each in phases)
 
 
-GATHERED_BLOCKS = 2
-"""The block that runs and the next one, which FSDP2 gathers meanwhile."""
-PASSES = 2
-"""Weights are gathered for the forward and again for the backward pass."""
+GATHERED_BLOCKS = 2  # the one that runs and the next, which FSDP2 gathers meanwhile
+PASSES = 2  # weights are gathered for the forward and again for the backward pass
 
 LINK_BANDWIDTH = {"nvlink": 150e9}
 PCIE_BANDWIDTH = 12e9
@@ -394,7 +307,8 @@ class Parallel:
         return self.num_processes if self.strategy == "fsdp2" else 1
 
     def budget_bytes(self, device: Device) -> int:
-        """What one process may take: each has a device of its own, but on a CPU they share it."""
+        """Return what one process may take: each has a device of its own, but on a CPU they share
+        it."""
         return device.budget_bytes // (self.num_processes if device.kind == "cpu" else 1)
 
     def weight_bytes(self, model_bytes: ModelBytes) -> int:
@@ -402,51 +316,40 @@ class Parallel:
         return -(-model_bytes.weight_bytes // self.num_shards)
 
     def resident(self, whole: Resident, model_bytes: ModelBytes) -> Resident:
-        """What one device keeps of a model that alone would take `whole`.
+        """Return what one device keeps of a model that alone would take `whole`.
 
         DDP's buckets hold each gradient once more, beside the one that accumulates without
         synchronization.
         """
         if self.strategy == "single":
             return whole
-        gathered = 0
-        if self.num_shards > 1:  # what no block holds is gathered as one, for the whole pass
-            gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
-        return replace(
-            whole,
-            weight_bytes=self.weight_bytes(model_bytes)
-            if self.num_shards > 1
-            else whole.weight_bytes,
-            bucket_bytes=whole.adapter_bytes,
-            gathered_bytes=gathered,
-        )
+        one = replace(whole, bucket_bytes=whole.adapter_bytes)
+        if self.num_shards == 1:
+            return one
+        # What no block holds is gathered as one, for the whole pass.
+        gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
+        weight_bytes = self.weight_bytes(model_bytes)
+        return replace(one, weight_bytes=weight_bytes, gathered_bytes=gathered)
 
     def exchange_seconds(
         self, hardware: HardwareProfile, model_bytes: ModelBytes, accumulation: int
     ) -> float:
-        """What one step sends; it overlaps with computing.
+        """Return the time in which one step's gradients and weights are sent; it overlaps with
+        computing.
 
         Each collective is a ring, through which every byte but a process's own passes: its slowest
         link decides.
         """
         if self.strategy == "single":
             return 0.0
-        paths = {link.path for link in hardware.device.links}
-        within = min(
-            (LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH
-        )
+        rates = [LINK_BANDWIDTH.get(link.path, PCIE_BANDWIDTH) for link in hardware.device.links]
+        within = min(rates, default=PCIE_BANDWIDTH)
         others = (self.num_processes - 1) / self.num_processes
         # Reduce, then gather: an all-reduce.
         seconds = 2 * model_bytes.adapter_bytes * others / within
         if self.num_shards > 1:
-            gathered = (
-                PASSES
-                * accumulation
-                * model_bytes.weight_bytes
-                * (self.num_shards - 1)
-                / self.num_shards
-            )
-            seconds += gathered / within
+            gathered = PASSES * accumulation * model_bytes.weight_bytes
+            seconds += gathered * (self.num_shards - 1) / self.num_shards / within
         return seconds
 
 

@@ -1,5 +1,4 @@
-"""The traced side of a prediction: everything that depends on the model and the workload, cached
-by what decides it."""
+"""The traced side of a prediction: what depends on the model and the workload alone."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from autotune.cost.trace import (
     TracePass,
     block_kinds,
     choose_traced,
-    meta_batch,
     shorten,
     stored_tensors,
     trace_inference,
@@ -36,17 +34,17 @@ from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import encoder_precision
 from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.facts import Parts
-from autotune.models.family import Family, build_on_meta
+from autotune.models.family import Batch, Family, build_on_meta
 from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 ALLOCATORS = ("default", "expandable")
 BLENDS = {"blend_v", "blend_h", "blend_t"}
-"""Methods that mix a decoded tile's margin into its neighbor's in place, row by row: thousands
-of operations, on rows that are never what takes most."""
-NUM_REMEMBERED = 4
-"""Traced models that are kept for whoever asks for the same again."""
+"""Methods that mix a decoded tile's margin into its neighbor's in place, row by row: thousands of
+operations, on rows that are never what takes most."""
+VISITING_BLOCKS = 2  # swapped blocks on the device at once: the one that runs and the next
+NUM_REMEMBERED = 4  # traced models that are kept for whoever asks for the same again
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -55,12 +53,9 @@ T = TypeVar("T")
 class ModulationBytes:
     """The modulation layers of a model that does not hold them."""
 
-    weight_bytes: int
-    """Fetched for every window."""
-    row_bytes: int
-    """What they make of one draw."""
-    shapes: tuple[tuple[int, int], ...]
-    """(input, output) features of each."""
+    weight_bytes: int  # fetched for every window
+    row_bytes: int  # what they make of one draw
+    shapes: tuple[tuple[int, int], ...]  # (input, output) features of each
     largest_layer_bytes: int
 
 
@@ -69,28 +64,26 @@ class ModelBytes:
     """Bytes that the full model keeps, for one precision and quantization."""
 
     weight_bytes: int
-    buffer_bytes: int
-    """Buffers, and tensors that modules keep as plain attributes."""
+    buffer_bytes: int  # buffers, and tensors that modules keep as plain attributes
     adapter_bytes: int
     adapter_parameters: int
-    adapter_shapes: Mapping[tuple[int, ...], int]
-    """How many of its tensors have each shape."""
-    block_adapter_bytes: tuple[int, ...]
-    """Of each block, in the order they run."""
+    adapter_shapes: Mapping[tuple[int, ...], int]  # how many of its tensors have each shape
+    block_adapter_bytes: tuple[int, ...]  # of each block, in the order they run
     block_weight_bytes: tuple[int, ...]
-    block_pinned_bytes: tuple[int, ...]
-    """What each block's frozen weights take of the host's memory if the block is swapped."""
-    outside_bytes: int
-    """Of the weights that no block holds."""
-    largest_block_bytes: int
-    """Of one block before quantization."""
-    largest_layer_bytes: int
-    """Of one weight before quantization."""
+    block_pinned_bytes: tuple[int, ...]  # what frozen weights take of the host's memory if swapped
+    outside_bytes: int  # of the weights that no block holds
+    largest_block_bytes: int  # before quantization
+    largest_layer_bytes: int  # before quantization
     waste_share: Mapping[str, float]
     """What the caching allocator reserves beyond the weights, as a share of them, by how it
     grows."""
-    modulation: ModulationBytes | None = None
-    """If its layers are not among the weights."""
+    modulation: ModulationBytes | None  # if its layers are not among the weights
+
+    def away_bytes(self, swapped: int) -> int:
+        """Return frozen weights that wait on the host: those of the swapped blocks but for the two
+        that visit the device."""
+        blocks = self.block_weight_bytes[:swapped]
+        return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
 
 
 @dataclass(frozen=True)
@@ -99,13 +92,9 @@ class VaeCost:
 
     weight_bytes: int
     encode_transient_bytes: int
-    decode_transient_bytes: int
-    """Of decoding in tiles, where it can: previews do so where memory is short."""
-    encode_bytes_moved: int
-    """Read and written by the operations that encode one item: convolutions of this kind wait
-    for memory."""
-    encode_flops: int
-    """What they compute, which a CPU waits for."""
+    decode_transient_bytes: int  # in tiles, where it can: previews do so where memory is short
+    encode_bytes_moved: int  # by the operations that encode one item: convolutions wait for memory
+    encode_flops: int  # which a CPU waits for
 
 
 _remembered: dict[tuple[object, ...], "TracedModel"] = {}
@@ -119,14 +108,10 @@ def traced_model(
     parts: Parts,
     overheads: Overheads | None = None,
 ) -> "TracedModel":
-    """A `TracedModel`, the same one again if it was asked for lately: machines of a kind share
-    what was traced."""
-    key = (
-        family,
-        workload,
-        rules,
-        repr((sorted(config.items()), parts, overheads and overheads.traced)),
-    )
+    """Return a `TracedModel`, the same one again if it was asked for lately: machines of a kind
+    share it."""
+    others = repr((sorted(config.items()), parts, overheads and overheads.traced))
+    key = family, workload, rules, others
     known = family, config, workload, rules, parts, overheads
     model = _remembered.pop(key, None) or TracedModel(*known)
     while len(_remembered) >= NUM_REMEMBERED:
@@ -138,10 +123,7 @@ def traced_model(
 class TracedModel:
     """One family's transformer under one workload. What is asked again is not traced again.
 
-    Args:
-        rules: whose kernels.
-        parts: the models around the transformer.
-        overheads: of the program that trains; None for autotune's executor.
+    `overheads` are those of the program that trains; None for autotune's executor.
     """
 
     def __init__(
@@ -161,12 +143,10 @@ class TracedModel:
         self.overheads = overheads
         self._resident = build_on_meta(family, config)
         kinds = block_kinds(family, self._resident)
-        self.num_blocks = sum(map(len, kinds))
-        """Of the full model."""
+        self.num_blocks = sum(map(len, kinds))  # of the full model
         adapted = block_numbers(workload.adapted_blocks, self.num_blocks)
+        # Blocks of each list that are traced; for each of the full model, which stands for it.
         self.picked, self.index, adapted_traced = choose_traced(kinds, adapted)
-        """Blocks of each list that are traced; for each block of the full model, the one that
-        stands for it."""
         self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
         shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
@@ -183,8 +163,8 @@ class TracedModel:
         return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
-        """The same model under images of one size and captions of one length: itself, if these
-        are its largest."""
+        """The same model under images of one size and captions of one length: itself, if these are
+        its largest."""
         if (bucket, text_tokens) == (self.workload.largest_bucket, self.workload.max_text_tokens):
             return self
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
@@ -193,12 +173,8 @@ class TracedModel:
         return other
 
     def _cached(self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function`, called once for each argument; its failures on what nobody published are the
-        configuration's.
-
-        Raises InvalidInput for those: classes are built from most configurations, and fail when
-        they run.
-        """
+        """`function`, called once for each argument. Raises InvalidInput for its failures on what
+        nobody published: classes are built from most configurations, and fail when they run."""
 
         def call(*arguments: P.args, **options: P.kwargs) -> T:
             try:
@@ -214,23 +190,20 @@ class TracedModel:
                 published = (dict(self.family.transformer_config), self.family.parts)
                 if is_out_of_memory(error) or (dict(self.config), self.parts) == published:
                     raise
+                why = first_line(error) or type(error).__name__
                 raise InvalidInput(
-                    "a model of this configuration does not run: "
-                    f"{first_line(error) or type(error).__name__}",
-                    hint=(
-                        "compare config.json in transformer/ and vae/ with those that were "
-                        "published"
-                    ),
+                    f"a model of this configuration does not run: {why}",
+                    hint="compare config.json in transformer/ and vae/ with the published ones",
                 ) from error
 
         return cache(call)  # type: ignore[return-value]
 
     def with_rules(self, rules: DeviceRules) -> "TracedModel":
-        """The same model with the kernels of a kind of device: itself, if these are its own."""
+        """Return the same model with the kernels of a kind of device."""
         return self if rules == self.rules else self._with(rules, self.overheads)
 
     def with_overheads(self, overheads: Overheads | None) -> "TracedModel":
-        """The same model as another program trains it."""
+        """Return the same model as another program trains it."""
         return self if overheads == self.overheads else self._with(self.rules, overheads)
 
     def _with(self, rules: DeviceRules, overheads: Overheads | None) -> "TracedModel":
@@ -240,14 +213,12 @@ class TracedModel:
         return found
 
     def masked(self, micro_batch_size: int) -> bool:
-        """Whether attention gets a mask because captions differ in length."""
-        always = self.family.has_attention_mask(1, "exact")
-        return not always and self.family.has_attention_mask(
-            micro_batch_size, self.workload.text_padding
-        )
+        """Tell if attention gets a mask because captions differ in length."""
+        has_mask, padding = self.family.has_attention_mask, self.workload.text_padding
+        return not has_mask(1, "exact") and has_mask(micro_batch_size, padding)
 
     def image_tokens(self, bucket: Bucket) -> int:
-        """Tokens that the transformer makes of an image or a clip, its control images included."""
+        """Return the tokens that an image or a clip becomes, its control images included."""
         frames = self.family.num_latent_frames(bucket.num_frames) + self.workload.num_control_images
         return self.family.tokens_per_frame(bucket) * frames
 
@@ -273,11 +244,9 @@ class TracedModel:
         return self.overheads.adapter_on(quantization) if self.overheads else None
 
     def _fill_caches(self, transformer: nn.Module, dtype: Any) -> None:
-        """Let modules make the rotary tables that they keep, or the first trace would count them
-        as its own."""
-        batch = meta_batch(
-            self.family, self.config, self.workload, size=1, masked=self.masked(1), dtype=dtype
-        )
+        """Let modules make the rotary tables that they keep, or the first trace would count them as
+        its own."""
+        batch = self._batch(1, dtype)
         noise = torch.empty_like(batch["latents"])
         kernel = kernel_for("native", self.rules, self.masked(1))
         with substitutes(kernel, self.rules), torch.no_grad():
@@ -290,40 +259,49 @@ class TracedModel:
         kernel: str,
         size: int,
         recomputed: int,
-        *,
         keeps_attention: bool = False,
         modulation: str = "resident",
         norm_rope: str = "stock",
+        *,
         train: bool = True,
     ) -> TracePass:
         """A pass at micro-batch `size` whose first `recomputed` blocks of the shortened model
         recompute, all of them or all but attention."""
-        transformer = self.model(precision, quantization, modulation)
-        dtype, masked = torch_dtype(precision), self.masked(size)
+        transformer, dtype = self.model(precision, quantization, modulation), torch_dtype(precision)
         selective = recomputed if keeps_attention else 0
-        whole = recomputed - selective
-        apply_recomputation(transformer, self.family, whole, selective)
+        apply_recomputation(transformer, self.family, recomputed - selective, selective)
         if self.family.attention_layouts:
             use_kernels(transformer, self.family.attention_layouts, norm_rope)
-        known = self.family, self.config, self.workload
         # Others do not pad for it.
         multiple = token_multiple(kernel) if self.overheads is None else 1
-        batch = meta_batch(*known, size=size, masked=masked, dtype=dtype, token_multiple=multiple)
+        batch = self._batch(size, dtype, multiple)
         practice = self._practice(quantization)
         autocast = dtype if practice and practice.autocasts and precision != "fp32" else None
-        return trace_pass(
-            self.family,
-            transformer,
-            batch,
-            kernel=kernel,
-            rules=self.rules,
-            autocast=autocast,
-            train=train,
-        )
+        known = self.family, transformer, batch
+        return trace_pass(*known, kernel, self.rules, autocast=autocast, train=train)
+
+    def _batch(self, size: int, dtype: torch.dtype, token_multiple: int = 1) -> Batch:
+        """A collated batch of the right shapes on the meta device; if it needs a mask, captions
+        differ in length."""
+        work = self.workload
+
+        def sample(tokens: int) -> dict[str, torch.Tensor]:
+            shapes = self.family.sample_shapes(
+                self.config, work.largest_bucket, tokens, work.num_control_images
+            )
+            return {
+                name: torch.empty(shape, dtype=dtype, device="meta")
+                for name, shape in shapes.items()
+            }
+
+        text_tokens = work.max_text_tokens
+        others = max(1, text_tokens - 1) if self.masked(size) else text_tokens
+        samples = [sample(tokens) for tokens in (text_tokens, *[others] * (size - 1))]
+        batch = self.family.collate(samples, token_multiple)
+        return {name: tensor.to("meta") for name, tensor in batch.items()}
 
     def forward_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> int:
-        """Most that one item's forward pass takes without gradients: segments leave almost
-        nothing behind."""
+        """Return the most that one item's forward pass takes without gradients."""
         kernel = kernel_for("native", self.rules, self.masked(1))
         trace = self.traced(
             precision, quantization, kernel, 1, 0, modulation=modulation, train=False
@@ -338,31 +316,27 @@ class TracedModel:
         if not self.parts.vae_class:
             return VaeCost(0, 0, 0, 0, 0)
         dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
+        vae_class, family = getattr(diffusers, self.parts.vae_class), self.family
         with torch.device("meta"):
-            vae = (
-                getattr(diffusers, self.parts.vae_class)
-                .from_config(dict(self.parts.vae_config))
-                .eval()
-            )
+            vae = vae_class.from_config(dict(self.parts.vae_config)).eval()
             # diffusers' own warns of parts that stay in fp32, even if there are none.
             torch.nn.Module.to(vae, dtype)
-            pixels = torch.empty(
-                3, bucket.num_frames, bucket.height_px, bucket.width_px, dtype=dtype
-            )
-        latents = self.family.sample_shapes(self.config, bucket, 1)["latents"]
-        calls = (
-            lambda: self.family.encode_pixels(SimpleNamespace(vae=vae), pixels),
-            lambda: vae.decode(
-                self.family.decodable(torch.empty(1, *latents, dtype=dtype, device="meta"))
-            ),
-        )
-        weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
-        encode = trace_inference(calls[0], vae, self.rules)
+            size = bucket.num_frames, bucket.height_px, bucket.width_px
+            pixels = torch.empty(3, *size, dtype=dtype)
+        shape = 1, *family.sample_shapes(self.config, bucket, 1)["latents"]
+
+        def decode_latents() -> object:
+            latents = torch.empty(shape, dtype=dtype, device="meta")
+            return vae.decode(family.decodable(latents))
+
+        pipeline = SimpleNamespace(vae=vae)
+        encode = trace_inference(lambda: family.encode_pixels(pipeline, pixels), vae, self.rules)
         if hasattr(vae, "enable_tiling"):
             vae.enable_tiling()
         for name in BLENDS & set(dir(vae)):
             setattr(vae, name, lambda _, tile, extent: tile)
-        decode = trace_inference(calls[1], vae, self.rules)
+        decode = trace_inference(decode_latents, vae, self.rules)
+        weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
         flops = sum(count * work[2] for work, count in encode.work.items())
         moved = sum(count * work[3] for work, count in encode.work.items())
         return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved, flops)
@@ -378,18 +352,15 @@ class TracedModel:
         frozen_sizes = [_frozen_sizes(block) for block in blocks]
         frozen = [sum(sizes) for sizes in frozen_sizes]
         pinned = [region_offsets(sizes)[1] for sizes in frozen_sizes]
-        outside = _frozen_bytes(model) - sum(frozen)
+        outside = sum(_frozen_sizes(model)) - sum(frozen)
         all_trainable = [p for p in model.parameters() if p.requires_grad]
         in_blocks = {id(p) for block in trainable for p in block}
         outside_trainable = [p for p in all_trainable if id(p) not in in_blocks]
         full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
         plain = self.family.blocks(self.model(precision, "none", modulation))
-        sizes = [
-            tensor.untyped_storage().nbytes()
-            for block in blocks
-            for tensor in stored_tensors(block)
-        ]
-        kept = [(i + 1, size) for i, size in enumerate(sizes)] if self.rules == "cuda" else []
+        stored = [tensor for block in blocks for tensor in stored_tensors(block)]
+        kept = [(i, t.untyped_storage().nbytes()) for i, t in enumerate(stored)]
+        kept = kept if self.rules == "cuda" else []
         return ModelBytes(
             weight_bytes=outside + sum(frozen[i] for i in index),
             buffer_bytes=_attribute_bytes(model),
@@ -402,7 +373,7 @@ class TracedModel:
             ),
             block_weight_bytes=tuple(frozen[i] for i in index),
             block_pinned_bytes=tuple(pinned[i] for i in index),
-            largest_block_bytes=max(_frozen_bytes(block) for block in plain),
+            largest_block_bytes=max(sum(_frozen_sizes(block)) for block in plain),
             largest_layer_bytes=max(
                 p.untyped_storage().nbytes() for block in plain for p in block.parameters()
             ),
@@ -417,21 +388,11 @@ class TracedModel:
 def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:
     if ahead is None:
         return None
-    size = ahead.dtype.itemsize
-    shapes = tuple(
-        (like.shape[1], like.shape[0]) for like in ahead.tensors.values() if like.ndim == 2
-    )
-    weight_bytes = size * sum(like.numel() for like in ahead.tensors.values())
-    return ModulationBytes(
-        weight_bytes,
-        ahead.row_bytes,
-        shapes,
-        size * max(rows * columns for rows, columns in shapes),
-    )
-
-
-def _frozen_bytes(module: nn.Module) -> int:
-    return sum(_frozen_sizes(module))
+    size, layers = ahead.dtype.itemsize, ahead.tensors.values()
+    shapes = tuple((like.shape[1], like.shape[0]) for like in layers if like.ndim == 2)
+    weight_bytes = size * sum(like.numel() for like in layers)
+    largest = size * max(rows * columns for rows, columns in shapes)
+    return ModulationBytes(weight_bytes, ahead.row_bytes, shapes, largest)
 
 
 def _frozen_sizes(module: nn.Module) -> list[int]:
@@ -451,8 +412,8 @@ def add_adapter_as_practiced(
     dtype: torch.dtype,
     practice: AdapterPractice | None,
 ) -> None:
-    """Add the workload's adapter to a transformer that computes in `dtype`: autotune's own if there
-    is no practice.
+    """Add the workload's adapter to a transformer that computes in `dtype`, as a program does, or
+    as autotune.
 
     peft copies an input to the precision of the adapter. Autocast, which cannot be traced without a
     device, casts the adapter instead; here its weights do that themselves, whenever they are read.
@@ -475,10 +436,6 @@ def _cast_when_read(transformer: nn.Module, dtype: torch.dtype) -> None:
             return weight.to(dtype)
 
     layers = [module for module in transformer.modules() if isinstance(module, LoraLayer)]
-    for matrix in (
-        matrix
-        for layer in layers
-        for each in (layer.lora_A, layer.lora_B)
-        for matrix in each.values()
-    ):
-        parametrize.register_parametrization(matrix, "weight", Cast(), unsafe=True)
+    for layer in layers:
+        for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
+            parametrize.register_parametrization(matrix, "weight", Cast(), unsafe=True)

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.kernels import CLASSES, rules_of
-from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, away_bytes, phases_of, with_kept
+from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, phases_of, with_kept
 from autotune.cost.model import TracedModel, traced_model
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
-from autotune.cost.trace import ComposedPass, ComposedPasses
+from autotune.cost.trace import ComposedPasses
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.facts import Parts
@@ -29,14 +29,13 @@ from autotune.plan.workload import Workload
 ELEMENTWISE_SHARE = 0.6
 """Share of the time of elementwise kernels that is left in compiled blocks. Not measured: it
 decides what is tried."""
-LAUNCH_SHARE = 0.4
-"""Share of the launches that is left there."""
+LAUNCH_SHARE = 0.4  # share of the launches that is left there
 OPTIMIZER_BYTES_MOVED = 52
 """Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and
 written, copy back."""
 FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 30
-"""Of fused AdamW and of other optimizers, which step each tensor by itself: 8-bit AdamW took 0.4
-s for 1,440."""
+"""Of fused AdamW and of other optimizers, which step each tensor by itself: 8-bit AdamW took 0.4 s
+for 1,440."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,18 +46,14 @@ class CostModel:
     a new cost model, which shares everything that was traced.
     """
 
-    tables: PassTables
-    """The traced model at the machine's rates."""
-    caching: CachingSettings
-    """How captions are encoded."""
-    caching_reason: Reason
-    """Why they are encoded so; no prediction depends on it."""
+    tables: PassTables  # the traced model at the machine's rates
+    caching: CachingSettings  # how captions are encoded
+    caching_reason: Reason  # on which no prediction depends
     parallel: Parallel = ONE_PROCESS
-    """How many processes train together."""
-    calibration: Calibration | None = None
-    """What trials taught; None if none did."""
+    calibration: Calibration | None = None  # what trials taught
     process_bytes: int | None = None
-    """What a process that trains on a CPU took besides its tensors in trials; None if none told."""
+    """Bytes that a process that trains on a CPU took besides its tensors in trials; None if none
+    told."""
 
     @classmethod
     def build(
@@ -75,24 +70,14 @@ class CostModel:
         parallel: Parallel = ONE_PROCESS,
         overheads: Overheads | None = None,
     ) -> Self:
-        """Build the model on the meta device, and choose how captions are encoded.
+        """Build the model on the meta device, and choose how captions are encoded, unless `caching`
+        says so.
 
-        Args:
-            hardware: the machine, or one process's part of it.
-            workload: of one process.
-            family: of the model.
-            config: of the transformer.
-            parts: the models around the transformer; by default the published ones of the published
-                transformer.
-            caching: how captions are encoded, and why; chosen to fit by default.
-            caching_pins: fields of `CachingSettings` that are fixed, as text; only if `caching` is
-                not given.
-            caching_exclusions: values of such fields that may not be chosen, as text.
-            parallel: how many processes train together.
-            overheads: of the program that trains, if that is not autotune's executor.
-
-        Raises:
-            InvalidInput: a pin cannot be.
+        `hardware` and `workload` are those of one process. `parts`, the models around the
+        transformer, are by default the published ones of the published transformer. `caching_pins`
+        and `caching_exclusions` are fields of `CachingSettings` with values as text. `overheads`
+        are those of the program that trains, if that is not autotune's executor. Raises
+        InvalidInput if a pin cannot be.
         """
         if parts is None:
             parts = next(
@@ -108,28 +93,23 @@ class CostModel:
 
     @property
     def hardware(self) -> HardwareProfile:
-        """The machine."""
         return self.tables.hardware
 
     @property
     def model(self) -> TracedModel:
-        """The traced side."""
         return self.tables.model
 
     @property
     def workload(self) -> Workload:
-        """What one process works on."""
         return self.model.workload
 
     @property
     def family(self) -> Family:
-        """The model's family."""
         return self.model.family
 
     @property
     def resident_encoder_bytes(self) -> int:
-        """Bytes of encoders and VAE that stay on the device during training, if the caching
-        settings keep them."""
+        """Encoders and VAE that stay on the device during training."""
         if self.caching.residency == "release":
             return 0
         size, vae_stays = self.tables.encoder_size, self.caching.vae_device == "training"
@@ -137,7 +117,7 @@ class CostModel:
 
     @property
     def encoder_gpu(self) -> EncoderGpu | None:
-        """The GPU beside the one that trains that encodes captions or images, if one does."""
+        """The GPU beside the one that trains that encodes captions or images."""
         return encoder_gpu_of(self.hardware, self.caching, self.tables.encoder_size)
 
     @property
@@ -148,38 +128,29 @@ class CostModel:
 
     @property
     def context(self) -> TuningContext:
-        """What the choices for training depend on."""
         return TuningContext(self.hardware, self.family, self.workload, self.budget_bytes)
 
     def with_calibration(
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
     ) -> Self:
-        """The same cost model, corrected by all of `trials` and by `priors`, in place of any
-        earlier correction."""
+        """Return the same cost model, corrected by all of `trials` and by `priors`, and by nothing
+        else."""
         pairs = [
             (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
         ]
-        rates = [self.tables.rates_of(candidate) for candidate, _ in pairs] or [
-            self.tables.usual_rates
-        ]
-        measured = all(each.measured for each in rates)
+        tried = [candidate for candidate, _ in pairs]
+        choices = tried or (self.tables.usual_choice,)
+        measured = all(self.tables.rates_of(each).measured for each in choices)
         calibration = Calibration.of(pairs, rates_measured=measured, priors=priors)
-        return replace(
-            self, calibration=calibration, process_bytes=self._measured_process_bytes(trials)
-        )
-
-    def _measured_process_bytes(self, trials: Sequence[TrialResult]) -> int | None:
-        if self.hardware.device.kind != "cpu":
-            return None
         besides = [
             t.host_memory_bytes - t.peak_memory_bytes
             for t in trials
-            if t.host_memory_bytes and t.peak_memory_bytes
+            if t.host_memory_bytes and t.peak_memory_bytes and self.hardware.device.kind == "cpu"
         ]
-        return max(0, round(statistics.median(besides))) if besides else None
+        process_bytes = max(0, round(statistics.median(besides))) if besides else None
+        return replace(self, calibration=calibration, process_bytes=process_bytes)
 
     def with_parallel(self, parallel: Parallel) -> Self:
-        """The same cost model when so many processes train together."""
         return replace(self, parallel=parallel)
 
     @property
@@ -188,58 +159,58 @@ class CostModel:
         return self.tables.overheads
 
     def with_overheads(self, overheads: Overheads, caching: tuple[CachingSettings, Reason]) -> Self:
-        """The same work by another program, which encodes captions in its way, before any trial."""
+        """Return the same work by another program, which encodes captions in its way, before any
+        trial."""
         tables = PassTables(self.model.with_overheads(overheads), self.hardware, overheads)
+        settings, reason = caching
         return replace(
-            self, tables=tables, caching=caching[0], caching_reason=caching[1], calibration=None
+            self, tables=tables, caching=settings, caching_reason=reason, calibration=None
         )
 
     def as_trials_run(self) -> Self:
-        """The same work as trials do it: by autotune's executor in one process, which keeps no
-        buckets to send."""
+        """Return the same work as trials do it: by autotune's executor in one process."""
         return replace(self, parallel=ONE_PROCESS, tables=self.tables.of_autotune)
 
     def for_hardware(self, hardware: HardwareProfile) -> Self:
-        """The same work, budget and caching settings on another machine, before any trial there."""
+        """Return the same work and caching settings on another machine, before any trial there."""
         model = self.model.with_rules(rules_of(hardware))
         return replace(self, tables=PassTables(model, hardware, self.overheads), calibration=None)
 
     def residual(self, trial: TrialResult) -> Residual | None:
-        """How far the trial was from the prediction without calibration; None if it did not run."""
+        """Tell how far the trial was from the prediction without calibration; None if it did not
+        run."""
         if not trial.peak_memory_bytes:
             return None
         return residual_of(trial, self.as_trials_run().predict_uncalibrated(trial.candidate))
 
     def weight_bytes(self, candidate: Candidate) -> int:
-        """Bytes of the frozen weights as the candidate stores them; needs no trace."""
-        model_bytes = self.model.model_bytes(
-            candidate.precision, candidate.quantization, candidate.modulation
-        )
-        return self.parallel.weight_bytes(model_bytes) - away_bytes(
-            model_bytes, candidate.swapped_blocks
-        )
+        """Return the frozen weights as the candidate stores them; needs no trace."""
+        model_bytes = self.tables.model_bytes(candidate)
+        away = model_bytes.away_bytes(candidate.swapped_blocks)
+        return self.parallel.weight_bytes(model_bytes) - away
 
     def activation_bytes(self, candidate: Candidate) -> float:
-        """Bytes that one micro-batch keeps for its backward pass."""
-        return self.tables.pass_of(candidate, accumulates=False).saved_bytes
+        """Return what one micro-batch keeps for its backward pass."""
+        mixture = candidate.checkpointed_blocks, candidate.selective_blocks
+        return self.tables.pass_of(PassChoice.of(candidate), mixture, False).saved_bytes
 
     def host_memory_bytes(self, candidate: Candidate) -> int:
-        """Bytes that a run takes of the host's memory."""
         return self.tables.resident_of(candidate, self.caching, self.parallel).host_memory_bytes
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """Memory of every phase and the time of one optimizer step."""
+        """Predict memory of every phase and the time of one optimizer step."""
         calibration = self.calibration or Calibration.of(
             (), rates_measured=self.tables.rates_of(candidate).measured
         )
         return self._predict(candidate, calibration)
 
     def predict_uncalibrated(self, candidate: Candidate) -> Prediction:
-        """The same before anything was learned, without uncertainties."""
+        """Predict the same before anything was learned, without uncertainties."""
         return self._predict(candidate, None)
 
     def _predict(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
-        composed, waste, time = self._uncalibrated(candidate)
+        self.prepare((candidate,))
+        composed, waste, time = self.tables.steps[candidate, self.parallel]
         resident = self.tables.resident_of(candidate, self.caching, self.parallel)
         if self.process_bytes is not None:
             resident = replace(resident, overhead_bytes=self.process_bytes)
@@ -262,10 +233,6 @@ class CostModel:
             time_uncertainty=calibration.time.uncertainty(candidate) if calibration else 0.0,
         )
 
-    def _uncalibrated(self, candidate: Candidate) -> tuple[ComposedPass, float, dict[str, float]]:
-        self.prepare((candidate,))
-        return self.tables.steps[candidate, self.parallel]
-
     def prepare(self, candidates: Iterable[Candidate]) -> None:
         """Find at once what predictions of `candidates` rest on: sooner than one by one, and the
         same bits."""
@@ -277,8 +244,8 @@ class CostModel:
             self._prepare(group)
 
     def _all_but_depth(self, candidate: Candidate) -> tuple[object, ...]:
-        """What candidates must have in common to be composed of the same tables: all but how
-        many blocks."""
+        """What candidates must have in common to be composed of the same tables: all but how many
+        blocks."""
         others = (value for name, value in candidate if name not in BLOCK_COUNTS)
         recomputed = candidate.checkpointed_blocks + candidate.selective_blocks
         kinds = candidate.checkpointed_blocks > 0, candidate.selective_blocks > 0
@@ -287,9 +254,8 @@ class CostModel:
     def _prepare(self, candidates: Sequence[Candidate]) -> None:
         one = candidates[0]
         numbers = np.array([[getattr(each, name) for name in BLOCK_COUNTS] for each in candidates])
-        composed = self.tables.passes(
-            PassChoice.of(one), numbers[:, :2], self._accumulation(one) > 1
-        )
+        accumulates = self._accumulation(one) > 1
+        composed = self.tables.passes(PassChoice.of(one), numbers[:, :2], accumulates)
         waste = self.tables.waste_bytes(one, numbers[:, 0] + numbers[:, 1], composed.saved_bytes)
         by_class = self._step_time(one, composed, numbers[:, 2:])
         seconds = {
@@ -302,30 +268,23 @@ class CostModel:
     def predict_block_counts(
         self, candidate: Candidate, passes: NDArray[np.int64], swapped: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Bytes of a training step and its seconds for many numbers of blocks at once, before any
-        calibration.
+        """Predict bytes of a training step and its seconds for many numbers of blocks at once,
+        before any calibration.
 
-        Args:
-            candidate: all other choices.
-            passes: (passes, 2): numbers of checkpointed and selective blocks.
-            swapped: (numbers,): numbers of swapped blocks.
-
-        Returns:
-            bytes and seconds, each (passes, numbers).
+        Shapes: `passes` (passes, 2) has numbers of checkpointed and selective blocks, `swapped`
+        (numbers,) those of swapped blocks; bytes and seconds are (passes, numbers).
         """
         accumulation = self._accumulation(candidate)
         composed = self.tables.passes(PassChoice.of(candidate), passes, accumulation > 1)
         waste = self.tables.waste_bytes(
             candidate, passes[:, 0] + passes[:, 1], composed.saved_bytes
         )
-        model_bytes = self.model.model_bytes(
-            candidate.precision, candidate.quantization, candidate.modulation
-        )
-        weights = self.parallel.weight_bytes(model_bytes) - np.array(
-            [away_bytes(model_bytes, int(k)) for k in swapped]
-        )
+        model_bytes = self.tables.model_bytes(candidate)
+        away = np.array([model_bytes.away_bytes(int(k)) for k in swapped])
+        weights = self.parallel.weight_bytes(model_bytes) - away
         time = self._step_time(candidate, composed, swapped[None])
-        return (composed.peak_bytes + waste)[:, None] + weights, _total(time)
+        seconds: NDArray[np.float64] = sum(time.values()) - time["recompute_seconds"]
+        return (composed.peak_bytes + waste)[:, None] + weights, seconds
 
     def _accumulation(self, candidate: Candidate) -> int:
         return -(-self.workload.effective_batch_size // candidate.micro_batch_size)
@@ -334,27 +293,17 @@ class CostModel:
         self, candidate: Candidate, composed: ComposedPasses, swapped: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
         """Seconds of one optimizer step, by class of operation: each broadcasts to (passes, numbers
-        of swapped blocks).
-
-        Args:
-            candidate: all other choices.
-            composed: the passes.
-            swapped: (1, numbers): numbers of swapped blocks; or (passes, 1), one for each.
-        """
+        of swapped blocks). `swapped` is (1, numbers), or (passes, 1) for one each."""
         rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
-        model_bytes = self.model.model_bytes(
-            candidate.precision, candidate.quantization, candidate.modulation
-        )
+        model_bytes = self.tables.model_bytes(candidate)
         shares = self.tables.typical_shares(candidate)
-        is_compiled = candidate.compile == "block"
-        forward, whole = (
-            accumulation * shares * work[:, :-1] for work in (composed.forward, composed.work)
-        )
+        forward = accumulation * shares * composed.forward[:, :-1]
+        whole = accumulation * shares * composed.work[:, :-1]
+        recomputing = (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None]
         again = (RECOMPUTED_LAUNCHES - 1) * composed.recompute[:, -1]
-        first, launches = (
-            accumulation * each for each in (composed.forward[:, -1], composed.work[:, -1] + again)
-        )
-        if is_compiled:
+        first = accumulation * composed.forward[:, -1]
+        launches = accumulation * (composed.work[:, -1] + again)
+        if candidate.compile == "block":
             first, launches = first * LAUNCH_SHARE, launches * LAUNCH_SHARE
             for device in (forward, whole):
                 device[:, CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
@@ -363,13 +312,11 @@ class CostModel:
         each = FUSED_LAUNCHES_PER_TENSOR if fused else LAUNCHES_PER_TENSOR
         launches = launches + sum(model_bytes.adapter_shapes.values()) * each
         host, computing = (launches * rates.launch_seconds)[:, None], whole.sum(axis=1)[:, None]
-        if self.model.rules == "cpu":  # one after the other
-            overhead = host
-        else:
+        overhead = host
+        if self.model.rules != "cpu":  # there one after the other
             begun, at_first = (first * rates.launch_seconds)[:, None], forward.sum(axis=1)[:, None]
-            overhead = idle_seconds(begun, at_first) + idle_seconds(
-                host - begun, computing - at_first + optimizer
-            )
+            later = _idle_seconds(host - begun, computing - at_first + optimizer)
+            overhead = _idle_seconds(begun, at_first) + later
         exchange = self.parallel.exchange_seconds(self.hardware, model_bytes, accumulation)
         transfer = np.maximum(0.0, exchange - computing)
         # Blocks visit for the forward and for the backward pass, while others compute.
@@ -384,18 +331,11 @@ class CostModel:
             "optimizer_seconds": np.array(optimizer),
             "overhead_seconds": overhead,
             "transfer_seconds": transfer,
-            "recompute_seconds": accumulation
-            * (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None],
+            "recompute_seconds": accumulation * recomputing,
         }
 
 
-def idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How long a GPU waits in a pass for operations to be launched. The host launches one while
-    the GPU works on another, but no more than some 1,000 ahead, a few blocks' worth: what one
-    pass leaves idle no other makes up for."""
+def _idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How long a GPU waits in a pass for launches. The host is no more than some 1,000 ahead, a few
+    blocks' worth: what one pass leaves idle no other makes up for."""
     return np.maximum(0.0, host - device)
-
-
-def _total(time: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    total: NDArray[np.float64] = sum(time.values()) - time["recompute_seconds"]
-    return total

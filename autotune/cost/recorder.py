@@ -1,5 +1,4 @@
-"""A dispatch mode that watches one forward and backward pass: live bytes after every operation, and
-the work done.
+"""A dispatch mode that watches one pass: live bytes after every operation, and the work done.
 
 Nothing is computed: tensors are on the meta device, so a pass of a 20-billion-parameter model takes
 a fraction of a second. Live bytes are exact, because the recorder follows storages (not tensors:
@@ -32,39 +31,29 @@ from autotune.cost.kernels import (
 )
 
 MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
-PRODUCTS = {"_int_mm": "int8", "_scaled_mm": "fp8"}
-"""Those with factors of 8 bits, and the dtype."""
+PRODUCTS = {"_int_mm": "int8", "_scaled_mm": "fp8"}  # those with factors of 8 bits, and the dtype
+# What starts no kernel, beside operations whose schema says that they return a view.
 FREE = frozenset(
     {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"}
 )
-"""Operations that start no kernel, beside those whose schema says that they return a view."""
-
-
+# Dtypes that only quantized weights have.
 STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
-"""Dtypes that only quantized weights have."""
 
-Call = tuple[Any, Any, dict[str, Any], Any, list[torch.Tensor], list[torch.Tensor]]
-"""An operation, its arguments, its result, and the tensors among arguments and results."""
-
+# Functions between an operation and this module's look at it.
 OWN_FRAMES = frozenset({"_sums_gradients", "__torch_dispatch__", "_fn", "inner"})
-"""Of functions between an operation and this module's look at it."""
 
-SCRATCH = 0
-"""Storage number of kernel scratch memory, which lives within one operation."""
+SCRATCH = 0  # storage number of kernel scratch memory, which lives within one operation
 
 
 @dataclass
 class Segment:
-    """One stretch of a pass, e.g. the forward pass of one block. Bytes are relative to the level
-    at its start."""
+    """One stretch of a pass, e.g. the forward pass of one block. Bytes are relative to the level at
+    its start."""
 
     name: str
-    growth_bytes: int = 0
-    """Live bytes at the end minus live bytes at the start."""
-    peak_bytes: int = 0
-    """Highest level inside."""
-    workspace_bytes: int = 0
-    """Kernel scratch memory within that peak."""
+    growth_bytes: int = 0  # live at the end minus live at the start
+    peak_bytes: int = 0  # highest level inside
+    workspace_bytes: int = 0  # kernel scratch memory within that peak
     work: Counter[Work] = field(default_factory=Counter)
     events: list[tuple[int, int]] = field(default_factory=list)
     """(storage number, bytes) of each allocation, (storage number, -bytes) of each free."""
@@ -83,9 +72,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._summed: tuple[int, int] | None = None
 
     @classmethod
+    # Without dynamo's wrapper, an operation takes a tenth less time.
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under this mode: without dynamo's wrapper, an operation takes a
-        tenth less time."""
         return False
 
     def seed(self, tensors: Iterable[Tensor]) -> int:
@@ -94,14 +82,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._watch(tensor, None) for tensor in tensors)
 
     def mark(self, name: str) -> None:
-        """Start a new segment."""
         self.segments.append(Segment(name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for kind in types:
-            if kind not in PLAIN:
-                # a quantized weight: let it say which plain operations it is made of
-                return NotImplemented
+        if any(kind not in PLAIN for kind in types):
+            # A quantized weight: let it say which plain operations it is made of.
+            return NotImplemented
         kwargs = kwargs or {}
         inputs = tensors_in(args)
         for tensor in inputs:  # what nobody seeded before: plain attributes and caches of modules
@@ -112,9 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = called(func, args, kwargs, known)
         segment = self.segments[-1]
         outputs = tensors_in((out,))
-        fresh = 0
-        for tensor in outputs:
-            fresh += self._watch(tensor, segment)
+        fresh = sum([self._watch(tensor, segment) for tensor in outputs])
         name = name_of(func)
         sums = name == "add" and _sums_gradients(inputs)
         self._summed = (_storage_key(inputs[0]), len(segment.events)) if sums else None
@@ -122,10 +106,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._allocate(segment, scratch)()
         if name != "empty" and (fresh or not (func.is_view or name in FREE)):
             charge = known.charge if known else None
-            if charge is None:
-                charge = _charge_of((func, args, kwargs, out, inputs, outputs))
-                if known:
-                    known.charge = charge
+            charge = charge or _charge_of(func, args, kwargs, out, inputs, outputs)
+            if known:
+                known.charge = charge
             work, scratch = charge
             if scratch:
                 segment.events.extend([(SCRATCH, scratch), (SCRATCH, -scratch)])
@@ -154,7 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _sum_in_place(self, freed: int) -> None:
         """If the storage just freed was the first of two gradients that autograd summed, and
         nothing happened between: let the sum take its place. Autograd does so, except under a
-        dispatch mode such as this one."""
+        dispatch mode."""
         events = self.segments[-1].events
         if self._summed == (freed, len(events) - 1):
             events[-2], events[-1] = events[-1], events[-2]
@@ -171,9 +154,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return free
 
 
-def _charge_of(call: Call) -> tuple[Work, int]:
-    func, args, kwargs, out, inputs, outputs = call
-    name = func._schema.name[6:]
+def _charge_of(
+    func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
+) -> tuple[Work, int]:
+    name = name_of(func)
     moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
     kind, shape = _class_of(name, inputs)
     scratch = 0
@@ -195,12 +179,9 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 def _sums_gradients(inputs: list[Tensor]) -> bool:
-    """Whether this addition is autograd's own, of two gradients of one tensor, and the first has
-    room for the sum.
-
-    It comes from no Python code, so below the recorder's frames lies the start of the backward
-    pass.
-    """
+    """True if this addition is autograd's own, of two gradients of one tensor, and the first has
+    room for the sum. It comes from no Python code, so below the recorder's frames lies the start of
+    the backward pass."""
     if torch.is_grad_enabled() or inputs[0].untyped_storage().nbytes() != inputs[0].nbytes:
         return False
     frame: FrameType | None = sys._getframe()
@@ -224,15 +205,14 @@ def _class_of(name: str, inputs: list[Tensor]) -> tuple[str, tuple[int, ...]]:
         return ("attention.backward" if backward else "attention"), tuple(shape)
     if name.startswith("convolution"):
         return "convolution", ()
-    stored = [tensor.dtype for tensor in inputs if tensor.dtype in STORED]
-    if stored:
+    if stored := [tensor.dtype for tensor in inputs if tensor.dtype in STORED]:
         return f"dequantization.{str(stored[0]).removeprefix('torch.')}", ()
     kernel = "narrow" if _is_narrow(name, inputs) else name
     return (f"elementwise.{kernel}" if kernel in SLOW_ON_CPU else "elementwise"), ()
 
 
 def _is_narrow(name: str, inputs: list[Tensor]) -> bool:
-    """Whether a last dimension of a few numbers is summed or broadcast over; see
+    """True if a last dimension of a few numbers is summed or broadcast over; see
     `kernels.SLOW_ON_CPU`."""
     whole = [tensor for tensor in inputs if tensor.ndim > 1]
     if not whole or max(tensor.shape[-1] for tensor in whole) > NARROW:
@@ -262,10 +242,9 @@ class RememberedCall:
     """What is remembered of a function called with arguments of certain shapes."""
 
     results: tuple[_Result | int | None, ...] | None = None
-    """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known,
-    so it is called again. Of functions that write into an argument and return it: nothing."""
-    charge: Any = None
-    """Whatever else follows from the key, for who records; None until it is found."""
+    """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known, so
+    it is called again. Of functions that write into an argument and return it: nothing."""
+    charge: Any = None  # whatever else follows from the key, for who records
 
 
 _known: dict[Hashable, RememberedCall] = {}
@@ -275,28 +254,26 @@ MAX_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
 def kind_of(func: Any) -> str:
-    """What `func` gives: something "new", what it wrote into, its first argument ("in place") or
-    `out`, or a "view" or another alias."""
+    """Tell what `func` gives: something "new", what it wrote into, its first argument ("in place")
+    or `out`, or a "view" or another alias."""
     # Overloads live as long as the process, and hashing one takes a call.
-    kind = _kinds.get(id(func))
-    if kind is None:
-        kind = _kinds[id(func)] = _find_kind(func)
-    return kind
+    if id(func) not in _kinds:
+        _kinds[id(func)] = _find_kind(func)
+    return _kinds[id(func)]
 
 
 def name_of(func: Any) -> str:
-    """The name of an operation without `aten::`, which takes torch longer to tell."""
-    name = _names.get(id(func))
-    if name is None:
-        name = _names[id(func)] = func._schema.name[6:]
-    return name
+    """Name an operation without `aten::`, which takes torch longer to tell."""
+    if id(func) not in _names:
+        _names[id(func)] = func._schema.name[6:]
+    return _names[id(func)]
 
 
 def remembered_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RememberedCall | None:
-    """What is remembered of such a call, nothing at first; None if no call can be told from
-    others by `key_of`."""
+    """Find what is remembered of such a call, nothing at first; None if `key_of` cannot tell it
+    from others."""
     key = key_of(func, args, kwargs)
     if key is None:
         return None
@@ -311,8 +288,7 @@ def remembered_call(
 def called(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: RememberedCall | None
 ) -> Any:
-    """`func(*args, **kwargs)`, or empty meta tensors of the shapes that `known`, by
-    `remembered_call`, says."""
+    """Call `func`, or make empty meta tensors of the shapes that `known` says."""
     if known is None:
         return func(*args, **kwargs)
     kind = kind_of(func)
@@ -342,8 +318,7 @@ def called(
 
 
 class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within this context, operations on plain meta tensors are `called` by what is remembered
-    of them."""
+    """Calls operations on plain meta tensors by what is remembered of them, within this context."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -351,20 +326,15 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
-            # a quantized weight: let it say which plain operations it is made of
-            return NotImplemented
+            return NotImplemented  # as in `Recorder`
         args, kwargs = on_meta(args, tensors_in(args)), kwargs or {}
         return called(func, args, kwargs, remembered_call(func, args, kwargs))
 
 
 def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Arguments whose `tensors` are all on the meta device if any is: some models read numbers
-    from tensors, such as where an image lies in a sequence, so those are on the host, and used
-    together with the others."""
-    for tensor in tensors:
-        if not tensor.is_meta:
-            break
-    else:
+    """Move all arguments to the meta device if any is there: some models read numbers from tensors,
+    such as where an image lies in a sequence, so those are on the host."""
+    if all(tensor.is_meta for tensor in tensors):
         return args
     places = {tensor.device.type for tensor in tensors if tensor.ndim}
     return _to_meta(args) if len(places) > 1 else args
@@ -377,7 +347,7 @@ def _to_meta(item: Any) -> Any:
 
 
 def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:
-    """Tensors among `items` and within lists and tuples of them, as `cat` and `stack` take."""
+    """List tensors among `items` and within lists and tuples of them, as `cat` and `stack` take."""
     found: list[torch.Tensor] = []
     for item in items:
         if isinstance(item, torch.Tensor):
@@ -393,11 +363,8 @@ def _find_kind(func: Any) -> str:
     if not aliases:
         return "new"
     alone = len(returns) == 1 and len(aliases) == 2 and returns[0].alias_info
-    if (
-        not alone
-        or not all(alias.is_write for alias in aliases)
-        or torch.Tag.inplace_view in func.tags
-    ):
+    writes = all(alias.is_write for alias in aliases)
+    if not alone or not writes or torch.Tag.inplace_view in func.tags:
         return "view"
     written = next(argument for argument in arguments if argument.alias_info)
     return "in place" if written is arguments[0] else "out" if written.name == "out" else "view"
@@ -415,8 +382,8 @@ def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """What decides the result; None where that is not known for certain, as with numbers in
-    tensors, and for views."""
+    """Return what decides the result; None if that is not certain, as with numbers in tensors, and
+    for views."""
     if kind_of(func) == "view":
         return None
     parts: list[Hashable] = [id(func)]
@@ -428,12 +395,8 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable
         elif isinstance(item, list | tuple):
             tensors = [part for part in item if isinstance(part, torch.Tensor)]
             if not tensors:
-                parts.append(
-                    tuple(
-                        (type(part), tuple(part) if isinstance(part, list) else part)
-                        for part in item
-                    )
-                )
+                plain = [tuple(part) if isinstance(part, list) else part for part in item]
+                parts.append(tuple(zip(map(type, item), plain, strict=True)))
             elif len(tensors) < len(item) or any(
                 not part.is_meta or part.ndim == 0 for part in tensors
             ):

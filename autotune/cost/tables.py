@@ -4,8 +4,8 @@ trials."""
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, cached_property
-from typing import Any, NamedTuple, Self
+from functools import cache, cached_property, partial
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from autotune.cost.memory import (
     kept_part_bytes,
     resident_of,
 )
-from autotune.cost.model import TracedModel
+from autotune.cost.model import ModelBytes, TracedModel
 from autotune.cost.timing import Rates
 from autotune.cost.trace import (
     PLAIN,
@@ -30,6 +30,7 @@ from autotune.cost.trace import (
     ComposedPass,
     ComposedPasses,
     PassTable,
+    TracePass,
     compose,
     table_of,
 )
@@ -50,8 +51,8 @@ from autotune.plan.workload import (
 )
 
 TRACED_SIZES = (2, 4)
-"""Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip
-copies there."""
+"""Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip copies
+there."""
 
 PAGEABLE_SHARE = 0.5
 """Of the bus's rate from pinned memory, what copies from mapped files reach. A round figure, not
@@ -70,12 +71,11 @@ class PassChoice(NamedTuple):
 
     @classmethod
     def of(cls, candidate: Candidate) -> Self:
-        """The candidate's choices."""
         return cls(*(getattr(candidate, name) for name in cls._fields))
 
-    def traced_options(self) -> dict[str, Any]:
-        """The choices that a trace takes by name."""
-        return {"modulation": self.modulation, "norm_rope": self.norm_rope}
+
+Step = tuple[ComposedPass, float, dict[str, float]]
+"""A pass, bytes that the allocator reserves beyond its peak, and a step's seconds by class."""
 
 
 class PassTables:
@@ -93,15 +93,13 @@ class PassTables:
         self.workload = model.workload
         self.overheads = overheads
         self._num_blocks, self._num_traced = model.num_blocks, sum(map(len, model.picked))
-        self._rates, self._blocks = cache(self._find_rates), cache(self._find_blocks)
+        self._rates, self._blocks = cache(partial(Rates, hardware)), cache(self._find_blocks)
         self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
         self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)
-        self._pass, self._typical_shares = cache(self._find_pass), cache(self._find_typical_shares)
-        self.steps: dict[
-            tuple[Candidate, Parallel], tuple[ComposedPass, float, dict[str, float]]
-        ] = {}
-        """What cost models on these tables have found for candidates, whatever they learned from
-        trials."""
+        self._typical_shares = cache(self._find_typical_shares)
+        self.pass_of = cache(self._find_pass)
+        # What cost models on these tables have found, whatever trials taught them.
+        self.steps: dict[tuple[Candidate, Parallel], Step] = {}
         self._modulation = cache(self._find_modulation)
         self._residents: dict[tuple[object, ...], Resident] = {}
         self._own: PassTables | None = None
@@ -121,38 +119,19 @@ class PassTables:
         vae = self.model.vae_cost(precision)
         return size_of(self.model.parts, precision, vae.weight_bytes, vae.encode_transient_bytes)
 
-    def rates_of(self, candidate: Candidate) -> Rates:
-        """The device's rates with the candidate's precision and attention."""
-        return self._rates_of(PassChoice.of(candidate))
+    def rates_of(self, choice: Candidate | PassChoice) -> Rates:
+        """Return the device's rates with the precision and attention of the choice."""
+        return self._rates(choice.precision, choice.attention, self.kernel_of(choice))
 
-    @property
-    def usual_rates(self) -> Rates:
-        """The device's rates with the usual choices."""
-        return self._rates_of(self.usual_choice)
+    def model_bytes(self, choice: Candidate | PassChoice) -> ModelBytes:
+        """Return what the full model keeps as the choice stores its weights."""
+        return self.model.model_bytes(choice.precision, choice.quantization, choice.modulation)
 
-    def _rates_of(self, choice: PassChoice) -> Rates:
-        return self._rates(
-            choice.precision, choice.attention, self._kernel(choice, choice.micro_batch_size)
-        )
-
-    def _find_rates(self, precision: str, attention: str, kernel: str) -> Rates:
-        return Rates(self.hardware, precision, attention, kernel)
-
-    def kernel_of(self, candidate: Candidate) -> str:
-        """The attention kernel that the candidate runs, as `kernel_for` names it."""
-        return self._kernel(PassChoice.of(candidate), candidate.micro_batch_size)
-
-    def _kernel(self, choice: PassChoice, size: int) -> str:
-        masked = self.model.masked(size)
-        return kernel_for(
-            choice.attention, self.model.rules, masked, self.hardware, choice.precision
-        )
-
-    def pass_of(self, candidate: Candidate, *, accumulates: bool) -> ComposedPass:
-        """One micro-batch of the full model; `accumulates` if gradients of an earlier one are
-        already there."""
-        mixture = candidate.checkpointed_blocks, candidate.selective_blocks
-        return self._pass(PassChoice.of(candidate), mixture, accumulates)
+    def kernel_of(self, choice: Candidate | PassChoice, size: int | None = None) -> str:
+        """Name the attention kernel that runs, at micro-batch `size` if it is another."""
+        masked = self.model.masked(size or choice.micro_batch_size)
+        known = choice.attention, self.model.rules, masked, self.hardware, choice.precision
+        return kernel_for(*known)
 
     def _find_pass(
         self, choice: PassChoice, mixture: tuple[int, int], accumulates: bool
@@ -162,7 +141,8 @@ class PassTables:
     def passes(
         self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool
     ) -> ComposedPasses:
-        """The same for many mixtures of what blocks keep, at once; see `compose`."""
+        """Compose one micro-batch of the full model for many mixtures of what blocks keep, at once;
+        see `compose`."""
         whole, selective = mixtures.T
         at_most = self._num_blocks - selective
         mixtures = np.stack([np.minimum(whole, at_most), selective], axis=1)
@@ -179,14 +159,12 @@ class PassTables:
             tables[WHOLE] = self._table(choice, WHOLE, recomputed)
         if selective:
             tables[SELECTIVE] = self._table(choice, SELECTIVE, recomputed)
-        model_bytes = self.model.model_bytes(
-            choice.precision, choice.quantization, choice.modulation
-        )
+        model_bytes = self.model_bytes(choice)
         return BlockTables(tables, np.array(model_bytes.block_adapter_bytes, dtype=np.float64))
 
     def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
-        """The full model's pass when the first `recomputed` of the traced blocks are of a kind;
-        see `BlockTables`."""
+        """The full model's pass when the first `recomputed` of the traced blocks are of a kind; see
+        `BlockTables`."""
         (low, high), size = TRACED_SIZES, choice.micro_batch_size
         if kind == SELECTIVE:
             # What it saves to keep attention has nothing to do with weights, and is proportional to
@@ -195,9 +173,8 @@ class PassTables:
             start, end = (
                 self._traced_table(usual, each, recomputed) for each in (WHOLE, SELECTIVE)
             )
-            return self._table(choice, WHOLE, recomputed).plus(
-                size / usual.micro_batch_size, start, end
-            )
+            share = size / usual.micro_batch_size
+            return self._table(choice, WHOLE, recomputed).plus(share, start, end)
         if size in (1, low, high):
             return self._traced_table(choice, kind, recomputed)
         ends = [self._traced_table(choice, kind, recomputed, at) for at in TRACED_SIZES]
@@ -208,32 +185,37 @@ class PassTables:
     ) -> PassTable:
         """From a trace at the micro-batch of the choice, or at `size` at the rates of the
         choice."""
-        at = size or choice.micro_batch_size
-        options = choice.traced_options() | ({"keeps_attention": True} if kind == SELECTIVE else {})
-        kernel = self._kernel(choice, at)
-        trace = self.model.traced(
-            choice.precision, choice.quantization, kernel, at, recomputed, **options
-        )
-        table = table_of(trace, self._rates_of(choice), self.workload.rank)
+        at, keeps = size or choice.micro_batch_size, kind == SELECTIVE
+        trace = self._trace(choice, at, recomputed, keeps_attention=keeps)
+        table = table_of(trace, self.rates_of(choice), self.workload.rank)
         return table.stretched(self.model.index)
 
+    def _trace(
+        self,
+        choice: PassChoice,
+        size: int,
+        recomputed: int,
+        *,
+        keeps_attention: bool = False,
+        model: TracedModel | None = None,
+    ) -> TracePass:
+        kernel = self.kernel_of(choice, size)
+        known = choice.precision, choice.quantization, kernel, size, recomputed
+        others = choice.modulation, choice.norm_rope
+        return (model or self.model).traced(*known, keeps_attention, *others)
+
     def forward_seconds(self, candidate: Candidate) -> float:
-        """Time of one item's forward pass, as a preview's denoising step makes it."""
+        """Return the time of one item's forward pass, as a preview's denoising step makes it."""
         table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), PLAIN, 0)
         return float(table.before[SECONDS:-1].sum() + table.forward[:, SECONDS:-1].sum())
 
     def waste_bytes(
         self, candidate: Candidate, recomputed: NDArray[np.int64], saved_bytes: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Bytes that the caching allocator reserves beyond the peaks of passes.
+        """Return bytes that the caching allocator reserves beyond the peaks of passes.
 
         Known for no recomputing block and for all but one; between them it goes by the share of
-        blocks.
-
-        Args:
-            candidate: all other choices.
-            recomputed: number of recomputing blocks of each pass.
-            saved_bytes: `ComposedPass.saved_bytes` of each.
+        blocks. `recomputed` and `saved_bytes` have one number for each pass.
         """
         if self.model.rules == "cpu":
             return np.zeros(len(recomputed))
@@ -247,7 +229,7 @@ class PassTables:
         return np.where(share == 0.0, own[0], np.where(share == 1.0, own[1], between))
 
     def _find_waste_bytes(self, choice: PassChoice, allocator: str, checkpointed: int) -> float:
-        saved = self._pass(choice, (checkpointed, 0), True).saved_bytes
+        saved = self.pass_of(choice, (checkpointed, 0), True).saved_bytes
         return float(self._scaled_waste(choice, allocator, checkpointed, np.array(saved)))
 
     def _scaled_waste(
@@ -257,27 +239,13 @@ class PassTables:
         checkpointed: int,
         saved_bytes: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        traced_size = 1 if choice.micro_batch_size == 1 else TRACED_SIZES[0]
-        waste = self._waste(
-            choice._replace(micro_batch_size=traced_size),
-            allocator,
-            self._num_traced - 1 if checkpointed else 0,
-        )
-        return (
-            waste.fixed_bytes * choice.micro_batch_size / traced_size
-            + waste.saved_share * saved_bytes
-        )
+        size, recomputed = choice.micro_batch_size, self._num_traced - 1 if checkpointed else 0
+        traced_size = 1 if size == 1 else TRACED_SIZES[0]
+        waste = self._waste(choice._replace(micro_batch_size=traced_size), allocator, recomputed)
+        return waste.fixed_bytes * size / traced_size + waste.saved_share * saved_bytes
 
     def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
-        size = choice.micro_batch_size
-        traced = (
-            choice.precision,
-            choice.quantization,
-            self._kernel(choice, size),
-            size,
-            checkpointed,
-        )
-        trace = self.model.traced(*traced, **choice.traced_options())
+        trace = self._trace(choice, choice.micro_batch_size, checkpointed)
         segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
         block = trace.forward[len(trace.forward) // 2].events
         freed = {number for number, num_bytes in block if num_bytes < 0}
@@ -288,38 +256,40 @@ class PassTables:
     def resident_of(
         self, candidate: Candidate, caching: CachingSettings, parallel: Parallel
     ) -> Resident:
-        """What stays on one device, whatever the micro-batch and checkpointing."""
+        """Return what stays on one device, whatever the micro-batch and checkpointing."""
         stored = candidate.precision, candidate.quantization, candidate.modulation
         key = (*stored, candidate.allocator, candidate.swapped_blocks, caching, parallel)
-        if key not in self._residents:
-            stay = caching.residency == "keep"
-            encoder_bytes = self.encoder_size.device_bytes(caching)
-            stay = stay or bool(self.overheads and self.overheads.has("text_encoders", "cache"))
-            known = (self.hardware, self.model, candidate)
-            alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
-            # Which previews encode here.
-            if caching.vae_device != "training" and not self.model.family.max_controls:
-                alone = replace(alone, encode_transient_bytes=0)
-            # Before the transformer comes, by one process of a node for all of them: each counts
-            # its share.
-            encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.num_processes)
-            encoding = HOST_PROCESS_BYTES + encoders
-            alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
-            self._residents[key] = parallel.resident(alone, self.model.model_bytes(*stored))
+        if key in self._residents:
+            return self._residents[key]
+        keeps = self.overheads is not None and self.overheads.has("text_encoders", "cache")
+        alone = resident_of(
+            self.hardware,
+            self.model,
+            candidate,
+            encoder_bytes=self.encoder_size.device_bytes(caching),
+            encoders_stay=keeps or caching.residency == "keep",
+        )
+        # Which previews encode here.
+        if caching.vae_device != "training" and not self.model.family.max_controls:
+            alone = replace(alone, encode_transient_bytes=0)
+        # Before the transformer comes, by one process of a node for all of them: each counts its
+        # share.
+        encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.num_processes)
+        encoding = HOST_PROCESS_BYTES + encoders
+        alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
+        self._residents[key] = parallel.resident(alone, self.model_bytes(candidate))
         return self._residents[key]
 
     def kept_part_bytes(
         self, candidate: Candidate, caching: CachingSettings, parallel: Parallel
     ) -> Mapping[str, int]:
-        """What the program that trains keeps on one device in each phase, beyond what autotune's
-        executor does."""
+        """Return what the program that trains keeps on one device in each phase, beyond what
+        autotune's executor does."""
         if self.overheads is None or not self.overheads.kept:
             return {}
-        vae = self.model.vae_cost(candidate.precision).weight_bytes // encoder_element_bytes(
-            candidate.precision
-        )
+        precision, encoders = candidate.precision, self.encoder_size.weight_bytes(caching)
+        vae = self.model.vae_cost(precision).weight_bytes // encoder_element_bytes(precision)
         resident = self.resident_of(candidate, caching, parallel)
-        encoders = self.encoder_size.weight_bytes(caching)
         return kept_part_bytes(self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders)
 
     @property
@@ -331,8 +301,8 @@ class PassTables:
         return self._own
 
     def modulation_seconds(self, candidate: Candidate) -> float:
-        """A step's share of computing a window of modulations ahead, and the way of its own ones to
-        the device.
+        """Return a step's share of computing a window of modulations ahead, and the way of its own
+        ones to the device.
 
         The layers' files are mapped, and taken to be in the system's page cache after the first
         window; the products are those of many draws at once. What is computed crosses the bus to
@@ -341,12 +311,10 @@ class PassTables:
         return self._modulation(PassChoice.of(candidate))
 
     def _find_modulation(self, choice: PassChoice) -> float:
-        layers = self.model.model_bytes(
-            choice.precision, choice.quantization, choice.modulation
-        ).modulation
+        layers = self.model_bytes(choice).modulation
         if layers is None:
             return 0.0
-        images, rates = self.workload.effective_batch_size, self._rates_of(choice)
+        images, rates = self.workload.effective_batch_size, self.rates_of(choice)
         steps = window_steps(layers.row_bytes, images)
         draws = steps * images
         rows = draws * layers.row_bytes
@@ -357,15 +325,14 @@ class PassTables:
         if self.model.rules == "cpu":
             moved = (layers.weight_bytes + 3 * rows) / rates.bandwidth
         else:
-            bus = (
-                self.hardware.rate("host_to_device.pageable")
-                or PAGEABLE_SHARE * rates.host_to_device
-            )
+            pageable = self.hardware.rate("host_to_device.pageable")
+            bus = pageable or PAGEABLE_SHARE * rates.host_to_device
             moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
         return (products + moved) / steps
 
     def typical_shares(self, candidate: Candidate) -> NDArray[np.float64] | float:
-        """What steps of usual shapes take of the time that the largest take, by class of operation.
+        """Return what steps of usual shapes take of the time that the largest take, by class of
+        operation.
 
         Between captions of mean length and the longest, both traced without checkpoints, it goes by
         the length that micro-batches are padded to: the larger they are, the more often they hold a
@@ -384,31 +351,18 @@ class PassTables:
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
 
     def padded_to(self, candidate: Candidate) -> int:
-        """What the candidate's micro-batches are padded to a multiple of tokens of."""
-        has_padding = (
-            self.model.masked(candidate.micro_batch_size)
-            and not self.model.family.separates_prompts
-        )
-        return (
-            token_multiple(self.kernel_of(candidate))
-            if has_padding and self.overheads is None
-            else 1
-        )
+        """Return what the candidate's micro-batches are padded to a multiple of tokens of."""
+        if self.overheads is not None or self.model.family.separates_prompts:
+            return 1
+        is_masked = self.model.masked(candidate.micro_batch_size)
+        return token_multiple(self.kernel_of(candidate)) if is_masked else 1
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
-        choice, size = self.usual_choice, self.usual_choice.micro_batch_size
-        traced = choice.precision, choice.quantization, self._kernel(choice, size), size, 0
+        choice, rates = self.usual_choice, self.rates_of(self.usual_choice)
+        typical_shape = self.model.in_shape(typical_bucket(self.workload), text_tokens)
+        traces = [self._trace(choice, 1, 0, model=each) for each in (typical_shape, self.model)]
         typical, largest = (
-            table_of(
-                model.traced(*traced, **choice.traced_options()),
-                self.usual_rates,
-                self.workload.rank,
-            )
-            .stretched(model.index)
-            .seconds
-            for model in (
-                self.model.in_shape(typical_bucket(self.workload), text_tokens),
-                self.model,
-            )
+            table_of(each, rates, self.workload.rank).stretched(self.model.index).seconds
+            for each in traces
         )
         return np.divide(typical, largest, out=np.ones_like(typical), where=largest > 0)

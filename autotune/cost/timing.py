@@ -1,21 +1,15 @@
-"""Seconds of one operation class on one machine: measured rates where the probe has them, else the
+"""Seconds of one operation on one machine: from measured rates where the probe has them, else the
 datasheet's.
 
 Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt
-where the catalog knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, by
-class, round figures from published measurements:
-
-- matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the
-  SMs in whole waves;
-- attention: see `assumed_efficiency`;
-- memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided
-  reads less), but for those that the probe measured by themselves;
-- small kernels, on a GPU: tiny ones, those whose tensors are still in the L2 cache, and products
-  with a rank as a dimension take other times than the rates of large ones say.
+where the catalog knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, products
+between other kernels reach .81, times how fully the output's 128 x 128 tiles fill the SMs in whole
+waves. Memory-bound kernels reach .7 of the memory's bandwidth (copies .9; reductions, casts and
+strided reads less). All are round figures from published measurements.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -30,44 +24,42 @@ CPU_ATTENTION_EFFICIENCY = 0.6
 BANDWIDTH_EFFICIENCY = 0.7
 STEP_OVER_KERNELS = 1.15
 """Published steps of LoRA training take .7 to 2.1 times their kernels at the efficiencies above,
-but for five that wait for the host or do what nobody computes here: 49 readings of seven
-programs on nine cards (benchmarks/published.py lists them), 1.15 in the median, and 1.17 without
-those of SimpleTuner. They do not say which attention kernel ran; cuDNN is charged on the H100.
-Used where nothing was measured."""
+but for five that wait for the host or do what nobody computes here: 49 readings of seven programs
+on nine cards (benchmarks/published.py lists them), 1.15 in the median, and 1.17 without those of
+SimpleTuner. They do not say which attention kernel ran; cuDNN is charged on the H100. Used where
+nothing was measured."""
 LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
-"""Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on
-an EPYC core), and a launch."""
+"""Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on an
+EPYC core), and a launch."""
 RECOMPUTED_LAUNCHES = 3
 """Launches' worth of host time for each operation of a checkpoint that runs again: saved tensors
 are packed and unpacked in Python. Small models of all families on a CPU: 2.9 to 3.5 times the
 probe's rate."""
 LAUNCHES_OF = {"dequantization.uint8": 8}
-"""The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and
-next to none backward (small models of all families on a CPU)."""
+"""The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and next
+to none backward (small models of all families on a CPU)."""
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 """For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
-EIGHT_BITS = ("int8", "fp8")
-"""Dtypes of 8-bit products."""
+EIGHT_BITS = ("int8", "fp8")  # dtypes of 8-bit products
 UNKNOWN_BUS_BANDWIDTH = 1.6e10  # PCIe 3.0 with 16 lanes
 KERNEL_SECONDS = 3e-6
-"""From the start of a kernel to that of the next, however little it does, where no probe
-measured it: some 3 us for kernels that do nothing, on recent cards and drivers
-(forums.developer.nvidia.com, thread 233645)."""
+"""From the start of a kernel to that of the next, however little it does, where no probe measured
+it: some 3 us on recent cards and drivers (forums.developer.nvidia.com, thread 233645)."""
 CACHE_SHARE = 0.9
 """Of the L2 cache, what a kernel's operands and results may take to be there still. Published
-curves of a buffer that is read again and again (te42kyfo/gpu-benches, gpu-l2-cache) keep its
-rate up to 93% of an L40's, then fall to the memory's."""
+curves of a buffer that is read again and again (te42kyfo/gpu-benches, gpu-l2-cache) keep its rate
+up to 93% of an L40's, then fall to the memory's."""
 CACHE_SHARE_IN_HALVES = 0.7
 """The same for data-center cards since the A100, whose cache has two halves that hold copies of
 each other's lines: 69% of an A100's, 72% of an H100's and of an H200's, in the same curves."""
 CACHE_GAIN = 2.0
-"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it.
-The cache itself is 2.5 (H200) to 6 (L40) times as fast, in the same curves; but an operand from
-long ago, as a residual, comes from memory."""
+"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it. The
+cache itself is 2.5 (H200) to 6 (L40) times as fast, in the same curves; but an operand from long
+ago, as a residual, comes from memory."""
 THIN = 64
-"""A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has
-16 FLOPs a byte, where a GPU computes a hundred and more in the time that it moves one."""
+"""A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has 16
+FLOPs a byte, where a GPU computes a hundred and more in the time that it moves one."""
 TILE = 128
 
 
@@ -76,8 +68,7 @@ class MeasuredProduct:
     """One measured matmul of a profile."""
 
     shape: tuple[int, int, int]
-    rate: float
-    """FLOP/s; of a thin one, bytes per second."""
+    rate: float  # FLOP/s; of a thin one, bytes per second
 
 
 class Rates:
@@ -97,31 +88,31 @@ class Rates:
         bus = sheet.pcie_bytes_per_second if sheet is not None else None
         pinned = hardware.rate("host_to_device.pinned")
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
-        self.launch_seconds = (
-            hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
-        )
-        on_gpu = hardware.device.kind == "cuda"
-        self.min_kernel_seconds = (
-            (hardware.rate("kernel.least") or KERNEL_SECONDS) if on_gpu else 0.0
-        )
+        launching, on_gpu = hardware.rate("operation.launch"), hardware.device.kind == "cuda"
+        self.launch_seconds = launching or LAUNCH_SECONDS[hardware.device.kind]
+        least = hardware.rate("kernel.least") or KERNEL_SECONDS
+        self.min_kernel_seconds = least if on_gpu else 0.0
         is_halved = hardware.device.compute_capability in ((8, 0), (9, 0), (10, 0))
         share = CACHE_SHARE_IN_HALVES if is_halved else CACHE_SHARE
         # What a kernel may read and write for its tensors to be in the cache.
         self.cached_bytes = share * (hardware.device.l2_bytes or 0) if on_gpu else 0.0
         cached = hardware.rate("memory.cache")
         self.cache_gain = max(1.0, cached / copy) if cached and copy else CACHE_GAIN
-        known = measured_products(hardware, precision)
+        known = _measured_products(hardware, precision)
         # On a CPU a slice of what takes too long is measured, for its FLOP/s.
         self.products = [each for each in known if not (on_gpu and is_thin(each.shape))]
-        self._thin = _thin_products(
-            [each for each in known if on_gpu and is_thin(each.shape)], precision
+        element_bytes = 4 if precision == "fp32" else 2
+        self._thin = tuple(
+            MeasuredProduct(each.shape, each.rate * _bytes_per_flop(each.shape, element_bytes))
+            for each in known
+            if on_gpu and is_thin(each.shape)
         )
-        self._eight_bits = {dtype: measured_products(hardware, dtype) for dtype in EIGHT_BITS}
+        self._eight_bits = {dtype: _measured_products(hardware, dtype) for dtype in EIGHT_BITS}
         self.attentions = _measured_attention(hardware, precision, attention, kernel)
         self.measured = bool(self.products) and copy is not None
 
     def seconds(self, work: Work) -> float:
-        """Device time of one operation.
+        """Return the device time of one operation.
 
         A GPU fetches while it computes: the longer of the two counts. A CPU's rates are those of
         operands in its caches, and in a step they come from memory first: both count.
@@ -133,44 +124,35 @@ class Rates:
         if moved <= self.cached_bytes and not kind.startswith("dequantization"):
             seconds /= self.cache_gain
         if flops:
-            variant = kind.partition(".")[2]
-            rate = (
-                self.attention_rate(shape[2])
-                if kind.startswith("attention")
-                else self.matmul_rate(shape, variant)
-            )
-            computes = flops / rate
-            seconds = (
-                seconds + computes if self.hardware.device.kind == "cpu" else max(seconds, computes)
-            )
-        return max(
-            self.min_kernel_seconds, seconds if self.measured else seconds * STEP_OVER_KERNELS
-        )
+            attends, variant = kind.startswith("attention"), kind.partition(".")[2]
+            rate = self.attention_rate(shape[2]) if attends else self.matmul_rate(shape, variant)
+            on_cpu, computes = self.hardware.device.kind == "cpu", flops / rate
+            seconds = seconds + computes if on_cpu else max(seconds, computes)
+        seconds = seconds if self.measured else seconds * STEP_OVER_KERNELS
+        return max(self.min_kernel_seconds, seconds)
 
     def matmul_rate(self, shape: tuple[int, ...], eight_bits: str = "") -> float:
-        """FLOP/s of a product (m, k, n), or of one whose factors are `int8` or `fp8`: from
+        """Return FLOP/s of a product (m, k, n), or of one whose factors are `int8` or `fp8`: from
         measurements of those, or as much faster than other products as the datasheet says."""
         if eight_bits:
             if measured := self._eight_bits[eight_bits]:
                 return _interpolated(tuple(measured), shape)
-            return _gain(self.hardware.datasheet, self.precision, eight_bits) * self.matmul_rate(
-                shape
-            )
+            gain = _gain(self.hardware.datasheet, self.precision, eight_bits)
+            return gain * self.matmul_rate(shape)
         if not self.products:
             return self.reached * MATMUL_EFFICIENCY * self._filled(shape)
         return _interpolated(tuple(self.products), shape or (1024, 1024, 1024))
 
     def attention_rate(self, tokens: int) -> float:
-        """FLOP/s of attention over `tokens`, forward or backward."""
+        """Return FLOP/s of attention over `tokens`, forward or backward."""
         if self.attentions:
             return _between(self.attentions, tokens)
         if self.products:
             return 0.5 * self.matmul_rate((tokens, 128, tokens))
         if self.kernel == "cpu":
             return self.reached * CPU_ATTENTION_EFFICIENCY
-        return self.reached * assumed_efficiency(
-            self.kernel, self.hardware.device.compute_capability
-        )
+        capability = self.hardware.device.compute_capability
+        return self.reached * assumed_efficiency(self.kernel, capability)
 
     def _filled(self, shape: tuple[int, ...]) -> float:
         units = self.hardware.device.sm_count
@@ -181,8 +163,8 @@ class Rates:
 
 
 def _gain(sheet: Datasheet | None, precision: str, eight_bits: str) -> float:
-    """Peak of products in 8 bits over that of those in the compute dtype; 1 if a datasheet does
-    not tell."""
+    """Peak of products in 8 bits over that of those in the compute dtype; 1 if a datasheet does not
+    tell."""
     if sheet is None:
         return 1.0
     tf32_or_plain = sheet.tf32_flops_per_second or sheet.fp32_flops_per_second
@@ -193,7 +175,7 @@ def _gain(sheet: Datasheet | None, precision: str, eight_bits: str) -> float:
 
 
 def host_flops_per_second(host: Host) -> float:
-    """FLOP/s of all cores of a CPU that nobody measured."""
+    """Return FLOP/s of all cores of a CPU that nobody measured."""
     return UNKNOWN_FLOPS_PER_CORE * (host.physical_cores or host.logical_cores)
 
 
@@ -203,9 +185,9 @@ def _reached(sheet: Datasheet | None, precision: str) -> float | None:
     Before compute capability 8.0 there is neither: tensor cores do the work in fp16, and plain fp32
     units in fp32.
     """
-    if sheet is None or sheet.bf16_flops_per_second is None:
-        if sheet is None:
-            return None
+    if sheet is None:
+        return None
+    if sheet.bf16_flops_per_second is None:
         is_half = precision == "fp16"
         peak = sheet.fp16_flops_per_second if is_half else sheet.fp32_flops_per_second
         measured = sheet.reached_fp16_flops_per_second if is_half else None
@@ -219,8 +201,8 @@ def _reached(sheet: Datasheet | None, precision: str) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...]) -> float:
-    """Rate at `shape`: measured rates weighted by inverse squared distance in the logarithms of
-    m, k and n."""
+    """Rate at `shape`: measured rates weighted by inverse squared distance in the logarithms of m,
+    k, n."""
     total = weight = 0.0
     for product in products:
         distance = sum(
@@ -232,33 +214,23 @@ def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...])
     return math.exp(total / weight)
 
 
-def measured_products(hardware: HardwareProfile, precision: str) -> list[MeasuredProduct]:
+def _measured_products(hardware: HardwareProfile, precision: str) -> list[MeasuredProduct]:
     """The matmuls that the profile has measured in this dtype; for fp32 on CUDA in TF32, as
     training computes them."""
-    names = (
-        ["tf32", "fp32"] if precision == "fp32" and hardware.device.kind == "cuda" else [precision]
-    )
-    for name in names:
-        prefix = f"matmul.{name}."
-        found = [
-            MeasuredProduct((int(m), int(k), int(n)), rate.value)
-            for rate in hardware.rates
-            if rate.name.startswith(prefix)
-            for m, k, n in (rate.name.removeprefix(prefix).split("x"),)
-        ]
+    in_tf32 = precision == "fp32" and hardware.device.kind == "cuda"
+    for name in ["tf32", "fp32"] if in_tf32 else [precision]:
+        found = []
+        for shape, rate in _rates_under(f"matmul.{name}.", hardware):
+            m, k, n = map(int, shape.split("x"))
+            found.append(MeasuredProduct((m, k, n), rate))
         if found:
             return found
     return []
 
 
-def _thin_products(
-    products: Sequence[MeasuredProduct], precision: str
-) -> tuple[MeasuredProduct, ...]:
-    element_bytes = 4 if precision == "fp32" else 2
-    return tuple(
-        MeasuredProduct(each.shape, each.rate * bytes_per_flop(each.shape, element_bytes))
-        for each in products
-    )
+def _rates_under(prefix: str, hardware: HardwareProfile) -> list[tuple[str, float]]:
+    rates = [rate for rate in hardware.rates if rate.name.startswith(prefix)]
+    return [(rate.name.removeprefix(prefix), rate.value) for rate in rates]
 
 
 def _measured_attention(
@@ -273,14 +245,8 @@ def _measured_attention(
         each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"
     ]
     for name in (*(same if backend == "native" else (backend,)), "native"):
-        prefix = f"attention.{name}.{precision}."
-        points = [
-            (int(r.name.removeprefix(prefix)), r.value)
-            for r in hardware.rates
-            if r.name.startswith(prefix)
-        ]
-        if points:
-            return tuple(sorted(points))
+        if points := _rates_under(f"attention.{name}.{precision}.", hardware):
+            return tuple(sorted((int(tokens), rate) for tokens, rate in points))
     return ()
 
 
@@ -295,7 +261,7 @@ def _between(points: tuple[tuple[int, float], ...], tokens: int) -> float:
 
 
 def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple[float, ...]:
-    """Device seconds of a segment for each of `CLASSES`, then the number of launches."""
+    """Return device seconds of a segment for each of `CLASSES`, then the number of launches."""
     seconds = dict.fromkeys(CLASSES, 0.0)
     launches = 0.0
     for item, count in work.items():
@@ -308,11 +274,10 @@ def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple
 
 
 def is_thin(shape: tuple[int, ...]) -> bool:
-    """Whether a product (m, k, n) moves bytes for longer than it computes."""
+    """Tell if a product (m, k, n) moves bytes for longer than it computes."""
     return len(shape) == 3 and min(shape) <= THIN
 
 
-def bytes_per_flop(shape: tuple[int, int, int], element_bytes: int) -> float:
-    """Bytes that a product (m, k, n) reads and writes, for each of its FLOPs."""
+def _bytes_per_flop(shape: tuple[int, int, int], element_bytes: int) -> float:
     m, k, n = shape
     return element_bytes * (m * k + k * n + m * n) / (2 * m * k * n)

@@ -7,7 +7,7 @@ of those that are and of those that are not. All blocks between are alike, so `c
 the middle one to any depth.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -22,22 +22,18 @@ from autotune.cost.kernels import DeviceRules, kernel_for, substitutes, under_au
 from autotune.cost.recorder import Recorder, Segment, summarize
 from autotune.cost.timing import Rates, seconds_by_class
 from autotune.models.family import Batch, Family, denoising_loss
-from autotune.plan.workload import Workload
 
-TRACED_BLOCKS = 3
-"""Of each row: first, middle, last."""
+TRACED_BLOCKS = 3  # of each row: first, middle, last
 
 
 @dataclass(frozen=True)
 class TracePass:
-    """One traced pass. Block segments are in the order that blocks run, also those of the
-    backward pass."""
+    """One traced pass. Block segments are in the order that blocks run, also those of the backward
+    pass."""
 
-    before: Segment
-    """From the noisy latents to the first block."""
+    before: Segment  # from the noisy latents to the first block
     forward: tuple[Segment, ...]
-    between: Segment
-    """After the last block: output layers, the loss and their backward pass."""
+    between: Segment  # output layers, the loss and their backward pass
     backward: tuple[Segment, ...]
     saved_bytes: int
     """Kept for the backward pass when the loss is known, the loss included."""
@@ -46,16 +42,13 @@ class TracePass:
 def choose_traced(
     kinds: Sequence[Sequence[Hashable]], adapted: Collection[int] | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], list[int], list[int]]:
-    """Which blocks are traced: of each row of blocks that are alike, and all adapted or all not, at
+    """Choose the blocks that are traced: of each row that are alike, and all adapted or all not, at
     most three.
 
-    Args:
-        kinds: of each list of blocks, what each block is: those of one kind are alike.
-        adapted: numbers of the adapted blocks; None for all.
-
-    Returns:
-        for each list the numbers, within it, of the blocks that are traced; for each block of the
-        full model, the traced one that stands for it; and which of the traced ones are adapted.
+    `kinds` has for each list of blocks what each block is, `adapted` the numbers of the adapted
+    ones, None for all. Returns for each list the numbers, within it, of the blocks that are traced;
+    for each block of the full model, the traced one that stands for it; and which of the traced
+    ones are adapted.
     """
     picked: list[tuple[int, ...]] = []
     index: list[int] = []
@@ -68,13 +61,12 @@ def choose_traced(
         ]
         for (_, is_adapted), row in groupby(range(len(own)), keys.__getitem__):
             places = list(row)
-            length, have = len(places), min(len(places), TRACED_BLOCKS)
-            index += [
-                before + at
-                for at in (range(length) if length <= have else (0, *[1] * (length - 2), have - 1))
-            ]
+            have, others = min(len(places), TRACED_BLOCKS), len(places) - TRACED_BLOCKS
+            # The one before the last stands for those between.
+            stand_ins = [*range(have - 1), *[have - 2] * others, have - 1]
+            index += [before + at for at in stand_ins]
             numbers += range(before, before + have) if is_adapted else ()
-            of_list += places if length <= have else (*places[: have - 1], places[-1])
+            of_list += [*places[: have - 1], places[-1]]
             before += have
         picked.append(tuple(of_list))
         start += len(own)
@@ -82,7 +74,7 @@ def choose_traced(
 
 
 def block_kinds(family: Family, transformer: nn.Module) -> list[list[Hashable]]:
-    """What each block of each list is: the names and shapes of its weights."""
+    """List for each list what each block is: the names and shapes of its weights."""
     return [
         [
             tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
@@ -101,53 +93,21 @@ def shorten(family: Family, transformer: nn.Module, picked: Sequence[Sequence[in
             transformer.set_submodule(name, nn.ModuleList(blocks[place] for place in places))
 
 
-def meta_batch(
-    family: Family,
-    config: Mapping[str, Any],
-    workload: Workload,
-    *,
-    size: int,
-    masked: bool,
-    dtype: Any,
-    token_multiple: int = 1,
-) -> Batch:
-    """A collated batch of the right shapes on the meta device; with `masked`, captions differ in
-    length."""
-
-    def sample(tokens: int) -> dict[str, torch.Tensor]:
-        shapes = family.sample_shapes(
-            config, workload.largest_bucket, tokens, workload.num_control_images
-        )
-        return {
-            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
-        }
-
-    text_tokens = workload.max_text_tokens
-    others = max(1, text_tokens - 1) if masked else text_tokens
-    batch = family.collate(
-        [sample(text_tokens), *[sample(others) for _ in range(size - 1)]], token_multiple
-    )
-    return {name: tensor.to("meta") for name, tensor in batch.items()}
-
-
 def trace_pass(
     family: Family,
     transformer: nn.Module,
     batch: Batch,
-    *,
     kernel: str,
     rules: DeviceRules,
+    *,
     autocast: torch.dtype | None = None,
     train: bool = True,
 ) -> TracePass:
     """Trace one micro-batch of a transformer that lies on the meta device, with adapter and
     settings applied.
 
-    Args:
-        kernel: attention kernel, as `kernel_for` names it.
-        rules: whose kernels and whose allocation granularity.
-        autocast: the precision of products under autocast; None without.
-        train: whether to run the loss and the backward pass; without, nothing is kept for it.
+    `kernel` is named as by `kernel_for`, `autocast` the precision of products under autocast.
+    Without `train` no loss and no backward pass runs, and nothing is kept for it.
     """
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
@@ -182,16 +142,14 @@ def trace_pass(
         forward=tuple(by_name[f"forward {i}"] for i in names),
         between=by_name["between"],
         # What comes before the first adapter has no backward pass.
-        backward=tuple(by_name.get(f"backward {i}", Segment("none")) for i in names)
-        if train
-        else (),
+        backward=tuple(by_name.get(f"backward {i}", Segment("none")) for i in names if train),
         saved_bytes=saved_bytes,
     )
 
 
 def trace_inference(call: Callable[[], object], module: nn.Module, rules: DeviceRules) -> Segment:
-    """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and
-    does."""
+    """Trace what `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes,
+    and does."""
     recorder = Recorder(rules)
     recorder.seed(stored_tensors(module))
     recorder.mark("all")
@@ -203,7 +161,7 @@ def trace_inference(call: Callable[[], object], module: nn.Module, rules: Device
 
 
 def stored_tensors(of: nn.Module | Tensor) -> Iterator[Tensor]:
-    """Every plain tensor behind a parameter, or a module's parameters and buffers: quantized
+    """Yield every plain tensor behind a parameter, or a module's parameters and buffers: quantized
     ones have several."""
     for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
@@ -251,24 +209,20 @@ PLAIN, SELECTIVE, WHOLE = 0, 1, 2
 """What a block keeps: all that its backward pass needs, the output of attention, or its input
 alone."""
 GROWTH, PEAK, SCRATCH, SECONDS = 0, 1, 2, 3
-"""Columns of a segment's vector: bytes, bytes, bytes, then seconds by class and the number of
-launches."""
 
 
 @dataclass(frozen=True)
 class PassTable:
-    """A traced pass as vectors, each of (growth, peak, scratch, seconds by class ..., launches)."""
+    """A traced pass as vectors: (growth, peak, scratch) bytes, then seconds by class, then
+    launches."""
 
     before: NDArray[np.float64]
-    forward: NDArray[np.float64]
-    """(blocks, columns)"""
+    forward: NDArray[np.float64]  # (blocks, columns)
     between: NDArray[np.float64]
-    backward: NDArray[np.float64]
-    """(blocks, columns), in the order that blocks run forward."""
+    backward: NDArray[np.float64]  # (blocks, columns), in the order that blocks run forward
 
     def stretched(self, index: Sequence[int]) -> "PassTable":
-        """To the full model, of each of whose blocks `index` names the traced one that stands
-        for it."""
+        """Repeat blocks to the full model, of each of whose blocks `index` names the traced one."""
         index = list(index)
         backward = self.backward[index] if len(self.backward) else self.backward
         return PassTable(self.before, self.forward[index], self.between, backward)
@@ -281,15 +235,13 @@ class PassTable:
         return by_class
 
     def plus(self, share: float, start: "PassTable", end: "PassTable") -> "PassTable":
-        """This table and `share` of the way from `start` to `end`."""
+        """Return this table and `share` of the way from `start` to `end`."""
+        names = (each.name for each in fields(self))
         parts = (
             getattr(self, name) + share * (getattr(end, name) - getattr(start, name))
-            for name in PARTS
+            for name in names
         )
         return PassTable(*parts)
-
-
-PARTS = tuple(each.name for each in fields(PassTable))
 
 
 def table_of(traced: TracePass, rates: Rates, rank: int) -> PassTable:
@@ -312,24 +264,18 @@ class ComposedPass:
     """One micro-batch of the full model. Bytes are beyond parameters, optimizer and buffers."""
 
     peak_bytes: float
-    saved_bytes: float
-    """Live when the segment of the peak begins, gradients apart."""
-    transient_bytes: float
-    """Above that, kernel scratch memory apart."""
+    saved_bytes: float  # live when the segment of the peak begins, gradients apart
+    transient_bytes: float  # above that, kernel scratch memory apart
     workspace_bytes: float
-    gradient_bytes: float
-    """Gradients that exist when the segment of the peak begins."""
-    work: NDArray[np.float64]
-    """Seconds by class, then launches."""
-    forward: NDArray[np.float64]
-    """The share of `work` before the blocks run backward."""
-    recompute: NDArray[np.float64]
-    """The share of `work` that repeats operations."""
+    gradient_bytes: float  # those that exist when the segment of the peak begins
+    work: NDArray[np.float64]  # seconds by class, then launches
+    forward: NDArray[np.float64]  # the share of `work` before the blocks run backward
+    recompute: NDArray[np.float64]  # the share of `work` that repeats operations
 
 
 @dataclass(frozen=True)
 class ComposedPasses:
-    """Several of them: each field as in `ComposedPass`, one entry or row for each."""
+    """Several of them: one entry or row for each in every field."""
 
     peak_bytes: NDArray[np.float64]
     saved_bytes: NDArray[np.float64]
@@ -348,39 +294,33 @@ class BlockTables:
     """Tables of one model whose blocks keep everything, the output of attention, and their input
     alone.
 
-    Args:
-        tables: stretched, in this order; the last block may keep everything in all of them.
-        gradients: bytes of each block's adapter gradients, in the order that blocks run.
+    `tables` are stretched, in this order; the last block may keep everything in all of them.
+    `gradients` has bytes of each block's adapter gradients, in the order that blocks run.
     """
 
     def __init__(self, tables: Sequence[PassTable], gradients: NDArray[np.float64]) -> None:
         self.num_blocks, self.gradients = len(gradients), gradients
-        self.rows = np.stack(
-            [
-                np.concatenate([t.before[None], t.forward, t.between[None], t.backward[::-1]])[
-                    :, :SECONDS
-                ]
-                for t in tables
-            ]
-        )
-        """(kinds, segments in the order of the pass, columns)"""
+        # (kinds, segments in the order of the pass, columns)
+        rows = [
+            np.concatenate([t.before[None], t.forward, t.between[None], t.backward[::-1]])
+            for t in tables
+        ]
+        self.rows = np.stack(rows)[:, :, :SECONDS]
         self.outside_work = np.stack([(t.before + t.between)[SECONDS:] for t in tables])
         work = np.stack([(t.forward + t.backward)[:, SECONDS:] for t in tables])
         again = np.stack([(t.backward - tables[PLAIN].backward)[:, SECONDS:] for t in tables])
+        # (kinds x blocks, classes)
         self.work_rows, self.again_rows = np.concatenate(work), np.concatenate(again)
-        """(kinds x blocks, classes)"""
+        # (classes,): blocks run forward in the same way, whatever they keep
         self.forward = tables[PLAIN].forward[:, SECONDS:].sum(axis=0)
-        """(classes,): blocks run forward in the same way, whatever they keep."""
 
 
 def compose(tables: BlockTables, mixtures: NDArray[np.int64], accumulates: bool) -> ComposedPasses:
-    """Levels and work of passes that differ in what their blocks keep.
+    """Compose levels and work of passes that differ in what their blocks keep.
 
-    Args:
-        tables: of the model; none of a kind that has no block need be there.
-        mixtures: (mixtures, 2): number of blocks that keep their input alone, and of those after
-            them that keep attention.
-        accumulates: whether gradients of an earlier micro-batch are already there.
+    `mixtures` (mixtures, 2) has the number of blocks that keep their input alone, and of those
+    after them that keep attention. With `accumulates`, gradients of an earlier micro-batch are
+    there already.
     """
     blocks, gradients = tables.num_blocks, tables.gradients
     number = np.arange(blocks)
@@ -401,9 +341,7 @@ def compose(tables: BlockTables, mixtures: NDArray[np.int64], accumulates: bool)
         arrived[:] = gradients.sum()
     at = np.argmax(starts + peak, axis=1)
     one = np.arange(len(mixtures)), at
-    is_kind = np.concatenate([kinds == kind for kind in range(len(tables.rows))], axis=1).astype(
-        np.float64
-    )
+    is_kind = np.concatenate([kinds == kind for kind in range(len(tables.rows))], axis=1) * 1.0
     return ComposedPasses(
         peak_bytes=starts[one] + peak[one],
         saved_bytes=starts[one] - arrived[at],

@@ -30,9 +30,8 @@ class WeightFormat(Entry):
     stored_dtype: str = ""  # torch's name of what is converted before each product, and probed
     product_dtype: str = ""
     """`int8` or `fp8` if products have factors of 8 bits, which the probe measures."""
-    quantizing_slices: float | None = None
-    """Slices' bytes that quantizing takes for a moment beside the layer; None if it does not work
-    in slices and takes several times the layer."""
+    quantizing_slices: float = 0.0
+    """Slices' bytes that quantizing takes for a moment beside the layer."""
     storage_version: int = 1
     """Another one stores other numbers: embeddings that text encoders made with the one before
     are made again."""

@@ -314,7 +314,8 @@ def _not_faster_reason(backend: AttentionBackend, context: TuningContext) -> str
     else:
         found = [_measured_speed(name, hardware, masked) for masked in cases]
         if not any(found):
-            return f"not measured beside {DEFAULT}, which takes what torch holds for the best"
+            best = "the kernel that torch holds for the best"
+            return f"not measured beside {DEFAULT}, which takes {best}"
         what, speed = "the probe measured", max(each or 0.0 for each in found)
     return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
 
@@ -442,8 +443,8 @@ class Compile(Knob):
         if not capability.available:
             return Choices(("off",), rejected={"block": capability.reason})
         startup = _seconds_of_blocks(len(context.family.block_lists), context.workload)
-        why = f"the winner is tried compiled if the steps may pay back some {startup:.0f} s"
-        return Choices(("off",), pinnable={"block": why})
+        payback = f"the steps may pay back a start-up of some {startup:.0f} s"
+        return Choices(("off",), pinnable={"block": f"the winner is tried compiled if {payback}"})
 
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
