@@ -1,4 +1,4 @@
-"""An estimate answers in 80 columns and in JSON, with hours and money."""
+"""A whole job is priced, and candidates that cannot be are refused."""
 
 import dataclasses
 
@@ -13,11 +13,6 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Bucket
 from tests import builders
-
-
-def _predictor() -> CostModel:
-    name = "kandinsky5-video-lite"
-    return CostModel.build(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
 
 
 def test_a_vae_elsewhere_is_priced_in_memory_and_time():
@@ -81,16 +76,11 @@ def plans_for(attention="native", size=1, **changes):
     ]
 
 
-def test_cudnn_plans_attention_for_each_length_once_and_padding_leaves_few_lengths():
+def test_cudnn_plans_attention_once_a_length():
     assert plans_for(text_padding="masked") == [30, 60]  # every image has a length of its own
     # 24 and 36 tokens of image: 128 or 256 in all.
     assert plans_for(text_padding="masked", size=2) == [4, 8]
     assert plans_for("_native_efficient", text_padding="masked") == [0, 0]
-    own, candidate = _predictor(), Candidate(micro_batch_size=1, checkpointed_blocks=1)
-    assert plan_seconds(own, candidate) == 0  # a 4090 runs flash
-
-
-QWEN, CLIPS = FAMILIES["qwen-image"], FAMILIES["kandinsky5-video-lite"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +97,7 @@ QWEN, CLIPS = FAMILIES["qwen-image"], FAMILIES["kandinsky5-video-lite"]
 )
 def test_candidates_that_cannot_be_are_refused(changes, hint):
     good = {"micro_batch_size": 1, "checkpointed_blocks": 0}
-    context = TuningContext(builders.hardware(), QWEN, workload_of("qwen-image"))
+    context = TuningContext(builders.hardware(), FAMILIES["qwen-image"], workload_of("qwen-image"))
     require_sound(Candidate(**good), context)
     with pytest.raises(InvalidInput) as error:
         require_sound(Candidate(**{**good, **changes}), context)
