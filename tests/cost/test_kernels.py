@@ -8,7 +8,7 @@ from autotune.cost.kernels import kernel_for, substitutes
 from autotune.cost.model import TracedModel
 from autotune.cost.recorder import Recorder
 from autotune.cost.timing import CACHE_GAIN, Rates
-from autotune.models.family import Parts
+from autotune.models.facts import Parts
 from autotune.models.registry import FAMILIES
 from autotune.plan.hardware import Rate
 from autotune.plan.workload import Bucket
