@@ -20,7 +20,7 @@ from autotune.data.dataset import DataReport, check_dataset, data_text, is_list
 from autotune.data.items import make_options
 from autotune.errors import AutotuneError, InvalidInput, NothingFits, suggest_nearest
 from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
-from autotune.interop.auditing import Audit, as_written, caching_of, worth
+from autotune.interop.auditing import Audit, as_written, caching_of, possible_pins, worth
 from autotune.interop.exporting import (
     ExportedConfig,
     export_plan,
@@ -29,7 +29,6 @@ from autotune.interop.exporting import (
     overheads_for,
 )
 from autotune.interop.importing import ImportedConfig, read_config
-from autotune.interop.planning import possible_pins
 from autotune.interop.trainer import get_trainer
 from autotune.knobs.caching import caching_choices
 from autotune.knobs.knob import TuningContext

@@ -1,10 +1,10 @@
-"""What a configuration's settings cost on a card, compared with those that are predicted to be
-fastest there."""
+"""What a configuration's settings cost on a card, compared with the fastest there, and as pins."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput
 from autotune.interop.exporting import BLOCKS
@@ -14,16 +14,19 @@ from autotune.knobs.caching import PIN, describe_caching
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
 from autotune.knobs.settings import plain_choices
+from autotune.models.resolve import resolve_model
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
+from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import Estimate
 
 if TYPE_CHECKING:
     from autotune.cost.predict import CostModel
+    from autotune.search.space import SearchSpace
 
+# Settings that files seldom name.
 UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
-"""Settings that files seldom name."""
 
 
 class SettingWorth(Frozen):
@@ -57,11 +60,9 @@ class Audit(Frozen):
     @property
     def step_seconds_saved(self) -> float:
         """What all differences together save of a step."""
-        return (
-            0.0
-            if self.fastest is None
-            else self.as_written.step_seconds - self.fastest.step_seconds
-        )
+        if self.fastest is None:
+            return 0.0
+        return self.as_written.step_seconds - self.fastest.step_seconds
 
     @property
     def sum_of_step_seconds_saved(self) -> float:
@@ -70,10 +71,9 @@ class Audit(Frozen):
 
 
 def caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
-    """How the trainer encodes captions: as the file says, else as they are."""
-    written = {
-        name.removeprefix(PIN): value for name, value in config.pins.items() if name.startswith(PIN)
-    }
+    """Return how the trainer encodes captions: as the file says, else as they are."""
+    pins = config.pins.items()
+    written = {name.removeprefix(PIN): value for name, value in pins if name.startswith(PIN)}
     streamed = written.pop("text_encoder_streamed", "") == "True"
     caching = CachingSettings.model_validate({**written, "text_encoder_streamed": streamed})
     return caching, Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
@@ -82,17 +82,14 @@ def caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
 def as_written(
     config: ImportedConfig, context: TuningContext, made: Candidate | None
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """The settings of a file, and what of them does not work on the card.
+    """Return the settings of a file, and what of them does not work on the card.
 
-    What the file does not name, and no other trainer tunes, is as in the plan that was made, if one
-    was.
+    What the file does not name, and no other trainer tunes, is as in the plan that was `made`.
     """
     total, hardware = context.workload.model.num_blocks, context.hardware
-    usual = Candidate(micro_batch_size=1, checkpointed_blocks=total)
-    written, breaks = (
-        usual if made is None else usual.changed(**{name: getattr(made, name) for name in UNNAMED}),
-        [],
-    )
+    written, breaks = Candidate(micro_batch_size=1, checkpointed_blocks=total), []
+    if made is not None:
+        written = written.changed(**{name: getattr(made, name) for name in UNNAMED})
     knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)
     for name, names in NAMES.items():
         if (value := config.pins.get(name)) is None:
@@ -117,8 +114,7 @@ def as_written(
 
 
 def worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[SettingWorth, ...]:
-    """Each setting that differs, changed alone; those that cannot go without another are left
-    out."""
+    """Change each setting that differs alone; those that cannot go without another are left out."""
     from autotune.cost.estimate import estimate as estimate_candidate
 
     written = as_written.prediction.candidate
@@ -142,3 +138,47 @@ def worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[Set
                 )
             )
     return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))
+
+
+def possible_pins(
+    config: ImportedConfig, asked: Mapping[str, Any], choices_of: Callable[..., SearchSpace]
+) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    """Return the settings of a configuration that can be pinned here, and the others with the reason.
+
+    `choices_of` is `list_choices`; `asked` are its arguments.
+    """
+    num_blocks = resolve_model(ModelRef.of(config.model)).spec.num_blocks
+    space = choices_of(config.model, None, **asked)
+    pins: dict[str, str] = {}
+    impossible: dict[str, tuple[str, str]] = {}
+    for name, written in config.pins.items():
+        value = str(count_blocks(written, num_blocks)) if name in BLOCKS else written
+        value, why = _nearest(space, name, value) if name in space.pinnable else (value, "")
+        if why:
+            impossible[name] = (value, why)
+        else:
+            pins[name] = value
+    while pins:
+        try:
+            choices_of(config.model, None, **{**asked, "pins": pins})
+        except InvalidInput as error:
+            name, value = pins.popitem()
+            impossible[name] = (value, error.message)
+        else:
+            break
+    return pins, impossible
+
+
+def _nearest(space: SearchSpace, name: str, value: str) -> tuple[str, str]:
+    """A value that can be pinned, and why there is none; of blocks the next that needs no more
+    memory."""
+    usable: Mapping[str, Any] = {
+        str(choice): choice for choice in (*space.choices[name], *space.pinnable[name])
+    }
+    if value in usable:
+        return value, ""
+    if name in BLOCKS:
+        higher = sorted((choice for choice in usable.values() if choice >= int(value)), key=int)
+        return str(higher[0] if higher else max(usable.values())), ""
+    reasons = {str(one.choice): one.reason for one in space.rejected[name]}
+    return value, reasons.get(value, "no such value here")

@@ -1,6 +1,7 @@
 """From a plan to another trainer's files. What the trainer lacks is found by reading them back."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -129,16 +130,14 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         first = f"{binding[0].name} is {binding[0].planned} in the plan, {binding[0].written} there"
         message = f"{trainer.title} would differ: {first} ({len(binding)} in all)"
         raise InvalidInput(message, hint=f"leave --strict out, or {hint}")
-    own, usual = known.prefix
-    renamed = {
-        own + key.removeprefix(usual) if own and key.startswith(usual) else key: value
-        for key, value in written.items()
-    }
+    if known.prefix:
+        own, usual = known.prefix
+        written = {re.sub(f"^{re.escape(usual)}", own, key): v for key, v in written.items()}
     head = "".join(f"# {line}\n" for line in _head_lines(plan, trainer, differences, remarks))
     return ExportedConfig(
         trainer=trainer.name,
         plan_digest=plan.digest,
-        files=dict(write_files(trainer.name, trainer.title, renamed, head)),
+        files=dict(write_files(trainer.name, trainer.title, written, head)),
         differences=differences,
         remarks=remarks,
     )
@@ -147,25 +146,23 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
 def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]:
     """What takes more memory as it is read back than as it was planned."""
 
-    def caching(values: Values) -> CachingSettings:
-        own = {name[len(PIN) :]: v for name, v in values.items() if name.startswith(PIN)}
-        return CachingSettings.model_validate(own)
-
-    def encoder_bytes(values: Values) -> int:
-        """Text encoders of a usual size."""
-        return EncoderSize(7 << 30, element_bytes=2, vae_bytes=0).device_bytes(caching(values))
-
-    def weight_bits(values: Values) -> int:
-        return {"none": 16, "bnb-nf4": 4}.get(str(values.get("quantization", "none")), 8)
-
     for name in BLOCKS:
         own, there = (count_blocks(values.get(name, 0), num_blocks) for values in (planned, read))
         if there < own:
             yield f"{name} would be {there}, not {own}: more memory"
-    if weight_bits(read) > weight_bits(planned):
+    formats = (str(values.get("quantization", "none")) for values in (planned, read))
+    bits, bits_there = ({"none": 16, "bnb-nf4": 4}.get(each, 8) for each in formats)
+    if bits_there > bits:
         yield f"with this model it has no weight format like quantization {planned['quantization']}"
-    if encoder_bytes(read) > encoder_bytes(planned):
-        yield f"it encodes captions otherwise than {describe_caching(caching(planned))}: more memory"
+    caching, caching_there = (
+        CachingSettings.model_validate(
+            {name[len(PIN) :]: value for name, value in values.items() if name.startswith(PIN)}
+        )
+        for values in (planned, read)
+    )
+    encoders = EncoderSize(7 << 30, element_bytes=2, vae_bytes=0)  # of a usual size
+    if encoders.device_bytes(caching_there) > encoders.device_bytes(caching):
+        yield f"it encodes captions otherwise than {describe_caching(caching)}: more memory"
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
             yield f"{name} would be {usual}, not {own}: more memory"

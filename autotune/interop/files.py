@@ -77,8 +77,7 @@ class Document:
 def read_document(path: Path) -> Document:
     """Read a configuration file.
 
-    Raises:
-        InvalidInput: there is no such file, or it is too large, or not of its format.
+    Raises InvalidInput if there is no such file, or it is too large, or not of its format.
     """
     try:
         text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")
@@ -105,15 +104,10 @@ def read_document(path: Path) -> Document:
 def with_references(
     document: Document, references: Mapping[str, str], depth: int = 2
 ) -> tuple[Document, tuple[ConfigValue, ...]]:
-    """Return the document with the settings of the files that it names, and the settings whose file
-    is not there.
+    """Return the document with the settings of the files that it names, and those whose file is missing.
 
-    Its own settings come last: they win.
-
-    Args:
-        document: what names the files.
-        references: for each key that names a file, the prefix for the keys of that file.
-        depth: how many files may stand between.
+    Its own settings come last: they win. `references` has for each key that names a file the prefix
+    for the keys of that file; `depth` files may stand between.
     """
     found: list[ConfigValue] = []
     missing: list[ConfigValue] = []

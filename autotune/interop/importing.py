@@ -218,11 +218,11 @@ def _find_model(trainer: Trainer, settings: Mapping[str, ConfigValue], path: Pat
 
 def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> list[ConfigValue]:
     """Take out what does nothing for a model, and call the others as the rules do."""
-    own, usual = known.prefix
-    of_others = [key for key, one in settings.items() if own and one.key.startswith(usual)]
+    own, usual = known.prefix or ("\0", "\0")  # which begins no key
+    of_others = [key for key, one in settings.items() if one.key.startswith(usual)]
     found = [settings.pop(key) for key in (*settings,) if key in known.lacks or key in of_others]
     for key in (*settings,):
-        if own and key.startswith(own):
+        if key.startswith(own):
             settings[usual + key.removeprefix(own)] = settings.pop(key)
     return found
 

@@ -78,10 +78,8 @@ def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
     by_kind = {name: len(kinds ^ set(map(_in_block, own))) for name, own in sets.items()}
     name = min(sets, key=lambda one: (by_kind[one], len(sets[one] ^ layers), -len(sets[one])))
     texts = []
-    for verb, names in (
-        ("also adapts", sets[name] - layers),
-        ("does not adapt", layers - sets[name]),
-    ):
+    own = {"also adapts": sets[name] - layers, "does not adapt": layers - sets[name]}
+    for verb, names in own.items():
         inside = ((one, _in_block(one)) for one in sorted(names))
         shown = (short + " outside the blocks" * (short == one) for one, short in inside)
         texts += [f"{verb} {', '.join(dict.fromkeys(shown))}"] * bool(names)

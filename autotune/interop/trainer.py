@@ -45,7 +45,7 @@ class KnownModel:
     constants: Values = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
     """Keys that do nothing for it, or that its script refuses."""
-    prefix: tuple[str, str] = ("", "")
+    prefix: tuple[str, str] | None = None
     """How its keys begin that begin otherwise for other models, and how those do."""
     kept: str = ""
     """Kept on the device with this model, too, as in the trainer's `kept`."""
@@ -115,10 +115,9 @@ class Trainer:
         """Tell if a file is this trainer's."""
 
         def has(name: str, pattern: str) -> bool:
-            own = (
-                one for one in document.settings if name in (one.key, one.key.rpartition(".")[2])
-            )
-            return any(v.value is not None and re.fullmatch(pattern, str(v.value)) for v in own)
+            named = [one for one in document.settings if f".{one.key}".endswith(f".{name}")]
+            values = [one.value for one in named if one.value is not None]
+            return any(re.fullmatch(pattern, str(value)) for value in values)
 
         return any(all(has(*one) for one in keys.items()) for keys in self.detect)
 
@@ -235,14 +234,11 @@ def _load(name: str) -> Trainer:
                 made.append(make(**one))
             else:
                 made.append(make(*(one if isinstance(one, list) else [one])))
-    read = {
-        key: _as_read(key, data[key]) for key in data.keys() & {f.name for f in fields(Trainer)}
-    }
     made += map(same, data["same"].split())
-    models = tuple(_known_models(data))
-    return Trainer(
-        **{**read, "name": name, "models": models, "rules": tuple(made)}, accounts=tuple(accounts)
-    )
+    known = data.keys() & {field.name for field in fields(Trainer)}
+    read = {key: _as_read(key, data[key]) for key in known}
+    read |= {"models": tuple(_known_models(data)), "rules": tuple(made)}
+    return Trainer(**read, name=name, accounts=tuple(accounts))
 
 
 def _merged(base: Any, own: Any) -> Any:
