@@ -32,8 +32,7 @@ from autotune.plan.workload import Bucket
 if TYPE_CHECKING:
     from autotune.models.family import Batch, Sample
 
-FLIP_SHARE = 0.5
-"""Share of images that are mirrored, with `flip`."""
+FLIP_SHARE = 0.5  # share of images that are mirrored, with `flip`
 PLANNED_STEPS = 32
 """Steps planned at once: planning a single step right after a model pass took four times as
 long."""
@@ -44,9 +43,7 @@ class Draw(NamedTuple):
 
     item: int
     dropped: bool = False
-    """Whether its caption is dropped."""
     caption: int = 0
-    """Index of the caption among its own."""
     flipped: bool = False
 
 
@@ -72,18 +69,14 @@ class BatchOrder:
     """The endless order in which a dataset is trained on."""
 
     groups: tuple[int, ...]
-    """Group (bucket) of each item; only items of one group share a micro-batch."""
-    repeats: tuple[int, ...]
-    """Number of times that each item is seen per epoch."""
-    effective_batch_size: int
-    """Images per optimizer step, over all processes."""
+    repeats: tuple[int, ...]  # number of times that each item is seen per epoch
+    effective_batch_size: int  # images per optimizer step, over all processes
     seed: int
     caption_dropout: float = 0.0
     """Probability that a caption is dropped, drawn anew each time an image is seen."""
     num_captions: tuple[int, ...] = ()
     """Captions of each item, one of which is drawn each time; empty if each has one."""
     flip: bool = False
-    """Whether an image is mirrored half of the time."""
 
     @cached_property
     def epoch_size(self) -> int:
@@ -91,11 +84,9 @@ class BatchOrder:
 
     @property
     def epoch_steps(self) -> int:
-        """Optimizer steps of an epoch; the last may be shared with the next epoch."""
         return math.ceil(self.epoch_size / self.effective_batch_size)
 
     def images(self, step: int) -> tuple[Draw, ...]:
-        """List every image of one step, in the order seen."""
         start, size = step * self.effective_batch_size, self.epoch_size
         positions = range(start, start + self.effective_batch_size)
         return tuple(self._epoch(position // size)[position % size] for position in positions)
@@ -124,7 +115,6 @@ class BatchOrder:
     def batches(
         self, steps: range, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
     ) -> Iterator[MicroBatch]:
-        """Plan what one process computes in several steps, `PLANNED_STEPS` at a time."""
         for start in range(0, len(steps), PLANNED_STEPS):
             planned = [
                 self.micro_batches(step, micro_batch_size, rank=rank, world_size=world_size)
@@ -136,7 +126,6 @@ class BatchOrder:
         return self.groups[image.item]
 
     def _cut(self, images: Chunk, micro_batch_size: int) -> list[Chunk]:
-        """Cut sorted images within each group into the fewest even parts of at most that size."""
         parts: list[Chunk] = []
         for _, members in groupby(images, key=self._group):
             group = tuple(members)
@@ -293,15 +282,11 @@ class BatchLoader:
     """
 
     read_sample: Callable[..., Sample]
-    """Called with the fields of a `Draw`."""
     batch_sampler: Iterable[MicroBatch]
     collate_fn: Callable[[Sequence[Sample]], Batch]
     num_workers: int = 1
-    """Threads that work ahead; with none the loop collates by itself."""
     pin_memory: bool = False
-    """Copy into page-locked memory, for asynchronous transfer to a GPU."""
-    waited_seconds: float = 0.0
-    """Time that the loop has waited for batches so far."""
+    waited_seconds: float = 0.0  # time that the loop has waited for batches so far
 
     def __iter__(self) -> Iterator[Batch]:
         tasks = (partial(self._load, planned) for planned in self.batch_sampler)

@@ -36,10 +36,8 @@ else:
     torch = lazy_module("torch")
 
 SIZE_LIMIT_BYTES = 50 * 1024**3
-FORMAT = "1"
-"""Version of what an entry holds; with a new one, older entries are never found."""
-STALE_SECONDS = 3600.0
-"""Age above which a temporary file belongs to a writer that died."""
+FORMAT = "1"  # version of what an entry holds; with a new one, older entries are never found
+STALE_SECONDS = 3600.0  # age above which a temporary file belongs to a writer that died
 TOUCH_SECONDS = 60.0
 """Resolution of the time of last use: updating it at every read would take longer than reading."""
 SAMPLE_BYTES = 1024**2
@@ -131,14 +129,12 @@ class Cache:
             )
 
     def remove_stale(self) -> None:
-        """Remove temporary files of writers that died."""
         for path in self.folder.glob(".*.part"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > STALE_SECONDS:
                     path.unlink()
 
     def require_space(self, needed_bytes: int) -> None:
-        """Raise AutotuneError if the disk has less than `needed_bytes` free."""
         require_free_disk(self.folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
 
     def _path(self, key: str) -> Path:
@@ -239,12 +235,9 @@ class CacheEntry:
     key: str
     paths: tuple[Path, ...]
     """Files of the pixels, or the control images that an edit model's text encoder reads."""
-    digests: tuple[str, ...]
-    """SHA-256 of each of these files, as the key contains them."""
-    bucket: Bucket
-    """Shape that the files are resized to."""
+    digests: tuple[str, ...]  # SHA-256 of each of these files, as the key contains them
+    bucket: Bucket  # shape that the files are resized to
     caption: str | None = None
-    """None for pixels."""
     span: ClipSpan | None = None
     crop: Crop = "center"
     flipped: bool = False
@@ -260,9 +253,7 @@ class ItemEntries:
     """All cache entries of one item."""
 
     prompts: tuple[CacheEntry, ...]
-    """One for each of its captions."""
-    empty_prompt: CacheEntry | None
-    """None unless captions may be dropped."""
+    empty_prompt: CacheEntry | None  # None unless captions may be dropped
     latents: Mapping[str, CacheEntry]
     """By name in the sample: `latents`, and `control_latents_1` ... for its control images."""
     flipped_latents: Mapping[str, CacheEntry]

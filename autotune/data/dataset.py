@@ -45,7 +45,6 @@ from autotune.plan.workload import Bucket
 VERIFY_SECONDS = 120.0
 """Time limit for decoding images to prove them whole; encoding finds damage in the others."""
 MAX_LISTED_PROBLEMS = 5
-"""Unusable files that a summary names one by one."""
 MAX_HELD_OUT = 32
 """Images that are held out at most: more would tell little more, cost time and not train."""
 MAX_UPSCALING = 1.5
@@ -54,8 +53,7 @@ MAX_CROP = 0.25
 """By default images that lose more than this share of their area to the crop are named."""
 LIST_SUFFIXES = (".yaml", ".yml")
 
-OnProgress = Callable[[int, int], None]
-"""Called with (done, total)."""
+OnProgress = Callable[[int, int], None]  # called with (done, total)
 
 
 @dataclass(frozen=True)
@@ -64,17 +62,14 @@ class Dataset:
 
     items: tuple[Item, ...]
     problems: tuple[Problem, ...]
-    num_unverified: int = 0
-    """Items whose pixels were not decoded because time ran out."""
+    num_unverified: int = 0  # items whose pixels were not decoded because time ran out
 
     @property
     def epoch_size(self) -> int:
-        """Images per epoch, repeats included."""
         return sum(item.repeats for item in self.items)
 
     @property
     def problem_summary(self) -> tuple[str, ...]:
-        """Lines about what teaches nothing or is left out: counts, and the first files by name."""
         untrained = [problem for problem in self.problems if problem.kind == "black"]
         lines = _list_first(untrained, "{} more images have masks that are black everywhere")
         if problems := [problem for problem in self.problems if problem.kind not in REMARKS]:
@@ -86,7 +81,6 @@ class Dataset:
 
 
 def _list_first(problems: Sequence[Problem], rest: str) -> list[str]:
-    """A line for each of the first problems, and `rest` with the number of the others."""
     more = len(problems) - MAX_LISTED_PROBLEMS
     lines = [f"{problem.file}: {problem.message}" for problem in problems[:MAX_LISTED_PROBLEMS]]
     return [*lines, rest.format(more)] if more > 0 else lines
@@ -269,7 +263,6 @@ class DataFolder(Frozen):
     """Whether its images show what the model shall not forget: captions get no trigger."""
 
     def options(self, job: DatasetOptions) -> DatasetOptions:
-        """Make the options of its files, in a job whose options are `job`."""
         return replace(
             job,
             caption=self.caption or job.caption,
@@ -348,7 +341,6 @@ class SplitDataset:
 
     @property
     def whole(self) -> Dataset:
-        """All images together: what is encoded, and what decides shapes and lengths."""
         return replace(self.training, items=(*self.training.items, *self.held_out))
 
 
@@ -426,7 +418,6 @@ class DataReport(Frozen):
     resolution_px: int = PositiveInt
     num_usable: int = NaturalInt
     epoch_size: int = NaturalInt
-    """Images per epoch, repeats included."""
     num_unverified: int = NaturalInt
     """Images whose headers are fine but whose pixels were not decoded, since time ran out."""
     num_with_controls: int = NaturalInt

@@ -87,12 +87,10 @@ class Encoders:
         return ("" if name == "none" else name) + (f" {version}" if version > 1 else "") + elsewhere
 
     def _unusual(self, device: torch.device) -> str:
-        """Another kind of device rounds otherwise."""
         return "" if device.type == self.device.type else f" on {device.type}"
 
     @property
     def identity(self) -> EncoderIdentity:
-        """Part of the keys of cache entries."""
         return identify_encoders(
             self.model.weights,
             self.model.family,
@@ -173,13 +171,11 @@ class Encoders:
         return component
 
     def release(self) -> None:
-        """Free everything, unless the plan keeps it loaded."""
         if self.caching.residency == "release":
             self._pipeline = None
             release_memory()
 
     def release_text(self) -> None:
-        """Free the text encoders alone, unless the plan keeps them loaded."""
         if self.caching.residency == "release" and self._pipeline is not None:
             for name in self.model.family.text_encoders:
                 setattr(self._pipeline, name, None)
@@ -211,17 +207,13 @@ class EncodedDataset:
 
     items: tuple[Item, ...]
     bucket_indices: tuple[int, ...]
-    """For each item the index of its bucket."""
-    problems: tuple[Problem, ...]
-    """Other items, which turned out to be unreadable while encoding."""
+    problems: tuple[Problem, ...]  # other items, which turned out to be unreadable while encoding
     entries: tuple[ItemEntries, ...]
-    """Of each item."""
     cache: Cache
     in_memory: Mapping[str, Tensors] = field(repr=False)
     masks: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     """Loss masks at the size of latents, by key."""
-    mask_floor: float = 0.0
-    """Weight of the loss where a mask is black."""
+    mask_floor: float = 0.0  # weight of the loss where a mask is black
 
     @cached_property
     def num_captions(self) -> tuple[int, ...]:
@@ -244,7 +236,6 @@ class EncodedDataset:
         return tuple(numbers[shape] for shape in shapes)
 
     def select(self, is_wanted: Callable[[Item], bool]) -> EncodedDataset:
-        """Return the same with some of its items alone."""
         indices = [index for index, item in enumerate(self.items) if is_wanted(item)]
         return replace(
             self,
@@ -418,7 +409,6 @@ class _EntryStore:
     num_done: int = 0
 
     def find(self, entry: CacheEntry, model: ResolvedModel) -> bool:
-        """Whether the cache holds the entry, undamaged and as `model` would encode it."""
         tensors = self.cache.read(entry.key)
         if tensors is None or not _is_sample_of(model, entry, tensors):
             return False
@@ -426,7 +416,6 @@ class _EntryStore:
         return True
 
     def add(self, key: str, tensors: Mapping[str, Tensor], *, num_left: int) -> None:
-        """Store a new entry; `num_left` more of its kind follow."""
         plain = to_plain(tensors)
         self.cache.require_space(self.cache.write(key, plain) * num_left)
         self._keep(key, plain)

@@ -38,19 +38,14 @@ from autotune.system.files import read_bounded
 
 QUARTERS = (3, 2, 1)
 """Of a clip's frames, to which shorter clips are cut: more lengths would scatter a set."""
-MIN_SIDE_PX = 32
-"""Smaller images teach nothing at any resolution that these models are trained at."""
+MIN_SIDE_PX = 32  # smaller images teach nothing at any resolution that these models are trained at
 MASK_TOLERANCE = 0.01
-"""By how much the aspect ratio of a mask may differ from that of its image."""
 METADATA = "metadata.jsonl"
 MAX_REPEATS = 1000
 MAX_CAPTIONS = 100
-"""Captions of one image."""
 MAX_METADATA_BYTES = 64 << 20
-MAX_CAPTION_BYTES = 1 << 20
-"""Far above what any text encoder reads."""
-EMPTY_CAPTION = ""
-"""What a sample is conditioned on if its caption is dropped."""
+MAX_CAPTION_BYTES = 1 << 20  # far above what any text encoder reads
+EMPTY_CAPTION = ""  # what a sample is conditioned on if its caption is dropped
 COPIED_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask")
 """Fields that a job has under the same names."""
 
@@ -60,9 +55,7 @@ class DatasetOptions:
     """Settings by which the files of a data folder become training items."""
 
     caption: str | None = None
-    """Caption for images that have none."""
-    trigger: str | None = None
-    """Word put in front of every caption that lacks it."""
+    trigger: str | None = None  # word put in front of every caption that lacks it
     control: Path | None = None
     """Folder of control images, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ..."""
     num_frames: int = 1
@@ -70,17 +63,13 @@ class DatasetOptions:
     shorter_clips: tuple[int, ...] = ()
     """Frames that a clip may have as well if it is too short for `num_frames`."""
     frames_per_second: float = 24.0
-    """Rate that videos are resampled to."""
     clips: ClipChoice = "head"
     shuffle_tags: int = 0
     """Orders of a caption's tags that it is seen in; 0 or 1 for the written one alone."""
     keep_tags: int = 0
-    """Number of first tags that stay in front."""
     seed: int = 0
-    """Seed of these orders."""
     crop: Crop = "center"
     flip: bool = False
-    """Whether images are seen mirrored, too."""
     loss_mask: LossMask = "none"
 
     @property
@@ -123,18 +112,15 @@ ProblemKind = Literal[
     "black",
 ]
 REMARKS = frozenset({"variable", "black"})
-"""Kinds of problems for which nothing is left out."""
 PrintableStr = Annotated[
     str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())
 ]
-"""Text for people; a file name in it may hold bytes that are not UTF-8."""
 
 
 class Problem(Frozen):
     """One file that is left out or needs attention."""
 
     file: PrintableStr
-    """Path below the data folder."""
     kind: ProblemKind
     message: PrintableStr
 
@@ -156,18 +142,14 @@ class Item:
     height_px: int
     control_paths: tuple[Path, ...] = ()
     repeats: int = 1
-    """Number of times that it is seen per epoch."""
     frame_paths: tuple[Path, ...] = ()
     """The frames of a clip in order; empty for an image or a video."""
     span: ClipSpan | None = None
-    """The part of a video."""
     other_captions: tuple[str, ...] = ()
-    """Captions that it is seen with as well."""
     mask_path: Path | None = None
     """File whose brightness, or whose alpha if it is the image itself, weighs the loss."""
     crop: Crop = "center"
     weight: float = 1.0
-    """Factor of its loss."""
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -193,17 +175,12 @@ class ItemReader:
     options: DatasetOptions
     metadata: Mapping[str, MetadataLine]
     controls: Mapping[str, Path]
-    """Control images by stem."""
     masks: Mapping[str, Path]
-    """Masks by stem."""
-    deadline: float
-    """Monotonic time after which pixels are no longer decoded."""
+    deadline: float  # monotonic time after which pixels are no longer decoded
     num_unverified: int = 0
     captioned: set[str] = field(default_factory=set)
-    """Names of what has a caption of its own."""
 
     def read(self, media: Media) -> list[Item | Problem]:
-        """Read the items of one image, clip or video, or why there is none."""
         try:
             found = self._read_video(media) if self._is_video(media) else [self._read(media)]
             return [*found, *self._find_black_mask(media, found)]
@@ -245,7 +222,6 @@ class ItemReader:
         return found
 
     def _verify(self, path: Path, spans: tuple[ClipSpan, ...]) -> None:
-        """Decode the clips, as long as there is time."""
         for span in spans:
             if not self._has_time():
                 return
@@ -446,7 +422,6 @@ def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, .
 
 
 def _add_trigger(text: str, trigger: str | None) -> str:
-    """Put the trigger word in front unless it occurs in the text already."""
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}" if text else trigger

@@ -16,8 +16,7 @@ from autotune.plan.file import RUN_PLAN_FILE
 class Media:
     """One image or video, or one clip with its frames in order."""
 
-    name: str
-    """Path below the data folder with forward slashes, as `metadata.jsonl` writes it."""
+    name: str  # path below the data folder with forward slashes, as `metadata.jsonl` writes it
     path: Path
     frame_paths: tuple[Path, ...]
 
@@ -136,7 +135,6 @@ def _list_files(folder: Path, exclude: Path | None) -> list[Path]:
 
 
 def _natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
-    """Sorts `frame_2` before `frame_10`."""
     parts = re.split(r"(\d+)", path.name)
     return tuple((1, int(part)) if part.isdecimal() else (0, part) for part in parts)
 

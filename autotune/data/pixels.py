@@ -31,8 +31,7 @@ else:
     torch = lazy_module("torch")
 
 EXIF_ORIENTATION = 0x0112
-TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)
-"""Values of the EXIF orientation that swap width and height."""
+TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 """Pillow goes by a file's content, whatever its name: one of its other decoders would start
@@ -47,26 +46,21 @@ MAX_PIXELS = 1 << 26
 MiB. Pillow itself opens 180 million, for which a file of some 100 KiB is enough."""
 LARGE_PIXELS = 1 << 24
 """Images from this size on are decoded one at a time, whatever the number of threads."""
-BAND_PIXELS = 1 << 20
-"""Pixels that are converted at a time."""
+BAND_PIXELS = 1 << 20  # pixels that are converted at a time
 
 DEMUXERS = "mov,matroska,avi"
 """ffmpeg's readers of the formats that are offered; some of its others follow addresses that a
 file names."""
-MAX_SOURCE_FRAMES = 1 << 20
-"""Frames of a file: five hours at 60 a second."""
+MAX_SOURCE_FRAMES = 1 << 20  # frames of a file: five hours at 60 a second
 MAX_ANIMATION_PIXELS = 1 << 32
 """Pixels of all frames together: 2,000 frames of 1080p. Pillow decodes them all for their times."""
 MAX_SOURCE_FPS = 1000.0
 MIN_SOURCE_FPS = 0.5
-MAX_CLIPS = 64
-"""Clips of one file."""
+MAX_CLIPS = 64  # clips of one file
 VARIABLE_SHARE = 0.5
 """Frames this much closer or farther apart than usual, as a share of it, make a variable rate."""
-DECODER_THREADS = 4
-"""Each holds frames of its own."""
-DEFAULT_DELAY_SECONDS = 0.1
-"""How long browsers show a frame that names 10 ms or less."""
+DECODER_THREADS = 4  # each holds frames of its own
+DEFAULT_DELAY_SECONDS = 0.1  # how long browsers show a frame that names 10 ms or less
 
 _large_image = threading.Lock()
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our limit is lower
@@ -154,7 +148,6 @@ class ClipSpan:
     """The part of a video that is one training item, at the model's rate."""
 
     start_seconds: float
-    """Time of its first frame, on the file's own clock."""
     num_frames: int
     frames_per_second: float
 
@@ -197,7 +190,6 @@ class VideoFacts:
     start_seconds: float
     duration_seconds: float
     is_variable: bool
-    """Whether frames are not evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -300,14 +292,12 @@ def is_animation(path: Path) -> bool:
 
 
 def _frames(path: Path, start_seconds: float | None = None) -> Generator[_Frame]:
-    """Frames in the order shown, from some point before `start_seconds` on."""
     if path.suffix.lower() in ANIMATION_SUFFIXES:
         return _animation_frames(path)
     return _video_frames(path, start_seconds)
 
 
 def _list_times(path: Path) -> list[float]:
-    """The second when each frame is shown, in order."""
     if path.suffix.lower() in ANIMATION_SUFFIXES:
         return [frame.seconds for frame in _animation_frames(path, renders=False)]
     times = []

@@ -80,9 +80,7 @@ class AdapterInfo(Frozen):
     """Origin of an adapter; stored in its metadata."""
 
     model: str
-    """Hub id or folder name of the model that was adapted."""
     transformer: str | None = None
-    """Its class in diffusers."""
     plan_digest: str
     rank: int = PositiveInt
     alpha: float = Field(gt=0)
@@ -96,7 +94,6 @@ class Adapter:
     layers: Mapping[str, LoraLayer]
     metadata: Mapping[str, str]
     component: str = "transformer"
-    """The pipeline's component that it is for."""
 
     @property
     def info(self) -> AdapterInfo | None:
@@ -356,7 +353,6 @@ def _find_layout(adapter: Adapter, to: AdapterFormat, transformer: str | None) -
 
 
 def _to_scalar(value: float) -> Tensor:
-    """In float32 as other programs store it, or in float64 if that would round."""
     short = torch.tensor(value, dtype=torch.float32)
     return short if short.item() == value else short.new_tensor(value, dtype=torch.float64)
 

@@ -62,9 +62,7 @@ class HubError(BadWeights):
 MAX_HEADER_BYTES = 16 << 20
 """A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, parsed into up to 3 GB."""
 MAX_DIMENSIONS = 64
-"""The limit of torch."""
-SAMPLE_BYTES = 4096
-"""Bytes of each tensor that tell one model's weights from another's."""
+SAMPLE_BYTES = 4096  # bytes of each tensor that tell one model's weights from another's
 
 CHECK_FILE_SIZE = "fetch or copy the file again, and compare its size with the original's"
 NOT_SAFETENSORS = (
@@ -98,11 +96,9 @@ class TensorEntry:
     """One tensor of a file."""
 
     name: str
-    dtype: str
-    """The format's name, e.g. `BF16`."""
+    dtype: str  # the format's name, e.g. `BF16`
     shape: tuple[int, ...]
-    start: int
-    """Offset of its first byte from the beginning of the file."""
+    start: int  # offset of its first byte from the beginning of the file
 
     @property
     def size_bytes(self) -> int:
@@ -135,7 +131,6 @@ class WeightFile:
     path: Path
     size_bytes: int
     entries: tuple[TensorEntry, ...]
-    """In the order of their bytes in the file."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -184,7 +179,6 @@ def refuse_pickle(path: Path) -> None:
 
 
 def _check_header_size(path: Path, file_bytes: int) -> int:
-    """The header's length in bytes, from the first eight bytes of the file."""
     with path.open("rb") as file:
         first = file.read(8)
     header_bytes = int.from_bytes(first, "little")
@@ -201,7 +195,6 @@ def _check_header_size(path: Path, file_bytes: int) -> int:
 def _explain(
     error: SafetensorError, path: Path, file_bytes: int, header_bytes: int
 ) -> CorruptFile | TruncatedFile:
-    """The typed error for a refusal, which does not say how many bytes are missing or left over."""
     if "not fully covered" not in str(error):
         return _corrupt(path, str(error))
     with path.open("rb") as file:
@@ -221,8 +214,7 @@ def _corrupt(path: Path, reason: str) -> CorruptFile:
 
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems in use: diffusers' components, then transformers'."""
-PIPELINE_INDEX = "model_index.json"
-"""The file that makes a folder or a repository a pipeline."""
+PIPELINE_INDEX = "model_index.json"  # the file that makes a folder or a repository a pipeline
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -231,7 +223,6 @@ class WeightSource:
     """All tensors of one component, in one file or several."""
 
     path: Path
-    """The folder or file that the user named."""
     files: tuple[WeightFile, ...]
     is_view: bool = False
     """Whether tensors are parts of the stored ones or scaled, which `fastsafetensors` cannot read."""
@@ -246,7 +237,6 @@ class WeightSource:
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
     def select(self, keep: Callable[[str], bool]) -> WeightSource:
-        """Select the tensors whose names `keep` accepts; files without any are left out."""
         chosen = (
             replace(file, entries=tuple(entry for entry in file.entries if keep(entry.name)))
             for file in self.files
@@ -420,7 +410,6 @@ def require_bounded(component: Path) -> None:
 
 
 def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every key and value of a configuration, in its dictionaries and lists too."""
     for name, value in data.items():
         yield name, value
         if isinstance(value, dict):

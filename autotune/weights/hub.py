@@ -40,7 +40,6 @@ TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Configurations, vocabularies and chat templates: small, and which of them a component needs is
 not known."""
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
-"""Beginnings or ends of the names of component folders that hold no weights."""
 
 LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
 
@@ -179,7 +178,6 @@ def select_files(
 
 
 def _select_weights(names: list[str], component: str) -> list[str]:
-    """The plain precision if it exists, and either a whole file or shards, not both."""
     for stem in STEMS:
         if f"{stem}.safetensors.index.json" in names:
             shard = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors")

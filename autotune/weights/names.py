@@ -35,8 +35,7 @@ BLOCK = re.compile(
 class Layout:
     """One model's layers under both names; # stands for the number of a block."""
 
-    parts_of: Mapping[str, Parts]
-    """diffusers' layers in each layer of the authors."""
+    parts_of: Mapping[str, Parts]  # diffusers' layers in each layer of the authors
     width_ratios: Mapping[str, int]
     """Outputs for each input of the authors' layers, which tell apart models of like names."""
     swapped: frozenset[str] = frozenset()
@@ -55,16 +54,13 @@ class Layout:
         return [part.replace("#", number) for part in self.parts_of[key]]
 
     def original(self, layer: str) -> str:
-        """Invert `parts`, for one of them."""
         key, number = split_number(layer)
         return self.original_of[key].replace("#", number)
 
     def has_originals(self, names: Iterable[str]) -> bool:
-        """Return whether all names are the authors'."""
         return all(split_number(name)[0] in self.parts_of for name in names)
 
     def has_layers(self, names: Iterable[str]) -> bool:
-        """Return whether all names are diffusers'."""
         return all(split_number(name)[0] in self.original_of for name in names)
 
     def has_widths(self, widths: Mapping[str, tuple[int, int]]) -> bool:
@@ -96,7 +92,6 @@ def _same(*layers: str) -> dict[str, Parts]:
 
 
 def _one(**names: str) -> dict[str, Parts]:
-    """Layers outside the blocks, with __ for dots."""
     return {original.replace("__", "."): (name,) for original, name in names.items()}
 
 
@@ -111,7 +106,6 @@ def _embedder(
 
 
 def _feed_forward(first: str, last: str) -> dict[str, Parts]:
-    """Those of a double block of FLUX: for images, and for text."""
     return {
         "img_mlp.0": (f"ff.{first}",),
         "img_mlp.2": (f"ff.{last}",),
@@ -300,7 +294,6 @@ LAYOUTS: Mapping[str, Layout] = {
     SD3_CLASS: Layout(SD3, {}, SD3_SWAPPED),
     "UNet2DConditionModel": Layout(SDXL, {}),
 }
-"""By class in diffusers."""
 KEPT_NAMES = frozenset(
     {
         "QwenImageTransformer2DModel",
@@ -369,21 +362,17 @@ def restore_dots(kohya_names: Iterable[str]) -> list[str]:
     return [dotted[key].replace("#", number) for key, number in keys if key in dotted]
 
 
-MLP_RATIO = 4
-"""Rows of FLUX.1's `proj_mlp` for each input."""
+MLP_RATIO = 4  # rows of FLUX.1's `proj_mlp` for each input
 
 
 @dataclass(frozen=True)
 class LoraLayer:
     """The two matrices of one adapted module; its update is `up @ down * alpha / rank`."""
 
-    down: Tensor
-    """(rank, inputs)"""
-    up: Tensor
-    """(outputs, rank)"""
+    down: Tensor  # (rank, inputs)
+    up: Tensor  # (outputs, rank)
     alpha: float
-    magnitude: Tensor | None = None
-    """(outputs,) norms of DoRA; None of a LoRA."""
+    magnitude: Tensor | None = None  # (outputs,) norms of DoRA; None of a LoRA
 
     @property
     def rank(self) -> int:
@@ -423,7 +412,6 @@ def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, L
 
 
 def _swap_halves(layer: LoraLayer, original: str, layout: Layout) -> LoraLayer:
-    """Exchange the halves of the rows if the layer is one of `layout.swapped`."""
     width = layer.down.shape[1]
     if split_number(original)[0] not in layout.swapped or len(layer.up) != 2 * width:
         return layer

@@ -47,13 +47,11 @@ UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 DROPPED = frozenset({"norm_final.weight"})
 """Left out by conversions on purpose: a layer of Z-Image's file that the model does not use."""
 NOT_ENCODER = ("position_ids", "logit_scale", "spiece_model", "tekken_model")
-"""Endings of what is no weight of a text encoder."""
 HEADS = ("text_projection", "lm_head")
 """Layers that files of text encoders may have and pipelines do not use."""
 
 FLUX_CLASSES = ("FluxTransformer2DModel", "ChromaTransformer2DModel")
-FLUX_WIDTH = 3072
-"""The width at which diffusers splits the fused layers of any such model."""
+FLUX_WIDTH = 3072  # the width at which diffusers splits the fused layers of any such model
 MAX_ROWS = 1 << 20
 """Limit for the rows of one tensor, far above any DiT's or UNet's: a marker has 8 bytes each."""
 ROW_BITS = 32
@@ -63,13 +61,10 @@ NAME_BASE = (
 )
 Conversion = Callable[[dict[str, "Tensor"], Mapping[str, Any]], "Mapping[str, Tensor]"]
 """Makes a state under diffusers' names of one under others, for a model of a configuration."""
-Run = tuple[str, int, int]
-"""Rows of a stored tensor: its name, the first one, and how many."""
+Run = tuple[str, int, int]  # rows of a stored tensor: its name, the first one, and how many
 
 
 class _Part(NamedTuple):
-    """One component in a single file, under the names that it has there, without a prefix."""
-
     source: WeightSource
     tensors: Mapping[str, TensorEntry]
     scales: Mapping[str, Tensor]  # by the name of the weight
@@ -84,7 +79,6 @@ class TensorView(TensorEntry):
     scale: Tensor | None = field(default=None, compare=False)
     """Factor of each row; None if the stored values are the weights."""
     is_transposed: bool = False
-    """Whether a square matrix is stored with its columns as rows."""
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -306,7 +300,6 @@ NESTED_LAYERS = {
 
 
 def _find_conversion(kind: str) -> Conversion | None:
-    """diffusers' conversion of models of this class, if it has one."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     found = SINGLE_FILE_LOADABLE_CLASSES.get(LIKE.get(kind, kind))

@@ -49,7 +49,6 @@ Transform = Callable[[str, "nn.Module"], "nn.Module | None"]
 """Called with a module and its qualified name as soon as all tensors of its own have arrived. It may
 change the module in place, or return another one to replace it."""
 Rename = Callable[[str], str]
-"""Returns the model's name of a stored tensor."""
 
 MAX_TENSORS = 100_000
 """Far above any model: constructors build whatever number a file says, so many within seconds."""
@@ -57,7 +56,6 @@ MAX_COMPUTED_TENSOR_BYTES = 1 << 31
 """Limit for one tensor that a constructor computes: Stable Diffusion 3.5 Medium's table of
 positions takes 1.8 GB."""
 MAX_COMPUTED_BYTES = 1 << 33
-"""Limit for all of them, one after the other: the same model computes 7.2 GB."""
 TRIM_EVERY_BYTES = 4 << 20
 """Bytes of converted tensors after which free memory and mapped pages return to the system."""
 
@@ -135,7 +133,6 @@ def _limit_computed() -> Any:
 
 
 def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Size of what an operation on real tensors would make; 0 where only values decide."""
     from torch.utils._pytree import tree_map_only
 
     on_meta: list[bool] = []
@@ -288,12 +285,10 @@ def stream_tensors(
 
 
 def _loader_for(source: WeightSource, loader: str) -> str:
-    """The loader that is asked for, if it can read the source."""
     return PreadLoader.name if source.is_view and loader != MappedLoader.name else loader
 
 
 def _return_memory(converted: list[Tensor]) -> None:
-    """Return to the system what nothing needs any more; empties the list."""
     trim_heap()
     for tensor in converted:
         drop_mapped_pages(tensor)
@@ -337,8 +332,6 @@ def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Ten
 
 
 class _Slot:
-    """A place for one parameter or persistent buffer, under all the names that it has."""
-
     def __init__(self, tensor: Tensor, names: list[str]) -> None:
         self.tensor = tensor
         self.names = names
@@ -370,7 +363,6 @@ class _Filler:
         self.module_names = {module: name for name, module in model.named_modules()}
 
     def _find_holders(self, slot: _Slot) -> list[tuple[nn.Module, str]]:
-        """Modules that have the slot's tensor, and its attribute name in each."""
         places = [name.rpartition(".") for name in slot.names]
         holders = [(self.model.get_submodule(parent), leaf) for parent, _, leaf in places]
         return list(dict.fromkeys(holders))

@@ -43,9 +43,7 @@ else:
 
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20
-"""Bytes that one thread of `pread` reads at a time."""
 OWN_PAGES_BYTES = 1 << 20
-"""Size from which a buffer of `pread` gets memory pages of its own."""
 CHUNK_BYTES = 256 << 20
 """Bytes that `fastsafetensors` holds at a time, unless one tensor alone is larger."""
 PIECE_ELEMENTS = 1 << 22
@@ -151,7 +149,6 @@ def _read(
     device: torch.device,
     pool: ThreadPoolExecutor | None = None,
 ) -> Tensor:
-    """Read one tensor in pieces, by the threads of `pool` or by this one."""
     tensor, buffer = _allocate(entry)
 
     def read_piece(piece: tuple[int, int, int]) -> None:
@@ -346,7 +343,6 @@ class FileSummary(Frozen):
     """A safetensors file, or the shards of a model."""
 
     name: str
-    """Of the file, the index or the folder, without its parents."""
     size_bytes: int = NaturalInt
     metadata: dict[str, str]
     tensors: tuple[TensorSummary, ...]
