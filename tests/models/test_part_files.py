@@ -16,7 +16,7 @@ from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, MissingWeights
 from autotune.weights.stream import load_component
 from tests.models.test_single_file import in_one_file
-from tests.weights.original_parts import State, ldm_vae, open_clip, within
+from tests.weights.original_layouts import State, ldm_vae, open_clip, within
 
 WEIGHTS = {"vae": "diffusion_pytorch_model.safetensors"}
 SDXL = {

@@ -26,8 +26,6 @@ class FakeHub:
         """Described to everyone, as the real hub does; files need an accepted license."""
         self.break_once: set[str] = set()
         """Files whose first download ends half-way."""
-        self.broken: set[str] = set()
-        """Files that the hub cannot give."""
         self.requests: list[tuple[str, str, str | None]] = []
 
     @property
@@ -100,9 +98,6 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
         def send_file(self, folder: Path, file: str) -> None:
             if not (folder / file).is_file():
                 self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-                return
-            if self.command == "GET" and file in hub.broken:
-                self.reply(500, b"", {})
                 return
             content = (folder / file).read_bytes()
             headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT,

@@ -1,17 +1,32 @@
+"""Which files of a repository are fetched, what comes over the wire, and what is said offline."""
+
+import errno
 import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.models.resolve import fetch as fetch_whole
+from autotune.models.resolve import fetch_model, resolve_model
+from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, HubError, MissingWeights, PickledWeights
 from autotune.weights.hub import fetch, select_files
+from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
+from tests.weights.fake_hub import COMMIT, FakeHub, hub_in_this_process
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 STEM = "diffusion_pytorch_model"
+WEIGHTS = f"vae/{STEM}.safetensors"
+SIZE = 1 << 16
+
 QWEN = [
     "README.md", "LICENSE", "assets/picture.png", "model_index.json",
     "scheduler/scheduler_config.json",
@@ -79,54 +94,11 @@ def test_whatever_is_missing_the_choice_is_from_the_files_and_never_a_pickle(fil
     assert not [name for name in chosen if name.endswith((".bin", ".ckpt", ".png"))]
 
 
-@pytest.fixture
-def cached(tmp_path):
-    """A pipeline as the cache keeps it: a folder named by its commit."""
-    folder = tmp_path / "snapshots" / COMMIT
-    (folder / "vae").mkdir(parents=True)
-    (folder / "tokenizer").mkdir()
-    (folder / "model_index.json").write_text("{}")
-    (folder / "tokenizer" / "vocab.json").write_text("{}")
-    (folder / "vae" / "config.json").write_text("{}")
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (folder / "vae" / f"{STEM}.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "vae" / "model-1.safetensors").touch()
-    (folder / "vae" / "model-2.safetensors").touch()
-    return folder
-
-
-def answer(monkeypatch, result):
-    def model_info(self, repo, revision=None):
-        if isinstance(result, Exception):
-            raise result
-        return result
+def answer(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def model_info(self: object, repo: str, revision: str | None = None) -> None:
+        raise error
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-
-
-def test_fetching_asks_for_the_chosen_files_at_the_commit(monkeypatch, cached):
-    asked = {}
-
-    def download(repo, *, dry_run=False, **options):
-        asked.update(repo=repo, **options)
-        return [] if dry_run else str(cached)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", lambda self, repo: None)
-    answer(
-        monkeypatch,
-        SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in QWEN]),
-    )
-    fetched = fetch("Qwen/Qwen-Image", components=["vae"])
-    assert (fetched.name, fetched) == (COMMIT, cached)
-    assert (
-        asked["revision"] == "main"
-    )  # so that the cache knows the branch offline; the folder names the commit
-    assert set(asked["allow_patterns"]) == {
-        "model_index.json",
-        "vae/config.json",
-        f"vae/{STEM}.safetensors",
-    }
 
 
 def http_error(kind):
@@ -150,47 +122,164 @@ def test_each_refusal_of_the_hub_has_its_own_hint(monkeypatch, error, word):
     assert word in caught.value.hint
 
 
-OFFLINE = [
-    errors.OfflineModeIsEnabled("offline"),
-    ConnectionError("no route"),
-    errors.HfHubHTTPError.__bases__[0]("no route"),
-]
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    with hub_in_this_process(tmp_path / "cache") as hub:
+        yield hub
 
 
-def keep(monkeypatch, cached):
-    def find(repo, filename, revision):
-        return str(cached / filename) if (cached / filename).is_file() else None
+@pytest.fixture
+def repo(hub: FakeHub, tmp_path: Path) -> str:
+    folder = tmp_path / "repo"
+    for name in ("model_index.json", "vae/config.json", "README.md", "tokenizer/vocab.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"I am": name}))  # equal files are fetched once
+    for name in (f"{STEM}.safetensors", f"{STEM}.fp16.safetensors", "more.bin"):
+        (folder / "vae" / name).write_bytes(os.urandom(SIZE))
+    hub.repos["team/small"] = folder
+    return "team/small"
 
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
+
+def test_only_needed_files_are_downloaded_and_only_once(hub: FakeHub, repo: str) -> None:
+    fetched = fetch(repo, components=["vae"])
+    assert fetched.name == COMMIT
+    assert sorted(hub.downloads) == ["model_index.json", "vae/config.json", WEIGHTS]
+    assert fetch(repo, components=["vae"]) == fetched
+    assert len(hub.downloads) == 3
 
 
-@pytest.fixture(params=OFFLINE, ids=lambda error: type(error).__name__)
-def offline(request, monkeypatch, cached):
-    answer(monkeypatch, request.param)
-    keep(monkeypatch, cached)
+def test_without_weights_only_texts_come_and_weights_may_follow(hub: FakeHub, repo: str) -> None:
+    fetch(repo, components=["vae", "tokenizer"], weights=False)
+    assert sorted(hub.downloads) == ["model_index.json", "tokenizer/vocab.json", "vae/config.json"]
+    fetch(repo, revision=COMMIT, components=["vae", "tokenizer"])
+    assert hub.downloads[3:] == [WEIGHTS]
 
 
-def test_offline_a_complete_cache_is_used_and_its_commit_known(offline, cached):
-    assert fetch("some/repo", components=["vae", "tokenizer"]).name == COMMIT
+def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(
+    hub: FakeHub, repo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12
+    )  # of what has come, whole chunks are kept
+    hub.break_once.add(WEIGHTS)
+    fetched = fetch(repo, components=["vae"])
+    assert (fetched / WEIGHTS).read_bytes() == (hub.repos[repo] / WEIGHTS).read_bytes()
+    ranges = [
+        asked for verb, path, asked in hub.requests if verb == "GET" and path.endswith(WEIGHTS)
+    ]
+    assert ranges == [None, f"bytes={SIZE // 2}-"]
+
+
+def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(
+    repo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "blob")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(HubError, match="No space left") as caught:
+        fetch(repo, components=["vae"])
+    assert "HF_HOME" in caught.value.hint
+
+
+def test_a_disk_without_room_is_told_before_anything_is_downloaded(
+    hub: FakeHub, repo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = shutil._ntuple_diskusage(SIZE, 0, SIZE - 1)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
+    with pytest.raises(AutotuneError, match="team/small needs") as caught:
+        fetch(repo, components=["vae"])
+    assert "HF_HOME" in caught.value.hint
+    assert not hub.downloads
+
+
+def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(
+    hub: FakeHub, repo: str
+) -> None:
+    hub.gated.add(repo)
+    with pytest.raises(HubError, match="license"):
+        fetch(repo, components=["vae"])
+    assert not hub.downloads
+
+
+def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
+    hub: FakeHub,
+    small_pipelines,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from autotune.cli.app import app
+
+    hub.repos["team/small"] = small_pipelines("flux1-dev").folder
+    fetched = fetch_whole("team/small")
+    files = [path for path in fetched.folder.rglob("*") if path.is_file()]
+    assert (fetched.family, fetched.revision, fetched.num_verified) == (
+        "flux1-dev",
+        COMMIT,
+        len(files),
+    )
+    damaged = fetched.folder / "vae" / f"{STEM}.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(HubError, match=r"vae/\S+ of team/small did not have"):
+        fetch_whole("team/small")
+    hub.requests.clear()
+    assert fetch_whole("team/small").num_verified == len(files)
+    assert hub.downloads == [WEIGHTS]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch_whole("team/small") == fetched.changed(num_verified=None)
+    app(["fetch", "--model", "team/small", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["revision"] == COMMIT
+    with pytest.raises(InvalidInput, match="nothing to fetch"):
+        fetch_whole(str(fetched.folder))
+
+
+def test_offline_the_missing_file_of_a_model_is_named(
+    hub: FakeHub, small_pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["team/small"] = small_pipelines("qwen-image").folder
+    texts = fetch_model(ModelRef.of("team/small"), weights=False)
+    assert (texts.folder, texts.revision, texts.spec.name) == (None, COMMIT, "team/small")
+    assert texts.config_folder is not None
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch_model(ModelRef.of(f"team/small@{COMMIT}"), weights=False) == texts
+    with pytest.raises(
+        MissingWeights, match=r"transformer/\*.safetensors of team/small is not in the cache"
+    ):
+        fetch_model(ModelRef.of("team/small"))
+    with pytest.raises(InvalidInput, match="neither a folder nor a known model"):
+        resolve_model(ModelRef.of("team/never-fetched"))
+
+
+def test_a_model_of_an_unknown_name_is_what_its_repository_says(
+    hub: FakeHub, small_pipelines
+) -> None:
+    small = small_pipelines("flux1-dev")
+    hub.repos["someone/fine-tune"] = small.folder
+    model = fetch_model(ModelRef.of("someone/fine-tune"))
+    assert model.family.name == "flux1-dev"
+    assert model.spec.architecture == resolve_model(ModelRef.of(small.folder)).spec.architecture
+    assert resolve_model(ModelRef.of(f"someone/fine-tune@{COMMIT}")) == model
+    assert resolve_model(ModelRef.of("someone/fine-tune")).folder == model.folder
 
 
 @pytest.mark.parametrize(
-    "lost",
-    [
-        "vae/model-2.safetensors",
-        "vae/config.json",
-        "model_index.json",
-        f"vae/{STEM}.safetensors.index.json",
-    ],
+    "error",
+    [errors.OfflineModeIsEnabled("offline"), ConnectionError("no route"), "refused"],
+    ids=["offline", "no-route", "refused"],
 )
-def test_offline_the_missing_file_is_named(offline, cached, lost):
-    (cached / lost).unlink()
-    with pytest.raises(MissingWeights) as caught:
-        fetch("some/repo", components=["vae"])
-    assert ("vae/*.safetensors" if "safetensors.index" in lost else lost) in caught.value.message
-
-
-def test_a_hub_that_refuses_connections_counts_as_offline(monkeypatch, cached):
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    keep(monkeypatch, cached)
-    assert fetch("some/repo", components=["vae"]).name == COMMIT
+def test_out_of_reach_a_complete_cache_is_used_and_what_is_missing_named(
+    hub: FakeHub, repo: str, monkeypatch: pytest.MonkeyPatch, error: Exception | str
+) -> None:
+    folder = fetch(repo, components=["vae", "tokenizer"])
+    if isinstance(error, Exception):
+        answer(monkeypatch, error)
+    else:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert fetch(repo, components=["vae", "tokenizer"]) == folder
+    for lost in (WEIGHTS, "vae/config.json", "model_index.json"):
+        (folder / lost).unlink()
+        with pytest.raises(MissingWeights) as caught:
+            fetch(repo, components=["vae"])
+        assert lost.replace(STEM, "*") in caught.value.message

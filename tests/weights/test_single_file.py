@@ -1,10 +1,11 @@
 """Files of ComfyUI, Kohya and Civitai load to the same weights as the folder that they were
 written from."""
 
-import json
-import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,10 +13,21 @@ from torch import Tensor, nn
 
 from autotune.models.registry import FAMILIES
 from autotune.weights.files import BadWeights, ModelMismatch, open_weights
-from autotune.weights.single_file import view_as
+from autotune.weights.single_file import has_part, view_as, view_part
 from autotune.weights.stream import build_empty, check_source, load_into
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
-from tests.weights.original_layouts import LAYOUTS, in_checkpoint, scaled_fp8
+from tests.weights.conftest import raw_file, write_raw
+from tests.weights.original_layouts import (
+    LAYOUTS,
+    State,
+    flux2_vae,
+    in_checkpoint,
+    ldm_vae,
+    scaled_fp8,
+    wan22_vae,
+    wan_vae,
+    within,
+)
 
 FLOAT8_STEP = 2.0**-3
 """Of e4m3's mantissa; half of it is the most that rounding changes a value."""
@@ -74,50 +86,34 @@ def test_scaled_fp8_loads_as_the_stored_values_times_their_scales(
         assert got[name].norm() == pytest.approx(tensor.norm().item(), rel=1e-2)
 
 
-def change(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
-    fused, norm = "layers.0.attention.qkv.weight", "layers.0.attention.q_norm.weight"
-    others = {name: tensor for name, tensor in state.items() if name not in (fused, norm)}
-    match how:
-        case "lacks":
-            return {**others, fused: state[fused]}
-        case "extra":
-            return {**state, "something.weight": torch.ones(2)}
-        case "narrow":
-            return {**others, norm: state[norm], fused: state[fused][:, :-1]}
-        case "uneven":
-            return {**others, norm: state[norm], fused: state[fused][:-1]}
-        case "int8":
-            quantized = {
-                fused: state[fused].to(torch.int8),
-                "layers.0.attention.qkv.weight_scale": torch.ones(1),
-            }
-            return {**others, norm: state[norm], **quantized}
-        case _:
-            odd = {
-                fused: state[fused].to(torch.float8_e4m3fn),
-                "layers.0.attention.qkv.weight_scale": torch.ones(2, 2),
-            }
-            return {**others, norm: state[norm], **odd}
+FUSED, NORM = "layers.0.attention.qkv.weight", "layers.0.attention.q_norm.weight"
+SCALE = "layers.0.attention.qkv.weight_scale"
+CHANGES: dict[str, tuple[Callable[[State], Any], str]] = {
+    "lacks": (lambda state: state.pop(NORM), r"lacks layers\.0\.attention\.norm_q\.weight"),
+    "extra": (lambda state: state.update({"more.weight": torch.ones(2)}), "no place for, more"),
+    "narrow": (lambda state: state.update({FUSED: state[FUSED][:, :-1]}), "has shape"),
+    "uneven": (lambda state: state.update({FUSED: state[FUSED][:-1]}), "has shape"),
+    "int8": (
+        lambda state: state.update({FUSED: state[FUSED].to(torch.int8), SCALE: torch.ones(1)}),
+        "quantized in a way",
+    ),
+    "blocks": (
+        lambda state: state.update(
+            {FUSED: state[FUSED].to(torch.float8_e4m3fn), SCALE: torch.ones(2, 2)}
+        ),
+        "quantized in a way",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("lacks", "lacks layers.0.attention.norm_q.weight"),
-        ("extra", "no place for, something.weight"),
-        ("narrow", "has shape"),
-        ("uneven", "has shape"),
-        ("int8", "quantized in a way that is not understood"),
-        ("blocks", "quantized in a way that is not understood"),
-    ],
-)
+@pytest.mark.parametrize("how", CHANGES)
 def test_what_is_not_the_model_is_refused_from_the_header(
-    how: str, words: str, small_pipelines, tmp_path: Path
+    how: str, small_pipelines, tmp_path: Path
 ) -> None:
     transformer = small_pipelines("z-image").transformer
-    file = saved(
-        tmp_path / "model.safetensors", change(LAYOUTS["z-image"](transformer.state_dict()), how)
-    )
+    state, (change, words) = LAYOUTS["z-image"](transformer.state_dict()), CHANGES[how]
+    change(state)
+    file = saved(tmp_path / "model.safetensors", state)
     with pytest.raises(BadWeights, match=words) as caught:
         loaded(file, "z-image", transformer)
     assert caught.value.hint
@@ -126,11 +122,68 @@ def test_what_is_not_the_model_is_refused_from_the_header(
 def test_a_header_that_asks_for_endless_rows_is_refused_before_a_marker_is_made(
     tmp_path: Path, small_pipelines
 ) -> None:
-    header = json.dumps(
-        {"x": {"dtype": "F32", "shape": [1 << 40, 0], "data_offsets": [0, 0]}}
-    ).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    header = {"x": {"dtype": "F32", "shape": [1 << 40, 0], "data_offsets": [0, 0]}}
+    file = write_raw(tmp_path, "model.safetensors", raw_file(header))
     with pytest.raises(ModelMismatch, match="rows"):
-        view_as(
-            open_weights(tmp_path / "model.safetensors"), small_pipelines("z-image").transformer
-        )
+        view_as(open_weights(file), small_pipelines("z-image").transformer)
+
+
+WAN_CONFIG = {"base_dim": 8, "z_dim": 4, "num_res_blocks": 2}
+LDM_CONFIG = {
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+}
+BLOCKS = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
+STAGES = {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 2}
+WAN_CONFIG22 = {
+    **STAGES,
+    "z_dim": 4,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+}
+VAES: dict[str, tuple[str, dict[str, Any], Callable[[State], State]]] = {
+    "qwen-image": ("AutoencoderKLQwenImage", WAN_CONFIG, wan_vae),
+    "wan-2.1": ("AutoencoderKLWan", WAN_CONFIG, wan_vae),
+    "wan-2.2": ("AutoencoderKLWan", WAN_CONFIG22, wan22_vae),
+    "flux1-dev": ("AutoencoderKL", {**LDM_CONFIG, **BLOCKS}, ldm_vae),
+    "flux2-klein": ("AutoencoderKLFlux2", {**LDM_CONFIG, **BLOCKS}, flux2_vae),
+}
+
+
+def make(of: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    kind, config, _ = VAES[of]
+    model = getattr(diffusers, kind)(**config)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(torch.rand_like(buffer))
+    return model
+
+
+@pytest.mark.parametrize("prefix", ["", "first_stage_model."])
+@pytest.mark.parametrize("of", VAES)
+def test_a_vae_in_its_authors_layout_is_the_model_of_diffusers(
+    of: str, prefix: str, tmp_path: Path
+) -> None:
+    model, empty = make(of, 0), make(of, 1)
+    state = within(VAES[of][2](model.state_dict()), prefix)
+    others = {"model.diffusion_model.input_blocks.0.weight": torch.ones(2, 2)} if prefix else {}
+    source = open_weights(saved(tmp_path / "vae.safetensors", state | others))
+    assert has_part(source, "vae") is bool(prefix)
+    load_into(empty, view_part(source, "vae", empty))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(empty.state_dict()[name], tensor), name
+
+
+def test_the_vae_of_another_model_is_refused(tmp_path: Path) -> None:
+    file = saved(tmp_path / "vae.safetensors", wan_vae(make("wan-2.1", 0).state_dict()))
+    other = make("flux1-dev", 1)
+    with pytest.raises(BadWeights):
+        load_into(other, view_part(open_weights(file), "vae", other))

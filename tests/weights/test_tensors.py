@@ -1,0 +1,223 @@
+"""Every loader gives the very tensors that were saved, and lets go of files and buffers."""
+
+import errno
+import gc
+import os
+import resource
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.report.machine import weights_lines
+from autotune.weights import tensors as loaders
+from autotune.weights.files import CorruptFile, TruncatedFile, open_weights, read_header
+from autotune.weights.tensors import LOADERS, inspect_file, read_tensor, save_file
+from tests.weights.conftest import bits, raw_file, read_all, save_model, write_raw
+
+CPU = torch.device("cpu")
+USABLE = [name for name, loader in LOADERS.items() if loader.why_not(CPU) is None]
+each_loader = pytest.mark.parametrize("name", USABLE)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory, every_dtype):
+    folder = tmp_path_factory.mktemp("sharded")
+    save_model(folder, every_dtype, max_shard_bytes=100)
+    return open_weights(folder)
+
+
+def open_files() -> set[str]:
+    return {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+
+
+def mapped_files() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+@each_loader
+def test_values_are_identical_to_the_bit(name, sharded, every_dtype):
+    assert len(sharded.files) > 3
+    loaded = read_all(sharded, loader=name)
+    assert loaded.keys() == every_dtype.keys()
+    for key, expected in every_dtype.items():
+        assert (loaded[key].dtype, loaded[key].shape) == (expected.dtype, expected.shape), key
+        assert bits(loaded[key]) == bits(expected), key
+        assert loaded[key].device == CPU
+
+
+@each_loader
+def test_a_tensor_outlives_stream_and_file(name, tmp_path):
+    original = torch.arange(100_000, dtype=torch.float32)
+    save_file(tmp_path / "a.safetensors", {"a": original, "b": torch.zeros(1)})
+    stream = LOADERS[name].stream(open_weights(tmp_path / "a.safetensors"), CPU)
+    kept = next(tensor for key, tensor in stream if key == "a")
+    stream.close()
+    (tmp_path / "a.safetensors").unlink()
+    gc.collect()
+    assert kept.equal(original)
+
+
+@each_loader
+def test_writing_to_a_loaded_tensor_leaves_the_file_alone(name, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file(path, {"a": torch.zeros(5000)})
+    read_all(open_weights(path), loader=name)["a"].fill_(1)
+    assert read_all(open_weights(path), loader=name)["a"].sum() == 0
+
+
+@each_loader
+@pytest.mark.parametrize("stop_after", [0, None])
+def test_handles_and_buffers_are_released_when_a_stream_is_left_early(name, sharded, stop_after):
+    before = open_files()
+    stream = LOADERS[name].stream(sharded, CPU)
+    for count, (_, tensor) in enumerate(stream):
+        del tensor, _
+        if count == stop_after:
+            break
+    stream.close()
+    gc.collect()
+    assert open_files() <= before
+    assert str(sharded.path) not in mapped_files()
+
+
+@each_loader
+def test_tensors_that_the_index_leaves_out_are_not_given(name, tmp_path):
+    save_model(tmp_path, {"a": torch.ones(9), "b": torch.ones(9)}, max_shard_bytes=40)
+    shard = tmp_path / "diffusion_pytorch_model-00001-of-00002.safetensors"
+    save_file(shard, {"a": torch.ones(9), "stray": torch.ones(9)})
+    assert set(read_all(open_weights(tmp_path), loader=name)) == {"a", "b"}
+
+
+@each_loader
+def test_many_tensors_in_small_pieces_are_read_whole(name, tmp_path, monkeypatch):
+    for limit, value in (("PIECE_BYTES", 300), ("CHUNK_BYTES", 1000)):
+        monkeypatch.setattr(loaders, limit, value)
+    tensors = {f"t{i:03}": torch.full((i * 7 % 300,), i, dtype=torch.int32) for i in range(200)}
+    save_file(tmp_path / "many.safetensors", tensors)
+    loaded = read_all(open_weights(tmp_path / "many.safetensors"), loader=name)
+    assert all(loaded[key].equal(tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("reader", ["stream", "single"])
+def test_a_file_that_shrinks_while_it_is_read_is_truncated(tmp_path, reader):
+    path = tmp_path / "a.safetensors"
+    save_file(path, {"a": torch.ones(1000)})
+    source = open_weights(path)
+    os.truncate(path, path.stat().st_size - 10)
+    with pytest.raises(TruncatedFile):
+        read_all(source) if reader == "stream" else read_tensor(*source.locations["a"])
+
+
+def test_nothing_is_held_besides_the_tensor_in_use(tmp_path, monkeypatch):
+    save_file(
+        tmp_path / "a.safetensors", {f"t{i}": torch.full((10_000,), float(i)) for i in range(20)}
+    )
+    monkeypatch.setattr(loaders, "PIECE_BYTES", 3000)
+    allocate, known, peak = loaders._allocate, [], 0
+
+    def watched(entry):
+        tensor, view = allocate(entry)
+        known.append(weakref.ref(tensor))
+        return tensor, view
+
+    monkeypatch.setattr(loaders, "_allocate", watched)
+    for _, tensor in LOADERS["pread"].stream(open_weights(tmp_path / "a.safetensors"), CPU):
+        peak = max(peak, sum(reference() is not None for reference in tuple(known)))
+        del tensor
+    assert (peak, len(known)) == (1, 20)
+
+
+def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {
+        "whole": base,
+        "tied": base,
+        "transposed": base.t(),
+        "row": base[1],
+        "wide": base[:1].expand(2, 4),
+    }
+    save_file(tmp_path / "a.safetensors", state)
+    loaded = read_all(open_weights(tmp_path / "a.safetensors"))
+    assert all(loaded[name].equal(tensor) for name, tensor in state.items())
+
+
+def test_a_limit_of_the_system_is_an_error_of_the_system_that_names_the_file(tmp_path):
+    path, limits = tmp_path / "a.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_file(path, {"a": torch.ones(9999)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_save_leaves_the_old_file_and_no_rubbish(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file(path, {"a": torch.ones(2)})
+    with pytest.raises(Exception, match=r".+"):
+        save_file(path, {"a": torch.zeros(2)}, {"key": 1})  # type: ignore[dict-item]
+    assert read_all(open_weights(path))["a"].sum() == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_equal_content_gives_equal_bytes(tmp_path):
+    metadata = {f"key {number}": '"\\ü\n\x1f' * number for number in range(8)}
+    tensors = {"b": torch.ones(3), "a": torch.zeros(2, dtype=torch.bfloat16)}
+    files = [tmp_path / f"{number}.safetensors" for number in range(4)]
+    for file in files:
+        save_file(file, tensors, metadata)
+    assert len({file.read_bytes() for file in files}) == 1
+    assert read_header(files[0]).metadata == {**metadata, "format": "pt"}
+    loaded = read_all(open_weights(files[0]))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dtype):
+    save_file(tmp_path / "a.safetensors", every_dtype, {"who": "me"})
+    summary = inspect_file(tmp_path / "a.safetensors")
+    found = {tensor.name: tensor for tensor in summary.tensors}
+    assert summary.metadata == {"format": "pt", "who": "me"}
+    assert summary.size_bytes == (tmp_path / "a.safetensors").stat().st_size
+    assert (found["special"].num_nan, found["special"].num_inf) == (1, 2)
+    assert summary.num_nonfinite == 3
+    assert found["scalar"].shape == ()
+    assert found["bfloat16"].size_bytes == 70
+
+
+@pytest.mark.parametrize("named", ["transformer", "transformer/model.safetensors.index.json"])
+def test_shards_are_described_as_one_model(tmp_path, named):
+    tensors = {"a": torch.ones(3), "b": torch.tensor([float("nan")]), "c": torch.ones(2)}
+    shards = save_model(tmp_path / "transformer", tensors, max_shard_bytes=12, stem="model")
+    summary = inspect_file(tmp_path / named)
+    assert [tensor.name for tensor in summary.tensors] == ["a", "b", "c"]
+    assert (summary.num_nonfinite, summary.size_bytes) == (
+        1,
+        sum(shard.stat().st_size for shard in shards),
+    )
+    assert (summary.name, summary.metadata) == (named.rpartition("/")[2], {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_bad_values_are_found_in_every_piece(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(loaders, "PIECE_ELEMENTS", 4)
+    values = torch.ones(10)
+    values[[0, 4, 9]] = float("nan")
+    save_file(tmp_path / "a.safetensors", {"a": values.to(dtype)})
+    assert inspect_file(tmp_path / "a.safetensors").tensors[0].num_nan == 3
+
+
+def test_without_values_only_the_header_is_read(tmp_path, monkeypatch):
+    save_file(tmp_path / "a.safetensors", {"a": torch.ones(3)})
+    monkeypatch.setattr(loaders, "read_tensor", None)
+    summary = inspect_file(tmp_path / "a.safetensors", values=False)
+    assert summary.num_nonfinite is None
+    assert "not counted" in weights_lines(summary)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    with pytest.raises(CorruptFile):
+        inspect_file(write_raw(tmp_path, "a.safetensors", raw_file({"a": 1})))
