@@ -27,7 +27,7 @@ def orders(draw: st.DrawFn, max_items: int = 25) -> BatchOrder:
 
 
 @given(orders())
-def test_every_image_is_seen_its_repeats_in_every_epoch(order: BatchOrder) -> None:
+def test_every_image_is_seen_its_repeats_in_every_epoch(order):
     num_steps = math.lcm(order.epoch_size, order.effective_batch_size) // order.effective_batch_size
     row = [draw.item for step in range(num_steps) for draw in order.images(step)]
     for start in range(0, len(row), order.epoch_size):
@@ -35,9 +35,7 @@ def test_every_image_is_seen_its_repeats_in_every_epoch(order: BatchOrder) -> No
 
 
 @given(orders(), st.integers(0, 200), st.integers(1, 5))
-def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(
-    order: BatchOrder, step: int, size: int
-) -> None:
+def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(order, step, size):
     planned = order.micro_batches(step, size)
     seen = [draw for micro in planned for draw in micro.draws]
     assert Counter(seen) == Counter(order.images(step))
@@ -49,9 +47,7 @@ def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(
 
 
 @given(orders(), st.integers(0, 200), st.integers(1, 4), st.integers(1, 4))
-def test_processes_share_a_step_without_rest(
-    order: BatchOrder, step: int, size: int, world_size: int
-) -> None:
+def test_processes_share_a_step_without_rest(order, step, size, world_size):
     assume(order.effective_batch_size % world_size == 0)
     parts = [
         order.micro_batches(step, size, rank=rank, world_size=world_size)
@@ -68,9 +64,7 @@ def test_processes_share_a_step_without_rest(
 
 
 @given(orders(), st.integers(0, 60), st.integers(1, 4))
-def test_weighted_means_give_the_mean_over_the_effective_batch(
-    order: BatchOrder, step: int, size: int
-) -> None:
+def test_weighted_means_give_the_mean_over_the_effective_batch(order, step, size):
     losses = [math.sin(index) for index in range(len(order.groups))]
     weighted = sum(
         micro.weight * sum(losses[index] for index in micro.indices) / len(micro.indices)
@@ -81,13 +75,13 @@ def test_weighted_means_give_the_mean_over_the_effective_batch(
 
 
 @given(orders(), st.lists(st.integers(0, 50), max_size=8))
-def test_a_step_is_the_same_whatever_was_asked_before(order: BatchOrder, steps: list[int]) -> None:
+def test_a_step_is_the_same_whatever_was_asked_before(order, steps):
     in_row = [order.images(step) for step in range(51)]
     for step in steps:
         assert dataclasses.replace(order).images(step) == in_row[step]
 
 
-def test_dropout_happens_as_often_as_asked_and_does_not_disturb_the_order() -> None:
+def test_dropout_happens_as_often_as_asked_and_does_not_disturb_the_order():
     plain, dropping = (
         BatchOrder((0,) * 500, (1,) * 500, 10, seed=3, caption_dropout=rate) for rate in (0.0, 0.2)
     )

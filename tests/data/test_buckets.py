@@ -18,9 +18,7 @@ most = st.sampled_from([2048, 8192])
 
 
 @given(sides, sides, resolutions, multiples, most)
-def test_a_bucket_fits_area_multiple_ratio_and_side(
-    width: int, height: int, resolution: int, multiple: int, max_side: int
-) -> None:
+def test_a_bucket_fits_area_multiple_ratio_and_side(width, height, resolution, multiple, max_side):
     to_width, to_height = choose_bucket_size(width, height, resolution, multiple, max_side)
     assert max(to_width, to_height) <= max_side
     assert to_width % multiple == to_height % multiple == 0
@@ -34,9 +32,7 @@ def items_of(*sizes: tuple[int, int], frames: int = 1) -> list[Item]:
 
 
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=40), resolutions, multiples)
-def test_assignment_gives_back_the_counts(
-    sizes: list[tuple[int, int]], resolution: int, multiple: int
-) -> None:
+def test_assignment_gives_back_the_counts(sizes, resolution, multiple):
     items = items_of(*sizes)
     buckets = make_buckets(items, resolution, multiple, 8192)
     assigned = assign_buckets(items, buckets)
@@ -46,7 +42,7 @@ def test_assignment_gives_back_the_counts(
     assert len(assigned) == len(sizes)
 
 
-def test_planned_buckets_take_other_data_by_ratio_and_frames() -> None:
+def test_planned_buckets_take_other_data_by_ratio_and_frames():
     wide = Bucket(width_px=128, height_px=32, num_frames=1, num_items=9)
     square = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
     assert assign_buckets(items_of((300, 100), (100, 90), (10, 99)), (wide, square)) == (0, 1, 1)

@@ -26,7 +26,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_entries_come_back_exactly(tmp_path: Path) -> None:
+def test_entries_come_back_exactly(tmp_path):
     cache = Cache(tmp_path / "new" / "cache")
     assert cache.read("a") is None
     cache.write("a", {**TENSORS, "view": TENSORS["latents"].permute(2, 0, 1)})
@@ -42,13 +42,13 @@ def test_entries_come_back_exactly(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_entry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def whole_entry(tmp_path_factory):
     cache = Cache(tmp_path_factory.mktemp("whole"))
     cache.write("a", TENSORS)
     return (cache.folder / "a.safetensors").read_bytes()
 
 
-def test_an_entry_under_anothers_name_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_an_entry_under_anothers_name_is_not_taken_for_it(tmp_path):
     cache = Cache(tmp_path)
     cache.write("a", TENSORS)
     (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
@@ -58,9 +58,7 @@ def test_an_entry_under_anothers_name_is_not_taken_for_it(tmp_path: Path) -> Non
 
 @given(data=st.data())
 @settings(max_examples=150)
-def test_any_damage_is_noticed_and_the_entry_removed(
-    data: st.DataObject, whole_entry: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_damage_is_noticed_and_the_entry_removed(data, whole_entry, tmp_path_factory):
     cache = Cache(tmp_path_factory.mktemp("damaged"))
     path = cache.folder / "a.safetensors"
     if data.draw(st.booleans(), label="truncate"):
@@ -82,16 +80,14 @@ def test_any_damage_is_noticed_and_the_entry_removed(
         assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_pickled_files_are_never_looked_at(tmp_path: Path) -> None:
+def test_pickled_files_are_never_looked_at(tmp_path):
     torch.save(TENSORS, tmp_path / "a.pt")
     torch.save(TENSORS, tmp_path / "a.safetensors")
     assert Cache(tmp_path).read("a") is None
     assert names(tmp_path) == ["a.pt"]
 
 
-def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(tmp_path, monkeypatch):
     cache = Cache(tmp_path)
     sizes = [cache.write(key, TENSORS) for key in ("a", "b", "c", "d")]
     for age, key in enumerate(("d", "c", "b", "a")):
@@ -104,9 +100,7 @@ def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(
     assert cache.evict(keep={"a", "b"}) == 0
 
 
-def test_a_disk_that_fills_up_leaves_nothing_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_leaves_nothing_half_written(tmp_path, monkeypatch):
     def full(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")

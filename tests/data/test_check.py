@@ -1,13 +1,11 @@
 """The check says what training would make of a folder, without raising for what lies in it."""
 
-from pathlib import Path
-
 from autotune.data.dataset import DataReport, check_dataset
 from autotune.data.items import DatasetOptions
 from tests.data.pictures import write_pictures
 
 
-def test_a_good_folder(tmp_path: Path) -> None:
+def test_a_good_folder(tmp_path):
     write_pictures(tmp_path, (640, 640), (64, 64), (80, 48), (300, 40), (32, 32))
     report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
     assert report.can_train
@@ -21,7 +19,7 @@ def test_a_good_folder(tmp_path: Path) -> None:
     assert DataReport.model_validate_json(report.model_dump_json()) == report
 
 
-def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: Path) -> None:
+def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path):
     assert not check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192).can_train
     write_pictures(tmp_path, (64, 64), (64, 64))
     (tmp_path / "000.txt").unlink()

@@ -19,7 +19,7 @@ def kinds(dataset: Dataset) -> dict[str, str]:
     return {problem.file: problem.kind for problem in dataset.problems}
 
 
-def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path):
     write_pictures(tmp_path, (64, 48), (40, 80))
     dataset = read_dataset(tmp_path)
     assert [
@@ -28,7 +28,7 @@ def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path
     assert dataset.problems == ()
 
 
-def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path: Path) -> None:
+def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path):
     for name in ("a.png", "b.png"):
         picture(ord(name[0])).save(tmp_path / name)
     lines = [
@@ -55,9 +55,7 @@ def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path: Path) -> No
 
 @given(content=st.binary(max_size=200))
 @settings(max_examples=60)
-def test_no_metadata_file_crashes_the_reader(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes
-) -> None:
+def test_no_metadata_file_crashes_the_reader(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("metadata")
     (folder / "metadata.jsonl").write_bytes(content)
     captions, complaints = read_metadata(folder)
@@ -68,16 +66,14 @@ def test_no_metadata_file_crashes_the_reader(
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("keep", [0.02, 0.9])
-def test_truncated_images_are_broken_though_their_header_may_be_whole(
-    tmp_path: Path, suffix: str, keep: float
-) -> None:
+def test_truncated_images_are_broken_though_their_header_may_be_whole(tmp_path, suffix, keep):
     path = tmp_path / f"a.{suffix}"
     picture(0, 200, 100).save(path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
     assert kinds(scan_dataset(tmp_path, DatasetOptions(caption="x"))) == {f"a.{suffix}": "broken"}
 
 
-def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
+def test_every_kind_of_problem_is_named(tmp_path):
     write_pictures(tmp_path, (64, 64), (20, 64), (64, 64), (64, 64))
     (tmp_path / "copy.png").write_bytes((tmp_path / "000.png").read_bytes())
     (tmp_path / "copy.txt").write_text("the same again")
@@ -97,7 +93,7 @@ def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
     }
 
 
-def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path) -> None:
+def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path):
     write_pictures(tmp_path, (64, 64))
     (tmp_path / "lost.png").symlink_to(tmp_path / "elsewhere.png")
     os.mkfifo(tmp_path / "pipe.png")
@@ -113,7 +109,7 @@ def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", [None, "not a folder", "empty"])
-def test_a_folder_without_images_is_an_error(tmp_path: Path, content: str | None) -> None:
+def test_a_folder_without_images_is_an_error(tmp_path, content):
     folder = tmp_path / "data"
     if content == "empty":
         folder.mkdir()
@@ -125,7 +121,7 @@ def test_a_folder_without_images_is_an_error(tmp_path: Path, content: str | None
         read_dataset(folder)
 
 
-def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
+def test_edit_pairs_are_matched_by_stem_and_number(tmp_path):
     data, control = write_pictures(tmp_path / "data", *[(64, 64)] * 5), tmp_path / "control"
     control.mkdir()
     for seed, name in enumerate(
@@ -143,8 +139,8 @@ def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spelled", ["../photos/control", "link"])
 def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelled: str
-) -> None:
+    tmp_path, monkeypatch, spelled
+):
     data = write_pictures(tmp_path / "photos", (64, 64))
     write_pictures(data / "control", (64, 64))
     (tmp_path / "link").symlink_to(data / "control")
@@ -158,7 +154,7 @@ def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
     ]
 
 
-def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -> None:
+def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path):
     for number in (1, 2, 10):
         (tmp_path / "clip").mkdir(exist_ok=True)
         picture(number, 64, 48).save(tmp_path / "clip" / f"f{number}.png")
@@ -178,7 +174,7 @@ def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -
     assert kinds(dataset) == {"brief": "short"}
 
 
-def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path: Path) -> None:
+def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path):
     write_pictures(tmp_path / "10_dog" / "more", (64, 64))
     write_pictures(tmp_path / "0_none", (64, 64), first=1)
     write_pictures(tmp_path / "2024_holiday", (64, 64), first=2)
@@ -197,9 +193,7 @@ def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "a.txt"])
 @pytest.mark.parametrize("content", ["pipe", "zero", "sparse"])
-def test_captions_that_never_end_are_named_and_not_read(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_captions_that_never_end_are_named_and_not_read(tmp_path, name, content):
     picture(0).save(tmp_path / "a.png")
     if content == "pipe":
         os.mkfifo(tmp_path / name)

@@ -64,21 +64,21 @@ class EditFamily(CountingFamily):
 
 
 @pytest.fixture(scope="module")
-def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pipeline_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
     write_small_pipeline("qwen-image", folder, CAPTIONS)
     return folder
 
 
 @pytest.fixture(scope="module")
-def pipeline(pipeline_folder: Path) -> Any:
+def pipeline(pipeline_folder):
     from diffusers import QwenImagePipeline
 
     return QwenImagePipeline.from_pretrained(pipeline_folder, transformer=None)
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     return write_pictures(tmp_path / "data", (64, 64), (80, 48), (100, 100), (96, 56))
 
 
@@ -113,7 +113,7 @@ def encode(
         )
 
 
-def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
+def test_samples_are_what_the_family_encodes(data, pipeline):
     encoded = encode(data, pipeline)
     family, buckets = QwenImage(), make_buckets(read_dataset(data).items, 64, 16, 8192)
     assert len(encoded.items) == 4
@@ -129,7 +129,7 @@ def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
     assert encoded.groups == (0, 1, 0, 1)
 
 
-def test_a_second_run_loads_nothing_and_gives_the_same(data: Path, pipeline: Any) -> None:
+def test_a_second_run_loads_nothing_and_gives_the_same(data, pipeline):
     first = encode(data, pipeline, caption_dropout=0.1)
     progress: list[tuple[int, int]] = []
     for memory_bytes in (0, 10**9):
@@ -150,7 +150,7 @@ def test_a_second_run_loads_nothing_and_gives_the_same(data: Path, pipeline: Any
     assert progress == 2 * [(number, 8) for number in range(1, 9)]
 
 
-def test_an_interrupted_encoding_continues_where_it_was(data: Path, pipeline: Any) -> None:
+def test_an_interrupted_encoding_continues_where_it_was(data, pipeline):
     family = CountingFamily()
     family.fail_at_image = 2
     with pytest.raises(KeyboardInterrupt):
@@ -160,7 +160,7 @@ def test_an_interrupted_encoding_continues_where_it_was(data: Path, pipeline: An
     assert (family.num_images, len(family.captions)) == (4, 3)
 
 
-def test_a_damaged_entry_is_encoded_again_alone(data: Path, pipeline: Any) -> None:
+def test_a_damaged_entry_is_encoded_again_alone(data, pipeline):
     encode(data, pipeline)
     entry = next((data.parent / "cache").glob("latents-*"))
     whole = load_file(entry)["latents"].clone()  # of a mapped file
@@ -180,8 +180,8 @@ def test_a_damaged_entry_is_encoded_again_alone(data: Path, pipeline: Any) -> No
     ],
 )
 def test_an_entry_that_holds_something_else_under_a_right_digest_is_encoded_again(
-    data: Path, pipeline: Any, kind: str, content: dict[str, Tensor]
-) -> None:
+    data, pipeline, kind, content
+):
     first = encode(data, pipeline)
     key = next((data.parent / "cache").glob(f"{kind}-*")).stem
     first.cache.write(key, content)
@@ -193,9 +193,7 @@ def test_an_entry_that_holds_something_else_under_a_right_digest_is_encoded_agai
             assert torch.equal(tensor, again.sample(index)[name])
 
 
-def test_an_image_that_fails_while_encoding_is_left_out_and_named(
-    data: Path, pipeline: Any
-) -> None:
+def test_an_image_that_fails_while_encoding_is_left_out_and_named(data, pipeline):
     path = data / "002.png"
     path.write_bytes(path.read_bytes()[:2000])
     progress: list[tuple[int, int]] = []
@@ -209,9 +207,7 @@ def test_an_image_that_fails_while_encoding_is_left_out_and_named(
     assert encoded.sample(2)["latents"].shape == encoded.sample(1)["latents"].shape
 
 
-def test_control_images_become_latents_and_part_of_the_prompt(
-    tmp_path: Path, pipeline: Any
-) -> None:
+def test_control_images_become_latents_and_part_of_the_prompt(tmp_path, pipeline):
     data = write_pictures(tmp_path / "data", (64, 64), (64, 64))
     control = tmp_path / "control"
     control.mkdir()
@@ -234,8 +230,8 @@ def test_control_images_become_latents_and_part_of_the_prompt(
 
 
 def test_an_image_that_changes_while_others_are_encoded_is_not_cached_under_its_old_key(
-    data: Path, pipeline: Any
-) -> None:
+    data, pipeline
+):
     class Meanwhile(CountingFamily):
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
             picture(99).save(data / "003.png")
@@ -251,7 +247,7 @@ def test_an_image_that_changes_while_others_are_encoded_is_not_cached_under_its_
     assert (len(encoded.items), family.num_images, family.captions) == (4, 1, [])
 
 
-def test_numbers_that_are_not_finite_are_never_cached(data: Path, pipeline: Any) -> None:
+def test_numbers_that_are_not_finite_are_never_cached(data, pipeline):
     class Damaged(CountingFamily):
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
             return super().encode_pixels(pipeline, pixels) * float("nan")

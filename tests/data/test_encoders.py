@@ -26,7 +26,7 @@ EXACT = {
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def small(request: pytest.FixtureRequest, small_pipelines: Any) -> Small:
+def small(request, small_pipelines):
     found: Small = small_pipelines(request.param)
     return found
 
@@ -47,7 +47,7 @@ def embeddings(small: Small, pipeline: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("way", EXACT)
-def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small, way: str) -> None:
+def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small, way):
     encoders = encoders_of(small, EXACT[way])
     pipeline = encoders.load_pipeline()
     expected = embeddings(small, small.pipeline)
@@ -63,7 +63,7 @@ def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small,
     assert encoders.load_pipeline() is pipeline
 
 
-def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> None:
+def test_the_cache_key_follows_what_decides_the_values(small_pipelines):
     small = small_pipelines("qwen-image")
     assert (
         encoders_of(small, EXACT["training"]).text_settings

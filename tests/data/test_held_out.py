@@ -23,13 +23,13 @@ def names(split: SplitDataset) -> tuple[set[str], set[str]]:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("held") / "images"
     write_images(folder, 20)
     return folder
 
 
-def test_seed_and_names_decide_which_images_are_held_out(images: Path, tmp_path: Path) -> None:
+def test_seed_and_names_decide_which_images_are_held_out(images, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(images, elsewhere)
     training, held_out = names(read_split(images, OPTIONS, "10%", 0))
@@ -47,9 +47,7 @@ def test_seed_and_names_decide_which_images_are_held_out(images: Path, tmp_path:
     )
 
 
-def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(
-    images: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(images, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(images, data)
     inside = data / "held"

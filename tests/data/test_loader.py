@@ -52,7 +52,7 @@ def no_thread_left() -> bool:
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("first_step", [0, 3, 6])
-def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, num_workers: int) -> None:
+def test_batches_are_the_planned_ones_from_any_step_on(first_step, num_workers):
     batches = list(loader(Data(uneven=True), steps=range(first_step, 6), num_workers=num_workers))
     planned = [
         micro.indices for step in range(first_step, 6) for micro in ORDER.micro_batches(step, 2)
@@ -61,7 +61,7 @@ def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, num_work
     assert no_thread_left()
 
 
-def test_leaving_early_ends_the_thread_and_reads_little_ahead() -> None:
+def test_leaving_early_ends_the_thread_and_reads_little_ahead():
     data = Data()
     for _ in loader(data, steps=range(10_000)):
         break
@@ -69,7 +69,7 @@ def test_leaving_early_ends_the_thread_and_reads_little_ahead() -> None:
     assert data.num_read <= 2 * 5
 
 
-def test_an_error_while_reading_reaches_the_loop() -> None:
+def test_an_error_while_reading_reaches_the_loop():
     with pytest.raises(AutotuneError, match="lost an entry"):
         list(loader(Data(fail_at=5)))
     assert no_thread_left()

@@ -1,7 +1,5 @@
 """Every kind of image becomes the RGB that a person sees."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,9 +12,7 @@ from tests.data.pictures import picture
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_rotation_counts_for_sizes_and_pixels(
-    tmp_path: Path, suffix: str, orientation: int
-) -> None:
+def test_exif_rotation_counts_for_sizes_and_pixels(tmp_path, suffix, orientation):
     upright = Image.new("RGB", (80, 40), "white")
     upright.paste((0, 0, 0), (0, 0, 40, 20))  # the top left quarter is black
     undo = [None, 0, 3, 1, 5, 2, 6, 4][orientation - 1]
@@ -36,9 +32,7 @@ def test_exif_rotation_counts_for_sizes_and_pixels(
 
 @pytest.mark.parametrize("size", [(200, 80), (97, 61)])
 @pytest.mark.parametrize("to_size", [(64, 64), (32, 64), (240, 160)])
-def test_the_crop_is_centered_and_as_large_as_the_ratio_allows(
-    tmp_path: Path, size: tuple[int, int], to_size: tuple[int, int]
-) -> None:
+def test_the_crop_is_centered_and_as_large_as_the_ratio_allows(tmp_path, size, to_size):
     columns, rows = np.meshgrid(*(np.linspace(0, 255, side) for side in size))
     Image.fromarray(np.stack([columns, rows, rows], axis=-1).round().astype(np.uint8)).save(
         tmp_path / "a.png"
@@ -54,7 +48,7 @@ def test_the_crop_is_centered_and_as_large_as_the_ratio_allows(
             assert float(profile[place]) == pytest.approx(seen / (size[channel] - 1), abs=0.01)
 
 
-def test_pixels_without_resizing_are_exact_and_frames_are_stacked(tmp_path: Path) -> None:
+def test_pixels_without_resizing_are_exact_and_frames_are_stacked(tmp_path):
     for seed in (0, 1):
         picture(seed, 64, 48).save(tmp_path / f"{seed}.png")
     pixels = open_pixels([tmp_path / "0.png", tmp_path / "1.png"], 64, 48)
@@ -65,7 +59,7 @@ def test_pixels_without_resizing_are_exact_and_frames_are_stacked(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["EPS", "GIF"])
-def test_other_formats_are_refused_under_any_name(tmp_path: Path, kind: str) -> None:
+def test_other_formats_are_refused_under_any_name(tmp_path, kind):
     picture(0).save(tmp_path / "a.png", format=kind)  # Pillow would hand an EPS to Ghostscript
     with pytest.raises(OSError, match="not a png, jpeg or webp"):
         read_size(tmp_path / "a.png", decode=True)
@@ -76,7 +70,7 @@ def test_other_formats_are_refused_under_any_name(tmp_path: Path, kind: str) -> 
 @pytest.mark.filterwarnings(
     "ignore::PIL.Image.DecompressionBombWarning"
 )  # the product's own filter, lifted by pytest
-def test_an_image_that_would_take_gigabytes_is_refused_by_its_size(tmp_path: Path) -> None:
+def test_an_image_that_would_take_gigabytes_is_refused_by_its_size(tmp_path):
     """A file of 22 KiB: Pillow opens up to 180 megapixels, of which converting 16-bit gray took
     5 GiB."""
     Image.new("1", (13_370, 13_370)).save(tmp_path / "bomb.png")
@@ -86,7 +80,7 @@ def test_an_image_that_would_take_gigabytes_is_refused_by_its_size(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", ["I;16", "RGBA", "LA", "P", "L", "CMYK"])
-def test_bands_make_no_difference(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bands_make_no_difference(mode, monkeypatch):
     random = np.random.default_rng(0)
     if mode == "I;16":
         image = Image.fromarray(random.integers(0, 2**16, (37, 29), dtype=np.uint16))

@@ -66,7 +66,7 @@ def text(sample: dict[str, Tensor]) -> str:
     return "".join(chr(int(code)) for code in sample["prompt_embeds"][:, 0])
 
 
-def test_each_time_one_of_the_captions_is_drawn(tmp_path: Path) -> None:
+def test_each_time_one_of_the_captions_is_drawn(tmp_path):
     for name in ("a.png", "b.png"):
         picture(ord(name[0])).save(tmp_path / name)
     lines = [
@@ -84,9 +84,7 @@ def test_each_time_one_of_the_captions_is_drawn(tmp_path: Path) -> None:
     assert sum(draw.caption == 0 for draw in draws if draw.item == 0) == pytest.approx(100, abs=25)
 
 
-def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(
-    tmp_path: Path,
-) -> None:
+def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(tmp_path):
     write_pictures(tmp_path, (64, 64))
     encoded = encode(tmp_path, DatasetOptions(flip=True), flip=True)
     plain, flipped = encoded.sample(0), encoded.sample(0, flipped=True)
@@ -103,7 +101,7 @@ def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(
 
 
 @pytest.mark.parametrize("kind", ["files", "alpha"])
-def test_a_mask_weighs_the_loss_where_it_lies(tmp_path: Path, kind: Any) -> None:
+def test_a_mask_weighs_the_loss_where_it_lies(tmp_path, kind):
     mask = Image.new("L", (64, 64), 0)
     mask.paste(255, (0, 0, 16, 64))  # the left quarter
     image = picture(1)
@@ -126,7 +124,7 @@ def test_a_mask_weighs_the_loss_where_it_lies(tmp_path: Path, kind: Any) -> None
     assert (again.entries[0].keys != encoded.entries[0].keys) == (kind == "files")
 
 
-def test_the_loss_counts_what_its_weights_say() -> None:
+def test_the_loss_counts_what_its_weights_say():
     noise, clean = torch.ones(2, 1, 1, 2, 2), torch.zeros(2, 1, 1, 2, 2)
     family: Any = SimpleNamespace(
         noise=FLOW_MATCHING, predict=lambda *_: torch.zeros(2, 1, 1, 2, 2)
@@ -148,9 +146,7 @@ def test_the_loss_counts_what_its_weights_say() -> None:
     assert float(whole) == 1
 
 
-def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(
-    tmp_path: Path,
-) -> None:
+def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(tmp_path):
     write_pictures(tmp_path / "dogs", (64, 64))
     write_pictures(tmp_path / "class", (64, 64), first=1)
     (tmp_path / "data.yaml").write_text(
@@ -166,7 +162,7 @@ def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(
     assert [float(encoded.sample(index)["loss_weights"].mean()) for index in (0, 1)] == [1.0, 0.5]
 
 
-def test_a_folder_inside_another_would_be_trained_twice(tmp_path: Path) -> None:
+def test_a_folder_inside_another_would_be_trained_twice(tmp_path):
     outer, inner = tmp_path / "dogs", tmp_path / "dogs" / "portraits"
     write_pictures(outer, (64, 64))
     write_pictures(inner, (64, 64), first=1)

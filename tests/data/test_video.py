@@ -26,9 +26,7 @@ def shown(path: Path, span: ClipSpan) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "codec"), [("a.mp4", "libx264"), ("a.webm", "libvpx-vp9"), ("a.avi", "mpeg4")]
 )
-def test_every_format_is_resampled_to_the_rate_of_the_model(
-    tmp_path: Path, name: str, codec: str
-) -> None:
+def test_every_format_is_resampled_to_the_rate_of_the_model(tmp_path, name, codec):
     path = write_video(tmp_path / name, 30, fps=24, codec=codec)
     (item,) = read_dataset(tmp_path, FIVE).items
     assert item.span is not None
@@ -40,7 +38,7 @@ def test_every_format_is_resampled_to_the_rate_of_the_model(
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.webp"])
-def test_animations_are_clips_and_still_webp_images_are_not(tmp_path: Path, name: str) -> None:
+def test_animations_are_clips_and_still_webp_images_are_not(tmp_path, name):
     frames = [Image.new("RGB", (64, 48), (STEP * number,) * 3) for number in range(12)]
     options = {"lossless": True} if name.endswith("webp") else {}
     frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], duration=50, **options)
@@ -51,7 +49,7 @@ def test_animations_are_clips_and_still_webp_images_are_not(tmp_path: Path, name
     assert shown(clip.path, clip.span) == [0, 1, 3, 4, 5]
 
 
-def test_clips_are_the_head_or_all_or_evenly_spread(tmp_path: Path) -> None:
+def test_clips_are_the_head_or_all_or_evenly_spread(tmp_path):
     facts = read_facts(write_video(tmp_path / "a.mp4", 48, fps=24))
     starts = {
         choice: [round(span.start_seconds * 16) for span in choose_spans(facts, choice, (9, 5), 16)]
@@ -60,7 +58,7 @@ def test_clips_are_the_head_or_all_or_evenly_spread(tmp_path: Path) -> None:
     assert starts == {"head": [0], "all": [0, 9, 18], 1: [11], 3: [0, 11, 23]}
 
 
-def test_what_is_wrong_with_a_video_is_named(tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_video_is_named(tmp_path):
     whole = write_video(tmp_path / "whole.mp4", 20).read_bytes()
     (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.webm").write_bytes(b"")
@@ -80,7 +78,7 @@ def test_what_is_wrong_with_a_video_is_named(tmp_path: Path) -> None:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_damage_to_a_video_crashes_the_reader(tmp_path: Path, data: st.DataObject) -> None:
+def test_no_damage_to_a_video_crashes_the_reader(tmp_path, data):
     source = tmp_path / "whole.mkv"
     if not source.exists():
         write_video(source, 12)
@@ -96,9 +94,7 @@ def test_no_damage_to_a_video_crashes_the_reader(tmp_path: Path, data: st.DataOb
     assert len(dataset.items) + sum(problem.kind != "variable" for problem in dataset.problems) == 1
 
 
-def test_a_video_is_upright_and_in_the_shape_of_its_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_is_upright_and_in_the_shape_of_its_bucket(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", 20, size=(64, 48))
     monkeypatch.setattr("autotune.data.pixels._rotation", lambda frame: 90)
     (item,) = read_dataset(tmp_path, FIVE).items

@@ -17,17 +17,8 @@ def every_dtype() -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
         tensors[name] = torch.randn(7, 5, generator=generator).to(getattr(torch, name))
-    for name in (
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "uint32",
-        "int32",
-        "uint64",
-        "int64",
-        "float8_e8m0fnu",
-    ):
+    small = "uint8 int8 uint16 int16 uint32 int32 uint64 int64 float8_e8m0fnu"
+    for name in small.split():
         tensors[name] = torch.ones(3).to(getattr(torch, name))
     tensors["bool"] = torch.tensor([True, False, True])
     tensors["complex64"] = torch.tensor([1 + 2j])

@@ -118,9 +118,7 @@ def check_against_table(
 @pytest.mark.parametrize(
     ("family", "targets"), CASES, ids=[f"{family.name}-{targets}" for family, targets in CASES]
 )
-def test_each_program_finds_every_layer_of_every_family_by_its_own_name(
-    family: Family, targets: str, program: str
-) -> None:
+def test_each_program_finds_every_layer_of_every_family_by_its_own_name(family, targets, program):
     model, made = family.transformer_class, make_layers(family, targets)
     adapter = Adapter(made, {}, family.denoiser)
     if model not in table(program):
@@ -137,7 +135,7 @@ def test_each_program_finds_every_layer_of_every_family_by_its_own_name(
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
-def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family: Family) -> None:
+def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family):
     known = table("diffusers")[family.transformer_class]["layers"]
     pattern = "|".join(re.escape(layer).replace(r"\#", r"\d+") for layer in known)
     for targets in family.target_sets:
@@ -149,7 +147,7 @@ def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family: F
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(program: str) -> None:
+def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(program):
     known = {name for name in (*LAYOUTS, *KEPT_NAMES) if can_write(program, name)}  # type: ignore[arg-type]
     assert known == table(program).keys() == {each.transformer_class for each in FAMILIES.values()}
     prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
@@ -167,7 +165,7 @@ def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(pr
         )
 
 
-def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names() -> None:
+def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names():
     for family in FAMILIES.values():
         layers = make_layers(family, "attention+mlp")
         told = (

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.api import convert_weights
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import (
     DIFFUSERS_KEY,
@@ -19,58 +20,46 @@ from autotune.weights.adapters import (
     serialize_adapter,
     write_adapter,
 )
-from autotune.weights.files import BadWeights, CorruptFile, PickledWeights
+from autotune.weights.files import CorruptFile, read_header
 from autotune.weights.names import LoraLayer
 from tests.weights.conftest import bits
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
 
 FORMATS = ("diffusers", "comfyui", "kohya")
 INFO = AdapterInfo(model="tiny", plan_digest="sha256:0", rank=4, alpha=6.5, training_steps=10)
-CASES = {
-    "qwen": ("QwenImageTransformer2DModel", QWEN, qwen_inputs, "QwenImagePipeline"),
-    "flux": ("FluxTransformer2DModel", FLUX, flux_inputs, "FluxPipeline"),
-    "flux-outside": ("FluxTransformer2DModel", FLUX, flux_inputs, "FluxPipeline"),
-}
-# Top-level and nested modules that share their last name; the hardest for formats that match by
-# name.
+# Top-level and nested modules that share their last name: hardest for formats that match by name. Of
+# FLUX's last layer diffusers' converter drops alphas, and it demands full size of linear1.
 TARGETS = {
     "qwen": r".*to_q|.*to_out\.0|proj_out|.*img_mlp\.net\.2",
     "flux": r"transformer_blocks\.0\.(.*to_[qkv]|.*add_[qkv]_proj|.*to_out\.0|ff.*(proj|2))|single.*proj_out",
-    "flux-outside": r".*to_q|.*proj_out|.*to_out\.0",
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=TARGETS)
 def trained(request):
     """A small transformer with an adapter that does something, alpha other than rank."""
     import diffusers
     from peft import LoraConfig
 
-    cls_name, config, inputs, pipeline = CASES[request.param]
-    torch.manual_seed(0)
-    base = getattr(diffusers, cls_name)(**config).eval()
-    model = copy.deepcopy(base)
-    model.add_adapter(
-        LoraConfig(
-            r=4, lora_alpha=6.5, target_modules=TARGETS[request.param], init_lora_weights=False
-        )
+    is_qwen = request.param == "qwen"
+    cls, config, inputs, pipeline = (
+        (diffusers.QwenImageTransformer2DModel, QWEN, qwen_inputs, diffusers.QwenImagePipeline)
+        if is_qwen
+        else (diffusers.FluxTransformer2DModel, FLUX, flux_inputs, diffusers.FluxPipeline)
     )
-    return base, model, inputs(torch.float32), getattr(diffusers, pipeline)
-
-
-def skip_what_diffusers_cannot_read(model, format):
-    adapted = [name for name, _ in model.named_parameters() if "lora" in name]
-    if format != "diffusers" and any("single" in name and "to_q" in name for name in adapted):
-        pytest.skip(
-            "of FLUX, diffusers' converter drops alphas of the last layer, and demands full size "
-            "of linear1"
-        )
+    torch.manual_seed(0)
+    base = cls(**config).eval()
+    model = copy.deepcopy(base)
+    targets = TARGETS[request.param]
+    config = LoraConfig(r=4, lora_alpha=6.5, target_modules=targets, init_lora_weights=False)
+    model.add_adapter(config)
+    return base, model, inputs(torch.float32), pipeline
 
 
 def state_of(model):
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model)
+    return get_peft_model_state_dict(model, adapter_name=next(iter(model.peft_config)))
 
 
 def pipeline_of(cls, transformer):
@@ -89,7 +78,6 @@ def test_a_pipeline_loads_every_key_and_gives_the_trained_outputs(
     trained, tmp_path, caplog, format
 ):
     base, model, inputs, cls = trained
-    skip_what_diffusers_cannot_read(model, format)
     path = tmp_path / "pytorch_lora_weights.safetensors"
     save_adapter(path, state_of(model), INFO)
     if format != "diffusers":
@@ -100,22 +88,15 @@ def test_a_pipeline_loads_every_key_and_gives_the_trained_outputs(
         pipeline.load_lora_weights(tmp_path, weight_name=path.name)
     told = [record.message for record in caplog.records]
     assert not [line for line in told if "unexpected keys" in line or "missing keys" in line]
-    loaded = state_of_named(pipeline.transformer)
+    loaded = state_of(pipeline.transformer)
     assert loaded.keys() == state_of(model).keys()
     assert torch.allclose(outputs(pipeline.transformer, inputs), outputs(model, inputs), atol=1e-6)
     assert not torch.allclose(outputs(base, inputs), outputs(model, inputs), atol=1e-3)
 
 
-def state_of_named(transformer):
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(transformer, adapter_name=next(iter(transformer.peft_config)))
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_layers_of_different_ranks_and_alphas_load_into_a_pipeline(trained, tmp_path, format):
     base, model, inputs, cls = trained
-    skip_what_diffusers_cannot_read(model, format)
     save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
     adapter = read_adapter(tmp_path / "a.safetensors")
     odd = {
@@ -176,6 +157,12 @@ FOREIGN = {
 }
 
 
+def pair(down, up, module="a", **more):
+    key = f"diffusion_model.{module}"
+    parts = {"lora_A.weight": down, "lora_B.weight": up, **more}
+    return {f"{key}.{name}": tensor for name, tensor in parts.items()}
+
+
 def test_a_kohya_file_of_another_program_needs_the_models_names():
     with pytest.raises(InvalidInput, match="blocks_0_to_q"):
         parse_adapter(FOREIGN, {})
@@ -188,32 +175,23 @@ def test_a_kohya_file_of_another_program_needs_the_models_names():
     [
         ({}, {}, InvalidInput),
         ({"weight": torch.ones(1)}, {}, InvalidInput),
-        ({"transformer.a.lora_A.weight": torch.ones(1, 2), "text_encoder.b": torch.ones(1)}, {},
-        InvalidInput),
+        (
+            {"transformer.a.lora_A.weight": torch.ones(1, 2), "text_encoder.b": torch.ones(1)},
+            {},
+            InvalidInput,
+        ),
         ({"transformer.a.lora_A.weight": torch.ones(1, 2)}, {}, CorruptFile),
         ({"transformer.a.dora_scale": torch.ones(1, 2)}, {}, InvalidInput),
-        ({"transformer.a.lora_A.weight": torch.ones(1, 2),
-        "transformer.a.lora_B.weight": torch.ones(2, 3)}, {},
-         CorruptFile),
-        ({"transformer.a.lora_A.weight": torch.tensor(1.0),
-        "transformer.a.lora_B.weight": torch.ones(2, 1)}, {},
-         CorruptFile),
-        ({"transformer.a.lora_A.weight": torch.ones(0, 2),
-        "transformer.a.lora_B.weight": torch.ones(2, 0)}, {},
-         CorruptFile),
-        ({"diffusion_model.a.lora_A.weight": torch.ones(1, 2),
-        "diffusion_model.a.lora_B.weight": torch.ones(2, 1),
-          "diffusion_model.a.alpha": torch.ones(2)}, {}, CorruptFile),
-        ({"diffusion_model.a.lora_A.weight": torch.ones(1, 2),
-        "diffusion_model.a.lora_B.weight": torch.ones(2, 1),
-          "diffusion_model.a.alpha": torch.tensor(torch.inf)}, {}, CorruptFile),
-        ({"diffusion_model.single_blocks.0.linear1.lora_down.weight": torch.ones(4, 9),
-          "diffusion_model.single_blocks.0.linear1.lora_up.weight": torch.ones(7, 4)}, {},
-          CorruptFile),
+        (pair(torch.ones(1, 2), torch.ones(2, 3)), {}, CorruptFile),
+        (pair(torch.tensor(1.0), torch.ones(2, 1)), {}, CorruptFile),
+        (pair(torch.ones(0, 2), torch.ones(2, 0)), {}, CorruptFile),
+        (pair(torch.ones(1, 2), torch.ones(2, 1), alpha=torch.ones(2)), {}, CorruptFile),
+        (pair(torch.ones(1, 2), torch.ones(2, 1), alpha=torch.tensor(torch.inf)), {}, CorruptFile),
+        (pair(torch.ones(4, 9), torch.ones(7, 4), "single_blocks.0.linear1"), {}, CorruptFile),
         (FOREIGN, {"autotune_modules": "{"}, CorruptFile),
         (FOREIGN, {"autotune_modules": "[1]"}, CorruptFile),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
     with pytest.raises(error) as caught:
         parse_adapter(state, metadata)
@@ -239,40 +217,40 @@ def test_a_damaged_configuration_is_refused(config):
         parse_adapter(state, {DIFFUSERS_KEY: config})
 
 
-def test_a_pickled_adapter_is_refused(tmp_path):
-    (tmp_path / "lora.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(PickledWeights):
-        read_adapter(tmp_path / "lora.bin")
-    assert issubclass(PickledWeights, BadWeights)
+def alphas_of(patterns, names):
+    metadata = {DIFFUSERS_KEY: json.dumps({"transformer.alpha_pattern": patterns})}
+    keys = (f"transformer.{name}.lora_{part}.weight" for name in names for part in "AB")
+    layers = parse_adapter({key: torch.ones(1, 1) for key in keys}, metadata).layers
+    return {name: layers[name].alpha for name in names}
 
 
-def test_hundreds_of_alpha_patterns_take_no_time_for_each_layer_and_pattern() -> None:
-    """Matched one by one, 2,000 of them took minutes for as many layers: Python keeps 512
-    compiled expressions."""
-    names = [f"blocks.{number}.attn.to_q" for number in range(2000)]
-    patterns = {
-        f"^{name}".replace(".", r"\."): float(number + 1) for number, name in enumerate(names)
-    }
-    metadata = {"lora_adapter_metadata": json.dumps({"transformer.alpha_pattern": patterns})}
-    state = {
-        f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1)
-        for name in names
-        for part in "AB"
-    }
+def test_hundreds_of_alpha_patterns_are_not_tried_on_each_layer():
+    names = [f"blocks.{number}.attn.to_q" for number in range(2000)]  # took minutes one by one
+    expected = {name: float(number + 1) for number, name in enumerate(names)}
+    patterns = {f"^{name}".replace(".", r"\."): alpha for name, alpha in expected.items()}
     started = time.process_time()
-    layers = parse_adapter(state, metadata).layers
+    assert alphas_of(patterns, names) == expected
     assert time.process_time() - started < 3
-    assert [layers[name].alpha for name in names] == [float(number + 1) for number in range(2000)]
 
 
-def test_of_several_alpha_patterns_the_first_that_ends_a_name_counts() -> None:
+def test_the_first_alpha_pattern_that_ends_a_name_counts():
     patterns = {"^to_q": 9.0, "attn.to_q": 2.0, "to_q": 3.0, "o_q": 4.0}
-    metadata = {"lora_adapter_metadata": json.dumps({"transformer.alpha_pattern": patterns})}
-    names = ("to_q", "a.attn.to_q", "a.to_q", "a.xto_q")
-    state = {
-        f"transformer.{name}.lora_{part}.weight": torch.ones(1, 1)
-        for name in names
-        for part in "AB"
-    }
-    alphas = {name: layer.alpha for name, layer in parse_adapter(state, metadata).layers.items()}
-    assert alphas == {"to_q": 9.0, "a.attn.to_q": 2.0, "a.to_q": 3.0, "a.xto_q": 1.0}
+    found = alphas_of(patterns, ["to_q", "a.attn.to_q", "a.to_q", "a.xto_q"])
+    assert found == {"to_q": 9.0, "a.attn.to_q": 2.0, "a.to_q": 3.0, "a.xto_q": 1.0}
+
+
+@pytest.mark.parametrize("to", ["comfyui", "kohya"])
+def test_an_adapter_of_one_of_two_models_is_written_once_its_model_is_told(tmp_path, to):
+    source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    shared = "transformer_blocks.3.attn.to_out.0"  # of FLUX.1 and Qwen-Image, equally wide
+    layer = LoraLayer(torch.ones(2, 8), torch.ones(8, 2), 2.0)
+    write_adapter(source, Adapter({shared: layer}, {}), "diffusers")
+    with pytest.raises(InvalidInput, match="may be for FLUX") as caught:
+        convert_weights(source, out, to=to)
+    assert "--model" in caught.value.hint
+    assert not out.exists()
+    for model, name in (("flux1-dev", "double_blocks.3.img_attn.proj"), ("qwen-image", shared)):
+        convert_weights(source, out, to=to, model=model)
+        written = name.replace(".", "_") if to == "kohya" else name
+        assert any(written in key for key in read_header(out).by_name)
+        assert list(read_adapter(out).layers) == [shared]

@@ -1,5 +1,4 @@
-"""fastsafetensors reads through the CUDA runtime that torch has loaded, where no toolkit is
-installed."""
+"""fastsafetensors reads through the CUDA runtime that torch has loaded, without a toolkit."""
 
 import shutil
 import subprocess
@@ -27,13 +26,12 @@ print([FastLoader().why_not(torch.device(name)) for name in ("cuda", "cpu")])
 
 
 def asked(*library: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", ASK, *library], capture_output=True, text=True, check=True
-    )
-    return run.stdout.strip()
+    command = [sys.executable, "-c", ASK, *library]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_the_runtime_that_torch_has_loaded_is_found(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_runtime_that_torch_has_loaded_is_found(tmp_path):
     pytest.importorskip("fastsafetensors")
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
@@ -42,12 +40,5 @@ def test_the_runtime_that_torch_has_loaded_is_found(tmp_path: Path) -> None:
     command = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcudart.so.99", "-o", library, source]
     subprocess.run(command, check=True)
     assert asked(str(library)) == "[None, None]"
-
-
-def test_without_any_runtime_the_loader_says_so() -> None:
-    pytest.importorskip("fastsafetensors")
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert asked().count("finds no CUDA runtime") == 2
+    if not Path("/dev/nvidiactl").exists():
+        assert asked().count("finds no CUDA runtime") == 2

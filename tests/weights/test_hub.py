@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -21,7 +19,7 @@ from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, HubError, MissingWeights, PickledWeights
 from autotune.weights.hub import fetch, select_files
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
-from tests.weights.fake_hub import COMMIT, FakeHub, hub_in_this_process
+from tests.weights.fake_hub import COMMIT, hub_in_this_process
 
 STEM = "diffusion_pytorch_model"
 WEIGHTS = f"vae/{STEM}.safetensors"
@@ -42,28 +40,25 @@ QWEN = [
 ]  # fmt: skip
 
 
+TEXTS = {"chat_template.jinja", "merges.txt", "vocab.json"}
+SHARDS = {f"text_encoder/model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+
+
 def test_only_the_files_of_the_components_are_chosen():
     assert set(select_files(QWEN, ["transformer", "tokenizer", "scheduler"])) == {
-        "model_index.json", "transformer/config.json", f"transformer/{STEM}.safetensors",
-        "tokenizer/vocab.json",
-        "tokenizer/merges.txt", "tokenizer/chat_template.jinja", "scheduler/scheduler_config.json",
-    }  # fmt: skip
+        "model_index.json",
+        "transformer/config.json",
+        f"transformer/{STEM}.safetensors",
+        "scheduler/scheduler_config.json",
+        *(f"tokenizer/{name}" for name in TEXTS),
+    }
 
 
 def test_shards_come_with_their_index_and_without_a_second_precision():
-    variant = [
-        name.replace(".safetensors", ".fp16.safetensors")
-        for name in QWEN
-        if "text_encoder/model-" in name
-    ]
-    chosen = select_files(
-        [*QWEN, *variant, "text_encoder/model.safetensors.index.fp16.json"], ["text_encoder"]
-    )
-    assert {name for name in chosen if "safetensors" in name} == {
-        "text_encoder/model-00001-of-00002.safetensors",
-        "text_encoder/model-00002-of-00002.safetensors",
-        "text_encoder/model.safetensors.index.json",
-    }  # fmt: skip
+    variant = [shard.replace(".safetensors", ".fp16.safetensors") for shard in SHARDS]
+    index = "text_encoder/model.safetensors.index"
+    chosen = select_files([*QWEN, *variant, f"{index}.fp16.json"], ["text_encoder"])
+    assert {name for name in chosen if "safetensors" in name} == {*SHARDS, f"{index}.json"}
 
 
 @pytest.mark.parametrize(
@@ -94,8 +89,8 @@ def test_whatever_is_missing_the_choice_is_from_the_files_and_never_a_pickle(fil
     assert not [name for name in chosen if name.endswith((".bin", ".ckpt", ".png"))]
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def model_info(self: object, repo: str, revision: str | None = None) -> None:
+def answer(monkeypatch, error):
+    def model_info(self, repo, revision=None):
         raise error
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
@@ -123,13 +118,13 @@ def test_each_refusal_of_the_hub_has_its_own_hint(monkeypatch, error, word):
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[FakeHub]:
+def hub(tmp_path):
     with hub_in_this_process(tmp_path / "cache") as hub:
         yield hub
 
 
 @pytest.fixture
-def repo(hub: FakeHub, tmp_path: Path) -> str:
+def repo(hub, tmp_path):
     folder = tmp_path / "repo"
     for name in ("model_index.json", "vae/config.json", "README.md", "tokenizer/vocab.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +135,7 @@ def repo(hub: FakeHub, tmp_path: Path) -> str:
     return "team/small"
 
 
-def test_only_needed_files_are_downloaded_and_only_once(hub: FakeHub, repo: str) -> None:
+def test_only_needed_files_are_downloaded_and_only_once(hub, repo):
     fetched = fetch(repo, components=["vae"])
     assert fetched.name == COMMIT
     assert sorted(hub.downloads) == ["model_index.json", "vae/config.json", WEIGHTS]
@@ -148,16 +143,14 @@ def test_only_needed_files_are_downloaded_and_only_once(hub: FakeHub, repo: str)
     assert len(hub.downloads) == 3
 
 
-def test_without_weights_only_texts_come_and_weights_may_follow(hub: FakeHub, repo: str) -> None:
+def test_without_weights_only_texts_come_and_weights_may_follow(hub, repo):
     fetch(repo, components=["vae", "tokenizer"], weights=False)
     assert sorted(hub.downloads) == ["model_index.json", "tokenizer/vocab.json", "vae/config.json"]
     fetch(repo, revision=COMMIT, components=["vae", "tokenizer"])
     assert hub.downloads[3:] == [WEIGHTS]
 
 
-def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(
-    hub: FakeHub, repo: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(hub, repo, monkeypatch):
     monkeypatch.setattr(
         constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12
     )  # of what has come, whole chunks are kept
@@ -170,9 +163,7 @@ def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(
     assert ranges == [None, f"bytes={SIZE // 2}-"]
 
 
-def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(
-    repo: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(repo, monkeypatch):
     def full(*_: object, **__: object) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "blob")
 
@@ -182,9 +173,7 @@ def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(
     assert "HF_HOME" in caught.value.hint
 
 
-def test_a_disk_without_room_is_told_before_anything_is_downloaded(
-    hub: FakeHub, repo: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_told_before_anything_is_downloaded(hub, repo, monkeypatch):
     room = shutil._ntuple_diskusage(SIZE, 0, SIZE - 1)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
     with pytest.raises(AutotuneError, match="team/small needs") as caught:
@@ -193,9 +182,7 @@ def test_a_disk_without_room_is_told_before_anything_is_downloaded(
     assert not hub.downloads
 
 
-def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(
-    hub: FakeHub, repo: str
-) -> None:
+def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(hub, repo):
     hub.gated.add(repo)
     with pytest.raises(HubError, match="license"):
         fetch(repo, components=["vae"])
@@ -203,11 +190,8 @@ def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(
 
 
 def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
-    hub: FakeHub,
-    small_pipelines,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    hub, small_pipelines, monkeypatch, capsys
+):
     from autotune.cli.app import app
 
     hub.repos["team/small"] = small_pipelines("flux1-dev").folder
@@ -235,26 +219,7 @@ def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
         fetch_whole(str(fetched.folder))
 
 
-def test_offline_the_missing_file_of_a_model_is_named(
-    hub: FakeHub, small_pipelines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.repos["team/small"] = small_pipelines("qwen-image").folder
-    texts = fetch_model(ModelRef.of("team/small"), weights=False)
-    assert (texts.folder, texts.revision, texts.spec.name) == (None, COMMIT, "team/small")
-    assert texts.config_folder is not None
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch_model(ModelRef.of(f"team/small@{COMMIT}"), weights=False) == texts
-    with pytest.raises(
-        MissingWeights, match=r"transformer/\*.safetensors of team/small is not in the cache"
-    ):
-        fetch_model(ModelRef.of("team/small"))
-    with pytest.raises(InvalidInput, match="neither a folder nor a known model"):
-        resolve_model(ModelRef.of("team/never-fetched"))
-
-
-def test_a_model_of_an_unknown_name_is_what_its_repository_says(
-    hub: FakeHub, small_pipelines
-) -> None:
+def test_a_model_of_an_unknown_name_is_what_its_repository_says(hub, small_pipelines):
     small = small_pipelines("flux1-dev")
     hub.repos["someone/fine-tune"] = small.folder
     model = fetch_model(ModelRef.of("someone/fine-tune"))
@@ -270,8 +235,8 @@ def test_a_model_of_an_unknown_name_is_what_its_repository_says(
     ids=["offline", "no-route", "refused"],
 )
 def test_out_of_reach_a_complete_cache_is_used_and_what_is_missing_named(
-    hub: FakeHub, repo: str, monkeypatch: pytest.MonkeyPatch, error: Exception | str
-) -> None:
+    hub, repo, monkeypatch, error
+):
     folder = fetch(repo, components=["vae", "tokenizer"])
     if isinstance(error, Exception):
         answer(monkeypatch, error)

@@ -5,12 +5,12 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from autotune.weights.tensors import LOADERS
+from tests.weights.conftest import save_model
 
 MIB = 1 << 20
 NUM_BLOCKS, LINEARS = 5, 4
@@ -83,27 +83,6 @@ for storage, loader in cases:
 """
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-
-    from tests.weights.conftest import save_model
-
-    folder = tmp_path_factory.mktemp("checkpoint")
-    weight = torch.randn(4096, 2048).to(torch.bfloat16)
-    names = [f"{block}.{linear}.weight" for block in range(NUM_BLOCKS) for linear in range(LINEARS)]
-    save_model(folder, {name: weight.clone() for name in names}, max_shard_bytes=2 * BLOCK_BYTES)
-    return folder
-
-
-def measured(script: str, *arguments: str) -> list[Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 CASES = [
     *(("torchao-int8", name) for name in LOADERS),
     *([("bnb-nf4", "pread")] if find_spec("bitsandbytes") else []),  # a map would hide copies
@@ -111,26 +90,24 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def peaks_of_cases(checkpoint: Path) -> dict[tuple[str, str], dict[str, int]]:
-    return dict(
-        zip(CASES, measured(MODEL + PEAK + LOAD, str(checkpoint), json.dumps(CASES)), strict=True)
-    )
-
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def peaks_of_cases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    weight = torch.randn(4096, 2048).to(torch.bfloat16)
+    names = [f"{block}.{linear}.weight" for block in range(NUM_BLOCKS) for linear in range(LINEARS)]
+    save_model(folder, {name: weight.clone() for name in names}, max_shard_bytes=2 * BLOCK_BYTES)
+    command = [sys.executable, "-c", MODEL + PEAK + LOAD, str(folder), json.dumps(CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(("storage", "name"), CASES)
-def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(
-    storage: str, name: str, peaks_of_cases: dict[tuple[str, str], dict[str, int]]
-) -> None:
+def test_loading_takes_the_final_model_and_a_block(storage, name, peaks_of_cases):
     peaks = peaks_of_cases[storage, name]
     held = LOADERS[name].overhead_bytes(NUM_BLOCKS * BLOCK_BYTES, shares_memory=False)
     final = round(NUM_BLOCKS * BLOCK_BYTES / 2 * (0.516 if storage == "bnb-nf4" else 1))
-    assert (
-        0.97 * final
-        < peaks["load"]
-        <= final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
-    )
+    limit = final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
+    assert 0.97 * final < peaks["load"] <= limit
     assert peaks["read"] <= held + LINEAR_BYTES + 8 * MIB

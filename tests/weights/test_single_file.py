@@ -52,8 +52,8 @@ def loaded(
 @pytest.mark.parametrize("family", LAYOUTS)
 @pytest.mark.parametrize("place", ["alone", "in a checkpoint"])
 def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
-    family: str, place: str, small_pipelines, tmp_path: Path
-) -> None:
+    family, place, small_pipelines, tmp_path
+):
     transformer = small_pipelines(family).transformer
     state = transformer.state_dict()
     stored = LAYOUTS[family](state)
@@ -69,8 +69,8 @@ def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("family", ["flux1-dev", "qwen-image"])
 def test_scaled_fp8_loads_as_the_stored_values_times_their_scales(
-    family: str, newer: bool, small_pipelines, tmp_path: Path
-) -> None:
+    family, newer, small_pipelines, tmp_path
+):
     transformer = small_pipelines(family).transformer
     stored = scaled_fp8(LAYOUTS[family](transformer.state_dict()), newer=newer)
     got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
@@ -107,9 +107,7 @@ CHANGES: dict[str, tuple[Callable[[State], Any], str]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_what_is_not_the_model_is_refused_from_the_header(
-    how: str, small_pipelines, tmp_path: Path
-) -> None:
+def test_what_is_not_the_model_is_refused_from_the_header(how, small_pipelines, tmp_path):
     transformer = small_pipelines("z-image").transformer
     state, (change, words) = LAYOUTS["z-image"](transformer.state_dict()), CHANGES[how]
     change(state)
@@ -120,8 +118,8 @@ def test_what_is_not_the_model_is_refused_from_the_header(
 
 
 def test_a_header_that_asks_for_endless_rows_is_refused_before_a_marker_is_made(
-    tmp_path: Path, small_pipelines
-) -> None:
+    tmp_path, small_pipelines
+):
     header = {"x": {"dtype": "F32", "shape": [1 << 40, 0], "data_offsets": [0, 0]}}
     file = write_raw(tmp_path, "model.safetensors", raw_file(header))
     with pytest.raises(ModelMismatch, match="rows"):
@@ -169,9 +167,7 @@ def make(of: str, seed: int) -> Any:
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])
 @pytest.mark.parametrize("of", VAES)
-def test_a_vae_in_its_authors_layout_is_the_model_of_diffusers(
-    of: str, prefix: str, tmp_path: Path
-) -> None:
+def test_a_vae_in_its_authors_layout_is_the_model_of_diffusers(of, prefix, tmp_path):
     model, empty = make(of, 0), make(of, 1)
     state = within(VAES[of][2](model.state_dict()), prefix)
     others = {"model.diffusion_model.input_blocks.0.weight": torch.ones(2, 2)} if prefix else {}
@@ -182,7 +178,7 @@ def test_a_vae_in_its_authors_layout_is_the_model_of_diffusers(
         assert torch.equal(empty.state_dict()[name], tensor), name
 
 
-def test_the_vae_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_the_vae_of_another_model_is_refused(tmp_path):
     file = saved(tmp_path / "vae.safetensors", wan_vae(make("wan-2.1", 0).state_dict()))
     other = make("flux1-dev", 1)
     with pytest.raises(BadWeights):

@@ -60,8 +60,7 @@ def published(request, tmp_path_factory):
     """A small model of a real class, saved by diffusers in shards."""
     import diffusers
 
-    cls = getattr(diffusers, request.param)
-    config, inputs = MODELS[request.param]
+    cls, (config, inputs) = getattr(diffusers, request.param), MODELS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     cls(**config).save_pretrained(folder, max_shard_size="50KB")
@@ -74,6 +73,8 @@ def assert_same_tensors(model, reference):
     for name, tensor in theirs.items():
         assert mine[name].dtype == tensor.dtype, name
         assert bits(mine[name]) == bits(tensor), name
+    for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        assert mine.equal(theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,24 +113,6 @@ def test_modules_that_the_class_keeps_in_float32_stay_there(tmp_path, dtype):
     load_into(model, open_weights(tmp_path), dtype_policy=from_pretrained_dtypes(model, dtype))
     assert len({tensor.dtype for tensor in reference.parameters()}) == 2
     assert_same_tensors(model, reference)
-    for (name, mine), (_, theirs) in zip(
-        model.named_buffers(), reference.named_buffers(), strict=True
-    ):
-        assert mine.equal(theirs), name
-
-
-def test_a_transformers_text_encoder_with_tied_weights_loads(tmp_path):
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
-    T5EncoderModel(config).save_pretrained(tmp_path)
-    reference = T5EncoderModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    model = build_empty(lambda: T5EncoderModel(config), dtype=torch.bfloat16)
-    load_into(
-        model, open_weights(tmp_path), dtype_policy=from_pretrained_dtypes(model, torch.bfloat16)
-    )
-    assert_same_tensors(model, reference)
-    assert model.shared.weight is model.encoder.embed_tokens.weight
 
 
 def test_an_encoder_whose_modules_transformers_renamed_loads_from_its_published_names(tmp_path):
@@ -151,10 +134,6 @@ def test_an_encoder_whose_modules_transformers_renamed_loads_from_its_published_
         model, open_weights(tmp_path), dtype_policy=policy, rename=transformers_renaming(model)
     )
     assert_same_tensors(model, reference)
-    for (name, mine), (_, theirs) in zip(
-        model.named_buffers(), reference.named_buffers(), strict=True
-    ):
-        assert mine.equal(theirs), name
 
 
 class Small(nn.Module):
@@ -266,29 +245,25 @@ def test_quantizing_on_arrival_equals_quantizing_afterwards(published, loader):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "word"),
+    ("change", "word"),
     [
-        (lambda state: state.pop("first.bias"), ModelMismatch, "lacks first.bias"),
-        (lambda state: state.update(stray=torch.ones(1)), ModelMismatch, "stray"),
-        (lambda state: state.update({"first.bias": torch.ones(5)}), ModelMismatch, "first.bias"),
-        (lambda state: state.update({"first.bias": torch.ones(4, 1)}), ModelMismatch, "first.bias"),
-        (
-            lambda state: state.update({"first.bias": torch.ones(4).to(torch.int8)}),
-            ModelMismatch,
-            "I8",
-        ),
-        (lambda state: state.update(counts=torch.ones(3)), ModelMismatch, "counts"),
+        (lambda state: state.pop("first.bias"), "lacks first.bias"),
+        (lambda state: state.update(stray=torch.ones(1)), "stray"),
+        (lambda state: state.update({"first.bias": torch.ones(5)}), "first.bias has shape"),
+        (lambda state: state.update({"first.bias": torch.ones(4, 1)}), "first.bias has shape"),
+        (lambda state: state.update({"first.bias": torch.ones(4).to(torch.int8)}), "I8"),
+        (lambda state: state.update(counts=torch.ones(3)), "counts is F32"),
     ],
 )
 def test_files_of_another_model_are_refused_before_anything_is_read(
-    saved, monkeypatch, change, error, word
+    saved, monkeypatch, change, word
 ):
     state = dict(saved[0].state_dict())
     change(state)
     other = saved[1].path / "other.safetensors"
     save_file(other, state)
     monkeypatch.setattr(type(LOADERS["pread"]), "stream", None)
-    with pytest.raises(error, match=word) as caught:
+    with pytest.raises(ModelMismatch, match=word) as caught:
         load_into(build_empty(Small), open_weights(other), loader="pread")
     assert caught.value.hint
 
