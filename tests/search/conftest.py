@@ -26,7 +26,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def workload(model: Path, side_px: int = 64, targets: str = "attention") -> Workload:
+def workload(model: Path, side_px: int = 64) -> Workload:
     return Workload(
         model=resolve_model(ModelRef.of(model)).spec,
         resolution_px=side_px,
@@ -35,7 +35,7 @@ def workload(model: Path, side_px: int = 64, targets: str = "attention") -> Work
         text_padding="masked",
         rank=4,
         lora_alpha=4.0,
-        targets=targets,
+        targets="attention",
         effective_batch_size=4,
     )
 
@@ -47,9 +47,7 @@ def runner_for(
     made = builders.hardware(kind="cpu", budget_bytes=budget_bytes)
     hardware = made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
     runner = ProcessTrialRunner(hardware, ModelRef.of(model), work, **options)
-    runner.num_steps = (
-        1  # of several, those that disagree would be repeated, for seconds on a busy machine
-    )
+    runner.num_steps = 1  # of several, those that disagree would be repeated
     return runner
 
 

@@ -17,63 +17,42 @@ from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import Failure, RehearsalRequest, largest_preview, rehearse_caching
 from tests.search.conftest import FIRST, GIB, workload
 
+PHASES = ["caching", "loading", "training", "previews", "saving"]
 
-def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(
-    runner: ProcessTrialRunner,
-) -> None:
-    result = runner.confirm(FIRST, CachingSettings(), 10.0)
+
+def test_every_phase_is_rehearsed(runner: ProcessTrialRunner) -> None:
+    result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok", result.message
     assert result.confirms
-    assert [phase.name for phase in result.phases] == [
-        "caching",
-        "loading",
-        "training",
-        "previews",
-        "saving",
-    ]
+    assert [phase.name for phase in result.phases] == PHASES
     assert all(phase.seconds > 0 and (phase.host_bytes or 0) > 0 for phase in result.phases)
-    assert (result.peak_memory_bytes or 0) > 0
     short = runner.run(FIRST)
     assert not short.confirms
-    assert len(result.step_seconds) > len(
-        short.step_seconds
-    )  # on a busy machine few fit into ten seconds
     assert short.peak_memory_bytes == pytest.approx(result.peak_memory_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("failure", [Failure("timeout", "it failed"), Failure("oom", "it failed")])
 def test_where_a_later_phase_fails_what_is_known_stands(
-    runner: ProcessTrialRunner, monkeypatch: pytest.MonkeyPatch, failure: Failure
+    runner: ProcessTrialRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = TrialResult(
         candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True
     )
+    failure = Failure("timeout", "it failed")
     monkeypatch.setattr(runner, "send", lambda request: failure)
+    assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == "timeout"
     failure.partial = known
     result = runner.confirm(FIRST, CachingSettings(), 1.0)
-    assert result.outcome == "ok"
-    assert result.step_seconds == (1.0,)
+    assert (result.outcome, result.step_seconds) == ("ok", (1.0,))
     assert "it failed" in result.message
-    failure.partial = None
-    assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == failure.outcome
 
 
-def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_the_transformer(
+def test_text_encoders_are_gone_before_pixels_are_encoded(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in training, and by reference counts: nothing collects garbage while the transformer is
-    loaded."""
-    model = resolve_model(ModelRef.of(small_model))
-    caching = CachingSettings()
-    request = RehearsalRequest(
-        ModelRef.of(small_model),
-        workload(small_model),
-        FIRST,
-        "cpu",
-        3,
-        caching=caching,
-        max_seconds=1.0,
-    )
+    """And all of it before the transformer is loaded: as in training, by reference counts."""
+    ref, caching = ModelRef.of(small_model), CachingSettings()
+    model, work = resolve_model(ref), workload(small_model)
+    request = RehearsalRequest(ref, work, FIRST, "cpu", 3, caching=caching, max_seconds=1.0)
     loaded, seen = Encoders.load_pipeline, []
     refs: list[weakref.ref[Any]] = []
 
@@ -90,9 +69,8 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     monkeypatch.setattr(type(model.family), "encode_pixels", staticmethod(encode_pixels))
     gc.disable()
     try:
-        rehearse_caching(
-            request, model, largest_preview(request, model, tmp_path), tmp_path / "cache"
-        )
+        preview = largest_preview(request, model, tmp_path)
+        rehearse_caching(request, model, preview, tmp_path / "cache")
         assert seen == [None]
         assert [ref() for ref in refs] == [None, None]
     finally:

@@ -1,22 +1,37 @@
 """Trials in real child processes, with real faults: each ends as a typed outcome, and the next
 trial runs."""
 
-import contextlib
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from autotune.machine import sources
 from autotune.plan.candidate import CachingSettings, Candidate
-from autotune.search.trials import MemoryLimits, ProcessTrialRunner, require_within_cap
+from autotune.search.trials import (
+    MemoryLimits,
+    ProcessTrialRunner,
+    find_spill,
+    require_preload,
+    require_within_cap,
+)
+from autotune.search.worker import TASKS, ChildState, Failure, classify_error
+from autotune.train.monitor import Watchdog
+from tests.builders import candidate, trial
 from tests.search.conftest import FIRST, GIB, runner_for, workload
+
+MIB = 2**20
 
 
 def child(runner: ProcessTrialRunner) -> psutil.Process:
@@ -24,90 +39,57 @@ def child(runner: ProcessTrialRunner) -> psutil.Process:
     return psutil.Process(runner._child.process.pid)
 
 
-def test_cheap_knobs_share_a_child_and_a_reload_gets_a_fresh_one(
-    runner: ProcessTrialRunner,
-) -> None:
+def test_only_a_reload_needs_a_fresh_child(runner: ProcessTrialRunner) -> None:
     first = runner.run(FIRST)
     assert first.outcome == "ok", first.message
     pid = child(runner).pid
-    second = runner.run(
-        first.candidate.model_copy(update={"micro_batch_size": 4, "checkpointed_blocks": 0})
-    )
-    assert second.outcome == "ok"
-    assert child(runner).pid == pid
-    quantized = runner.run(first.candidate.model_copy(update={"quantization": "torchao-int8"}))
+    second = runner.run(FIRST.changed(micro_batch_size=4, checkpointed_blocks=0))
+    assert (second.outcome, child(runner).pid) == ("ok", pid)
+    quantized = runner.run(FIRST.changed(quantization="torchao-int8"))
     assert quantized.outcome == "ok"
-    assert child(runner).pid != pid
     assert not psutil.pid_exists(pid)
-    assert (
-        (second.peak_memory_bytes or 0)
-        > (first.peak_memory_bytes or 0)
-        > (quantized.peak_memory_bytes or 0)
-    )
+    peaks = [each.peak_memory_bytes or 0 for each in (quantized, first, second)]
+    assert peaks == sorted(peaks)
 
 
 @pytest.mark.slow
-def test_the_same_learning_whatever_the_micro_batch_and_backend(runner: ProcessTrialRunner) -> None:
+def test_every_micro_batch_and_backend_learns_the_same(runner: ProcessTrialRunner) -> None:
     settings = (
         FIRST,
         Candidate(micro_batch_size=2, checkpointed_blocks=3, precision="fp32"),
-        Candidate(
-            micro_batch_size=4, checkpointed_blocks=0, attention="_native_math", precision="fp32"
-        ),
+        FIRST.changed(micro_batch_size=4, checkpointed_blocks=0, attention="_native_math"),
     )
     losses = [runner.run(candidate).final_loss for candidate in settings]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
 
-def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
+def test_a_child_without_memory_is_an_outcome(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autotune.search.trials.CPU_SPARE_BYTES", 0)
-    large = workload(small_model, side_px=1024)
-    with runner_for(small_model, large, GIB // 8) as runner:
-        result = runner.run(FIRST.model_copy(update={"checkpointed_blocks": 0}))
+    with runner_for(small_model, workload(small_model, side_px=1024), GIB // 8) as runner:
+        result = runner.run(FIRST.changed(checkpointed_blocks=0))
         assert result.outcome == "oom", result
-        runner.budget_bytes = runner.memory_cap_bytes = 8 * GIB
-        runner.workload = workload(small_model)
-        assert runner.run(FIRST).outcome == "ok"
 
 
-def test_a_hanging_trial_times_out_and_its_child_is_gone(small_model: Path) -> None:
-    with runner_for(small_model, workload(small_model)) as runner:
-        assert runner.run(FIRST).outcome == "ok"
-        stopped = child(runner)
-        stopped.send_signal(signal.SIGSTOP)
-        runner.timeout_seconds = 0.5
-        result = runner.run(FIRST)
-        assert result.outcome == "timeout"
-        assert not stopped.is_running()
-        runner.timeout_seconds = 600
-        assert runner.run(FIRST).outcome == "ok"
-
-
-@pytest.mark.quick("SIGKILL")
-@pytest.mark.parametrize(("fault", "outcome"), [(signal.SIGSEGV, "crash"), (signal.SIGKILL, "oom")])
-def test_a_child_that_dies_is_an_outcome(
-    runner: ProcessTrialRunner, fault: signal.Signals, outcome: str
-) -> None:
+def test_children_that_hang_or_die_are_outcomes(runner: ProcessTrialRunner) -> None:
+    assert runner.run(FIRST).outcome == "ok"
+    stopped = child(runner)
+    stopped.send_signal(signal.SIGSTOP)
+    runner.timeout_seconds = 0.5
+    assert runner.run(FIRST).outcome == "timeout"
+    assert not stopped.is_running()
+    runner.timeout_seconds = 600
     assert runner.run(FIRST).outcome == "ok"
     victim = child(runner).pid
     runner.num_steps = 10_000
-
-    def kill() -> None:
-        time.sleep(0.5)
-        os.kill(victim, fault)
-
-    killer = threading.Thread(target=kill)
+    killer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
     killer.start()
     result = runner.run(FIRST)
-    killer.join()
-    assert result.outcome == outcome, result
-    runner.num_steps = 1
-    assert runner.run(FIRST).outcome == "ok"
+    assert result.outcome == "oom", result
 
 
-def test_a_rehearsal_that_is_interrupted_leaves_no_child_and_no_file(
+def test_an_interrupted_rehearsal_leaves_no_child_and_no_file(
     small_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -127,14 +109,145 @@ def test_a_rehearsal_that_is_interrupted_leaves_no_child_and_no_file(
 
 
 @pytest.mark.parametrize(("reserved", "is_within"), [(6 * GIB, True), (6 * GIB + 1, False)])
-def test_what_a_trial_took_of_a_card_is_held_against_its_cap(
+def test_what_a_card_lent_is_held_against_the_cap(
     monkeypatch: pytest.MonkeyPatch, reserved: int, is_within: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: reserved)
     limits = MemoryLimits("cuda:0", cap_bytes=6 * GIB, reserve_bytes=0)
-    with (
-        contextlib.nullcontext()
-        if is_within
-        else pytest.raises(MemoryError, match="6,144 MiB may be taken")
-    ):
+    if is_within:
         require_within_cap(limits)
+    else:
+        with pytest.raises(MemoryError, match="6,144 MiB may be taken"):
+            require_within_cap(limits)
+
+
+def test_a_cliff_at_the_edge_of_memory_is_a_spill() -> None:
+    earlier = [(trial(candidate(), 1.0), 1.0), (trial(candidate(), 2.0), 1.5)]
+    slow = trial(candidate(), 9.0, 9 * GIB)
+    assert "spilled" in (find_spill(slow, 1.0, earlier, 10 * GIB) or "")
+    assert find_spill(slow, 9.0, earlier, 10 * GIB) is None
+    assert find_spill(slow, 1.0, earlier, 20 * GIB) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.",
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "cudaErrorMemoryAllocation: the API call failed",
+        "CUDA driver error: err 2 != CUDA_SUCCESS",
+    ],
+)
+def test_memory_runs_out_in_many_words(words: str) -> None:
+    assert classify_error(RuntimeError(words)) == "oom"
+    assert classify_error(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")) == "crash"
+
+
+@dataclass(frozen=True)
+class Grab:
+    """Takes that many times 64 MiB of host memory, after starting a process of its own."""
+
+    pids: str
+    blocks: int
+
+
+def take_memory(request: Grab, _: ChildState) -> None:
+    sleeper = subprocess.Popen(["sleep", "600"])
+    Path(request.pids).write_text(str(sleeper.pid))
+    held = []
+    for _block in range(request.blocks):
+        held.append(np.ones(64 * MIB, dtype=np.uint8))
+        time.sleep(0.02)
+
+
+TASKS[Grab] = take_memory
+
+
+def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(
+    small_model: Path, tmp_path: Path
+) -> None:
+    watchdog, pids = Watchdog(floor_bytes=0), str(tmp_path / "pid")
+    with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
+        runner.send(Grab(pids, blocks=0))  # a child that was allowed more than is left now
+        watchdog.floor_bytes = sources.available_bytes() - 300 * MIB
+        answer = runner.send(Grab(pids, blocks=256))  # 16 GiB at most, should the watchdog fail
+        assert isinstance(answer, Failure)
+        result = runner.classify(FIRST, answer)
+        assert result.outcome == "oom"
+        assert "the trial was ended" in result.message
+        sleeper = int(Path(pids).read_text())
+        gone = not psutil.pid_exists(sleeper)
+        assert gone or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+
+
+def test_nothing_is_tried_beyond_what_the_watchdog_would_allow(small_model: Path) -> None:
+    watchdog = Watchdog(floor_bytes=3 * GIB, available=lambda: 4 * GIB)
+    with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
+        assert runner._cap_bytes() == GIB
+
+
+def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)]
+    monkeypatch.setattr("autotune.machine.sources.memory_limits", lambda: limits)
+    monkeypatch.setattr(sources, "_is_limited", lambda: True)
+    for kind, is_limited in (("host", True), ("discrete", True), ("integrated", False)):
+        watchdog = Watchdog.of_device(kind)  # type: ignore[arg-type]
+        assert (watchdog.available() == 2 * MIB) is is_limited
+        assert (watchdog.floor_bytes <= MIB // 2) is is_limited
+
+
+PRETEND_A_GPU = """
+import torch, sys
+asked = []
+def record(name, answer):
+    setattr(torch.cuda, name, lambda *a, **k: asked.append(name) or answer)
+torch.version.cuda = "13.0"
+record("is_available", True)
+record("get_device_capability", (9, 0))
+record("get_device_properties", None)
+record("_lazy_init", None)
+record("init", None)
+record("current_device", 0)
+record("device_count", 1)
+import torch.utils._triton
+# Wherever there is a GPU triton is installed; without it only the question for devices can pretend so.
+torch.utils._triton.has_triton_package = lambda: sys._getframe(1).f_code.co_name == "has_triton"
+import autotune.search.preload
+from torch.utils._triton import has_triton
+print(list(asked), "bitsandbytes" in sys.modules, torch.cuda.is_available(), has_triton.cache_info().currsize)
+"""
+
+
+@dataclass(frozen=True)
+class LookAround:
+    """Tells about the fork server that the child came from."""
+
+
+def look_around(_: LookAround, __: ChildState) -> tuple[int, bool]:
+    """Number of its threads, and whether CUDA ran there or may not start here."""
+    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+    return threads, torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
+
+
+TASKS[LookAround] = look_around
+
+
+def test_the_fork_server_has_one_thread_and_no_cuda(runner: ProcessTrialRunner) -> None:
+    """A parallel operation there would deadlock its children."""
+    assert runner.send(LookAround()) == (1, False)
+
+
+def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "autotune.search.preload", None)
+    with pytest.raises(ImportError, match="preload"):
+        require_preload()
+
+
+@pytest.mark.slow
+def test_no_import_asks_the_gpu_anything_that_starts_cuda() -> None:
+    command = [sys.executable, "-c", PRETEND_A_GPU]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=480)
+    assert done.stdout.splitlines()[-1] == "[] False True 0"
