@@ -129,16 +129,8 @@ def start_worker(
     hardware: HardwareProfile = HARDWARE,
     hangs_at: int | None = None,
 ) -> Worker:
-    """Plan in a process of its own.
-
-    Args:
-        folder: where it writes.
-        name: of its files; the log is shared by all.
-        asked: the question.
-        seconds: that a trial takes.
-        hardware: that it thinks it has.
-        hangs_at: the number of its trial that never ends.
-    """
+    """Plan in a process of its own, which writes files of that name in the folder; `hangs_at` is the
+    number of its trial that never ends."""
     worker = Worker(
         multiprocessing.get_context("fork").Process(target=lambda: _work(folder, name, work)),
         folder / "log.jsonl",

@@ -3,6 +3,7 @@ does not fit."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,18 +61,14 @@ def test_the_next_start_finds_the_sealed_plan_with_its_own_job(
     assert load_verified(path, predicted, HERE) is None
 
 
-def test_settings_that_run_out_of_memory_give_way_to_a_fallback(
-    predicted: TrainingPlan, tmp_path: Path
-) -> None:
+def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted: TrainingPlan) -> None:
     assert predicted.frozen.fallbacks
     bad = predicted.frozen.settings
 
     def run(candidate: Candidate) -> TrialResult:
-        return (
-            builders.trial(candidate, None, message="by design")
-            if candidate == bad
-            else answer(candidate)
-        )
+        if candidate == bad:
+            return builders.trial(candidate, None, message="by design")
+        return answer(candidate)
 
     sealed = verify_prediction(predicted, HERE, backend=surroundings(run)).frozen
     assert sealed.settings == predicted.frozen.fallbacks[0]
@@ -82,9 +79,7 @@ def test_settings_that_run_out_of_memory_give_way_to_a_fallback(
     assert sealed.workload == predicted.frozen.workload
 
 
-def test_nothing_is_tried_that_is_predicted_not_to_fit(
-    predicted: TrainingPlan, tmp_path: Path
-) -> None:
+def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted: TrainingPlan) -> None:
     small = builders.hardware("attention.native", budget_bytes=4 * 2**30, compute_capability=(8, 9))
     untouched = surroundings(lambda candidate: pytest.fail("tried"))
     with pytest.raises(DoesNotFit, match=r"a run may take 4\.0 GiB"):
@@ -96,9 +91,7 @@ def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     return seal(plan.job, plan.frozen.model_copy(update=changes))
 
 
-def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(
-    predicted: TrainingPlan, tmp_path: Path
-) -> None:
+def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: TrainingPlan) -> None:
     released = verify_prediction(predicted, HERE, backend=surroundings()).frozen.expected
     keeping = edited(predicted, caching=CachingSettings(residency="keep"))
     kept = verify_prediction(keeping, HERE, backend=surroundings()).frozen
@@ -112,27 +105,20 @@ def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(
         verify_prediction(edited(keeping, fallbacks=()), tight, backend=surroundings())
 
 
-def test_what_computes_something_else_here_is_not_tried(
-    predicted: TrainingPlan, tmp_path: Path
-) -> None:
+def test_what_computes_something_else_here_is_not_tried(predicted: TrainingPlan) -> None:
     usual = predicted.frozen.settings
-    unproven = usual.model_copy(update={"attention": "_native_cudnn"})
+    unproven = usual.changed(attention="_native_cudnn")
     asked: list[object] = []
 
-    def check_gradients(
-        context: object, choices: dict[str, tuple[object, ...]], model: object
-    ) -> HardwareProfile:
+    def check_gradients(context: object, choices: Any, model: object) -> HardwareProfile:
         asked.append(choices["attention"])
-        wrong = Capability(
-            name=gradient_capability("attention", "_native_cudnn"),
-            available=False,
-            reason="differs by 3",
-        )
-        return HERE.model_copy(update={"capabilities": (*HERE.capabilities, wrong)})
+        name = gradient_capability("attention", "_native_cudnn")
+        wrong = Capability(name=name, available=False, reason="differs by 3")
+        return HERE.changed(capabilities=(*HERE.capabilities, wrong))
 
-    backend = replace(surroundings(), check_gradients=check_gradients)  # type: ignore[arg-type]
+    backend = replace(surroundings(), check_gradients=check_gradients)
     reasons = tuple(
-        reason.model_copy(update={"chosen": "_native_cudnn"} if reason.knob == "attention" else {})
+        reason.changed(chosen="_native_cudnn") if reason.knob == "attention" else reason
         for reason in predicted.frozen.reasons
     )
     plan = edited(predicted, settings=unproven, fallbacks=(usual,), reasons=reasons)

@@ -2,6 +2,7 @@
 the plan says why."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,9 @@ def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunctio
     return run, tried
 
 
-def plan_on(run: TrialFunction, **changes: object) -> TrainingPlan:
-    asked = request(**{"num_steps": STEPS}, pins=PLAIN + FEW, **changes)
-    return make_plan(asked, COMPILING, backend=surroundings(run))
+def plan_on(run: TrialFunction, **changes: Any) -> TrainingPlan:
+    asked = request(num_steps=STEPS, max_trials=3, pins=PLAIN + FEW)
+    return make_plan(asked, COMPILING, backend=replace(surroundings(run), **changes))
 
 
 def reason_of(plan: TrainingPlan) -> Reason:
@@ -56,15 +57,6 @@ def reason_of(plan: TrainingPlan) -> Reason:
 def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost model expects next to nothing of the start-up, so that a trial decides."""
     monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", 0.001)
-
-
-def test_a_start_up_that_the_steps_pay_back_is_taken_after_one_trial() -> None:
-    run, tried = machine(0.3, 100.0)
-    plan = plan_on(run)
-    assert plan.frozen.settings.compile == "block"
-    assert len(tried) == 1
-    assert "0.3 s a step" in reason_of(plan).why
-    assert "100 s to start" in reason_of(plan).why
 
 
 def test_what_is_paid_back_only_with_cached_code_is_tried_again_and_taken() -> None:
@@ -78,17 +70,10 @@ def test_what_is_paid_back_only_with_cached_code_is_tried_again_and_taken() -> N
     assert len(tried) == 2
 
 
-@pytest.mark.quick("-0.1")
-@pytest.mark.parametrize(
-    ("saved", "startup", "words"),
-    [(0.3, 400.0, "400 s to start"), (-0.1, 1.0, "steps become 0.1 s slower")],
-)
-def test_what_is_not_paid_back_is_left_and_the_plan_says_what_was_measured(
-    saved: float, startup: float, words: str
-) -> None:
-    plan = plan_on(machine(saved, startup)[0])
+def test_what_is_not_paid_back_is_left_and_the_plan_says_what_was_measured() -> None:
+    plan = plan_on(machine(-0.1, 1.0)[0])
     assert plan.frozen.settings.compile == "off"
-    assert words in reason_of(plan).rejected[0].reason
+    assert "steps become 0.1 s slower" in reason_of(plan).rejected[0].reason
 
 
 def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> None:
@@ -103,8 +88,7 @@ def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> 
         found = () if "off" in choices["compile"] else (verdict,)  # type: ignore[index]
         return hardware.changed(capabilities=(*hardware.capabilities, *found))
 
-    backend = replace(surroundings(run), check_gradients=check)
-    plan = make_plan(request(**{"num_steps": STEPS}, pins=PLAIN + FEW), COMPILING, backend=backend)
+    plan = plan_on(run, check_gradients=check)
     assert plan.frozen.settings.compile == "off"
     assert not tried
     assert "gradients differ" in reason_of(plan).rejected[0].reason

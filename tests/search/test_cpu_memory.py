@@ -67,10 +67,10 @@ def backend() -> PlannerBackend:
 @pytest.mark.usefixtures("_by_formula")
 def test_plan_check_and_train_agree_at_every_budget_down_to_where_nothing_fits() -> None:
     fitting = []
-    for eighths in range(19 * 8, 13 * 8, -4):
+    for eighths in range(19 * 8, 13 * 8, -16):
         hardware = machine(eighths * GIB // 8)
         try:
-            plan = make_plan(request(max_trials=12), hardware, backend=backend())
+            plan = make_plan(request(max_trials=8), hardware, backend=backend())
         except NothingFits:
             fitting.append(False)
             continue

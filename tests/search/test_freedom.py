@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from autotune.errors import NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -153,20 +152,3 @@ def test_no_card_and_no_family_gets_a_slower_plan_for_more_freedom(
     else:
         bounded = seconds(family, with_host(hardware, 24))
     assert high <= (1 + TIE) * bounded
-
-
-cards, families = (
-    st.sampled_from([profile_of_gpu(card) for card in load_catalog()]),
-    st.sampled_from([*FAMILIES]),
-)
-pins = st.lists(
-    st.one_of(
-        st.tuples(st.just("quantization"), st.sampled_from(["none", "torchao-int8"])),
-        st.tuples(st.just("swapped_blocks"), st.just("0")),
-        st.tuples(st.just("checkpointed_blocks"), st.just("0")),
-        st.tuples(st.just("checkpointed_blocks"), st.sampled_from(["7", "21"])),
-        st.tuples(st.just("selective_blocks"), st.sampled_from(["0", "13"])),
-    ),
-    max_size=2,
-    unique_by=lambda pin: pin[0],
-).map(tuple)

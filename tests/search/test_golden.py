@@ -99,7 +99,7 @@ GOLDEN = (
 )
 
 
-@pytest.mark.parametrize("seed", [None, *range(3)])
+@pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
 def test_a_plans_trials_give_it_byte_for_byte(
     golden: Golden, seed: int | None, monkeypatch: pytest.MonkeyPatch

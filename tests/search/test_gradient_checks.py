@@ -58,7 +58,7 @@ def request_of(family_name: str, **settings: object) -> GradientRequest:
     )
 
 
-@pytest.mark.quick(*KINDS)
+@pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> None:
     child = ChildState()
@@ -87,9 +87,8 @@ def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch: pytest.Mon
 def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     fetch = BlockSwap._before_forward
-    monkeypatch.setattr(
-        BlockSwap, "_before_forward", lambda *args: copied.append(args[1]) or fetch(*args)
-    )
+    watched = lambda *args: copied.append(args[1]) or fetch(*args)  # noqa: E731
+    monkeypatch.setattr(BlockSwap, "_before_forward", watched)
     rule = GRADIENT_TOLERANCES["swapped_blocks"](1)
     assert rule is not None
     choices = {"swapped_blocks": rule.checked_choice, **rule.other_choices}
@@ -115,7 +114,9 @@ def children() -> dict[str, ChildState]:
     return {family: ChildState() for family in FAMILIES}
 
 
-@pytest.mark.quick("qwen-image", ("sdxl", "int8-matmul"), ("sdxl", "bnb-nf4"))
+@pytest.mark.quick(
+    ("qwen-image", "torchao-int8"), ("qwen-image", "bnb-nf4"), ("sdxl", "int8-matmul")
+)
 @pytest.mark.parametrize("storage", storages())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_format_agrees_on_every_family(
@@ -125,18 +126,15 @@ def test_every_weight_format_agrees_on_every_family(
     rounding = precision_tolerance("bf16")
     assert rule is not None
     assert rounding is not None
-    errors = [
-        gradient_error(
-            request_of(family, precision=precision, quantization=storage), children[family]
-        )
-        for precision in ("fp32", "bf16")
-    ]
-    assert errors[0] <= rule.tolerance
-    assert errors[1] <= rule.tolerance + rounding.tolerance
-    assert min(errors) > 0.001  # it is quantized
+    whole, half = (
+        gradient_error(request_of(family, precision=each, quantization=storage), children[family])
+        for each in ("fp32", "bf16")
+    )
+    assert 0.001 < whole <= rule.tolerance  # it is quantized
+    assert 0.001 < half <= rule.tolerance + rounding.tolerance
 
 
-@pytest.mark.quick(*KINDS)
+@pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> None:
     """On weights that nf4 can hold, its layers compute what plain ones do."""
@@ -205,42 +203,21 @@ def prove(context: TuningContext, **choices: tuple[Choice, ...]) -> HardwareProf
 def test_verdicts_come_from_a_child_once_and_are_then_kept(
     here: TuningContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choices = {"attention": CHOICES["attention"], "quantization": ("none", "torchao-int8")}
+    choices = {"attention": ("_native_math",), "quantization": ("none", "torchao-int8")}
     first = prove(here, **choices)
-    capabilities = {
-        capability.name: capability
-        for capability in first.capabilities
-        if capability.name.startswith("parity.")
-    }
-    assert set(capabilities) == {
-        gradient_capability(*pair)
-        for pair in (
-            *(("attention", name) for name in ("native", "_native_math", "_native_flash")),
-            ("quantization", "torchao-int8"),
-        )
-    }
-    assert all(
-        capability.available and "differ by" in capability.reason
-        for capability in capabilities.values()
-    )
+    found = {each.name: each for each in first.capabilities if each.name.startswith("parity.")}
+    pairs = (("attention", "_native_math"), ("quantization", "torchao-int8"))
+    assert set(found) == {gradient_capability(*pair) for pair in pairs}
+    assert all(each.available and "differ by" in each.reason for each in found.values())
     monkeypatch.setattr(parity, "ProcessTrialRunner", None)  # no child is needed any more
     assert prove(here, **choices).capabilities == first.capabilities
     assert first.fingerprint == here.hardware.fingerprint
 
 
-def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(
-    here: TuningContext,
-) -> None:
-    capability = Capability(
-        name=gradient_capability("attention", "_native_math"),
-        available=False,
-        reason="adapter gradients differ by 1",
-    )
-    hardware = HardwareProfile.model_validate(
-        {**dict(here.hardware), "capabilities": (*here.hardware.capabilities, capability)}
-    )
+def test_a_wrong_choice_is_rejected_with_its_error(here: TuningContext) -> None:
+    name, why = gradient_capability("attention", "_native_math"), "adapter gradients differ by 1"
+    wrong = Capability(name=name, available=False, reason=why)
+    hardware = here.hardware.changed(capabilities=(*here.hardware.capabilities, wrong))
     space = build_search_space(TuningContext(hardware, here.family, here.workload))
     assert "_native_math" not in space.choices["attention"]
-    assert {"_native_math": capability.reason}.items() <= {
-        r.choice: r.reason for r in space.rejected["attention"]
-    }.items()
+    assert why in [item.reason for item in space.rejected["attention"]]
