@@ -33,13 +33,11 @@ PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 def load_or_verify(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
-    """The plan, or the measured plan that a trial on this machine makes of a predicted one.
+    """Return the plan, or the measured plan that a trial here makes of a predicted one.
 
     With sharded weights it stays predicted: a trial has one device. Beside `file`, the plan's, the
-    measured plan is written, and found by the next start.
-
-    Raises:
-        DoesNotFit: neither the plan's settings nor its fallbacks run here.
+    measured plan is written, and found by the next start. Raises DoesNotFit if neither the plan's
+    settings nor its fallbacks run here.
     """
     if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
         return plan
@@ -60,8 +58,7 @@ def load_or_verify(
 
 
 def load_verified(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
-    """The measured plan that an earlier start on this machine made of the predicted one at
-    `path`, if it did."""
+    """Read the measured plan that an earlier start here made of the predicted one at `path`."""
     try:
         sealed = read_plan(sealed_path(path))
     except InvalidPlan:
@@ -74,18 +71,16 @@ def load_verified(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
 
 
 def sealed_path(path: Path) -> Path:
-    """Where the measured plan is written: beside the predicted one."""
+    """Name the file of the measured plan, beside the predicted one."""
     return path.with_name(f"{path.stem}.sealed{path.suffix}")
 
 
 def verify_prediction(
     plan: TrainingPlan, hardware: HardwareProfile, backend: PlannerBackend | None = None
 ) -> TrainingPlan:
-    """Try the settings of a predicted plan on this machine, and its fallbacks if they don't run: a
-    measured plan.
+    """Try a predicted plan's settings here, then its fallbacks, for a measured plan.
 
-    Raises:
-        DoesNotFit: neither its settings nor its fallbacks run here.
+    Raises DoesNotFit if none of them runs here.
     """
     require_fit(key_misfits(plan, hardware))
     backend, model = backend or PlannerBackend(), resolve_model(plan.job.model_ref)
@@ -125,8 +120,7 @@ def verify_prediction(
 
 
 def _find_misfits(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
-    """What may not be tried, and why: this machine lacks something, or has too little memory, where
-    an over-allocation can hang it."""
+    """What may not be tried, and why: an over-allocation can hang a machine."""
     budget, against = cost.budget_bytes, {}
     for candidate in candidates:
         needed = cost.predict(candidate).run_memory_bytes

@@ -98,7 +98,7 @@ class Comparison(Frozen):
 def compared_gpu(
     gpu: CatalogGpu, plan: TrainingPlan, *, download_seconds: float, price_per_hour: float | None
 ) -> ComparedGpu:
-    """A GPU that the job fits, from the plan that was predicted for it."""
+    """Describe a GPU that the job fits, from the plan that was predicted for it."""
     from autotune.search.next import SearchLimits
 
     expected, workload = plan.frozen.expected, plan.frozen.workload
@@ -120,8 +120,7 @@ def compared_gpu(
 
 
 def download_bytes(num_parameters: int, parts: Parts) -> int:
-    """Bytes of a published model's files: transformer and text encoders in bf16. The autoencoder
-    is small beside."""
+    """Count the bytes of transformer and text encoders in bf16; the autoencoder is small."""
     return BYTES_PER_PARAMETER * (num_parameters + sum(parts.text_encoder_parameters))
 
 
@@ -147,7 +146,7 @@ def select_gpus(
     max_hours: float | None = None,
     order: ComparisonOrder | None = None,
 ) -> tuple[ComparedGpu, ...]:
-    """Those that a job fits within the limits, in order, then those that nothing fits, by name.
+    """Sort those that a job fits within the limits, then those that nothing fits, by name.
 
     By default the cheapest come first, those without a price last, if any has one, else the
     fastest. `max_cost` leaves out those without a price, too.
@@ -229,8 +228,7 @@ class NoGpu(NothingFits):
 
 @cache
 def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
-    """For every GPU of the catalog, the fastest first and those that the model does not fit
-    last; empty if unknown."""
+    """Read the predictions for every GPU of the catalog, the fastest first; cached."""
     known = json.loads(shipped_path(FILE).read_text())["models"].get(model, {})
     predictions = [
         CatalogPrediction.model_validate(
@@ -255,7 +253,7 @@ LEVERS: Mapping[str, str] = {
 
 
 def missing_levers(family: Family) -> dict[str, str]:
-    """The reason for each lever that the family lacks, by what people call the lever."""
+    """Tell why the family lacks levers, by what people call them."""
     return {
         title: family.excluded[knob] for knob, title in LEVERS.items() if knob in family.excluded
     }
@@ -306,7 +304,7 @@ class ModelSummary(Frozen):
 
 
 def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
-    """All published models, family by family; `gpu` is a name in the catalog."""
+    """Summarize all published models, family by family; `gpu` is a name in the catalog."""
     return tuple(
         ModelSummary.build(family, model, gpu)
         for family in FAMILIES.values()

@@ -53,7 +53,7 @@ def _row_of(prediction: Prediction, budget_bytes: int) -> _Row:
 
 
 def planned_hardware(cost: CostModel) -> PlannedHardware:
-    """The machine, as far as a plan depends on it, and how its processes share the work."""
+    """Describe the machine as far as a plan depends on it."""
     hardware = cost.hardware
     return PlannedHardware(
         device_name=hardware.device.name,
@@ -78,8 +78,10 @@ def build_expectation(
     job: Job,
     price_per_hour: float | None = None,
 ) -> Expected:
-    """What the plan promises of `best`: measured by `trials`, or predicted where there are none.
-    `cost` is of the work of one process, `workload` of all, `price_per_hour` of one device."""
+    """Say what the plan promises of `best`: measured by `trials`, or predicted without any.
+
+    `cost` is of the work of one process, `workload` of all, `price_per_hour` of one device.
+    """
     cost = cost.with_calibration(trials)
     own = [trial for trial in trials if trial.candidate == best.candidate]
     rehearsals = [trial for trial in own if trial.confirms]
@@ -125,11 +127,9 @@ def build_expectation(
 
 
 def held_data_bytes(cost: CostModel, workload: Workload, job: Job, precision: str) -> int:
-    """What a run holds of its data in the host's memory: loss masks, and with `cache: memory` all
-    that is encoded.
+    """Count what a run holds of its data on the host: loss masks, and what `cache: memory` keeps.
 
-    Captions count at their mean length, and one for each image; `shuffle_tags` and `flip` multiply
-    what is encoded.
+    Captions count at their mean length, one for each image.
     """
     held = 0
     element = encoder_element_bytes(precision) if job.cache == "memory" else 0
@@ -153,8 +153,10 @@ def build_forecast(
     step_time: StepTime,
     first_predictions: Mapping[Candidate, Prediction],
 ) -> Forecast:
-    """What a plan with these settings keeps of all predictions, which trials have corrected;
-    `step_time` of the settings and `first_predictions` of what was tried are from before."""
+    """Choose what a plan keeps of all predictions, which trials have corrected.
+
+    `step_time` of the settings and `first_predictions` of what was tried are from before.
+    """
     rows = [_row_of(each, budget_bytes) for each in predictions]
     fitting, beyond = [row for row in rows if row.fits], [row for row in rows if not row.fits]
     at = next(number for number, row in enumerate(rows) if row.candidate == settings)
@@ -193,8 +195,7 @@ def build_forecast(
 def _best_by_value(
     rows: Sequence[_Row], fitting: Sequence[_Row], settings: Candidate
 ) -> list[_Row]:
-    """For each other value of each knob, the fastest that fits, or the smallest if none fits; of
-    many numbers of blocks, only of the nearest and the last in either direction."""
+    """For each other value of each knob the fastest that fits, or the smallest of all."""
     fastest, smallest = _best_of(fitting, _seconds), _best_of(rows, _run_bytes)
     found = []
     for knob in KNOBS:
@@ -211,7 +212,6 @@ def _best_by_value(
 
 
 def _best_of(rows: Sequence[_Row], key: Callable[[_Row], float]) -> dict[tuple[str, Choice], _Row]:
-    """The row with the least `key` for each value of each knob."""
     best: dict[tuple[str, Choice], _Row] = {}
     for row in sorted(rows, key=key):
         for name, value in row.candidate:
@@ -220,7 +220,7 @@ def _best_of(rows: Sequence[_Row], key: Callable[[_Row], float]) -> dict[tuple[s
 
 
 def _pareto_front(rows: Sequence[_Row]) -> list[_Row]:
-    """Those that nothing beats in both memory and time, the fastest first."""
+    """Those that nothing beats in both memory and time."""
     front: list[_Row] = []
     for row in sorted(rows, key=lambda row: (row.seconds, row.run_bytes)):
         if not front or row.run_bytes < front[-1].run_bytes:
@@ -229,15 +229,14 @@ def _pareto_front(rows: Sequence[_Row]) -> list[_Row]:
 
 
 def _nearest_beyond(beyond: Sequence[_Row], chosen: _Row) -> list[_Row]:
-    """Of what does not fit the nearest to the budget, first among what would be faster than the
-    settings; then some of all others."""
+    """Of what does not fit the nearest to the budget, then some of all others."""
     ordered = sorted(beyond, key=_run_bytes)
     nearest = [*[row for row in ordered if row.seconds < chosen.seconds][:2], *ordered[:2]]
     return nearest + _spread(ordered, MAX_BEYOND - len(nearest))
 
 
 def _spread(rows: Sequence[_Row], number: int) -> list[_Row]:
-    """So many of them, evenly, the first and the last included."""
+    """So many of them, evenly, ends included."""
     if number >= len(rows):
         return list(rows)
     if number < 2:

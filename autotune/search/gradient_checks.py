@@ -1,5 +1,5 @@
-"""A choice may be tried on a machine only if its adapter gradients agree with the reference's there;
-an optimizer is given its gradients, so its updates have to agree.
+"""A choice may be tried on a machine only if its adapter gradients agree with the reference's
+there; an optimizer is given its gradients, so its updates have to agree.
 
 Reference: the same weights and inputs in fp32, native attention (for native attention itself: plain
 products), nothing quantized, nothing recomputed, on a tiny instance of the family's real class, on
@@ -59,8 +59,7 @@ UPDATED_SHAPES = ((4, 64), (96, 4), (7,))
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """Compare a candidate's adapter gradients with the reference's. Gives their relative error,
-    a float."""
+    """Compares a candidate's adapter gradients; gives their relative error, a float."""
 
     family: str
     config: Mapping[str, Any]
@@ -73,8 +72,7 @@ class GradientRequest:
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """Compare the updates of a candidate's optimizer with the reference's. Gives their relative
-    error, a float."""
+    """Compares the updates of a candidate's optimizer; gives their relative error, a float."""
 
     candidate: Candidate
     device: str
@@ -86,11 +84,10 @@ GradientCheckRequest = GradientRequest | UpdateRequest
 def check_gradients(
     context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
 ) -> HardwareProfile:
-    """The hardware profile with a capability for each of `choices` (values by knob; the first
-    precision is the one that the others are checked in) that changes what is computed.
+    """Add to the hardware profile a verdict on each of `choices` that changes what is computed.
 
-    Raises:
-        AutotuneError: another search has the device and does not end.
+    The first precision is the one that the other knobs are checked in. Raises AutotuneError if
+    another search has the device and does not end.
     """
     hardware, kinds = context.hardware, _kinds_of_computation(choices)
     tiny_config = {**model.config, **context.family.tiny_config}
@@ -141,8 +138,7 @@ def _judge(
 def _kinds_of_computation(
     choices: Mapping[str, Sequence[Choice]],
 ) -> dict[str, tuple[str, GradientTolerance]]:
-    """Knob and rule of every kind of computation among the choices, by capability name, precisions
-    first."""
+    """By capability name, precisions first."""
     found: dict[str, tuple[str, GradientTolerance]] = {}
     for knob, rule_of in GRADIENT_TOLERANCES.items():
         for choice in choices.get(knob, ()):
@@ -175,7 +171,7 @@ def _build_request(
 
 
 def small_workload(family: Family, workload: Workload) -> Workload:
-    """The same kind of work in a small shape: two captions, few pixels, a tiny adapter."""
+    """Make the same kind of work small: two captions, few pixels, a tiny adapter."""
     largest, step = workload.largest_bucket, family.size_multiple_px
     bucket = Bucket(
         width_px=min(largest.width_px, 6 * step),
@@ -216,7 +212,7 @@ def _verdict_file(
 
 
 def _read_verdicts(path: Path) -> dict[str, Capability]:
-    """Verdicts by name; none if the file is absent or damaged: they are then found again."""
+    """None if the file is absent or damaged: they are then found again."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         capabilities = map(Capability.model_validate_json, lines)
@@ -233,7 +229,7 @@ def _save_verdict(path: Path, capability: Capability) -> None:
 
 
 def gradient_error(request: GradientRequest, child: ChildState) -> float:
-    """Relative error against fp32 with nothing quantized and nothing recomputed."""
+    """Measure the relative error against fp32, nothing quantized, nothing recomputed."""
     cache = child.cache
     torch.set_float32_matmul_precision("highest")
     if "plain" not in cache:
@@ -253,7 +249,7 @@ def gradient_error(request: GradientRequest, child: ChildState) -> float:
 
 
 def update_error(request: UpdateRequest, _: ChildState) -> float:
-    """Relative error of an adapter's change over some steps, against plain AdamW in fp64."""
+    """Measure an adapter's change over some steps against plain AdamW in fp64."""
     generator, dtype = torch.Generator().manual_seed(0), torch_dtype(request.candidate.precision)
     start = [torch.randn(shape, generator=generator).to(dtype) for shape in UPDATED_SHAPES]
     parameters = [nn.Parameter(tensor.to(request.device, copy=True)) for tensor in start]
@@ -277,7 +273,7 @@ def update_error(request: UpdateRequest, _: ChildState) -> float:
 
 
 def relative_error(tensors: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
-    """Root mean square of the tensors' relative errors; a missing tensor counts as an error of 1.
+    """Average tensors' relative errors (root mean square); a missing tensor counts as 1.
 
     Tensors whose reference is missing or zero are left out; infinite if none is left.
     """
@@ -291,7 +287,7 @@ def relative_error(tensors: Sequence[Tensor | None], reference: Sequence[Tensor 
 
 
 def plain_transformer(request: GradientRequest) -> nn.Module:
-    """The tiny transformer in fp32, with weights that bf16 holds exactly."""
+    """Build the tiny transformer in fp32, with weights that bf16 holds exactly."""
     family = get_family(request.family)
     transformer = build_empty(lambda: family.build_transformer(request.config), dtype=torch.float32)
     fill_random(transformer, device=request.device, seed=0)
@@ -303,8 +299,7 @@ def plain_transformer(request: GradientRequest) -> nn.Module:
 def adapter_gradients(
     request: GradientRequest, plain: nn.Module, candidate: Candidate
 ) -> list[Tensor | None]:
-    """Gradients of an adapter on a copy of the transformer under the candidate's settings, in fp64
-    on the CPU; None where a tensor has none."""
+    """Run a copy of the transformer under the candidate's settings; fp64 on the CPU."""
     family, dtype = get_family(request.family), torch_dtype(candidate.precision)
     work, device = request.workload, torch.device(request.device)
     transformer = copy.deepcopy(plain)

@@ -79,8 +79,8 @@ class ScoredCandidate:
         return self.expected - STOP_SIGMAS * self.uncertainty
 
     def expected_improvement(self, best: float) -> float:
-        """Expected improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998,
-        equation 15), as far as it fits (Gardner et al., 2014, equation 6)."""
+        """Improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998, equation 15), as
+        far as it fits (Gardner et al., 2014, equation 6)."""
         sigma = max(self.uncertainty, 1e-9)
         z = (best - self.expected) / sigma
         gain = sigma * (z * _normal_share(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
@@ -88,17 +88,16 @@ class ScoredCandidate:
 
 
 def _normal_share(z: float) -> float:
-    """Share of a normal distribution that is below `z` standard deviations."""
     return math.erfc(-z / math.sqrt(2)) / 2
 
 
 def best_seconds(results: Results) -> float:
-    """Fastest median step so far; infinite if none ran."""
+    """Find the fastest median step so far; infinite if none ran."""
     return min((r.median_step_seconds or math.inf for r in _ran(results)), default=math.inf)
 
 
 def search_cost_seconds(results: Results) -> float:
-    """What trials took, loading included."""
+    """Add up what trials took, loading included."""
     return math.fsum(result.wall_seconds or 0.0 for result in results)
 
 
@@ -117,7 +116,7 @@ class SearchLimits:
     """Steps of the planned run."""
 
     def allowed_seconds(self, step_seconds: float) -> float:
-        """Seconds of trials for a run whose steps take `step_seconds`."""
+        """Limit the seconds of trials for a run whose steps take `step_seconds`."""
         if self.max_seconds is not None:
             return self.max_seconds
         return max(MIN_SECONDS, SHARE_OF_RUN * self.num_steps * step_seconds)
@@ -126,11 +125,9 @@ class SearchLimits:
 class ResidualSearch:
     """Expected improvement of what the objective counts, among what is predicted to fit.
 
-    Args:
-        priors: what similar machines have taught, as far as trials here do not contradict it.
-        first: candidates to try before all others, e.g. what won elsewhere.
-        ascending: whether to stay near to what has run: an over-allocation of memory that is the
-            host's hangs it.
+    `priors` gives what similar machines have taught, as far as trials here do not contradict it;
+    `first` is tried before all others. If `ascending`, trials stay near to what has run: an
+    over-allocation of memory that is the host's hangs it.
     """
 
     def __init__(
@@ -154,8 +151,7 @@ class ResidualSearch:
     def next_candidate(
         self, results: Results, running: Collection[Candidate] = frozenset()
     ) -> Candidate | None:
-        """What to try after `results` while others try `running`; None if nothing is left that
-        could run."""
+        """Choose what to try while others try `running`; None if nothing is left."""
         tried = {result.candidate for result in results} | set(running)
         if first := next((candidate for candidate in self.first if candidate not in tried), None):
             return first
@@ -192,10 +188,10 @@ class ResidualSearch:
     def remaining(
         self, results: Results, running: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
-        """Untried candidates that may run, with what is expected of them after `results`.
+        """Score the untried candidates that may run.
 
-        Of candidates that swap more or fewer blocks and are the same otherwise, only the one with
-        the fewest: a block that stays never makes a step slower.
+        Of those that differ in swapped blocks alone, only the one with the fewest: a block that
+        stays never makes a step slower.
         """
         return self._remaining(tuple(results), frozenset(running))
 
@@ -245,7 +241,6 @@ class ResidualSearch:
         return [self._score(smallest, needed, 1.0)] if needed <= self.budget_bytes else []
 
     def _calibrate(self, results: Results) -> CostModel:
-        """The cost model as `results`, and the priors that they do not contradict, correct it."""
         return self.cost.with_calibration(results, self.priors(results))
 
     def _score(
@@ -273,8 +268,7 @@ class ResidualSearch:
         running: Collection[Candidate] = (),
         has_waiting: bool = False,
     ) -> bool:
-        """Whether no trial should follow; `has_waiting` if a dead worker's candidate waits to be
-        tried again."""
+        """Tell if no trial should follow; `has_waiting` if a dead worker's is to be retried."""
         num_trials, best = len(results) + len(running), best_seconds(results)
         has_run = not math.isinf(best)
         fastest = best if has_run else min(s.step_seconds for s in self.remaining(()))
@@ -293,8 +287,7 @@ class ResidualSearch:
         return is_compared and self._expects_no_gain(results, running)
 
     def _expects_no_gain(self, results: Results, running: Collection[Candidate]) -> bool:
-        """Whether no remaining candidate is expected to be better by `MIN_GAIN` than the best
-        that ran."""
+        """Whether nothing is expected to be better by `MIN_GAIN` than the best that ran."""
         remaining = self.remaining(results, running)
         if not remaining or not _ran(results):
             return not remaining
@@ -302,8 +295,8 @@ class ResidualSearch:
         return min(scored.lower_bound for scored in remaining) > worth_trying
 
     def _comparison(self, results: Results, running: Collection[Candidate]) -> Candidate | None:
-        """The best settings with the libraries' own way of what rules settle; None if some such
-        settings were tried, here or where the priors are from, or if these do not fit."""
+        """The best settings with the libraries' own way of what rules settle; None if such settings
+        were tried, here or where the priors are from, or if these do not fit."""
         ran = _ran(results)
         if not ran or self.objective == "memory":  # what a rule settles never needs more
             return None
@@ -320,7 +313,7 @@ class ResidualSearch:
         return plain if fits and fits_host else None
 
     def find_doubtful(self, results: Results) -> TrialResult | None:
-        """The result that is slower than all others let expect by most, if it would else have won.
+        """Find the result that is slower than all others let expect by most, if it would have won.
 
         Another program that wanted the machine meanwhile explains it as well: it should be tried
         again.
@@ -340,8 +333,7 @@ class ResidualSearch:
         return max(doubts, key=lambda doubt: doubt[0])[1] if doubts else None
 
     def is_overconfident(self, results: Results) -> bool:
-        """Whether predictions were too sure: each result against the prediction made from those
-        before it.
+        """Tell if predictions, each from the results before it, were too sure of themselves.
 
         Measured by the mean squared error in units of the predicted variance, which is 1 if
         uncertainties are right.
@@ -356,11 +348,10 @@ class ResidualSearch:
         return bool(squares) and statistics.fmean(squares) > 1
 
     def _best(self, results: Results) -> float:
-        """Natural logarithm of the best value of the objective; some result must have run."""
+        """Natural logarithm of the objective's best value."""
         return math.log(min(map(self._value, _ran(results))))
 
     def _value(self, result: TrialResult) -> float:
-        """What the objective wants little of, as a trial that ran measured it."""
         if self.objective == "memory":
             return result.peak_memory_bytes or math.inf
         return result.median_step_seconds or math.inf
@@ -368,8 +359,7 @@ class ResidualSearch:
     def _within_reach(
         self, best: ScoredCandidate, remaining: Sequence[ScoredCandidate], results: Results
     ) -> ScoredCandidate:
-        """`best` if it is not much larger than what has run, else the largest that is not; or
-        the smallest of all."""
+        """`best`, else the largest that is not much larger than what ran, else the smallest."""
         cost = self._calibrate(results)
         largest = max(_required_bytes(result, cost) for result in _ran(results))
         reach = max(MAX_GROWTH * largest, SAFE_SHARE * self.budget_bytes)
@@ -381,11 +371,9 @@ class ResidualSearch:
         return min(remaining, key=lambda scored: scored.required_bytes)
 
     def _memory_limit(self, results: Results, cost: CostModel) -> float:
-        """The budget or, once something ran out of memory, halfway between what ran and what did
-        not.
+        """The budget or, once something ran out, halfway between what ran and what did not.
 
-        A trial that took more than the budget and was measured all the same has corrected the
-        predictions instead.
+        A trial that was measured beyond the budget has corrected the predictions instead.
         """
         too_large = [
             _required_bytes(result, cost)
@@ -400,8 +388,7 @@ class ResidualSearch:
 
 
 def _host_memory_limit(results: Results, cost: CostModel) -> float:
-    """The least host memory predicted for a trial that ran out of it; other programs may have
-    taken some."""
+    """The least predicted for a trial that ran out: other programs may have taken some."""
     ran_out = (result.candidate for result in results if result.outcome == "host_oom")
     return min((cost.predict(each).host_memory_bytes for each in ran_out), default=math.inf)
 
@@ -421,13 +408,13 @@ def _teach_the_same(one: Candidate, other: Candidate) -> bool:
 
 
 def _chance_to_fit(prediction: Prediction, limit: float) -> float:
-    """Probability that the training step, which alone is uncertain, stays below `limit` bytes."""
+    """Probability that the step, which alone is uncertain, stays below `limit` bytes."""
     sigma = max(prediction.memory_uncertainty, 1e-9)
     return _normal_share(math.log(limit / prediction.training.run_memory_bytes) / sigma)
 
 
 def memory_upper_bound(prediction: Prediction) -> float:
-    """Bytes that a run may need in its largest phase; only the training step is uncertain."""
+    """Bound the bytes of a run's largest phase; only the training step is uncertain."""
     caution = math.exp(MEMORY_SIGMAS * prediction.memory_uncertainty)
     return max(
         each.run_memory_bytes * (caution if each.name == "train" else 1)

@@ -1,6 +1,7 @@
 """The whole algorithm on one screen, `make_plan`: from a request and a machine to a frozen plan.
 
-    model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
+model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner
+──> plan
 
 If the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the
 plan says so.
@@ -59,7 +60,7 @@ Trials = tuple[TrialResult, ...]
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """A plan, and for each of its trials how far it was from its prediction, for a record."""
+    """A plan, and for each of its trials how far it was from its prediction."""
 
     plan: TrainingPlan
     residuals: tuple[Residual | None, ...] = ()
@@ -169,8 +170,7 @@ def _find_warm_start(
 
 @dataclass(frozen=True)
 class _Lab:
-    """Runs the trials of one plan; each step takes the trials so far and returns them with its
-    own."""
+    """Each step takes the trials so far and returns them with its own."""
 
     problem: PlanningProblem
     backend: PlannerBackend
@@ -212,8 +212,7 @@ class _Lab:
     def try_doubtful_again(
         self, search: ResidualSearch, trials: Trials, run: TrialFunction
     ) -> Trials:
-        """Replace each trial that contradicts the others by a repetition if that is faster: noise
-        only slows."""
+        """Replace what contradicts the others by a faster repetition: noise only slows."""
         repeated: set[Candidate] = set()
         while (doubtful := search.find_doubtful(trials)) and doubtful.candidate not in repeated:
             repeated.add(doubtful.candidate)
@@ -280,8 +279,10 @@ def freeze_plan(
     trials: Trials = (),
     warm_start: WarmStart = NO_WARM_START,
 ) -> TrainingPlan:
-    """The best of what was tried here or, where nothing could be, of what was predicted: a pure
-    function, so that a plan's own trials give it again, byte for byte."""
+    """Choose the best of what was tried here or, where nothing could be, of what was predicted.
+
+    Pure: a plan's own trials give it again, byte for byte.
+    """
     objective, space = problem.workload.objective, problem.space
     request, cost = problem.request, problem.cost.with_calibration(trials)
 

@@ -1,6 +1,5 @@
 """One request on one machine, with all that follows from it before anything is tried; and what
-other requests would bring: which relaxation would fit if nothing does, what a larger effective
-batch gains."""
+other requests would bring: what would fit if nothing does, what a larger effective batch gains."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +60,7 @@ def _trial_runner(model: ModelRef, cost: CostModel) -> ProcessTrialRunner:
 
 @contextmanager
 def run_in_child_processes(model: ModelRef, cost: CostModel) -> Iterator[TrialFunction]:
-    """Trials in child processes of this machine."""
+    """Run trials in child processes of this machine."""
     with _trial_runner(model, cost) as runner:
         yield runner.run
 
@@ -69,8 +68,7 @@ def run_in_child_processes(model: ModelRef, cost: CostModel) -> Iterator[TrialFu
 def rehearse_in_child_process(
     model: ModelRef, cost: CostModel, candidate: Candidate, max_seconds: float
 ) -> TrialResult:
-    """A longer trial of `candidate` in a child process of this machine, through every phase of a
-    run."""
+    """Run a longer trial, through every phase of a run, in a child process."""
     with _trial_runner(model, cost) as runner:
         return runner.confirm(candidate, cost.caching, max_seconds)
 
@@ -125,13 +123,11 @@ class PlanningProblem:
         hardware: HardwareProfile,
         backend: PlannerBackend,
     ) -> Self:
-        """Resolve model and data, check gradients, enumerate what may be tried, and build the cost
+        """Resolve model and data, check gradients, enumerate what may be tried, build the cost
         model.
 
-        Raises:
-            InvalidInput: the model or the data cannot be used.
-            NothingFits: the weights alone are too large in every format, or nothing can be tried on
-                this machine.
+        Raises InvalidInput if the model or the data cannot be used, NothingFits if the weights
+        alone are too large in every format or nothing can be tried on this machine.
         """
         needs_weights = backend.needs_weights
         if isinstance(asked, PlanRequest):
@@ -194,8 +190,7 @@ class PlanningProblem:
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """Everything that must be equal for trials to count for the same search, by what people
-        call it."""
+        """All that must be equal for trials to count for the same search, in words."""
         model = {**dict(self.workload.model), "name": ""}  # folders may be called differently
         work = {**self.workload.model_dump(mode="json"), "model": model}
         choices = {name: list(values) for name, values in self.space.choices.items()}
@@ -213,7 +208,7 @@ class PlanningProblem:
 
 
 def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
-    """Raise NothingFits if the host is too small for any run, whatever the device holds."""
+    """Raise NothingFits if the host is too small for any run."""
     host = cost.hardware.host
     if shares_host_memory(cost.hardware.device.memory_kind) or not space.candidates:
         return
@@ -235,11 +230,9 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
 
 
 def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> None:
-    """Check by facts alone, before a rate is measured, that the request can be tried here.
+    """Check by facts alone that the request can be tried here, before a rate is measured.
 
-    Raises:
-        NothingFits: a published model asks for a GPU, or more processes for more GPUs than there
-            are.
+    Raises NothingFits if a published model asks for a GPU, or the request for more than there are.
     """
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
@@ -256,8 +249,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
 def _choose_strategy(
     request: PlanRequest, cost: CostModel, space: SearchSpace
 ) -> tuple[CostModel, SearchSpace]:
-    """The cost model of one process, and what of `space` may be tried: the weights are sharded only
-    if no device is predicted to hold them all."""
+    """The weights are sharded only if no device is predicted to hold them all."""
     number = request.num_gpus
     if number == 1:
         space = expand_block_counts(_drop_too_heavy(request, space, cost), cost)
@@ -282,15 +274,13 @@ def _choose_strategy(
 
 
 def _fits(space: SearchSpace, cost: CostModel) -> bool:
-    """Whether anything is predicted to fit."""
     budget = cost.budget_bytes
     light = [candidate for candidate in space.candidates if cost.weight_bytes(candidate) <= budget]
     return bool(light) and min_required_bytes(light, cost) <= budget
 
 
 def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """Leave out weight formats whose weights alone exceed the budget: they need not be traced or
-    tried."""
+    """Without weight formats that alone exceed the budget: they need no trace."""
     budget = cost.budget_bytes
     sizes: dict[str, int] = {}
     for candidate in space.candidates:
@@ -312,8 +302,7 @@ def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -
 def min_required_bytes(
     candidates: Sequence[Candidate], cost: CostModel, *, cautious: bool = False
 ) -> float:
-    """Least memory that any candidate is predicted to need; `cautious` as a search is before its
-    first trial."""
+    """Find the least memory of any candidate; `cautious` as before a first trial."""
     # Memory grows with the micro-batch and with every block that keeps its activations.
     smallest = min(candidate.micro_batch_size for candidate in candidates)
     deepest = max(candidate.checkpointed_blocks for candidate in candidates)
@@ -327,8 +316,10 @@ def min_required_bytes(
 
 
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """The space without candidates that keep more on the host, in all its processes, than it has
-    memory left; if all do, those that keep least."""
+    """Leave out candidates that keep more on the host, in all processes, than is left of it.
+
+    If all do, those that keep least stay.
+    """
     host, number = cost.hardware.host, cost.parallel.num_processes
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
@@ -354,11 +345,7 @@ def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
 
 
 def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
-    """The part of the space that several processes can use.
-
-    Raises:
-        InvalidInput: blocks are to be swapped.
-    """
+    """Keep what several processes can use. Raises InvalidInput if blocks must be swapped."""
     why = "several processes shard the weights instead"
     swapped = {number: why for number in space.choices["swapped_blocks"] if number}
     space = drop_values(space, "swapped_blocks", swapped)
@@ -369,8 +356,7 @@ def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
 
 
 def keep_shardable(space: SearchSpace) -> SearchSpace:
-    """The part of the space whose weights several processes can shard; it may have no
-    candidates."""
+    """Keep the weights that several processes can shard; there may be no candidates."""
     formats, modulations = space.choices["quantization"], space.choices["modulation"]
     quantized = [name for name in formats if not WEIGHT_FORMATS[str(name)].can_shard]
     why = "the weights are sharded over the processes, and this format cannot be sharded"
@@ -384,8 +370,7 @@ def keep_shardable(space: SearchSpace) -> SearchSpace:
 
 
 def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel) -> str:
-    """What to ask for instead if nothing of `space` fits: each is predicted to fit, alone, with
-    all else as asked."""
+    """Say what to ask for if nothing fits; each is predicted to fit, all else as asked."""
     needed = min_required_bytes(space.candidates, cost, cautious=request.is_local)
     found = [f"{option} ({_amount(need)})" for option, need in _fitting_relaxations(request, cost)]
     memory = f"a device on which a run may take {_amount(needed)} (--max-memory, if you set one)"
@@ -395,8 +380,7 @@ def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel
 
 
 def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tuple[str, float]]:
-    """Options that are predicted to fit, each with the least memory that a run would need with
-    it."""
+    """Options with the least memory that a run would need with them."""
     work, family = cost.workload, cost.family
     qualities = get_args(Quality)
     options: list[tuple[str, Workload]] = [
@@ -426,8 +410,7 @@ def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tupl
 
 
 def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -> tuple[float, int]:
-    """Least memory that a run for `workload` needs, by whichever strategy its processes take,
-    and what it may take."""
+    """Least memory of a run, by whichever strategy its processes take, and the budget."""
     number = cost.parallel.num_processes
     pins = dict(split_pins(request.pin_pairs)[1])
     keeps = pins and cost.resident_encoder_bytes
@@ -481,8 +464,10 @@ def _size_text(bucket: Bucket) -> str:
 def advise_larger_batch(
     space: SearchSpace, cost: CostModel, best: Candidate, step_seconds: float
 ) -> tuple[str, ...]:
-    """What a larger effective batch would gain with the kernels and weight format of `best`, whose
-    optimizer step takes `step_seconds`; nothing if it gains little."""
+    """Say what a larger effective batch would gain with the kernels and weights of `best`.
+
+    `step_seconds` is of its optimizer step; nothing is said of a small gain.
+    """
     effective, budget_bytes = cost.workload.effective_batch_size, cost.budget_bytes
     best_gain, best_batch = MIN_GAIN, 0
     for batch in (effective * factor for factor in LARGER_BATCHES):

@@ -50,12 +50,9 @@ def build_space(request: PlanRequest, context: TuningContext) -> SearchSpace:
 def build_job(
     request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int
 ) -> Job:
-    """The job that the plan starts with: the user's words, else the earlier plan's, else the
-    family's defaults.
+    """Build the job: the user's words, else the earlier plan's, else the family's defaults.
 
-    Raises:
-        InvalidInput, InvalidPlan: a value is out of range, or asks of the model what its family
-            does not have.
+    Raises InvalidInput or InvalidPlan if a value is out of range or not of the family.
     """
     defaults = model.family.defaults
     items = dataset.items if dataset else ()
@@ -89,8 +86,7 @@ def build_job(
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """A request with its model, data and job, read and found sound: all that can be wrong
-    whatever the machine."""
+    """A request with model, data and job: all that can be wrong whatever the machine."""
 
     request: PlanRequest
     model: ResolvedModel
@@ -109,14 +105,10 @@ class ResolvedRequest:
         needs_weights: bool = True,
         on_sound: Callable[[], None] = lambda: None,
     ) -> ResolvedRequest:
-        """Read what the request names; with `needs_weights`, the headers of a local model's weights
-        too.
+        """Read what the request names; with `needs_weights`, also the headers of local weights.
 
         `on_sound` is called when all that can be judged without torch is found sound, before that
-        is imported.
-
-        Raises:
-            InvalidInput, InvalidPlan: the model, the data or a value of the job cannot be used.
+        is imported. Raises InvalidInput or InvalidPlan if something cannot be used.
         """
         for pairs in (request.pin_pairs, request.exclusion_pairs):
             for name, value in split_pins(pairs)[0]:
@@ -147,16 +139,16 @@ class ResolvedRequest:
         return cls(request, model, dataset, workload, job, notes)
 
     def context(self, hardware: HardwareProfile) -> TuningContext:
-        """What knobs are chosen for on a machine."""
+        """Say what knobs are chosen for on a machine."""
         return TuningContext(hardware, self.model.family, self.workload)
 
     def space(self, hardware: HardwareProfile) -> SearchSpace:
-        """What may be tried on a machine, and what not and why. Raises as `build_search_space`."""
+        """Enumerate what may be tried on a machine. Raises as `build_search_space`."""
         return build_space(self.request, self.context(hardware))
 
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
-    """The model; from the hub come its tokenizers, if there are captions to count, and unknown
+    """Resolve the model, with tokenizers from the hub if there are captions to count, and unknown
     architectures."""
     known = find_published(request.model_ref.name) is not None
     if not is_on_hub(request.model_ref) or (known and not (request.is_local and request.data)):

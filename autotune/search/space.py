@@ -1,5 +1,4 @@
-"""The candidates that this machine, family and workload admit, and every choice that they don't,
-with the reason."""
+"""The candidates that a machine, family and workload admit; every other choice with the reason."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class SearchSpace:
     """Those among the excluded values that may be pinned."""
 
     def admits(self, candidate: Candidate) -> bool:
-        """Whether each of its values may be tried, or asked for, if not all together."""
+        """Tell if each of its values may be tried, or asked for, if not all together."""
         return all(
             getattr(candidate, name) in (*self.choices[name], *pinnable)
             for name, pinnable in self.pinnable.items()
@@ -61,14 +60,12 @@ class SearchSpace:
 
     @property
     def tried_choices(self) -> dict[str, tuple[Choice, ...]]:
-        """Values that trials may have, by knob: the admitted ones, and what settled knobs are
-        compared with."""
+        """Values that trials may have: the admitted, and what settled knobs are compared with."""
         compared = ((name, (value,)) for name, value in self._compared_choices().items())
         return {**self.choices, **{name: self.choices[name] + value for name, value in compared}}
 
     def without_rules(self, candidate: Candidate) -> Candidate:
-        """The candidate with the libraries' own way of each knob that a rule settles, as far as
-        that may be tried."""
+        """Take the libraries' own way of each knob that a rule settles, where it may be tried."""
         return candidate.changed(**self._compared_choices())
 
     def _compared_choices(self) -> dict[str, Choice]:
@@ -85,9 +82,8 @@ def build_search_space(
 ) -> SearchSpace:
     """Enumerate what may be tried: a pin leaves one value of a knob, an exclusion takes one away.
 
-    Raises:
-        InvalidInput: there is no such knob or value, or what is left of them does not go together.
-        NothingFits: some knob has no admissible value here.
+    Raises InvalidInput if there is no such value, or what is left does not go together; NothingFits
+    if some knob has no admissible value here.
     """
     for name, value in (*pins, *exclusions):
         require_choice(name, value)
@@ -138,8 +134,8 @@ def _enumerate(
     settings: Mapping[str, tuple[Choice]],
     context: TuningContext,
 ) -> tuple[tuple[Candidate, ...], list[tuple[str, Rejected]]]:
-    """All combinations of values without a conflict, with the numbers of blocks that need least
-    memory; and each value that had a conflict, by knob, in the order found."""
+    """All combinations without a conflict, with the numbers of blocks that need least memory; and
+    each value that had a conflict, by knob, in the order found."""
     candidates = []
     conflicts: dict[tuple[str, Choice, str], None] = {}
     fixed = {knob.name: admitted[knob.name] for knob in KNOBS if not knob.is_composed}
@@ -177,8 +173,7 @@ def _choose_setting(
     pins: Sequence[KnobValue],
     exclusions: Sequence[KnobValue],
 ) -> Choice:
-    """The first of a plain setting's values that is not excluded and computes the same here, or
-    the pinned one."""
+    """The pinned value, or the first that is not excluded and computes the same here."""
     wrong = _wrong_values(name, values, context)
     pinned = [value for pin, value in pins if pin == name]
     left = [
@@ -202,8 +197,7 @@ def _choose_setting(
 
 
 def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -> dict[Choice, str]:
-    """Those under which gradients on this machine are known to differ from the reference's, and
-    how."""
+    """Those under which gradients here are known to differ from the reference's, and how."""
     wrong = {}
     for value in values if name in GRADIENT_TOLERANCES else ():
         if rule := GRADIENT_TOLERANCES[name](value):
@@ -214,7 +208,6 @@ def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -
 
 
 def _right_choices(knob: Knob, context: TuningContext) -> Choices:
-    """The knob's choices less those that the family excludes or that compute something else."""
     choices = knob.choices_for_family(context)
     wrong = _wrong_values(knob.name, (*choices.admitted, *choices.pinnable), context)
     return Choices(
@@ -225,7 +218,7 @@ def _right_choices(knob: Knob, context: TuningContext) -> Choices:
 
 
 def drop_values(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
-    """The space without some values of a knob, each with the reason."""
+    """Leave out some values of a knob, each with the reason."""
     left = tuple(each for each in space.candidates if getattr(each, knob) not in dropped)
     choices = tuple(choice for choice in space.choices[knob] if choice not in dropped)
     rejected = (*space.rejected[knob], *_with_reasons(dropped))
@@ -259,8 +252,7 @@ def _pin(name: str, value: str, choices: Choices) -> Choices:
 
 
 def _exclude(value: str, choices: Choices) -> Choices:
-    """The choices without a value; where a rule had settled on that one, those that may be
-    pinned are tried instead."""
+    """Where a rule had settled on the value, those that may be pinned are tried instead."""
     admitted = tuple(choice for choice in choices.admitted if str(choice) != value)
     pinnable = {choice: why for choice, why in choices.pinnable.items() if str(choice) != value}
     known = (*choices.admitted, *choices.pinnable)
@@ -283,7 +275,7 @@ class Mixtures:
 
 
 def expand_block_counts(space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """The space with, in place of each candidate, its mixtures of numbers of blocks."""
+    """Put in place of each candidate its mixtures of numbers of blocks."""
     found: dict[Candidate, None] = {}
     for base in space.candidates:
         found.update(dict.fromkeys(block_count_frontier(base, space.choices, cost)))
@@ -294,8 +286,7 @@ def expand_block_counts(space: SearchSpace, cost: CostModel) -> SearchSpace:
 def block_count_frontier(
     base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel
 ) -> list[Candidate]:
-    """The mixtures of one setting of the other knobs that are worth trying, of admitted
-    `choices` by knob."""
+    """Find mixtures worth trying of one setting of the other knobs, among `choices`."""
     plain = base.changed(**dict.fromkeys(BLOCK_COUNTS, 0))
     admitted = {
         name: _without_conflict(name, choices[name], base, cost.context) for name in BLOCK_COUNTS
@@ -322,8 +313,7 @@ def block_count_frontier(
 def _without_conflict(
     name: str, numbers: Sequence[int], base: Candidate, context: TuningContext
 ) -> Integers:
-    """The numbers of one knob that can go with the other knobs' values, if enough blocks
-    recompute."""
+    """Numbers that can go with the other knobs' values, if enough blocks recompute."""
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(BLOCK_COUNTS, 0), **deep, name: 1})
     is_barred = any(knob.why_not(tried, context) for knob in KNOBS)
@@ -353,8 +343,7 @@ def _spread(numbers: Integers) -> Integers:
 
 
 def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
-    """Mixtures that have the same terms in calibration: that use the same means, if more or less
-    of them."""
+    """Mixtures that use the same means, and so have the same terms in calibration."""
     whole, selective, swapped = (mixtures.numbers > 0).T
     means = (whole | selective) + 2 * selective + 4 * swapped
     for value in np.unique(means):
@@ -362,7 +351,7 @@ def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
 
 
 def frontier(mixtures: Mixtures) -> Mixtures:
-    """Those that no other beats in memory and time, by growing memory and shrinking time."""
+    """Keep those that no other beats in memory and time, by growing memory."""
     ordered = mixtures[np.lexsort((mixtures.seconds, mixtures.num_bytes))]
     before = np.minimum.accumulate(np.concatenate([[np.inf], ordered.seconds[:-1]]))
     return ordered[ordered.seconds < before]
@@ -380,8 +369,7 @@ def _thin(found: Mixtures, step_bytes: float) -> Mixtures:
 
 
 def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]:
-    """Each group less what another group beats in memory and, beyond what is doubtful of their
-    ratio, in time."""
+    """Less what another group beats in memory and, beyond doubt of their ratio, in time."""
     first = [
         plain.changed(**dict(zip(BLOCK_COUNTS, map(int, group.numbers[0]), strict=True)))
         for group in groups

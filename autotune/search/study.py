@@ -53,12 +53,11 @@ IDENTITY, ENDED = "identity", "ended"
 def open_study(
     problem: PlanningProblem, autotune_version: str, on_event: OnEvent
 ) -> Iterator[Study]:
-    """The study of a problem, new or as other workers left it: under the user's name, else in a file
-    in the cache folder.
+    """The study of a problem, new or as other workers left it: under the user's name, else in a
+    file in the cache folder.
 
-    Raises:
-        InvalidInput: the URL cannot be used, or the study is about another request or machine.
-        AutotuneError: the storage failed.
+    Raises: InvalidInput: the URL cannot be used, or the study is about another request or machine.
+    AutotuneError: the storage failed.
     """
     request, device = problem.request, problem.hardware.device
     key: dict[str, object] = {
@@ -132,8 +131,7 @@ def _load_study(url: str, problem: PlanningProblem) -> Study:
 
 
 def check_storage(url: str) -> None:
-    """Connect to the storage and leave it as it is, so that one that cannot be used is told before
-    long work. Raises what `open_study` does."""
+    """Connect, so that a storage that cannot be used is told early. Raises as `open_study`."""
     with _translate_errors(url):
         _connect(url)
 
@@ -270,8 +268,9 @@ def run_search(
     is_enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False,
     study: Study | None = None,
 ) -> tuple[TrialResult, ...]:
-    """Try candidates until the search is over, or `is_enough`; return all results in order, other
-    workers' too. `on_trial` is called with each, first with those that the study has.
+    """Try candidates until the search is over, or `is_enough`; return all results in order.
+
+    `on_trial` is called with each, other workers' too, first with those that the study has.
     """
     if not search.remaining(()):
         return ()
@@ -328,8 +327,7 @@ def memoize(
     candidate: Candidate,
     measure: Callable[[Candidate], TrialResult | None],
 ) -> TrialResult | None:
-    """What `measure` finds about the candidate, stored as `what`: a search that was interrupted
-    reads it there."""
+    """Read what an interrupted search measured of a candidate, or measure and store it."""
     key = f"{what} {digest_of(candidate.model_dump(mode='json'))[-16:]}"
     if (stored := study.user_attrs.get(key)) is not None:
         return TrialResult.model_validate_json(stored)
@@ -340,15 +338,17 @@ def memoize(
 
 
 def published_plan(study: Study) -> TrainingPlan | None:
-    """The plan that this search ended in; None before."""
+    """Read the plan that this search ended in; None before."""
     proposals = (trial.user_attrs.get(PLAN) for trial in study.get_trials(deepcopy=False))
     first = next((text for text in proposals if text is not None), None)
     return parse_plan(first) if first is not None else None
 
 
 def publish_plan(study: Study, plan: TrainingPlan) -> TrainingPlan:
-    """Propose a plan, and return the one that the search ended in: the first that any worker
-    proposed. Trials are numbered one by one, so no two can be the first."""
+    """Propose a plan; returns the first that any worker proposed, which the search ended in.
+
+    Trials are numbered one by one, so no two can be the first.
+    """
     if published_plan(study) is None:
         attributes = {PLAN: plan.model_dump_json()}
         study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs=attributes))

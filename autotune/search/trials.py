@@ -90,19 +90,15 @@ class _Child:
 
 
 class ProcessTrialRunner:
-    """Runs trials in child processes of this machine; candidates that need no reload share one
-    child.
+    """Runs trials in child processes; candidates that need no reload share one child.
 
     The device's lock is held from the first trial to the end, or until another search wants a turn
-    between two trials.
+    between two trials. A trial may take `budget_bytes`, its process's own overhead included, and a
+    rehearsal `resident_bytes` besides, which a run keeps on the device. Without `predict`, the cost
+    model's, no spill is found by step time.
 
-    A trial may take `budget_bytes`, its process's own overhead included (by default what the device
-    leaves), and a rehearsal `resident_bytes` besides, which a run keeps on the device. Without
-    `predict`, the cost model's, no spill is found by step time.
-
-    Raises:
-        InvalidInput: the workload's optimizer cannot be loaded, or is a `package:Class` that the
-            user has not named.
+    Raises InvalidInput if the workload's optimizer cannot be loaded, or is a `package:Class` that
+    the user has not named.
     """
 
     def __init__(
@@ -147,8 +143,7 @@ class ProcessTrialRunner:
     def run(self, candidate: Candidate) -> TrialResult:
         """Run the candidate in a child that has, or loads, the model it needs.
 
-        Raises:
-            AutotuneError: another search has the device and does not end.
+        Raises AutotuneError if another search has the device and does not end, as do the others.
         """
         self.lock.acquire()
         started = time.monotonic()  # waiting for the device is no part of a trial's cost
@@ -164,14 +159,10 @@ class ProcessTrialRunner:
     def confirm(
         self, candidate: Candidate, caching: CachingSettings, max_seconds: float
     ) -> TrialResult:
-        """Run a candidate that has won through every phase of a run, and until its steps are
-        steady.
+        """Run a winner through every phase of a run, and until its steps are steady.
 
         If a later phase fails or takes too long, what training showed stands, and the message says
         so.
-
-        Raises:
-            AutotuneError: another search has the device and does not end.
         """
         self.lock.acquire()
         started = time.monotonic()
@@ -190,8 +181,7 @@ class ProcessTrialRunner:
         return confirmed.changed(confirms=True, wall_seconds=round(time.monotonic() - started, 3))
 
     def classify(self, candidate: Candidate, result: TrialResult | Failure) -> TrialResult:
-        """The result as the parent sees it: failures become outcomes, spills are found, a user's
-        budget is marked."""
+        """Judge as the parent: failures become outcomes, spills are found, caps are noted."""
         if isinstance(result, Failure):
             self.close_child()
             return TrialResult(
@@ -229,12 +219,7 @@ class ProcessTrialRunner:
     def send(
         self, request: Any, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None
     ) -> Any:
-        """What a child with that `key` makes of a request (see `worker.TASKS`), or the Failure that
-        ended the child.
-
-        Raises:
-            AutotuneError: another search has the device and does not end.
-        """
+        """Return what a child with that `key` makes of a request, or the Failure it ended with."""
         child = self._child_for(key)
         log_start = self._log.stat().st_size
         partial = None
@@ -311,7 +296,7 @@ class ProcessTrialRunner:
         return self._child
 
     def close_child(self) -> None:
-        """End the child and everything it started, and wait until the host has its memory back."""
+        """End the child and all it started, and wait until the host has its memory back."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -350,11 +335,10 @@ def find_spill(
     earlier: Sequence[tuple[TrialResult, float]],
     cap_bytes: int,
 ) -> str | None:
-    """Why a trial that ran must have gone beyond the device's memory; None if nothing says so.
+    """Tell why a trial that ran must have gone beyond the device's memory; None if it has not.
 
     Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap. Steps are
-    then far slower than predicted, and than what `earlier` trials, each with its own predicted
-    seconds, say about predictions; all are of the same effective batch.
+    then far slower than predicted, and than `earlier` trials, each with its own predicted seconds.
     """
     if result.allocator_retries:
         times = "once" if result.allocator_retries == 1 else f"{result.allocator_retries} times"
@@ -373,7 +357,7 @@ def find_spill(
 
 
 def pruning_threshold(best: TrialResult) -> float:
-    """Step seconds above which a trial cannot win against `best`, noise included."""
+    """Find the step seconds above which no trial can win against `best`."""
     median = best.median_step_seconds or 0.0
     ordered = sorted(best.step_seconds)
     spread = (ordered[-1 - len(ordered) // 4] - ordered[len(ordered) // 4]) / median
@@ -381,10 +365,7 @@ def pruning_threshold(best: TrialResult) -> float:
 
 
 def serve(requests: Connection, log: str, limits: MemoryLimits) -> None:
-    """Perform requests in the child until the parent closes the pipe.
-
-    Should the parent die, the folder that holds `log` is removed.
-    """
+    """Perform requests in the child until the parent closes the pipe, or dies."""
     os.setpgid(0, 0)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, 1)
@@ -438,8 +419,7 @@ def require_preload() -> None:
 
 
 def cap_memory(limits: MemoryLimits) -> None:
-    """Let this process take no more than `limits` and, on a card, than is free now: other processes
-    may have started.
+    """Let this process take no more than `limits` and, on a card, than is free now.
 
     On a card it may take somewhat more, `CAP_SLACK_BYTES`, if that is free. On a CPU the cap comes
     on top of the libraries that every trial has.
@@ -463,8 +443,7 @@ def cap_memory(limits: MemoryLimits) -> None:
 
 
 def require_within_cap(limits: MemoryLimits) -> None:
-    """Raise MemoryError if this process took more of a card than its cap, whose enforcement
-    leaves some slack."""
+    """Raise MemoryError if this process took more of a card than its cap."""
     device = torch.device(limits.device)
     if device.type != "cuda":
         return

@@ -1,11 +1,9 @@
-"""Picks the winner among what was measured, or predicted if nothing can be measured, and says
-why: pure.
+"""Picks the winner among what was measured, or predicted if nothing can be, and says why: pure.
 
-The winner is tried for longer before a plan promises anything, and its first fallback too; neither
-counts among `--max-trials`. Steady steps do not show what compiling takes to start: if the planned
-steps are predicted to pay that back, the fastest settings are tried compiled, and stay if what was
-measured says so. If a start-up with an empty cache is not paid back, another process tries again: it
-finds the code that the first one left, as the run will.
+The winner is tried for longer before a plan promises anything. Steady steps do not show what
+compiling takes to start: if the planned steps are predicted to pay that back, the fastest settings
+are tried compiled, and stay if what was measured says so. If a start-up with an empty cache is not
+paid back, another process tries again: it finds the code that the first one left, as the run will.
 """
 
 import operator
@@ -56,13 +54,12 @@ class Score:
     """None if it runs; then the figures hold."""
 
     def value(self, objective: Objective) -> float:
-        """What the objective wants little of: seconds or bytes."""
+        """Return what the objective wants little of: seconds or bytes."""
         return self.step_seconds if objective == "throughput" else self.peak_memory_bytes
 
 
 def score_trials(results: Sequence[TrialResult]) -> list[Score]:
-    """Scores from trials; if a candidate was tried again the last trial counts, unless it only took
-    too long."""
+    """Score trials: of one candidate the last counts, unless it only took too long."""
     last: dict[Candidate, TrialResult] = {}
     for result in results:
         earlier = last.get(result.candidate)
@@ -80,16 +77,14 @@ def score_trials(results: Sequence[TrialResult]) -> list[Score]:
 
 
 def score_finalists(results: Sequence[TrialResult]) -> list[Score]:
-    """Scores that a winner is chosen from: of candidates that longer trials confirmed, if there
-    are any, else all."""
+    """Score what longer trials confirmed, if there are any, else all."""
     confirmed = {trial.candidate for trial in results if trial.confirms and trial.outcome == "ok"}
     scores = score_trials(results)
     return [score for score in scores if score.candidate in confirmed] or scores
 
 
 def refuse_beyond(scores: Sequence[Score], cost: CostModel, budget_bytes: int) -> list[Score]:
-    """The scores of trials, those refused that would need more than the budget in another
-    program; `cost` has learned from the trials, which ran in autotune's executor."""
+    """Refuse what would need more than the budget in another program, by what was learned."""
     if cost.overheads is None:
         return list(scores)
     needed = [cost.predict(one.candidate) for one in scores if one.failure is None]
@@ -98,7 +93,7 @@ def refuse_beyond(scores: Sequence[Score], cost: CostModel, budget_bytes: int) -
 
 
 def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> list[Score]:
-    """Scores from predictions: what needs more than the budget in any phase cannot run."""
+    """Score predictions: what needs more than the budget in any phase cannot run."""
     scores = []
     for each in predictions:
         needed, failure = each.run_memory_bytes, None
@@ -111,11 +106,10 @@ def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> l
 
 
 def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
-    """The best that runs: fastest, or smallest for `memory`.
+    """Choose the best that runs: fastest, or smallest for `memory`.
 
     Of those within `TIE` of it, the most exact wins, then the smallest (else the fastest), then the
-    simplest. So what may be chosen from more is slower by `TIE` at most than what is chosen from
-    less, and no slower if nothing ties.
+    simplest. So more freedom never gives a plan that is slower by more than `TIE`.
     """
     first = operator.methodcaller("value", objective)
     second = operator.methodcaller("value", "memory" if objective == "throughput" else "throughput")
@@ -141,8 +135,7 @@ def _complexity(score: Score) -> int:
 def require_winner(
     scores: Sequence[Score], objective: Objective, relaxation: Callable[[], str]
 ) -> Score:
-    """The winner. Raises NothingFits if nothing runs; `relaxation` then finds out what would
-    help."""
+    """Choose the winner. Raises NothingFits if nothing runs; `relaxation` finds what helps."""
     best = choose_winner(scores, objective)
     if best is None:
         nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
@@ -153,8 +146,7 @@ def require_winner(
 
 
 def choose_fallbacks(scores: Sequence[Score], winner: Score) -> tuple[Candidate, ...]:
-    """Settings that run in less memory than the winner, the fastest first, each smaller than the
-    one before."""
+    """Choose what runs in less memory, the fastest first, each smaller than the last."""
     ladder = [winner]
     running = [score for score in scores if score.failure is None]
     for score in sorted(running, key=lambda s: (s.step_seconds, s.peak_memory_bytes)):
@@ -166,7 +158,7 @@ def choose_fallbacks(scores: Sequence[Score], winner: Score) -> tuple[Candidate,
 def explain_choices(
     space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
 ) -> tuple[Reason, ...]:
-    """One reason per knob: what was chosen, and for every other value what spoke against it."""
+    """Give a reason per knob: what was chosen, and what spoke against every other value."""
     # Others ran for a short time: they are compared with the winner's short trial, not its long
     # one.
     short = [score for score in scores if score.candidate == winner.candidate]
@@ -204,8 +196,8 @@ def _explain_choice(
 
 
 def _others(knob: str, chosen: Choice, space: SearchSpace, scores: Sequence[Score]) -> list[Choice]:
-    """The values to compare the chosen one with: all others that are searched or were tried; of
-    numbers of blocks the next and the last either way that were looked at."""
+    """All other values that were searched or tried; of numbers, the next and the last either
+    way."""
     seen = {getattr(score.candidate, knob) for score in scores}
     if knob in COMPOSED:
         numbers = sorted(seen)
@@ -238,8 +230,7 @@ def _compare(best: Score | None, winner: Score) -> str:
 def confirm_winner(
     trials: Trials, problem: PlanningProblem, rehearse: Callable[[Candidate], TrialResult | None]
 ) -> Trials:
-    """`trials` and the longer ones: the winner's, and if it loses by that, those of the
-    candidates that win instead."""
+    """Add longer trials: the winner's, and if it loses by that, of what wins instead."""
     objective = problem.workload.objective
     confirmed = 0
     while confirmed < MAX_CONFIRMATIONS:
@@ -260,7 +251,7 @@ def confirm_winner(
 
 
 def note_missing_phases(trials: Trials, best: Candidate) -> tuple[str, ...]:
-    """What a plan says if a phase of its settings' run could not be rehearsed."""
+    """Note if a phase of a run could not be rehearsed."""
     longer = [t for t in trials if t.confirms and t.outcome == "ok" and t.candidate == best]
     if not longer or not longer[-1].message:
         return ()
@@ -268,8 +259,7 @@ def note_missing_phases(trials: Trials, best: Candidate) -> tuple[str, ...]:
 
 
 def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candidate | None:
-    """The fastest untried candidate predicted to be smaller than the winner; None if something
-    smaller has run."""
+    """Choose the fastest untried that is predicted to be smaller, if none smaller ran."""
     scores = score_trials(trials)
     best = choose_winner(scores, problem.workload.objective)
     if best is None or choose_fallbacks(scores, best):
@@ -309,10 +299,7 @@ class Payback:
 def measured_payback(
     trials: Sequence[TrialResult], compiled: TrialResult, num_steps: int
 ) -> Payback | None:
-    """Against the fastest trial that is not compiled; None if either has no steady step.
-
-    The start-up is what the first steps took beyond steady ones.
-    """
+    """Compare with the fastest plain trial; the start-up is what warm-up took beyond steps."""
     steady = [trial.median_step_seconds or 0.0 for trial in trials if _is_plain(trial)]
     own = compiled.median_step_seconds
     if own is None or not steady:
@@ -324,15 +311,16 @@ def measured_payback(
 def predicted_payback(
     cost: CostModel, plain: Candidate, compiled: Candidate, num_steps: int
 ) -> Payback:
-    """The same by the cost model."""
+    """Compare by the cost model."""
     saved = cost.predict(plain).step_seconds - cost.predict(compiled).step_seconds
     return Payback(saved, startup_seconds(compiled, cost.family, cost.workload), num_steps)
 
 
 def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | None:
-    """Of the settings that ran, compiled, those predicted to be fastest; None if they are not
-    predicted to pay, or the objective is not time: what a start-up takes of anything else is not
-    known."""
+    """Choose the fastest settings that ran, compiled, if they are predicted to pay.
+
+    Only where the objective is time: what a start-up takes of anything else is not known.
+    """
     if problem.workload.objective != "throughput":
         return None
     plain = sorted(filter(_is_plain, trials), key=lambda trial: trial.median_step_seconds or 0.0)
@@ -348,8 +336,7 @@ def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | Non
 
 
 def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | None:
-    """The settings compiled, without what does not go with that; None if they cannot be, or may
-    not."""
+    """Compile the settings, without what does not go with that; None if they cannot be."""
     compiled = plain.changed(
         compile=BLOCK,
         norm_rope="stock",
@@ -364,8 +351,10 @@ def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | Non
 def try_compiled(
     trials: Trials, problem: PlanningProblem, run: Callable[[str, Candidate], TrialResult | None]
 ) -> Trials:
-    """`trials` and those of the fastest settings compiled, as unpaid if the planned steps do not
-    pay their start-up; `run` tries a candidate in a process of its own, and is told what for."""
+    """Add trials of the fastest settings compiled, `unpaid` if steps do not pay their start-up.
+
+    `run` tries a candidate in a process of its own, and is told what for.
+    """
     candidate = choose_compiled(trials, problem)
     if candidate is None:
         return trials
@@ -385,7 +374,7 @@ def try_compiled(
 def explain_compile(
     reasons: Sequence[Reason], trials: Trials, problem: PlanningProblem, chosen: Candidate
 ) -> tuple[Reason, ...]:
-    """The reasons, that of compiling with its figures: measured if it was tried, else predicted."""
+    """Give compiling its figures: measured if it was tried, else predicted."""
     if BLOCK not in problem.space.pinnable.get("compile", ()) or not trials:
         return tuple(reasons)
     steps, tried = problem.job.num_steps, [t for t in trials if t.candidate.compile == BLOCK]

@@ -105,7 +105,7 @@ class Failure(AutotuneError):
 
 
 def classify_error(error: BaseException) -> Outcome:
-    """The outcome that an exception stands for."""
+    """Name the outcome that an exception stands for."""
     if isinstance(error, QualityMissed):
         return "numerics"
     if is_out_of_memory(error):
@@ -118,8 +118,7 @@ def classify_error(error: BaseException) -> Outcome:
 
 
 def first_line_with_notes(error: BaseException) -> str:
-    """The first line of an error's message, at most 200 characters, and the notes on where it
-    happened."""
+    """Shorten an error's message, with the notes on where it happened."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return (first_line(error)[:200] or "no message") + notes
 
@@ -135,8 +134,7 @@ class ChildState:
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """Run one candidate for a few steps on the child's model, which the first request loads.
-    Gives a TrialResult."""
+    """Steps of a candidate on the child's model, which is loaded first. Gives a TrialResult."""
 
     model: ModelRef
     workload: Workload
@@ -163,11 +161,9 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalRequest(TrialRequest):
-    """Run one candidate through every phase: caching, loading, training, previews and saving. Gives
-    a TrialResult.
+    """Every phase of a run: caching, loading, training, previews, saving. Gives a TrialResult.
 
-    Without the model's files, only loading (of random weights), training and saving can be
-    rehearsed.
+    Without the model's files, only loading (of random weights), training and saving.
     """
 
     caching: CachingSettings
@@ -210,7 +206,7 @@ class LoadedModel:
 
 
 def run_trial(request: TrialRequest, child: ChildState) -> TrialResult:
-    """Run the candidate on the child's model, which is loaded by the first request."""
+    """Run the candidate on the child's model, which the first request loads."""
     reset_host_peak()  # what earlier candidates took is not this one's
     if "loaded" not in child.cache:
         child.cache["loaded"] = load_for_trial(request)
@@ -222,7 +218,7 @@ def run_trial(request: TrialRequest, child: ChildState) -> TrialResult:
 
 
 def load_for_trial(request: TrialRequest) -> LoadedModel:
-    """Load the transformer under the candidate's settings, with an adapter and random samples."""
+    """Load the transformer under the candidate's settings, with an adapter and samples."""
     device, workload = torch.device(request.device), request.workload
     started = time.perf_counter()
     resolved = resolve_model(request.model)
@@ -251,8 +247,7 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
 
 
 def longest_captions(workload: Workload, count: int) -> list[int]:
-    """Lengths in tokens. With masked padding every second is one shorter, so that batches carry
-    training's mask."""
+    """Give lengths in tokens; with masked padding every second is shorter, for the mask."""
     longest, is_masked = workload.max_text_tokens, workload.text_padding == "masked"
     return [max(1, longest - (is_masked and number % 2)) for number in range(count)]
 
@@ -265,7 +260,7 @@ def synthetic_samples(
     text_tokens: Sequence[int],
     dtype: torch.dtype,
 ) -> list[Sample]:
-    """Random samples in the shape of `bucket`, one for each caption length in `text_tokens`."""
+    """Draw random samples in the shape of `bucket`, one for each caption length."""
     shapes = family.sample_shapes(config, bucket, max(text_tokens), workload.num_control_images)
     generator = torch.Generator().manual_seed(0)
     samples = [
@@ -296,8 +291,7 @@ class StepRunner:
         self.step_number = 0
 
     def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
-        """Take steps, at least one steady one, while `needs_another_step` of the steady ones'
-        seconds.
+        """Take steps while `needs_another_step` of the steady ones' seconds.
 
         Memory of compiled settings is that of the graph for the first shape, here the largest,
         which a run may take through the graph for all others.
@@ -348,8 +342,7 @@ class StepRunner:
         return batches
 
     def step(self) -> StepOutcome:
-        """Take one optimizer step; each micro-batch is copied to the device when its turn comes,
-        as in training."""
+        """Take one optimizer step; micro-batches are copied to the device one by one."""
         self.step_number += 1
         return optimizer_step(
             self.model.family,
@@ -362,8 +355,7 @@ class StepRunner:
         )
 
     def _prepare_modulation(self) -> float:
-        """Have the next step's modulations ready; returns its share of the seconds that their
-        window took."""
+        """Its share of the seconds that the window of modulations took."""
         windows = self.loaded.windows
         if windows is None:
             return 0.0
@@ -371,15 +363,14 @@ class StepRunner:
         return windows.share_seconds
 
     def timed_step(self) -> tuple[StepOutcome, float]:
-        """Take a step; its outcome and seconds. The loss is read back, so the device has
-        finished when it returns."""
+        """Take a step; its loss is read back, so the device has finished by then."""
         share = self._prepare_modulation()
         started = time.perf_counter()
         outcome = self.step()
         return outcome, time.perf_counter() - started + share
 
     def memory_step(self) -> tuple[int, float]:
-        """Take a step; its peak of memory in bytes, and its seconds."""
+        """Take a step; returns its peak of memory in bytes, and its seconds."""
         self._prepare_modulation()
         started = time.perf_counter()
         _, peak = measure_peak_memory(self.model.device, self._live_tensors, self.step)
@@ -390,7 +381,7 @@ class StepRunner:
         return [*live_tensors(self.model.transformer, self.optimizer), *batches]
 
     def find_defect(self, outcome: StepOutcome) -> str | None:
-        """Why the steps cannot be training: a non-finite loss, or layers that no gradient reached.
+        """Tell why the steps cannot be training: a non-finite loss, or layers without gradients.
 
         Some layers of the last block may stay still (`Family.last_block`): what has no backward
         pass shows in all.
@@ -411,11 +402,9 @@ class StepRunner:
 
 
 def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
-    """Go through every phase of a run; from training on, each phase's end is reported with what is
-    known by then.
+    """Go through every phase of a run; from training on, each phase's end is reported.
 
-    Caching that fails says nothing about the candidate: the rest goes on, and the message names the
-    error.
+    Caching that fails says nothing about the candidate: the rest goes on, and the message names it.
     """
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
@@ -482,7 +471,7 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
 
 
 def largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Preview:
-    """A preview in the largest shape of the workload, with a caption of about its length."""
+    """Make a preview in the largest shape, with a caption of about its length."""
     work, bucket = request.workload, request.workload.largest_bucket
     size = (bucket.width_px, bucket.height_px)
     paths = [folder / f"control-{number}.png" for number in range(work.num_control_images)]
@@ -499,8 +488,7 @@ def largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Pat
 def rehearse_caching(
     request: RehearsalRequest, model: ResolvedModel, preview: Preview, cache: Path
 ) -> PreviewSampler:
-    """Encode a caption and an item of the largest shape, as caching would, and what the preview
-    needs."""
+    """Encode a caption and an item of the largest shape, and what the preview needs."""
     encoders = Encoders(model, request.caching, request.candidate, torch.device(request.device))
     sampler = PreviewSampler(encoders)
     sampler.encode_prompts([preview], Cache(cache))
@@ -511,8 +499,7 @@ def rehearse_caching(
 
 @torch.no_grad()
 def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> None:
-    """Captions, then pixels, in training's order. A function of its own: what holds the pipeline
-    keeps it in memory."""
+    """In training's order; a function of its own, since what holds the pipeline keeps it."""
     pipeline, bucket = encoders.load_pipeline(), preview.bucket
     width, height = bucket.width_px, bucket.height_px
     controls = [open_pixels((path,), width, height) for path in preview.control_paths]

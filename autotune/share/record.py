@@ -126,13 +126,12 @@ class Record(Frozen):
 
 
 def name_of(content: bytes) -> str:
-    """SHA-256 of a record's bytes as 64 hex digits."""
+    """Hash a record's bytes to 64 hex digits (SHA-256)."""
     return hashlib.sha256(content).hexdigest()
 
 
 def parse_record(content: bytes, name: str) -> Record:
-    """Parse the record in `content`. Raises DamagedRecord unless it is whole, unaltered, valid and
-    possible."""
+    """Parse a record. Raises DamagedRecord unless it is whole, unaltered, valid and possible."""
     try:
         if len(content) > MAX_RECORD_BYTES:
             raise ValueError("is too large for a record")
@@ -159,7 +158,7 @@ def parse_record(content: bytes, name: str) -> Record:
 
 
 def _find_harm(text: str) -> str | None:
-    """What in a record's JSON could hurt a terminal or a calculation, found before it is parsed."""
+    """What could hurt a terminal or a calculation, found before the JSON is parsed."""
     parts = text.split('"')  # no text of ours needs an escape, so every second part is a text
     longest = max(map(len, parts[1::2]), default=0)
     if "\\" in text or not text.isprintable() or longest > MAX_TEXT_LENGTH:
@@ -174,12 +173,10 @@ def _find_harm(text: str) -> str | None:
 def build_record(
     plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()
 ) -> Record:
-    """What may leave this machine of a plan that was just measured on it; `calibration` says for
-    each trial how far it was from its prediction.
+    """Make what may leave this machine of a plan that was just measured on it.
 
-    Raises:
-        InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on
-            memory.
+    `calibration` says for each trial how far it was from its prediction. Raises InvalidInput if the
+    plan is no evidence.
     """
     frozen = plan.frozen
     reason = unshareable_reason(plan, hardware)
@@ -214,13 +211,12 @@ def build_record(
 
 
 def shareable_trial(trial: TrialResult) -> TrialResult:
-    """The trial without free text and without what tells about the data."""
+    """Leave out free text and what tells about the data."""
     return TrialResult(**{name: getattr(trial, name) for name in TRIAL_FIELDS})
 
 
 def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None) -> Machine:
-    """The part of a hardware profile that is shared and compared; by default with the device's
-    own budget."""
+    """Take the part of a profile that is shared; by default with the device's budget."""
     device, libraries = hardware.device, {each.needs.library for each in WEIGHT_FORMATS.values()}
     keys = {key: value for key, value in hardware.match_keys.items() if key not in libraries}
     return Machine(
@@ -242,8 +238,7 @@ def _public_versions(versions: dict[str, str | None]) -> dict[str, str | None]:
 
 
 def _shareable_workload(workload: Workload) -> Workload:
-    """The same work without the folder's name and the shape of the data beyond its largest
-    bucket."""
+    """Without the folder's name and the shape of the data beyond its largest bucket."""
     known = FAMILIES.get(workload.model.family)
     name = known.models[0].hub_id if known else workload.model.family
     buckets = (workload.largest_bucket.changed(num_items=1),)
@@ -251,21 +246,20 @@ def _shareable_workload(workload: Workload) -> Workload:
 
 
 def architecture_folder(workload: Workload) -> str:
-    """Folder of all work on this architecture: its family's name for people, its digest for
-    certainty."""
+    """Name the folder of an architecture: its family for people, its digest to be sure."""
     model = workload.model
     return f"{_slug(model.family)}-{name_of(model.architecture.encode())[:16]}"
 
 
 def workload_class(workload: Workload) -> str:
-    """Work of one kind: what differs within it (caption length, aspect ratio) changes little."""
+    """Name the kind of work: caption length and aspect ratio change little within it."""
     frames = workload.largest_bucket.num_frames
     parts = f"{workload.resolution_px}px-{frames}f-r{workload.rank}-{_slug(workload.targets)}"
     return f"{parts}-b{workload.effective_batch_size}-{workload.text_padding}"
 
 
 def unshareable_reason(plan: TrainingPlan, hardware: HardwareProfile) -> str | None:
-    """Why the plan is no evidence about machines like this one; None if it is."""
+    """Tell why the plan is no evidence about machines like this one; None if it is."""
     planned = plan.frozen.hardware
     if plan.frozen.expected.evidence != "measured" or hardware.origin != "probe":
         return "it was predicted, not measured"
@@ -283,8 +277,11 @@ def _slug(text: str) -> str:
 
 
 def find_impossibilities(record: Record) -> Iterator[str]:
-    """Why the record cannot be true by physics. Bounds are loose on purpose: a true record must
-    never be refused, and local trials reproduce a record before anything stands on it."""
+    """Yield why the record cannot be true by physics.
+
+    Bounds are loose on purpose: a true record must never be refused, and local trials reproduce a
+    record before anything stands on it.
+    """
     if record.measured_on > datetime.now(UTC).date() + timedelta(days=1):
         yield "its day is yet to come"  # among similar records the newest leads
     ran = [trial for trial in record.trials if trial.outcome == "ok"]

@@ -1,5 +1,5 @@
-"""Stores of records: folders of this machine (git checkouts, too) or whatever fsspec can reach, with
-one file per record, `<architecture>/<sha256 of the content>.json`. Two stores merge by union.
+"""Stores of records: folders of this machine (git checkouts, too) or whatever fsspec can reach,
+with one file per record, `<architecture>/<sha256 of the content>.json`. Two stores merge by union.
 
 A record is taken only if it is whole, unaltered, valid, in its folder and possible.
 """
@@ -73,8 +73,7 @@ class RecordFile:
 class Store:
     """Records in the folder at a path or a URL; `options` go to fsspec's file system.
 
-    Raises:
-        InvalidInput: fsspec knows no such protocol, or its package is missing.
+    Raises InvalidInput if fsspec knows no such protocol, or its package is missing.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -102,11 +101,10 @@ class Store:
         self.folder = Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
 
     def sizes(self, architecture: str = "") -> dict[str, int]:
-        """Bytes of every record by its key, in a fixed order; opens no file and follows no link.
+        """List the bytes of every record by its key; opens no file and follows no link.
 
-        Raises:
-            InvalidInput: there are more than any team could have measured.
-            StoreUnreachable: the store does not answer.
+        Raises StoreUnreachable, or InvalidInput if there are more than any team could have
+        measured.
         """
         with self._translate_errors():
             self.fs.invalidate_cache()
@@ -126,7 +124,7 @@ class Store:
         }
 
     def read(self, keys: Sequence[str] | None = None) -> Iterator[RecordFile]:
-        """The files at these keys, or all; those that were deleted meanwhile are left out."""
+        """Read the files at these keys, or all; those that were deleted meanwhile are left out."""
         todo = list(self.sizes() if keys is None else keys)
         for start in range(0, len(todo), BATCH_SIZE):
             batch = todo[start : start + BATCH_SIZE]
@@ -162,7 +160,7 @@ class Store:
                     part.write_bytes(content)
 
     def add(self, *records: Record) -> int:
-        """Write records that were made here; how many were new."""
+        """Write records that were made here; returns how many were new."""
         sizes = self.sizes()
         absent = {one.key: one.content for one in records if sizes.get(one.key) != len(one.content)}
         self.write(absent)
@@ -183,8 +181,7 @@ class Store:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Turn whatever a file system raises into one error that names the store and hides the
-        secrets of its URL."""
+        """Into one error that names the store and hides the secrets of its URL."""
         try:
             yield
         except AutotuneError:
@@ -212,13 +209,12 @@ def _parse_file(key: str, content: bytes) -> RecordFile:
 
 
 def user_store() -> Store:
-    """This user's records: what was planned on this machine and what was pulled."""
+    """Open this user's records: what was planned on this machine and what was pulled."""
     return Store(str(data_path("profiles")))
 
 
 def merge_stores(source: Store, target: Store) -> Transfer:
-    """Copy to `target`, byte for byte, the sound records that only `source` has; nothing else is
-    read."""
+    """Copy, byte for byte, the sound records that only `source` has; nothing else is read."""
     there, sizes = target.sizes(), source.sizes()
     wanted = [key for key, size in sizes.items() if there.get(key) != size]  # or it is cut off
     num_new, refused = 0, []
@@ -239,12 +235,10 @@ def merge_stores(source: Store, target: Store) -> Transfer:
 def prune_store(
     store: Store, names: Sequence[str] = (), *, dry_run: bool = False
 ) -> tuple[str, ...]:
-    """Delete the records whose names begin with `names`, or else those that are useless: bad, of
-    an older trial protocol or superseded; one line for each says why.
+    """Delete the named records, or else those that are bad, superseded or of an older protocol.
 
-    Raises:
-        InvalidInput: no record's name begins with one of them, or several do; nothing is deleted
-            then.
+    Names may be shortened; one line for each record says why. Raises InvalidInput, with nothing
+    deleted, if a name fits no record or several.
     """
     useless = {}
     for name in names:

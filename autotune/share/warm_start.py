@@ -90,8 +90,7 @@ class MatchedRecord:
 
     @cached_property
     def winner(self) -> TrialResult | None:
-        """The trial that a local one must reproduce to end the search; None if the record is no
-        exact match."""
+        """The trial that a local one must reproduce to end the search, if the match is exact."""
         if self.match.kind != "exact":
             return None
         ran = (trial for trial in self.trials if trial.outcome == "ok")
@@ -99,8 +98,7 @@ class MatchedRecord:
 
     @cached_property
     def prior_residuals(self) -> PriorResiduals:
-        """What its trials taught the cost model there, as far as that is credible and its version
-        is this one."""
+        """What its trials taught the cost model of this version, as far as that is credible."""
         from autotune.cost.calibration import PriorResiduals
 
         weight = math.exp(-self.match.distance / DECAY_DISTANCE)
@@ -132,8 +130,7 @@ def find_matches(
     budget_bytes: int | None = None,
     stores: Sequence[Store] | None = None,
 ) -> StoreMatches:
-    """Return the records of `stores`, by default the user's own, that count for `workload` on this
-    machine, of which a run may use `budget_bytes`."""
+    """Return the records that count here, by default of the user's own store."""
     found: dict[str, MatchedRecord] = {}
     refused: dict[str, str] = {}
     for store in (user_store(),) if stores is None else stores:
@@ -210,8 +207,7 @@ def compare_machine(
 def usable_trials(
     record: Record, hardware: HardwareProfile, budget_bytes: int | None = None
 ) -> tuple[TrialResult, ...]:
-    """Return the trials whose libraries are the same here, less those that ran out of a smaller
-    budget than ours."""
+    """Return the trials on the same libraries, less OOMs of a smaller budget than ours."""
     unusable = _unusable_trials(record, hardware)
     budget = hardware.device.budget_bytes if budget_bytes is None else budget_bytes
     is_smaller = record.machine.budget_bytes < SAME_BUDGET * budget
@@ -223,8 +219,7 @@ def usable_trials(
 
 
 def _unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
-    """Position of each trial that ran on a library which differs here, and why it does not
-    count."""
+    """Position of each trial on a library that differs here, and why it does not count."""
     ours, theirs = shareable_machine(hardware).versions, record.machine.versions
     capability = hardware.device.compute_capability
     native_is_cudnn = any(prefers_cudnn(capability, versions.cudnn) for versions in (ours, theirs))
@@ -238,8 +233,7 @@ def _unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str
 
 
 def _libraries(candidate: Candidate, native_is_cudnn: bool) -> Iterator[str]:
-    """Fields of `Versions` that decide how the candidate runs, beside those that decide for
-    every trial."""
+    """Fields of `Versions` that decide how this candidate alone runs."""
     attention = ATTENTION_BACKENDS.get(candidate.attention)
     for entry in (attention, WEIGHT_FORMATS.get(candidate.quantization)):
         if entry is not None and entry.needs.library is not None:
@@ -300,7 +294,7 @@ def _work_facts(work: Workload) -> dict[str, Fact]:
 def _differences(
     there: Mapping[str, Fact], here: Mapping[str, Fact]
 ) -> Iterator[tuple[str, float]]:
-    """What differs, with its distance. What one side does not know is no difference."""
+    """What one side does not know is no difference."""
     for name, fact in here.items():
         ours, theirs, weight = fact.value, there[name].value, fact.weight
         if theirs is None or ours is None or theirs == ours:
@@ -316,11 +310,7 @@ def _differences(
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What records contribute to one search.
-
-    It stands on the first of those whose settings are among `choices`, the values that each knob
-    may have, if that is exact, else on the nearest few.
-    """
+    """What records contribute to one search, whose knobs may have the values in `choices`."""
 
     matches: tuple[MatchedRecord, ...]
     choices: Mapping[str, Sequence[Choice]]
@@ -332,8 +322,7 @@ class WarmStart:
 
     @cached_property
     def sources(self) -> tuple[MatchedRecord, ...]:
-        """The records that the search stands on, contradicted ones too: without them it would have
-        gone otherwise."""
+        """Those whose settings are admitted, contradicted ones too: one exact, or the nearest."""
         used = tuple(item for item in self.matches if self._admits(item.record.settings))
         return used[: 1 if used and used[0].match.kind == "exact" else MAX_SOURCES]
 
@@ -346,8 +335,8 @@ class WarmStart:
         return fitting[:MAX_FIRST_CANDIDATES]
 
     def priors(self, results: Sequence[TrialResult]) -> tuple[PriorResiduals, ...]:
-        """Return what the records taught the cost model, less those that `results` contradict; the
-        most similar first."""
+        """Return what the records taught, less what `results` contradict; the most similar
+        first."""
         return tuple(
             source.prior_residuals
             for source in self.sources
@@ -384,11 +373,11 @@ class WarmStart:
         return find_mismatch(source.winner, local[source.winner.candidate], tolerance)
 
     def is_reproduced(self, results: Sequence[TrialResult]) -> bool:
-        """Whether `results` reproduce an exact record, so that nothing else need be tried."""
+        """Tell if `results` reproduce an exact record, so that nothing else need be tried."""
         return self._reproduced_source(results) is not None
 
     def evidence(self, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
-        """Return the trials of a reproduced record: they explain, too, why other settings lost."""
+        """Return the trials of a reproduced record: they explain why other settings lost."""
         source, local = self._reproduced_source(results), {result.candidate for result in results}
         others = (
             (trial for trial in source.trials if trial.candidate not in local) if source else ()
