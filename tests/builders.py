@@ -22,8 +22,7 @@ BITSANDBYTES = pytest.mark.skipif(
 
 
 def storages() -> list[Any]:
-    """Every way to quantize weights, for `parametrize`; what needs a package that is not
-    installed is skipped."""
+    """Every way to quantize weights, for `parametrize`; what is not installed is skipped."""
     names = [name for name in WEIGHT_FORMATS if name != "none"]
     return [
         pytest.param(name, marks=BITSANDBYTES)
@@ -81,8 +80,7 @@ def hardware(
 
 
 def attention_rates(capabilities: Iterable[str]) -> tuple[Rate, ...]:
-    """Speeds that make every backend worth a trial, in a dtype that nothing trains in: knobs see
-    them, predictions do not."""
+    """Speeds that make every backend worth a trial, in a dtype that no prediction uses."""
     names = [name for name in capabilities if name.startswith("attention.")]
     fast = [(name, 1e14 if name == "attention.native" else 1.1e14) for name in names]
     return tuple(
@@ -114,7 +112,6 @@ def workload(**changes: object) -> Workload:
 
 
 def context(machine: HardwareProfile | None = None, work: Workload | None = None) -> TuningContext:
-    """A setting for knobs."""
     work = work or workload()
     return TuningContext(machine or hardware(), get_family(work.model.family), work)
 

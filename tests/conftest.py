@@ -1,8 +1,6 @@
-"""What several parts share: caches of their own, and one real journey made by the commands as a
-user runs them."""
+"""Caches of the tests' own, and one journey made by the commands as a user runs them."""
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -15,34 +13,25 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # tiny tensors gain nothing from threads; children inherit this
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell starts background jobs with SIGINT ignored
+# Tiny tensors gain nothing from threads; children inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts background jobs with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from autotune.plan.file import read_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.system.process import silence_libraries
 
 silence_libraries()
-hypothesis.settings.register_profile(
-    "same everywhere", derandomize=True, deadline=None, max_examples=50
-)
-hypothesis.settings.register_profile(
-    "drawn anew", deadline=None, print_blob=True
-)  # `make test-all` looks further
+same = {"derandomize": True, "deadline": None}
+hypothesis.settings.register_profile("same everywhere", max_examples=25, **same)
+hypothesis.settings.register_profile("drawn anew", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same everywhere")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Of a test that is marked `quick(value, ...)`, what has none of these values among its
-    parameters is slow.
-
-    A value that is a tuple is several, all of which have to be there.
-    """
+    """Mark as slow what has none of the values (or tuples of them) of its `quick(value, ...)`."""
     for item in items:
         for marker in item.iter_markers("quick"):
             has = {_called(value) for value in item.callspec.params.values()}
@@ -68,21 +57,18 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _imports_are_no_garbage() -> None:
-    """Runs and trials collect garbage between phases, and look at all that lives: half a million
-    objects of imports."""
+    """Runs and trials collect garbage between phases: imports are half a million objects."""
     if len(sys.modules) > _num_frozen_modules[0] + 200:
         gc.collect()
         gc.freeze()
         _num_frozen_modules[0] = len(sys.modules)
 
 
-_num_frozen_modules = [0]
-"""How many modules were there at the last freeze."""
+_num_frozen_modules = [0]  # how many there were at the last freeze
 
 
 def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would, in a process that imports everything anew; see also
-    `tests.forked`."""
+    """Run the command in a process that imports everything anew; see also `tests.forked`."""
     return subprocess.run(
         [sys.executable, "-m", "autotune", *map(str, arguments)],
         capture_output=True,
@@ -97,8 +83,7 @@ def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedPr
 def autotune_here(
     capfd: pytest.CaptureFixture[str], *arguments: object
 ) -> subprocess.CompletedProcess[str]:
-    """The command in this process: what it prints and exits with, without paying for the imports
-    again."""
+    """Run the command in this process, without paying for the imports again."""
     from autotune.cli import app
 
     capfd.readouterr()
@@ -116,18 +101,10 @@ def autotune_here(
 
 @dataclass(frozen=True)
 class Journey:
-    """What `autotune demo` left behind, and what it printed."""
+    """What `plan` and `train` left behind in a folder, and what they printed."""
 
     folder: Path
-    process: subprocess.CompletedProcess[str]
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    @property
-    def images(self) -> Path:
-        return self.folder / "images"
+    printed: str
 
     @property
     def plan_file(self) -> Path:
@@ -144,16 +121,19 @@ class Journey:
 
 @pytest.fixture(scope="session")
 def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey:
-    """The demo, run as a process once for all test workers."""
+    """Plan and train a small Qwen-Image in processes, once for all test workers."""
+    from tests.small import write_small
+
     own = tmp_path_factory.getbasetemp()
     folder = (own if worker_id == "master" else own.parent) / "journey"
     folder.mkdir(exist_ok=True)
-    told = folder / "process.json"
+    found = Journey(folder, str(folder / "printed"))
     with FileLock(folder / "lock"):
-        if not told.exists():
-            with pytest.MonkeyPatch.context() as patch:  # each worker has a store of its own
-                patch.setenv("XDG_DATA_HOME", str(folder / "data"))
-                command = "demo", "--no-profiles", "--output", folder / "demo"
-                done = autotune(*command, timeout=1500)  # it takes as long on a busy machine
-                told.write_text(json.dumps(vars(done)))
-    return Journey(folder / "demo", subprocess.CompletedProcess(**json.loads(told.read_text())))
+        if not Path(found.printed).exists():
+            asked = [*write_small("qwen-image", folder), "--no-profiles", "-o", found.plan_file]
+            options = ("--steps", 60, "--search-time", 600, "--run-output", found.result)
+            processes = [autotune("plan", *asked, *options), autotune("train", found.plan_file)]
+            printed = "".join(process.stdout + process.stderr for process in processes)
+            assert [process.returncode for process in processes] == [0, 0], printed
+            Path(found.printed).write_text(printed)
+    return Journey(folder, Path(found.printed).read_text())

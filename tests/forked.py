@@ -1,9 +1,7 @@
-"""`autotune` commands in processes that a fork server starts: processes of their own, whose imports
-are paid for.
+"""`autotune` commands in processes of their own, which a fork server starts: imports are paid for.
 
-For what is proved about signals, kills, exit statuses and output. What a start proves (imports,
-streams, installed distributions) needs a real one: `tests.conftest.autotune`. Importing this loads
-no torch, so children start at once.
+For signals, kills, exit statuses and output; what a start proves needs `tests.conftest.autotune`.
+Importing this loads no torch, so children start at once.
 """
 
 import importlib
@@ -27,24 +25,12 @@ def start_forked(
     environment: Mapping[str, str] | None = None,
     step_wait_seconds: float | None = None,
 ) -> ForkServerProcess:
-    """Start `autotune ARGUMENTS`; what it prints is appended to `output`, and to `errors` if that
-    is another file.
-
-    `environment` is added to this process's own.
-    """
+    """Start `autotune ARGUMENTS` with more `environment`; what it prints is appended to files."""
     words = [str(argument) for argument in arguments]
     surroundings = {**os.environ, **(environment or {})}
-    started = fork_server_context().Process(
-        target=_run,
-        args=(
-            words,
-            surroundings,
-            str(Path.cwd()),
-            str(output),
-            str(errors or output),
-            step_wait_seconds,
-        ),
-    )
+    files = str(output), str(errors or output)
+    known = (words, surroundings, str(Path.cwd()), *files, step_wait_seconds)
+    started = fork_server_context().Process(target=_run, args=known)
     started.start()
     return started
 
@@ -52,7 +38,6 @@ def start_forked(
 def autotune_forked(
     *arguments: object, environment: Mapping[str, str] | None = None, timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "stdout", Path(folder) / "stderr"
         process = start_forked(arguments, output, errors, environment=environment)

@@ -1,5 +1,4 @@
-"""`--push-to-hub` against a hub of our own, which keeps what it is sent: what leaves the machine,
-and what is refused early."""
+"""`--push-to-hub` against a hub of our own: what leaves the machine, what is refused early."""
 
 import base64
 import json
@@ -25,7 +24,7 @@ PROMPT = 'a "red" heart: on a ground'
 
 
 class Hub:
-    """Repositories by name; `made` is how each was asked to be made."""
+    """What was sent, and how the repository was asked to be made."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -61,23 +60,16 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             elif self.path == "/api/validate-yaml":
                 self.reply(200, {"errors": [], "warnings": []})
             elif "/preupload/" in self.path:
-                told = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False,
-                "oid": None}
-                        for f in json.loads(content)["files"]]  # fmt: skip
+                more = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                told = [{"path": file["path"], **more} for file in json.loads(content)["files"]]
                 self.reply(200, {"files": told})
             else:
                 for line in map(json.loads, content.splitlines()):
                     if line["key"] == "file":
-                        hub.files[line["value"]["path"]] = base64.b64decode(
-                            line["value"]["content"]
-                        )
-                self.reply(
-                    200,
-                    {
-                        "commitUrl": "https://huggingface.co/me/heart/commit/1",
-                        "commitOid": "1" * 40,
-                    },
-                )
+                        value = line["value"]
+                        hub.files[value["path"]] = base64.b64decode(value["content"])
+                url = "https://huggingface.co/me/heart/commit/1"
+                self.reply(200, {"commitUrl": url, "commitOid": "1" * 40})
 
         def reply(self, status: int, content: dict[str, Any]) -> None:
             text = json.dumps(content).encode()
@@ -99,11 +91,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    plan = with_job(
-        autotune.load_plan(Path(FOLDER) / "measured.yaml"),
-        preview_prompts=(PROMPT,),
-        data="/home/me/secret-photos",
-    )
+    measured = autotune.load_plan(Path(FOLDER) / "measured.yaml")
+    plan = with_job(measured, preview_prompts=(PROMPT,), data="/home/me/secret-photos")
     folder = run_folder(tmp_path / "run", plan)
     (folder / "pytorch_lora_weights.safetensors").write_bytes(b"an adapter")
     return folder

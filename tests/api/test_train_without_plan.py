@@ -12,7 +12,7 @@ from tests.train.small import machine, write_model_and_images
 from tests.train.small import make_plan as plan_by_hand
 
 
-def test_model_and_data_are_planned_then_trained_and_resumed_by_the_runs_own_plan(
+def test_a_run_is_planned_and_resumed_by_its_own_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from autotune.demo.lesson import SMALL_WORLD, ConceptFidelity, judge_lesson
-from tests.conftest import Journey, autotune_here
+from tests.conftest import autotune, autotune_here
 
 
 def has_learned(found: ConceptFidelity) -> bool:
@@ -22,26 +22,40 @@ def has_learned(found: ConceptFidelity) -> bool:
     )
 
 
-def test_the_demo_teaches_the_new_shape_and_keeps_the_others(journey: Journey) -> None:
-    written = json.loads((journey.result / "concept.json").read_text())
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder that the demo made, and what it printed."""
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    process = autotune("demo", "--no-profiles", "--output", folder, timeout=1500)
+    assert process.returncode == 0, process.stderr
+    assert not {"Warning", "Traceback"} & {*process.stderr.split()}
+    return folder, process.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_teaches_the_new_shape_and_keeps_the_others(demo: tuple[Path, str]) -> None:
+    folder, printed = demo
+    written = json.loads((folder / "result" / "concept.json").read_text())
     found = ConceptFidelity(**written["concept_fidelity"])
     assert has_learned(found), found
     assert len(written["prompts"]) == 14 + 18
-    taught = {path.read_text().strip() for path in journey.images.rglob("*.txt")}
+    taught = {path.read_text().strip() for path in (folder / "images").rglob("*.txt")}
     assert not taught & {prompt["prompt"] for prompt in written["prompts"]}
-    with Image.open(journey.result / "concept.png") as picture:
+    with Image.open(folder / "result" / "concept.png") as picture:
         assert picture.width > 800
-    assert f"{found.before:.2f} before, {found.after:.2f} after" in journey.process.stdout
+    assert f"{found.before:.2f} before, {found.after:.2f} after" in printed
 
 
 @pytest.mark.slow
 def test_a_rate_that_destroys_is_noticed(
-    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
+    capfd: pytest.CaptureFixture[str], demo: tuple[Path, str], tmp_path: Path
 ) -> None:
     much = ("--learning-rate", "1e-1", "--steps", 100)
-    trained = autotune_here(capfd, "train", journey.plan_file, *much, "--output", tmp_path / "out")
+    trained = autotune_here(
+        capfd, "train", demo[0] / "plan.yaml", *much, "--output", tmp_path / "out"
+    )
     assert trained.returncode == 0, trained.stderr
-    found = judge_lesson(journey.model, tmp_path / "out")
+    found = judge_lesson(demo[0] / "model", tmp_path / "out")
     assert not has_learned(found), asdict(found)
     assert max(found.after, found.others_after) < 0.2
 

@@ -1,5 +1,4 @@
-"""Writes docs/compatibility.md from the tables of backends and families: python -m
-tests.docs.compatibility"""
+"""Writes docs/compatibility.md from tables: python -m tests.docs.compatibility"""
 
 from pathlib import Path
 
@@ -11,15 +10,15 @@ from autotune.models.registry import FAMILIES
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 INTRODUCTION = """# Compatibility
 
-Which device, compute capability and library each backend and weight format needs, and what each family supports. The
-page is generated from the tables that the program itself uses. On your machine, `autotune probe` says what works and
-why other things do not, and `autotune plan --list-knobs` what a search may choose. No GPU has run autotune yet: for
-GPUs, this is what the code allows.
+Which device, compute capability and library each backend and weight format needs, and what each
+family supports. The page is generated from the tables that the program itself uses. On your
+machine, `autotune probe` says what works and why other things do not, and `autotune plan
+--list-knobs` what a search may choose. No GPU has run autotune yet: for GPUs, this is what the
+code allows.
 """
 
 
 def markdown() -> str:
-    """The page."""
     return "\n".join([INTRODUCTION, *_attention(), "", *_formats(), "", *_families()]) + "\n"
 
 

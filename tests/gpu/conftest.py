@@ -1,5 +1,4 @@
-"""Tests on a real GPU: left out by default (see pyproject.toml), run by name: `pytest tests/gpu -o
-addopts=`.
+"""Tests on a real GPU, run by name: `pytest tests/gpu -o addopts=`.
 
 Without a GPU they are skipped, except those marked `anywhere`, which a CPU can rehearse.
 """

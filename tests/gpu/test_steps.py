@@ -1,5 +1,4 @@
-"""Steps on the GPU: the host waits once in each; over NCCL, in a group of one, they are those of
-a process alone."""
+"""Steps on the GPU: the host waits once in each; a group of one over NCCL takes the same."""
 
 import warnings
 from collections.abc import Iterator
@@ -37,15 +36,18 @@ def take_step(loaded: TrainingModel, network: nn.Module, model: Path) -> StepOut
     workload, resolved = work(model), resolve_model(ModelRef.of(model))
     known = (resolved.family, resolved.config, workload, workload.largest_bucket)
     samples = synthetic_samples(*known, longest_captions(workload, 2), loaded.dtype)
-    batches = [
-        to_device(loaded.collate([sample]), loaded.device, loaded.dtype) for sample in samples
-    ]
-    optimizer = AdapterOptimizer(
-        loaded.adapter, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0
-    )
+    batches = [to_device(loaded.collate([each]), loaded.device, loaded.dtype) for each in samples]
+    options = {"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    optimizer = AdapterOptimizer(loaded.adapter, **options)
     return optimizer_step(
         resolved.family, network, optimizer, batches, step=1, effective_batch_size=2
     )
+
+
+def load(model: Path, device: str, precision: str, shards: int = 1) -> TrainingModel:
+    resolved = resolve_model(ModelRef.of(model))
+    known = work(model), candidate(precision), torch.device(device), 0
+    return load_model(resolved, *known, shards=shards)
 
 
 @pytest.mark.anywhere
@@ -58,20 +60,12 @@ def test_a_group_of_one_takes_the_step_of_a_process_alone(
     strategy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = (
-        resolve_model(ModelRef.of(model)),
-        work(model),
-        candidate(precision),
-        torch.device(device),
-        0,
-    )
-    alone = load_model(*known)
+    alone = load(model, device, precision)
     expected = take_step(alone, alone.transformer, model)
     monkeypatch.setattr(sharding, "_mesh_of_shards", lambda kind, _: init_device_mesh(kind, (1,)))
-    loaded = load_model(*known, shards=1 if strategy == "ddp" else 2)
-    assert any(isinstance(weight, DTensor) for weight in loaded.transformer.parameters()) is (
-        strategy == "fsdp2"
-    )
+    loaded = load(model, device, precision, shards=1 if strategy == "ddp" else 2)
+    is_sharded = any(isinstance(weight, DTensor) for weight in loaded.transformer.parameters())
+    assert is_sharded is (strategy == "fsdp2")
     found = take_step(loaded, processes.replicate(loaded.transformer, has_unused=True), model)
     assert found.loss == pytest.approx(expected.loss, rel=1e-2)
     assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-2)
@@ -80,13 +74,7 @@ def test_a_group_of_one_takes_the_step_of_a_process_alone(
 def test_the_host_waits_for_the_device_once_in_a_step(
     model: Path, device: str, precision: str
 ) -> None:
-    loaded = load_model(
-        resolve_model(ModelRef.of(model)),
-        work(model),
-        candidate(precision),
-        torch.device(device),
-        0,
-    )
+    loaded = load(model, device, precision)
     take_step(loaded, loaded.transformer, model)  # whatever is made at the first call
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")

@@ -1,5 +1,4 @@
-"""A whole run on the GPU: caching, training, previews and the report; resumed it goes on as if
-it had never stopped."""
+"""A whole run on the GPU: caching, training, previews and the report; resumed and disturbed."""
 
 import contextlib
 import json
@@ -35,18 +34,23 @@ def settings(precision):
     return Candidate(micro_batch_size=2, checkpointed_blocks=1, precision=precision)
 
 
+@pytest.fixture
+def run(data, hardware, settings, tmp_path):
+    """Train with other settings or another job."""
+
+    def run(on_event=lambda event: None, *, name="out", resume=False, **changes):
+        fields = Candidate.model_fields
+        turned = {key: changes.pop(key) for key in list(changes) if key in fields}
+        output, chosen = str(tmp_path / name), settings.changed(**turned)
+        plan = make_plan(*data, hardware, settings=chosen, output=output, **changes)
+        return train(plan, hardware, tmp_path / "cache", on_event, resume=resume)
+
+    return run
+
+
 @pytest.mark.anywhere
-def test_a_run_tells_memory_of_every_phase_and_writes_an_adapter(
-    data, hardware, settings, tmp_path
-):
-    plan = make_plan(
-        *data,
-        hardware,
-        settings=settings,
-        output=str(tmp_path / "out"),
-        preview_prompts=("a red square",),
-    )
-    report = train(plan, hardware, tmp_path / "cache")
+def test_a_run_tells_memory_of_every_phase(run, hardware, tmp_path):
+    report = run(preview_prompts=("a red square",))
     assert {"caching", "loading", "training", "saving"} <= {phase.name for phase in report.phases}
     if hardware.device.kind == "cuda":
         assert all(phase.device_bytes for phase in report.phases)
@@ -57,42 +61,26 @@ def test_a_run_tells_memory_of_every_phase_and_writes_an_adapter(
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("storage", ["none", "torchao-int8"])
-def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(
-    data, hardware, settings, tmp_path, storage
-):
-    swapped = settings.model_copy(update={"swapped_blocks": 1, "quantization": storage})
-    plan = make_plan(
-        *data,
-        hardware,
-        settings=swapped,
-        output=str(tmp_path / "out"),
-        preview_prompts=("a red square",),
-    )
-    report = train(plan, hardware, tmp_path / "cache")
+def test_a_run_with_swapped_blocks_samples_later(run, hardware, tmp_path, storage):
+    report = run(swapped_blocks=1, quantization=storage, preview_prompts=("a red square",))
     assert report.verdict.num_unmoved == 0
-    (written,) = sample_run(
-        read_sample_inputs(tmp_path / "out", SampleRequest("a red square", seed=plan.job.seed)),
-        hardware,
-        tmp_path / "cache",
-    )
+    asked = read_sample_inputs(tmp_path / "out", SampleRequest("a red square", seed=0))
+    (written,) = sample_run(asked, hardware, tmp_path / "cache")
     assert Image.open(written).size == Image.open(tmp_path / "out" / "sample_with_adapter.png").size
 
 
 @pytest.mark.anywhere
-def test_a_stopped_run_resumed_ends_where_an_unbroken_one_does(data, hardware, settings, tmp_path):
-    def plan(name):
-        job = {"output": str(tmp_path / name), "num_steps": 6, "checkpointing_steps": 3}
-        return make_plan(*data, hardware, settings=settings, **job)
-
-    whole = train(plan("whole"), hardware, tmp_path / "cache")
+def test_a_stopped_run_ends_where_an_unbroken_one_does(run, tmp_path):
+    job = {"num_steps": 6, "checkpointing_steps": 3}
+    whole = run(name="whole", **job)
 
     def stop(event):
         if event.step == 5:
             raise Stop
 
     with pytest.raises(Stop):
-        train(plan("broken"), hardware, tmp_path / "cache", steps_to(stop))
-    train(plan("broken"), hardware, tmp_path / "cache", resume=True)
+        run(steps_to(stop), name="broken", **job)
+    run(name="broken", resume=True, **job)
     one, other = (load_file(tmp_path / name / whole.adapter) for name in ("whole", "broken"))
     for key, value in one.items():  # kernels with atomic additions need not repeat to the bit
         torch.testing.assert_close(value, other[key], rtol=2e-2, atol=1e-4, msg=key)
@@ -105,11 +93,9 @@ def test_every_loader_brings_the_same_bits_to_the_device(data, device, name):
     if reason := loader.why_not(target):
         pytest.skip(reason)
     source = open_weights(data[0] / "transformer")
-    expected = {
-        key: value
-        for path in (data[0] / "transformer").glob("*.safetensors")
-        for key, value in load_file(path).items()
-    }
+    expected = {}
+    for path in (data[0] / "transformer").glob("*.safetensors"):
+        expected |= load_file(path)
     found = dict(loader.stream(source, target))
     assert found.keys() == expected.keys()
     for key, value in found.items():
@@ -130,16 +116,8 @@ def test_the_gpu_learns_what_the_cpu_learns(data, hardware, tmp_path):
 
 
 def _as_cpu(profile):
-    device = {
-        **dict(profile.device),
-        "kind": "cpu",
-        "index": 0,
-        "memory_kind": "host",
-        "compute_capability": None,
-    }
-    return type(profile).model_validate(
-        {**dict(profile), "device": type(profile.device).model_validate(device)}
-    )
+    cpu = {"kind": "cpu", "index": 0, "memory_kind": "host", "compute_capability": None}
+    return profile.changed(device=profile.device.changed(**cpu))
 
 
 @pytest.mark.parametrize("step", random.Random(0).sample(range(1, 6), 2))
@@ -156,9 +134,8 @@ def test_memory_that_another_takes_at_a_random_step_is_survived(
     def take(event):
         if event.step == step:
             torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(
-                1e-6
-            )  # no new segments, and the holes of the old are filled
+            # No new segments, and the holes of the old are filled.
+            torch.cuda.set_per_process_memory_fraction(1e-6)
             for size in (2**20, 2**14, 512):
                 with contextlib.suppress(torch.OutOfMemoryError):
                     while True:
@@ -170,13 +147,12 @@ def test_memory_that_another_takes_at_a_random_step_is_survived(
         taken.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
 
+    def disturb(event: Event) -> None:
+        steps_to(take)(event)
+        notices_to(give_back)(event)
+
     try:
-
-        def both(event: Event) -> None:
-            steps_to(take)(event)
-            notices_to(give_back)(event)
-
-        report = train(plan("short"), hardware, tmp_path / "cache", both)
+        report = train(plan("short"), hardware, tmp_path / "cache", disturb)
     finally:
         give_back()
     assert any(f"memory ran out at step {step + 1}" in warning for warning in report.warnings)

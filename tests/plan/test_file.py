@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -84,7 +86,6 @@ def refusal(path: Path, text: str) -> InvalidPlan:
 job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), max_size=40)
 
 
-@settings(max_examples=60)
 @given(
     model=job_text.filter(bool),
     data=st.none() | job_text.filter(bool),
@@ -115,9 +116,9 @@ def test_any_job_reads_back_as_it_was_written(
     assert read_plan(path) == plan
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin-1")))
-def test_arbitrary_text_raises_nothing_but_the_typed_error(
+def test_arbitrary_text_raises_only_the_typed_error(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
@@ -143,17 +144,10 @@ def test_every_frozen_value_is_covered_by_the_digest(tmp_path: Path) -> None:
 
 
 def _leaves(node: Any, where: tuple[Any, ...]) -> Any:
-    items = (
-        node.items()
-        if isinstance(node, dict)
-        else enumerate(node)
-        if isinstance(node, list)
-        else None
-    )
-    if items is None:
+    if not isinstance(node, dict | list):
         yield where, node
         return
-    for key, value in items:
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         yield from _leaves(value, (*where, key))
 
 
@@ -163,79 +157,59 @@ def _other(value: Any) -> Any:
     return value + 1 if isinstance(value, int | float) else f"{value}x"
 
 
-@pytest.mark.parametrize(
-    "field", ["model", "data", "control", "output", "from_adapter", "validation"]
-)
-def test_an_empty_path_is_refused_rather_than_taken_for_this_folder(field: str) -> None:
+@pytest.mark.parametrize("field", ["model", "data", "output", "validation"])
+def test_an_empty_path_is_refused(field: str) -> None:
     with pytest.raises(InvalidPlan, match=f"^job.{field}: value error, it is empty$"):
         with_job(make_plan(), **{field: ""})
 
 
 def test_the_job_may_be_edited(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    text = (
-        plan_text(make_plan())
-        .replace("num_steps: 100", "num_steps: 250")
-        .replace("learning_rate: 0.0001", "learning_rate: 5e-5")
-    )
-    path.write_text(text)
-    job = read_plan(path).job
+    edited = plan_text(make_plan()).replace("num_steps: 100", "num_steps: 250")
+    (tmp_path / "plan.yaml").write_text(edited.replace("rate: 0.0001", "rate: 5e-5"))
+    job = read_plan(tmp_path / "plan.yaml").job
     assert (job.num_steps, job.learning_rate) == (250, 5e-5)
 
 
+def edit(old: str, new: str) -> Callable[[str], str]:
+    return lambda text: text.replace(old, new, 1)
+
+
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("damage", "words"),
     [
-        (lambda t: t.replace("job:", "job:\n  lr: 1\n", 1), "job.lr"),
+        (edit("job:", "job:\n  lr: 1\n"), "job.lr"),
         (lambda t: t + "extra: 1\n", "extra"),
-        (lambda t: t.replace("num_steps: 100", "num_steps: many"), "job.num_steps"),
-        (lambda t: t.replace("num_steps: 100", "num_steps: -1"), "job.num_steps"),
-        (
-            lambda t: t.replace("preview_steps: 20", "preview_steps: 1000000000"),
-            "job.preview_steps",
-        ),
-        (lambda t: t.replace("learning_rate: 0.0001", "learning_rate: .nan"), "job.learning_rate"),
-        (lambda t: t.replace("num_steps: 100", "num_steps: 2001-01-01"), "job.num_steps"),
-        (lambda t: t.replace("seed: 0", f"seed: {2**63}"), "job.seed"),
-        (lambda t: t.replace("output: output", 'output: "a\\0b"'), "job.output"),
-        (lambda t: t.replace("job:", "job:\n  <<: {seed: 1}\n", 1), "line 5 has a key"),
-        (
-            lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      1: a"),
-            "a key that is not plain text",
-        ),
-        (
-            lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      .nan: a"),
-            "a key that is not plain text",
-        ),
-        (
-            lambda t: t.replace("job:", "job:\n  ? [seed]\n  : 1\n", 1),
-            "a key that is not plain text",
-        ),
-        (lambda t: t.replace("num_steps: 100", "num_steps: 0100"), "job.num_steps"),
-        (lambda t: t.replace("num_steps: 100", "num_steps: 1:30"), "job.num_steps"),
-        (lambda t: t.replace("num_steps: 100", "num_steps: 1" + "0" * 400), "job.num_steps"),
-        (
-            lambda t: "a: 1" + ":1" * (1 << 20),
-            "not a valid plan",
-        ),  # YAML 1.1 makes a number of it, in minutes
-        (lambda t: t.replace("micro_batch_size: 1", "micro_batch_size: 8", 1), "frozen part"),
-        (lambda t: t.replace("seed: 0", "seed: 0\n  seed: 1"), "repeated keys"),
+        (edit("num_steps: 100", "num_steps: many"), "job.num_steps"),
+        (edit("num_steps: 100", "num_steps: -1"), "job.num_steps"),
+        (edit("preview_steps: 20", "preview_steps: 1000000000"), "job.preview_steps"),
+        (edit("learning_rate: 0.0001", "learning_rate: .nan"), "job.learning_rate"),
+        (edit("seed: 0", f"seed: {2**63}"), "job.seed"),
+        (edit("output: output", 'output: "a\\0b"'), "job.output"),
+        (edit("job:", "job:\n  <<: {seed: 1}\n"), "line 5 has a key"),
+        (edit("torch: '2.13'", "torch: '2.13'\n      .nan: a"), "a key that is not plain text"),
+        (edit("job:", "job:\n  ? [seed]\n  : 1\n"), "a key that is not plain text"),
+        (edit("num_steps: 100", "num_steps: 0100"), "job.num_steps"),
+        (edit("num_steps: 100", "num_steps: 1:30"), "job.num_steps"),
+        (edit("num_steps: 100", "num_steps: 1" + "0" * 400), "job.num_steps"),
+        # YAML 1.1 makes a number of it, in minutes.
+        (lambda t: "a: 1" + ":1" * (1 << 20), "not a valid plan"),
+        (edit("micro_batch_size: 1", "micro_batch_size: 8"), "frozen part"),
+        (edit("seed: 0", "seed: 0\n  seed: 1"), "repeated keys"),
         (lambda t: "", "is empty"),
-        (lambda t: "\n# nothing\n", "not a plan"),
         (lambda t: "- 1\n- 2\n", "not a plan"),
-        (lambda t: "{{{", "not YAML"),
         (lambda t: "[" * 5000, "not YAML"),
         (lambda t: "a: &x [1]\nb: *x\n", "anchors and aliases"),
         (lambda t: "a: !!python/object/apply:os.system ['true']\n", "tags are not allowed"),
-        (lambda t: "a: !!set {}\n", "tags are not allowed"),
         (lambda t: "a: 1\n---\nb: 2\n", "not YAML"),
         (lambda t: "x" * (MAX_PLAN_BYTES + 1), "too large"),
         (lambda t: "a: 2001-01-01\n", "not a valid plan"),
         (lambda t: "1: 2\n", "line 1 has a key"),
     ],
 )
-def test_each_damage_has_its_own_message(tmp_path: Path, edit: Any, words: str) -> None:
-    assert words in refusal(tmp_path / "plan.yaml", edit(plan_text(make_plan()))).message
+def test_each_damage_has_its_own_message(
+    tmp_path: Path, damage: Callable[[str], str], words: str
+) -> None:
+    assert words in refusal(tmp_path / "plan.yaml", damage(plan_text(make_plan()))).message
 
 
 def test_more_values_than_any_plan_has_are_refused(
@@ -264,15 +238,11 @@ def test_a_failed_write_leaves_the_old_plan(
     path = tmp_path / "plan.yaml"
     write_plan(path, make_plan())
     before = path.read_text()
-    monkeypatch.setattr(Path, "replace", _raise_disk_full)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="full"):
         write_plan(path, make_plan(num_steps=7))
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def _raise_disk_full(*_: object) -> None:
-    raise OSError("disk full")
 
 
 def test_overrides_are_validated_like_the_file() -> None:
@@ -280,18 +250,14 @@ def test_overrides_are_validated_like_the_file() -> None:
     assert with_job(plan, num_steps=None, data="other").job.data == "other"
     assert with_job(plan, num_steps=7).digest == plan.digest
     epochs = with_job(plan, num_train_epochs=3)
-    assert (epochs.job.num_train_epochs, with_job(epochs, num_steps=7).job.num_train_epochs) == (
-        3,
-        None,
-    )
+    assert epochs.job.num_train_epochs == 3
+    assert with_job(epochs, num_steps=7).job.num_train_epochs is None
     with pytest.raises(InvalidPlan, match=r"job\.learning_rate"):
         with_job(plan, learning_rate=7.0)
 
 
 def test_steps_whose_times_would_be_absurd_are_refused() -> None:
-    with pytest.raises(
-        InvalidPlan, match=r"job\.num_steps: input should be less than or equal to 1000000000"
-    ):
+    with pytest.raises(InvalidPlan, match=r"job\.num_steps: input should be less than"):
         with_job(make_plan(), num_steps=9 * 10**18)
     job = with_job(make_plan(), num_train_epochs=10**9).job
     assert job.steps_on(4, 4) == 10**9
@@ -304,7 +270,7 @@ def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
     assert expected.run_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
 
 
-def test_words_in_a_plan_cannot_steer_the_terminal_that_explains_it(
+def test_words_in_a_plan_cannot_steer_the_terminal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     frozen = make_plan().frozen

@@ -34,7 +34,7 @@ lengths = st.lists(st.integers(1, 1024), min_size=1, max_size=64).map(sorted)
 
 
 @given(lengths, st.integers(1, 64))
-def test_a_spread_rises_between_the_shortest_and_the_longest(values: list[int], count: int) -> None:
+def test_a_spread_rises_within_its_values(values: list[int], count: int) -> None:
     spread = spread_of(values, count)
     assert len(spread) == count
     assert list(spread) == sorted(spread)
@@ -64,7 +64,7 @@ def test_quantiles_that_cannot_be_are_refused(quantiles: tuple[int, ...]) -> Non
         builders.workload(max_text_tokens=12, text_token_quantiles=quantiles)
 
 
-def test_the_usual_bucket_is_near_the_mean_and_the_largest_where_nothing_is_known() -> None:
+def test_the_usual_bucket_is_near_the_mean() -> None:
     def buckets(*items: int) -> tuple[Bucket, ...]:
         return tuple(
             Bucket(width_px=64, height_px=64, num_frames=frames, num_items=number)
@@ -77,7 +77,7 @@ def test_the_usual_bucket_is_near_the_mean_and_the_largest_where_nothing_is_know
     assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
 
 
-def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
+def test_one_long_caption_does_not_decide_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, images = write_model_and_images(tmp_path)
@@ -111,7 +111,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     assert by_step == [longest] * 2 + [typical_text_tokens(work)] * 3
 
 
-def test_uneven_captions_leave_the_small_work_of_a_check_alone() -> None:
+def test_uneven_captions_leave_a_check_alone() -> None:
     even, uneven = workload([900], 4), workload([3, 5, 900], 4)
     family = get_family(even.model.family)
     assert small_workload(family, uneven) == small_workload(family, even)
