@@ -27,13 +27,13 @@ demo: $(READY)
 	@rm -rf demo
 	@$(BIN)/autotune demo --output demo
 
-# Four processes on two cores: some tests wait for others to die.
+# Three processes on two cores, since some tests wait; each imports for a quarter of a minute.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Properties are tried on examples that nobody has seen; a failure prints how to repeat it.
 test-all: $(READY)
-	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m '' --hypothesis-profile 'drawn anew'
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -m '' --hypothesis-profile 'drawn anew'
 
 check: $(READY)
 	@$(BIN)/ruff check .
