@@ -409,7 +409,8 @@ def estimate(request: EstimateRequest) -> Estimate:
             together.
 
     Example:
-        >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8").run_memory_bytes
+        >>> estimate = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
+        >>> estimate.run_memory_bytes
     """
     from autotune.train.prepare import check_overrides, describe_workload
 
@@ -474,7 +475,7 @@ def compare(request: CompareRequest) -> Comparison:
         InvalidInput: an argument, the model, the data or the prices cannot be used.
 
     Example:
-        >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
+        >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5})
         >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
     """
     from autotune.search.comparison import (
@@ -738,7 +739,7 @@ def convert_weights(
         BadWeights: `source` cannot be read.
 
     Example:
-        >>> autotune.api.convert_weights("run/pytorch_lora_weights.safetensors", "for-comfyui.safetensors", to="comfyui")
+        >>> autotune.api.convert_weights("run", "comfyui.safetensors", to="comfyui")
     """
     source, target = Path(source), Path(target)
     if to not in get_args(AdapterFormat):
@@ -794,7 +795,8 @@ def plan_from_config(
         InvalidInput, NothingFits: as `plan`.
 
     Example:
-        >>> made = autotune.api.plan_from_config(autotune.import_config("train_lora.yaml"), hardware="4090")
+        >>> config = autotune.import_config("train_lora.yaml")
+        >>> made = autotune.api.plan_from_config(config, hardware="4090")
         >>> made.remarks
     """
     asked: dict[str, Any] = {**config.options, **options}

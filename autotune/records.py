@@ -18,7 +18,8 @@ class RecordSummary(Frozen):
     """One record in a list.
 
     Example:
-        >>> [(record.device_name, record.work, record.step_seconds) for record in autotune.records.list_records()]
+        >>> records = autotune.records.list_records()
+        >>> [(record.device_name, record.work, record.step_seconds) for record in records]
     """
 
     name: str
@@ -82,7 +83,8 @@ def list_records(
     machine.
 
     Example:
-        >>> [(record.device_name, record.step_seconds) for record in autotune.records.list_records()]
+        >>> records = autotune.records.list_records()
+        >>> [(record.device_name, record.step_seconds) for record in records]
     """
     hardware, rows = read_machine() if compare_here else None, []
     for file in _store(store).read():

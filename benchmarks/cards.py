@@ -29,15 +29,17 @@ LEVERS = (("modulation", "resident"), ("norm_rope", "stock"), ("selective_blocks
 
 TEXT = """# What the exact levers are predicted to be worth, card by card
 
-The table shows seconds per optimizer step (four images of 1,024 px, rank 16, `--quality high`), as `autotune plan
---hardware CARD` predicts them without and with three levers that do not change what is learned: modulation computed
-ahead of time, norm and rotary positions as one function, and checkpoints that keep attention.
-"Gain" is the time without the levers divided by the time with them. The median gain is
-{medians}. Memory is that of the phase that needs most, with the levers.
+The table shows seconds per optimizer step (four images of 1,024 px, rank 16, `--quality high`), as
+`autotune plan --hardware CARD` predicts them without and with three levers that do not change what
+is learned: modulation computed ahead of time, norm and rotary positions as one function, and
+checkpoints that keep attention. "Gain" is the time without the levers divided by the
+time with them. The median gain is {medians}. Memory is that of
+the phase that needs most, with the levers.
 
-**All of it is predicted.** None of these cards has run autotune yet. Predicted times have a standard error of 62 to
-67%, but most of that error is the same in both times of a row, so their ratio is more accurate. `norm_rope: compiled`
-is assumed to work on each card. `benchmarks/cards.py` writes this page.
+**All of it is predicted.** None of these cards has run autotune yet. Predicted times have a
+standard error of 62 to 67%, but most of that error is the same in both times of a row, so their
+ratio is more accurate. `norm_rope: compiled` is assumed to work on each card. `benchmarks/cards.py`
+writes this page.
 
 """
 

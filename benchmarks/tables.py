@@ -1,7 +1,8 @@
 """Complete tables of real steps: every configuration of a restricted space, for benchmarks of the
 search.
 
-    taskset -c 1 python benchmarks/tables.py [NAME ...]      writes benchmarks/results/tables/NAME.jsonl
+    taskset -c 1 python benchmarks/tables.py [NAME ...]      writes
+    benchmarks/results/tables/NAME.jsonl
 
 Mid-size models of five families with random weights. Time is the process's own on one core, so that
 other work on the machine counts little. Its speed drifts all the same, by a tenth within a minute

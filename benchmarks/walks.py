@@ -1,7 +1,7 @@
 """Counts the files that an object passes through: those in which a function receives or returns it.
 
-    python benchmarks/walks.py             traces a plan and a run of the small world, prints each walk
-    python benchmarks/walks.py --write     and writes the walks into CONTRIBUTING.md
+    python benchmarks/walks.py             traces a plan and a run of the small world, prints each
+    walk python benchmarks/walks.py --write     and writes the walks into CONTRIBUTING.md
 
 A hardware profile and a candidate are known by their classes, a caption and a model's name by texts
 that occur nowhere else. Child processes are traced too: a `sitecustomize` installs the same

@@ -120,7 +120,7 @@ def _open_streams() -> None:
 
 
 def _repeat_interrupt(lost: Any) -> None:
-    """Send Ctrl-C again that Python drops: it came in a weak reference's callback, as of tracing."""
+    """Send Ctrl-C again that Python drops: it came in a weak reference's callback."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         # Sent to the main thread, as the keyboard does, so that whatever it waits for ends at once.
         main_thread = threading.main_thread().ident, signal.SIGINT

@@ -99,7 +99,7 @@ class BatchOrder:
     def micro_batches(
         self, step: int, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
     ) -> tuple[MicroBatch, ...]:
-        """Plan what one process computes in one step; all get equally many images and micro-batches.
+        """Plan what one process computes in one step; all get equally many images.
 
         `world_size` must divide the effective batch.
         """
@@ -188,11 +188,11 @@ recompile of its own."""
 def list_bucket_sizes(
     resolution_px: int, multiple_px: int, max_side_px: int
 ) -> tuple[tuple[int, int], ...]:
-    """List all (width, height): multiples of `multiple_px` with at most `resolution_px` squared pixels.
+    """List (width, height): multiples of `multiple_px` with at most `resolution_px` squared pixels.
 
     No side is longer than `max_side_px`. For each width the greatest height that fits, all of these
-    in portrait orientation as well, and the greatest square. Raises InvalidInput if the resolution is
-    smaller than one multiple.
+    in portrait orientation as well, and the greatest square. Raises InvalidInput if the resolution
+    is smaller than one multiple.
     """
     if resolution_px < multiple_px:
         raise InvalidInput(
@@ -262,7 +262,7 @@ def assign_buckets(items: Sequence[Item], buckets: Sequence[Bucket]) -> tuple[in
         }
         if not distances:
             raise InvalidInput(
-                f"{item.path.name} has {item.num_frames} frame(s), and no planned shape has as many",
+                f"{item.path.name} has {item.num_frames} frame(s), no planned shape has so many",
                 hint="plan again with this data: autotune plan --data DIR",
             )
         chosen.append(min(distances, key=distances.__getitem__))

@@ -51,7 +51,7 @@ Tensors = dict[str, "Tensor"]
 
 
 def entry_key(kind: str, **parts: object) -> str:
-    """Name an entry by `kind` and the SHA-256 of `parts`, what it is made from; runs resume by it."""
+    """Name an entry by `kind` and the SHA-256 of `parts`, what it is made of; runs resume by it."""
     text = json.dumps({"format": FORMAT, "kind": kind, **parts}, sort_keys=True)
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
 
@@ -181,7 +181,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """Everything about the encoders that decides their results: code, weights, precision, versions."""
+    """All that decides the results of encoders: code, weights, precision, versions."""
 
     text_encoder: str
     vae: str
@@ -283,8 +283,8 @@ def make_item_entries(
     """Make the entries of one item whose images take the shape of `bucket`.
 
     `with_empty` adds the empty caption, and `with_flipped` its pixels mirrored. `digest` is
-    `file_digest`, which the caller may have remember large files. Raises OSError if one of its files
-    cannot be read.
+    `file_digest`, which the caller may have remember large files. Raises OSError if one of its
+    files cannot be read.
     """
     captions = (*item.captions, EMPTY_CAPTION) if with_empty else item.captions
     prompts = [make_prompt_entry(one, item.control_paths, bucket, identity) for one in captions]

@@ -89,9 +89,9 @@ def _list_first(problems: Sequence[Problem], rest: str) -> list[str]:
 def read_dataset(data: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> Dataset:
     """Read the usable part of data; unusable files are left out and named in `problems`.
 
-    A folder has images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too; a
-    YAML file lists several. Raises InvalidInput if a folder does not exist, images lack captions, or
-    nothing is usable.
+    A folder has images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too;
+    a YAML file lists several. Raises InvalidInput if a folder does not exist, images lack captions,
+    or nothing is usable.
     """
     dataset = scan_dataset(data, options)
     captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
@@ -115,7 +115,7 @@ def scan_dataset(
     options: DatasetOptions = DEFAULT_OPTIONS,
     on_progress: OnProgress | None = None,
 ) -> Dataset:
-    """Read data as `read_dataset`, but missing captions and an empty folder are problems, not errors.
+    """Read data as `read_dataset`, but missing captions and items are problems, not errors.
 
     Raises InvalidInput if a folder does not exist or lies in another, the data lies in the control
     folder, `num_frames` is not positive, or pairs for editing would be flipped or cropped elsewhere
@@ -223,7 +223,7 @@ def _read_items(
 def _drop_duplicates(
     items: list[tuple[str, Item]], captioned: Collection[str]
 ) -> tuple[list[tuple[str, Item]], list[Problem]]:
-    """Keep one of items whose files (controls too) have equal bytes: a `captioned` one, if any is."""
+    """Keep one of items whose files (controls too) have equal bytes: a `captioned` one, if any."""
     entries = []
     for name, item in sorted(items, key=lambda one: one[0] not in captioned):
         paths = (*item.pixel_paths, *item.control_paths)
@@ -368,7 +368,7 @@ def read_split(
     training = tuple(item for item in dataset.items if item not in held_out)
     if not training:
         raise InvalidInput(
-            f"with the images held out for validation, none of {data_text(data)} is left to train on",
+            f"with the images held out for validation none of {data_text(data)} is left to train",
             hint="add images, hold out a smaller share, or name a folder of others: "
             "--validation FOLDER",
         )

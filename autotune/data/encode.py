@@ -160,7 +160,7 @@ class Encoders:
         return component
 
     def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
-        """Load a component whose layers come to the device, in `dtype`, whenever they are called."""
+        """Load a component whose layers come to the device, in `dtype`, when they are called."""
         from accelerate import cpu_offload
 
         # Memory-mapped as stored, so that the host can drop pages that it has no room for and read
@@ -357,7 +357,7 @@ def list_entries(
     caption_dropout: float = 0.0,
     flip: bool = False,
 ) -> tuple[tuple[Item, ...], tuple[ItemEntries, ...]]:
-    """List items and entries as `encode_dataset` gives them if all files are whole; loads no model."""
+    """List items and entries as `encode_dataset` does if all files are whole; loads no model."""
     indices = assign_buckets(dataset.items, buckets)
     planned, _, _ = _plan_entries(
         encoders, dataset, buckets, indices, cache, caption_dropout > 0, flip

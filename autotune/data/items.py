@@ -1,4 +1,4 @@
-"""From files to training items: sizes, captions, control images and clips, each file proven readable."""
+"""From files to training items: sizes, captions, controls and clips, each file proven readable."""
 
 import errno
 import hashlib
@@ -126,7 +126,7 @@ class Problem(Frozen):
 
 
 class MetadataLine(NamedTuple):
-    """Captions and repeats of one file in `metadata.jsonl`; None and () leave them to names and files."""
+    """Captions and repeats of a file in `metadata.jsonl`; None and () leave them to its name."""
 
     captions: tuple[str, ...]
     repeats: int | None

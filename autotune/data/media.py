@@ -59,7 +59,7 @@ def has_video_decoder() -> bool:
 
 
 def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tuple[Media, ...]:
-    """Find the images below `folder`, sorted by name; with `clips` videos and folders of frames too.
+    """Find the images below `folder`, sorted by name; with `clips` videos and frames, too.
 
     Hidden files and folders are ignored, and so is everything below `exclude` (a control folder
     inside the data) or in the output folder of a run.

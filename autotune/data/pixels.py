@@ -69,8 +69,8 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # ou
 def open_image(path: Path, *, animated: bool = False) -> Image.Image:
     """Open a png, jpeg or webp file, or with `animated` a gif or webp; only its header is read.
 
-    Raises OSError if it has another format, is too large, cannot be read, or is a pipe or device that
-    might be read without end.
+    Raises OSError if it has another format, is too large, cannot be read, or is a pipe or device
+    that might be read without end.
     """
     _require_regular(path)
     try:
@@ -110,7 +110,7 @@ def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
 
 
 def open_mask(path: Path, *, is_alpha: bool) -> Image.Image:
-    """Read a mask in 8-bit gray: brightness, or the alpha channel. Raises whatever Pillow raises."""
+    """Read a mask in 8-bit gray: brightness, or the alpha channel. Raises as Pillow does."""
     with open_image(path) as image:
         if is_alpha:
             return ImageOps.exif_transpose(image).convert("RGBA").getchannel("A")
@@ -162,8 +162,8 @@ def open_pixels(
 ) -> Tensor:
     """Read one image, or the frames of one clip, resized and cropped.
 
-    Returns float32 (3, frames, height, width) in [-1, 1]. Raises OSError if a file cannot be read or
-    decoded.
+    Returns float32 (3, frames, height, width) in [-1, 1]. Raises OSError if a file cannot be read
+    or decoded.
     """
     import numpy as np
 

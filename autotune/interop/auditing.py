@@ -143,7 +143,8 @@ def worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[Set
 def possible_pins(
     config: ImportedConfig, asked: Mapping[str, Any], choices_of: Callable[..., SearchSpace]
 ) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
-    """Return the settings of a configuration that can be pinned here, and the others with the reason.
+    """Return the settings of a configuration that can be pinned here, and the others with the
+    reason.
 
     `choices_of` is `list_choices`; `asked` are its arguments.
     """

@@ -104,7 +104,8 @@ def read_document(path: Path) -> Document:
 def with_references(
     document: Document, references: Mapping[str, str], depth: int = 2
 ) -> tuple[Document, tuple[ConfigValue, ...]]:
-    """Return the document with the settings of the files that it names, and those whose file is missing.
+    """Return the document with the settings of the files that it names, and those whose file is
+    missing.
 
     Its own settings come last: they win. `references` has for each key that names a file the prefix
     for the keys of that file; `depth` files may stand between.

@@ -244,8 +244,8 @@ def _model_of(
     if hub_id or (Path(name).expanduser() / "model_index.json").is_file():
         return hub_id or name, [*lines, line_for("carried", weights, f"model {hub_id or name}")]
     meaning = (
-        f"planned as {known.name}; to train these weights, name their diffusers folder as the job's "
-        "model"
+        f"planned as {known.name}; to train these weights, name their diffusers folder as the "
+        "job's model"
     )
     return known.name, [*lines, line_for("not_carried", weights, meaning)]
 

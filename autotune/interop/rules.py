@@ -224,7 +224,7 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
 
 
 def choice(name: str, key: str, pairs: str, otherwise: str = NO_EQUIVALENT) -> Rule:
-    """Relate a name to a key by words `theirs=ours`, or that are the same; any other is `otherwise`.
+    """Relate a name to a key by words `theirs=ours`, or the same; any other is `otherwise`.
 
     Values that the trainer lacks are left out.
     """
@@ -411,7 +411,7 @@ def named_arguments(value: Any) -> dict[str, str]:
 def checkpointing(
     key: str, on: str = "", off: str = "", interval: str = "", stride: str = "", families: str = ""
 ) -> Rule:
-    """Relate checkpointing of all blocks or none, or of the first `interval` of every `stride` blocks.
+    """Relate checkpointing of all blocks, none, or the first `interval` of every `stride`.
 
     Without a stride every `interval`th. A part that a trainer lacks becomes all, which needs less
     memory. `on` and `off` are words for the switch `key`; `families` begin the names of families

@@ -1,4 +1,4 @@
-"""Plain settings: fields of `Candidate` that a rule fills in and a user may pin, but no search turns.
+"""Plain settings: fields of `Candidate` that a rule fills in or a user pins; no search turns them.
 
 Which optimizer learns, on fp32 masters of the adapter, is the user's choice, by name or as
 `package:Class`. A class that only a plan names is not loaded: importing it runs its code.

@@ -1,4 +1,4 @@
-"""Which kind of memory a device has, how much of it a run may use, and what the machine can do. Pure.
+"""The kind of memory of a device, how much a run may use, and what the machine can do. Pure.
 
 Compute capability does not tell: H100 (9.0) has its own memory, Orin (8.7) has not. Two CUDA
 attributes decide, 18 (`integrated`) and 100 (`pageableMemoryAccessUsesHostPageTables`, ATS): they

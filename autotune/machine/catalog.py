@@ -51,7 +51,7 @@ VARIANTS = frozenset({"ti", "super"})
 
 
 class CatalogGpu(Frozen):
-    """One GPU's published figures. Peaks are dense, with fp32 accumulation unless named otherwise."""
+    """One GPU's published figures. Peaks are dense, with fp32 accumulation by default."""
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
     name: str
@@ -100,8 +100,8 @@ class CatalogGpu(Frozen):
 
     @property
     def _reached_bf16(self) -> float | None:
-        """FLOP/s of large bf16 products. Cards that accumulate in fp32 at half rate are not limited by
-        power: those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak.
+        """FLOP/s of large bf16 products. Cards that accumulate in fp32 at half rate are not limited
+        by power: those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak.
         """
         if "bf16" in self.measured_tflops:
             return self.measured_tflops["bf16"] * 1e12

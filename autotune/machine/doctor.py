@@ -22,7 +22,7 @@ from autotune.plan.hardware import Host, Versions
 
 GIB = 2**30
 MIN_HOST_BYTES = 32 * GIB
-"""Streaming a large text encoder through the host takes 20 GiB, the rest of the machine some more."""
+"""Streaming a large text encoder through the host takes 20 GiB, the rest some more."""
 BUSY_BYTES = GIB
 """Less is a desktop, not a run."""
 MIN_DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
@@ -32,7 +32,7 @@ notes)."""
 # torchao quantized.
 MIN_VERSIONS = {"diffusers": "0.42", "transformers": "5.15", "peft": "0.20", "accelerate": "1.10"}
 DISK_BYTES = 90 * GIB
-"""Qwen-Image in bf16 (58 GB on the hub), its caches, checkpoints and room to write a shard twice."""
+"""Qwen-Image in bf16 (58 GB on the hub), caches, checkpoints and room for a shard twice."""
 NO_SPILL = (
     "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"
 )

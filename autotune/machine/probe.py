@@ -168,7 +168,7 @@ def cached_profile(
     on_progress: Progress | None = None,
     on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
 ) -> HardwareProfile:
-    """Return this machine's profile: facts as they are now, rates from the last probe if they are valid.
+    """Return this machine's profile: facts as they are now, rates from the last probe if valid.
 
     Rates are measured again if `fresh`, or if the saved file is absent, damaged or of another
     device, or if the match keys, the GPU's power limit or the number of cores that train have
@@ -366,7 +366,7 @@ class DeviceLock:
 
 @contextlib.contextmanager
 def lock_for_run(device: Device, num_processes: int, on_wait: Progress) -> Iterator[None]:
-    """Keep searches off the devices of a training run: the first `num_processes` GPUs, or one device.
+    """Keep searches off the devices of a training run: the first `num_processes`, or one.
 
     Raises AutotuneError as `DeviceLock.acquire`.
     """

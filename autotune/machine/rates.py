@@ -474,7 +474,7 @@ def measure(profile: HardwareProfile, system: System, report: Callable[[str, str
 
 
 def process_overhead(profile: HardwareProfile) -> Rate | None:
-    """Measure what a process takes before its first tensor: a CUDA context, or torch on the host."""
+    """Measure what a process takes before its first tensor: CUDA's context, or torch itself."""
     num_bytes = psutil.Process().memory_info().rss
     if profile.device.kind == "cuda":
         index, free_before = profile.device.index, profile.device.free_memory_bytes

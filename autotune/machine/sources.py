@@ -1,4 +1,4 @@
-"""The one seam to the machine: a query goes to a source; a raw value comes back, or why there is none.
+"""The one seam to the machine: a source answers a query with a raw value, or why there is none.
 
 Sources: `torch` (the CUDA runtime or MPS as torch sees it), `nvml`, `driver` (CUDA driver API),
 `os`, `packages` (installed versions), `environment` (variables).

@@ -1,4 +1,4 @@
-"""Facts that families state as data: their published models, default values, and names of layers."""
+"""Facts that families state as data: published models, default values, names of layers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class LowRankSum(torch.autograd.Function):
 
 
 def add_low_rank(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Apply `LowRankSum`, or compute the same without writing into `result` where that cannot be."""
+    """Apply `LowRankSum`, or compute the same where writing into `result` cannot be."""
     if torch.compiler.is_compiling() or result._is_view():
         return torch.addmm(result, x @ down.t(), up.t(), alpha=scale)
     return LowRankSum.apply(result, x, down, up, scale)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,5 +1,5 @@
-"""Single files: the family and configuration of the DiT or UNet in one, and its VAE and text encoders
-in files of their own, in it, or in its base."""
+"""Single files: the family and configuration of the DiT or UNet in one, and its VAE and text
+encoders in files of their own, in it, or in its base."""
 
 import os
 import re
@@ -30,7 +30,7 @@ Found = tuple[Family, PublishedModel]
 
 
 def open_single_file(path: Path) -> WeightSource:
-    """Open a file that a user named. Raises BadWeights if it is absent, damaged or of another format."""
+    """Open a file that a user named. Raises BadWeights if it is absent or damaged."""
     if path.suffix == ".gguf":
         raise BadWeights(
             f"{path} is a GGUF file, whose quantized weights cannot be trained on",
@@ -63,7 +63,7 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
 def find_config(
     source: WeightSource, family: Family, configs: Iterable[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Return the first configuration whose transformer is in the file. Raises BadWeights if none is."""
+    """Return the first configuration whose transformer is in the file, else raise BadWeights."""
     refusals = []
     for config in configs:
         error = _why_not(source, family, config)
@@ -78,7 +78,7 @@ def find_config(
 
 
 def _may_be(source: WeightSource, family: Family) -> bool:
-    """Whether names begin as those of the family's class: much quicker than to look at all shapes."""
+    """Names begin as those of the family's class: much quicker than to look at all shapes."""
     config, beginnings = _config_and_beginnings(family)
     try:
         return beginnings <= first_names(source, family.transformer_class, config)

@@ -1,5 +1,5 @@
-"""Wan 2.1 and Wan 2.2, text to video: one stream of blocks that attend to the text, UMT5 as its text
-encoder. Single images train them as well."""
+"""Wan 2.1 and Wan 2.2, text to video: one stream of blocks that attend to the text, UMT5 as its
+text encoder. Single images train them as well."""
 
 from __future__ import annotations
 

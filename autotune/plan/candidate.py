@@ -13,7 +13,7 @@ BLOCK_COUNTS = ("checkpointed_blocks", "selective_blocks", "swapped_blocks")
 
 
 class Candidate(Frozen):
-    """One value for every knob. Names, not objects: a plan from another machine must always parse."""
+    """One value for every knob. Names, not objects: another machine's plan must parse."""
 
     micro_batch_size: int = PositiveInt
     """Images per forward pass; gradients are accumulated until the batch size is reached."""
@@ -87,8 +87,8 @@ class CachingSettings(Frozen):
     text_encoder_streamed: bool = False
     """True if their weights stay in host memory and are copied to the device module by module."""
     vae_device: str = Field(default="training", pattern=PLACE)
-    """The place where images and clips are encoded, in the same words; previews are decoded on the device
-    that trains."""
+    """The place where images and clips are encoded, in the same words; previews are decoded on the
+    device that trains."""
     residency: Literal["release", "keep"] = "release"
     """`release` frees text encoders and VAE when everything is encoded; `keep` does not."""
 

@@ -78,7 +78,8 @@ class BoundedLoader(yaml.SafeLoader):
 TEXT_TAG = "tag:yaml.org,2002:str"
 NUMBERS = {
     "int": r"[-+]?(?:0|[1-9][0-9]{0,18})",
-    "float": r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "float": r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
 }
 """As people write them, 1e-4 too, and no integer beyond any use. YAML 1.1 takes 1e-4 for text,
 0100 for 64 and 1:30 for 90, and a long row of `:1` takes it minutes."""

@@ -101,8 +101,8 @@ class PlannedHardware(Frozen):
     """Number of processes that train together, one for each device; they divide the effective
     batch."""
     strategy: Strategy = "single"
-    """The way in which processes train together: `ddp`, each with all weights; or `fsdp2`, each with a shard of
-    the frozen ones."""
+    """The way in which processes train together: `ddp`, each with all weights; or `fsdp2`, each
+    with a shard of the frozen ones."""
     assumed: tuple[str, ...] = ()
     """Packages that a card of the catalog was told to have; empty once trials have run, and in
     older plans."""
@@ -162,7 +162,7 @@ class FrozenPart(Frozen):
 
 
 class TrainingPlan(Frozen):
-    """A job and the settings that were measured for it. Data only: nothing in it is ever executed."""
+    """A job and the settings that were measured for it. Data only: nothing in it is executed."""
 
     job: Job
     frozen: FrozenPart

@@ -226,8 +226,8 @@ KeptPhase = Literal["load", "cache", "train", "preview"]
 
 
 class AdapterPractice(Frozen):
-    """The way in which a program holds and steps an adapter when the model computes in bf16; in fp32 all of
-    it is in fp32."""
+    """The way in which a program holds and steps an adapter when the model computes in bf16; in
+    fp32 all of it is in fp32."""
 
     precision: Literal["bf16", "fp32"]
     """Of its parameters and gradients."""

@@ -194,7 +194,7 @@ def full_settings_lines(plan: TrainingPlan) -> list[str]:
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
-    """Answer in a few lines: what is not as usual, speed, memory, time, and what would be faster."""
+    """Answer in a few lines: unusual settings, speed, memory, time, and what would be faster."""
     frozen, expected, hardware = plan.frozen, plan.frozen.expected, plan.frozen.hardware
     number = hardware.num_processes
     batch, size = frozen.workload.effective_batch_size, frozen.settings.micro_batch_size

@@ -28,7 +28,7 @@ PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; what is written there replaces `path` if nothing failed.
+    """Yield a temporary path in the same folder; it replaces `path` if nothing failed.
 
     The bytes are on disk (fsync) before the name changes, and so is the name, if folders can be
     synced, before this returns.

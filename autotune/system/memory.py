@@ -50,7 +50,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def measure_peak_memory(
     device: torch.device, live: Callable[[], Iterable[torch.Tensor]], work: Callable[[], T]
 ) -> tuple[T, int]:
-    """Return the result of `work`, and the peak of bytes on `device` meanwhile, `live` tensors included.
+    """Return the result of `work`, and its peak of bytes on `device`, `live` tensors included.
 
     On CUDA the caching allocator keeps count. On CPU the profiler's allocation events are added up
     on top of the tensors that are live before; that is slow, so the work must not be timed.
@@ -88,7 +88,7 @@ def release_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Have glibc return free pages that lie below a small allocation: malloc_trim(3), a millisecond.
+    """Have glibc return free pages below small allocations: malloc_trim(3), a millisecond.
 
     Without it the heap grew to several times the model while quantizing. A no-op elsewhere.
     """

@@ -1,12 +1,12 @@
 """LoRA adapters as files, in the three formats that people exchange.
 
-    diffusers   transformer.<module>.lora_A.weight, .lora_B.weight, for a UNet unet.<module>...; rank and
-                alpha in the metadata, where `load_lora_weights` looks for them
+    diffusers   transformer.<module>.lora_A.weight, .lora_B.weight, for a UNet unet.<module>...;
+                rank and alpha in the metadata, where `load_lora_weights` looks for them
     comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight, .alpha
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
 
-ComfyUI and kohya find a module by its name in their own model: the authors' (`names`), for which the
-comfyui format has lora_down and lora_up, so that diffusers understands it; or diffusers' own.
+ComfyUI and kohya find a module by its name in their own model: the authors' (`names`), for which
+the comfyui format has lora_down and lora_up, so that diffusers understands it; or diffusers' own.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _module_names(bare: Mapping[str, Tensor]) -> tuple[str, ...]:
 def _collect_layers(
     bare: Mapping[str, Tensor], alphas: Mapping[str, float]
 ) -> dict[str, LoraLayer]:
-    """Layers by module name, with alpha from `alphas`, else from the file, else equal to the rank."""
+    """Layers by module name, with alpha from `alphas`, the file, or the rank."""
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in bare.items():
         module, part = _split_key(key)

@@ -1,7 +1,8 @@
-"""Headers of safetensors files and configurations of model folders, read before anything is trusted.
+"""Headers of safetensors files and configurations of folders, read before anything is trusted.
 
 The library validates a header: 8 bytes little-endian N, N bytes of JSON, then the tensors' bytes
-without holes or overlaps (github.com/huggingface/safetensors, "Format"). Its refusals become typed errors.
+without holes or overlaps (github.com/huggingface/safetensors, "Format"). Its refusals become typed
+errors.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class HubError(BadWeights):
 
 
 MAX_HEADER_BYTES = 16 << 20
-"""A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, parsed into up to 3 GB."""
+"""A header of 100,000 tensors has 10 MB. The library's limit is 100 MB, parsed into 3 GB."""
 MAX_DIMENSIONS = 64
 SAMPLE_BYTES = 4096  # bytes of each tensor that tell one model's weights from another's
 
@@ -225,7 +226,7 @@ class WeightSource:
     path: Path
     files: tuple[WeightFile, ...]
     is_view: bool = False
-    """Whether tensors are parts of the stored ones or scaled, which `fastsafetensors` cannot read."""
+    """True if tensors are scaled or parts of stored ones: `fastsafetensors` cannot read those."""
 
     @cached_property
     def locations(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
@@ -340,7 +341,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 LIBRARIES = ("diffusers", "transformers")
-"""What component classes may come from: a name in an untrusted folder must not import anything else."""
+"""What component classes may come from: an untrusted name must not import anything else."""
 PIPELINE_PACKAGE = re.compile(r"[a-z][a-z0-9_]*")
 """Name of one of diffusers' packages of pipelines, where some keep classes of their own."""
 

@@ -1,7 +1,8 @@
 """Fetch from the hub only the files of a pipeline that are needed, at a commit that a plan records.
 
-`huggingface_hub` downloads, caches and shows progress, and resumes a broken download within the same
-process; a new process begins that file anew, because each download has a temporary file of its own.
+`huggingface_hub` downloads, caches and shows progress, and resumes a broken download within the
+same process; a new process begins that file anew, because each download has a temporary file of its
+own.
 """
 
 import errno
@@ -70,7 +71,7 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
 def fetch(
     repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True
 ) -> Path:
-    """Download `components` (folders such as `transformer`, `vae`) of a pipeline into the hub's cache.
+    """Download `components` (folders such as `transformer`, `vae`) of a pipeline into the cache.
 
     Returns the pipeline's folder there, named by the commit's 40 hexadecimal digits. Without
     `weights` only configurations and tokenizers are downloaded, enough to plan with. Before weights
@@ -122,7 +123,7 @@ def _require_room(repo: str, revision: str, files: list[str]) -> None:
 
 
 def verify(repo: str, folder: Path) -> int | None:
-    """Compare the files in a pipeline's `folder` of the cache with the hub's checksums, and count them.
+    """Compare the files in a pipeline's cached `folder` with the hub's checksums, and count them.
 
     Returns None if the hub is out of reach. Deletes a damaged file and raises HubError, so that
     fetching again brings it anew.
@@ -275,8 +276,8 @@ def require_hub(repo: str) -> None:
 def upload(repo: str, files: Mapping[str, Path]) -> str:
     """Write files in one commit, by their names there, and return the repository's address.
 
-    One that does not exist is made, and is private. Raises HubError if the name cannot be one, there
-    is no token, it may not write there, or the hub is out of reach.
+    One that does not exist is made, and is private. Raises HubError if the name cannot be one,
+    there is no token, it may not write there, or the hub is out of reach.
     """
     additions = [
         huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in files.items()

@@ -1,4 +1,4 @@
-"""What ComfyUI and kohya's scripts call the layers that diffusers names otherwise: as the models' authors do.
+"""The names of layers in ComfyUI and kohya's scripts: those of the models' authors.
 
 A layer of the authors may be several of diffusers, in the order of its rows. Both programs' own
 sources, with commits, are in `tests/weights/adapter_keys`, which these tables are tested against.
@@ -49,7 +49,7 @@ class Layout:
         return {part: original for original, parts in self.parts_of.items() for part in parts}
 
     def parts(self, original: str) -> list[str]:
-        """List diffusers' layers in one of the authors'. Raises KeyError if they have none so named."""
+        """List diffusers' layers in one of the authors', else raise KeyError."""
         key, number = split_number(original)
         return [part.replace("#", number) for part in self.parts_of[key]]
 
@@ -73,7 +73,7 @@ class Layout:
 
 
 def split_number(name: str) -> tuple[str, str]:
-    """Split a name into one with # for its block's number, and that number, empty outside blocks."""
+    """Split a name into one with # for its block's number, and that number or ''."""
     number = BLOCK.search(name)
     return (BLOCK.sub(r"\1\2#", name, count=1), number[3]) if number else (name, "")
 
@@ -400,7 +400,7 @@ def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, Lo
 
 
 def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:
-    """Invert `join_layers`; a layer that was trained as one gives each part its rows and all of `down`."""
+    """Invert `join_layers`; each part gets its rows of `up` and all of `down`."""
     split: dict[str, LoraLayer] = {}
     for name, layer in layers.items():
         parts = layout.parts(name)

@@ -1,7 +1,8 @@
 """Views of the single files of ComfyUI, kohya and Civitai as tensors of a diffusers model.
 
-diffusers' own conversion runs on markers, whose values name a stored tensor and its row. So it tells
-which stored rows each tensor of the model consists of, and these are read from where they lie.
+diffusers' own conversion runs on markers, whose values name a stored tensor and its row. So it
+tells which stored rows each tensor of the model consists of, and these are read from where they
+lie.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class TensorView(TensorEntry):
 def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
     """View the DiT or UNet of a single file under the names of `model`, which may be on meta.
 
-    Shapes are left to `load_into` and `check_source`. Raises ModelMismatch if the file holds another
-    model, and BadWeights if it is stored in a way that is not understood.
+    Shapes are left to `load_into` and `check_source`. Raises ModelMismatch if the file holds
+    another model, and BadWeights if it is stored in a way that is not understood.
     """
     conversion = _find_conversion(type(model).__name__)
     return _make_view(_read_part(source, PREFIXES), model, conversion, _shapes_of(model))

@@ -1,4 +1,4 @@
-"""Fill a model built without weights, tensor by tensor, and quantize each module once it is complete.
+"""Fill a model built without weights by tensors, and quantize each module once it is complete.
 
 So loading needs the final model, the one module that is being converted, and what the loader holds;
 never two copies of the model.
@@ -46,8 +46,8 @@ Model = TypeVar("Model", bound="nn.Module")
 DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]
 """Returns the dtype of a tensor in the model, from its name and its dtype as stored."""
 Transform = Callable[[str, "nn.Module"], "nn.Module | None"]
-"""Called with a module and its qualified name as soon as all tensors of its own have arrived. It may
-change the module in place, or return another one to replace it."""
+"""Called with a module and its qualified name as soon as all tensors of its own have arrived. It
+may change the module in place, or return another one to replace it."""
 Rename = Callable[[str], str]
 
 MAX_TENSORS = 100_000
@@ -71,7 +71,7 @@ def attribute_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = None) -> Model:
-    """Build a model with its parameters on the meta device, tied ones tied, and everything else real.
+    """Build a model with (tied) parameters on the meta device, and everything else real.
 
     Buffers and plain attributes (rotary tables) are computed by constructors and are in no file.
     `dtype` is the default dtype while building. Raises BadWeights before a constructor computes far
@@ -184,7 +184,7 @@ def from_pretrained_dtypes(model: nn.Module, dtype: torch.dtype) -> DtypePolicy:
 
 
 def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters the dtypes that loading gives them, in place; as there, buffers keep theirs."""
+    """Give parameters, not buffers, the dtypes that loading gives them, in place."""
     policy = from_pretrained_dtypes(model, dtype)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(policy(name, parameter.dtype))
@@ -272,7 +272,7 @@ def check_source(model: nn.Module, source: WeightSource, rename: Rename | None =
 def stream_tensors(
     source: WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
 ) -> Generator[tuple[str, Tensor]]:
-    """Yield every tensor by name, on `device`, in the policy's dtype, for weights that no model keeps.
+    """Yield every tensor by name, on `device`, in the policy's dtype, if no model keeps it.
 
     Hardly more than one is in memory, unless the caller keeps them.
     """
@@ -322,7 +322,7 @@ def fill_random(
 
 
 def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
-    """Draw the values that `fill_random` gives the tensor of this name, in shape and dtype of `like`."""
+    """Draw the values that `fill_random` gives this name, in shape and dtype of `like`."""
     values = torch.zeros(like.shape, device=device, dtype=like.dtype)
     if values.ndim < 2:
         return values.fill_(1) if name.rpartition(".")[2] == "weight" else values
@@ -392,7 +392,7 @@ class _Filler:
                 tensors.update(dict.fromkeys(tensors))
 
     def finish(self, device: torch.device) -> None:
-        """Move what is in no file, check that nothing lacks values, and free what quantizing took."""
+        """Move what is in no file, check that all have values, and free what quantizing took."""
         for name, module in self.model.named_modules():
             for leaf in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(leaf)

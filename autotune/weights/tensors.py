@@ -2,8 +2,8 @@
 
 safetensors      maps the file; instant on the CPU, and pages that are never touched are never read
 pread            reads each tensor into a buffer of its own, in parallel: the least host memory
-fastsafetensors  reads chunks in parallel straight to the device: GPUDirect Storage if the driver has it,
-                 the unified copier on integrated memory, else bounce buffers
+fastsafetensors  reads chunks in parallel straight to the device: GPUDirect Storage, the unified
+                 copier on integrated memory, or bounce buffers
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ LOADERS: Mapping[str, Loader] = {
 
 
 def get_loader(name: str, device: torch.device) -> Loader:
-    """Return a loader by its name. Raises InvalidInput if it is unknown or cannot read to `device`."""
+    """Return a loader by its name. Raises InvalidInput if it cannot read to `device`."""
     if name not in LOADERS:
         raise InvalidInput(
             f"there is no loader called {name!r}", hint=f"choose one of {', '.join(LOADERS)}"

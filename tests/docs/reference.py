@@ -12,9 +12,9 @@ from autotune.cli.options import RequestCommand
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 INTRODUCTION = """# Commands and options
 
-Every command with its options, as `--help` shows them; the page is generated from the program. `autotune.plan` and the
-other functions of Python take the same under the names in the second column. `--progress`, `--quiet` and `--verbose`
-may stand anywhere.
+Every command with its options, as `--help` shows them; the page is generated from the program.
+`autotune.plan` and the other functions of Python take the same under the names in the second
+column. `--progress`, `--quiet` and `--verbose` may stand anywhere.
 """
 
 

@@ -18,7 +18,7 @@ from autotune.search.worker import TASKS
 from tests.gpu.conftest import GIB, candidate, work
 
 LOSS_TOLERANCES = {"bnb-nf4": 1.0, "torchao-fp8": 0.5, "fp8-matmul": 0.5}
-"""Of losses, besides 0.1: random weights magnify errors; test_kernels.py holds gradients to less."""
+"""Of losses, besides 0.1: random weights magnify errors."""
 
 
 @pytest.mark.anywhere

@@ -1,4 +1,4 @@
-"""bitsandbytes' layer as we make it: its own bits in a fraction of the memory, and right gradients."""
+"""bitsandbytes' layer as we make it: its bits in less memory, and right gradients."""
 
 import pytest
 import torch

@@ -119,7 +119,8 @@ def test_cores_of_a_job_are_counted_by_its_quota(
 
 
 ARM = """processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd
-CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: 0xd4f\nCPU revision\t: 0
+CPU implementer\t: 0x41\nCPU architecture: 8
+CPU variant\t: 0x0\nCPU part\t: 0xd4f\nCPU revision\t: 0
 """
 
 
@@ -158,8 +159,12 @@ int cuInit(unsigned flags) { ready = flags == 0; return FAIL; }
 int cuDriverGetVersion(int *v) { *v = 13020; return 0; }
 int cuDeviceGetCount(int *n) { *n = 1; return ready ? 0 : 3; }
 int cuDeviceGet(int *d, int i) { if (i != 0) return 101; *d = 42; return 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) { if (d != 42) return 101; *v = a == 18 || a == 100; return 0; }
-int cuDeviceGetUuid_v2(unsigned char *u, int d) { for (int i = 0; i < 16; i++) u[i] = i; return d == 42 ? 0 : 101; }
+int cuDeviceGetAttribute(int *v, int a, int d) {
+    if (d != 42) return 101; *v = a == 18 || a == 100; return 0;
+}
+int cuDeviceGetUuid_v2(unsigned char *u, int d) {
+    for (int i = 0; i < 16; i++) u[i] = i; return d == 42 ? 0 : 101;
+}
 """
 
 

@@ -129,8 +129,8 @@ def start_worker(
     hardware: HardwareProfile = HARDWARE,
     hangs_at: int | None = None,
 ) -> Worker:
-    """Plan in a process of its own, which writes files of that name in the folder; `hangs_at` is the
-    number of its trial that never ends."""
+    """Plan in a process of its own, which writes files of that name in the folder; `hangs_at` is
+    the number of its trial that never ends."""
     worker = Worker(
         multiprocessing.get_context("fork").Process(target=lambda: _work(folder, name, work)),
         folder / "log.jsonl",

@@ -2,8 +2,8 @@
 host, fewer pins.
 
 On every card of the catalog and for models of every family's size, by a formula in place of traces:
-what is proven is that nothing bars what the cost model prefers. Ties go to what is more exact, smaller and simpler, so that a plan may be slower
-by the width of a tie, 3%, and no more.
+what is proven is that nothing bars what the cost model prefers. Ties go to what is more exact,
+smaller and simpler, so that a plan may be slower by the width of a tie, 3%, and no more.
 """
 
 import itertools

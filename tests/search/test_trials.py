@@ -213,11 +213,12 @@ record("init", None)
 record("current_device", 0)
 record("device_count", 1)
 import torch.utils._triton
-# Wherever there is a GPU triton is installed; without it only the question for devices can pretend so.
+# Wherever there is a GPU triton is installed; without it only the question can pretend so.
 torch.utils._triton.has_triton_package = lambda: sys._getframe(1).f_code.co_name == "has_triton"
 import autotune.search.preload
 from torch.utils._triton import has_triton
-print(list(asked), "bitsandbytes" in sys.modules, torch.cuda.is_available(), has_triton.cache_info().currsize)
+has_asked = has_triton.cache_info().currsize
+print(list(asked), "bitsandbytes" in sys.modules, torch.cuda.is_available(), has_asked)
 """
 
 

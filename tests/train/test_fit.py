@@ -106,9 +106,7 @@ def test_a_name_that_this_autotune_does_not_know_is_refused_rather_than_taken_fo
     assert "'newer'" in misfit
 
 
-def test_a_plan_keeps_fitting_under_another_driver_but_not_under_another_major_version_of_cuda() -> (
-    None
-):
+def test_a_plan_fits_under_another_driver_but_not_another_cuda() -> None:
     here, plan = machine(), make_plan()
     hardware = plan.frozen.hardware.changed(
         fingerprint=here.fingerprint, match_keys=here.match_keys

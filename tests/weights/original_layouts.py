@@ -1,6 +1,7 @@
 """Weights of diffusers and transformers models under the names of their authors and ComfyUI.
 
-Written from the authors' model definitions, as the inverse of what is tested; it shares nothing with it.
+Written from the authors' model definitions, as the inverse of what is tested; it shares nothing
+with it.
 """
 
 import re

@@ -27,11 +27,12 @@ from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
 
 FORMATS = ("diffusers", "comfyui", "kohya")
 INFO = AdapterInfo(model="tiny", plan_digest="sha256:0", rank=4, alpha=6.5, training_steps=10)
-# Top-level and nested modules that share their last name: hardest for formats that match by name. Of
+# Top-level and nested modules that share their last name: hardest for those that match by name. Of
 # FLUX's last layer diffusers' converter drops alphas, and it demands full size of linear1.
 TARGETS = {
     "qwen": r".*to_q|.*to_out\.0|proj_out|.*img_mlp\.net\.2",
-    "flux": r"transformer_blocks\.0\.(.*to_[qkv]|.*add_[qkv]_proj|.*to_out\.0|ff.*(proj|2))|single.*proj_out",
+    "flux": r"transformer_blocks\.0\.(.*to_[qkv]|.*add_[qkv]_proj|.*to_out\.0|ff.*(proj|2))"
+    r"|single.*proj_out",
 }
 
 

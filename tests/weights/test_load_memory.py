@@ -32,7 +32,8 @@ from pathlib import Path
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) * 1024
+    counted = [line for line in lines if line.startswith(("RssAnon", "RssShmem"))]
+    return sum(int(line.split()[1]) for line in counted) * 1024
 
 def peak(call):
     base, most, stop = anonymous(), [0], threading.Event()

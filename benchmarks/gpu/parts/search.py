@@ -21,8 +21,8 @@ def plan_command(
     """The command line of a search."""
     return [sys.executable, "-m", "autotune", "plan", "--model", model, "--resolution",
     str(evidence.size(1024)),
-            "--rank", str(rank), "--batch-size", str(batch), "--quality", "compact", "--no-profiles",
-            "--fresh",
+            "--rank", str(rank), "--batch-size", str(batch), "--quality", "compact",
+            "--no-profiles", "--fresh",
             "--search-time", str(max(10, round(seconds))), "-o",
             str(evidence.scratch() / "plan.yaml"), "--json",
             *(["--max-trials", "2"] if evidence.small else []), *options]  # fmt: skip
