@@ -93,7 +93,7 @@ def audit(
     with show_events() as show:
         found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
     if markdown:
-        print_out(audit_markdown(found), markup=False, highlight=False, soft_wrap=True)
+        print_out(audit_markdown(found))
         return
     print_result(found, as_json, audit_lines)
 

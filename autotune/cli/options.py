@@ -23,8 +23,6 @@ INSTEAD = {"num_train_epochs": "num_steps", "checkpointing_epochs": "checkpointi
 """Fields that cannot be given together."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
-UNBOUNDED = 2**62
-"""A limit from which on none is shown."""
 
 
 class Command(click.Command):
@@ -88,25 +86,22 @@ class RequestCommand(Command):
         return [*self.fields.values(), *super().get_params(ctx)]
 
     def invoke(self, ctx: click.Context) -> Any:
+        from pydantic import ValidationError
+
         values = [(name, ctx.params.pop(name)) for name in self.fields]
         asked = {name: value for name, value in values if ctx.get_parameter_source(name) in GIVEN}
         for name, other in INSTEAD.items():
             if {name, other} <= asked.keys():
                 raise click.BadParameter("epochs take the place of steps", ctx, self.fields[name])
-        self._require_valid(ctx, asked)
-        ctx.params["asked"] = asked
-        return super().invoke(ctx)
-
-    def _require_valid(self, ctx: click.Context, asked: dict[str, Any]) -> None:
-        from pydantic import ValidationError
-
         try:
             self.request(**asked)
         except ValidationError as error:
-            name = error.errors()[0]["loc"][0]
-            texts = [one["msg"] for one in error.errors() if one["loc"][0] == name]
+            wrong = str(error.errors()[0]["loc"][0])
+            texts = [one["msg"] for one in error.errors() if one["loc"][0] == wrong]
             why = " or ".join(texts).lower().replace("value error, ", "")
-            raise click.BadParameter(why, ctx, self.fields[str(name)]) from error
+            raise click.BadParameter(why, ctx, self.fields[wrong]) from error
+        ctx.params["asked"] = asked
+        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options under the classes of the request that declare them."""
@@ -127,16 +122,12 @@ def _parameter(name: str, field: FieldInfo, spelled: Option) -> click.Parameter:
     flag = spelled.flag or "--" + name.replace("_", "-")
     text = " ".join((field.description or "").split())
     kinds = _members(field.annotation)
+    how: dict[str, Any] = {"metavar": spelled.metavar or None}
     is_many = any(get_args(kind)[-1:] == (...,) for kind in kinds)
     if not flag.startswith("-"):
-        return click.Argument(
-            [name],
-            metavar=flag + "..." * is_many if spelled.is_required else f"[{flag}]",
-            nargs=-1 if is_many else 1,
-            required=spelled.is_required,
-            help=text,
-        )
-    how: dict[str, Any] = {}
+        required, shown = spelled.is_required, flag + "..." * is_many
+        how = {"required": required, "metavar": shown if required else f"[{shown}]"}
+        return click.Argument([name], nargs=-1 if is_many else 1, help=text, **how)
     if kinds == [bool]:
         how["is_flag"] = True
     elif "=" in spelled.metavar:
@@ -157,7 +148,7 @@ def _parameter(name: str, field: FieldInfo, spelled: Option) -> click.Parameter:
         required=spelled.is_required,
         envvar=spelled.envvar or None,
         show_envvar=True,
-        **{"metavar": spelled.metavar or None, **how},
+        **how,
     )
 
 
@@ -178,8 +169,6 @@ def _range(kind: type, field: FieldInfo) -> click.ParamType[Any]:
         if hasattr(limit, name)
     }
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
-    if high is not None and high > UNBOUNDED:
-        high = None
     made = click.IntRange if kind is int else click.FloatRange
     return made(low, high, min_open="gt" in bounds, max_open="lt" in bounds)
 

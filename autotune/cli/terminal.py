@@ -103,9 +103,9 @@ class EventDisplay:
                 self._end_task()
                 self._print(event.name, style="dim")
             case events.StatusChanged():
-                self._update(event.text, None, None, "")
+                self._update(event.text)
             case events.Progressed():
-                self._update(event.name, event.done, event.total, "")
+                self._update(event.name, event.done, event.total)
             case events.Notice():
                 warns, warning = event.level == "warning", wrapped(f"warning: {event.text}", 4)
                 lines = warning if warns else [texts.note_text(event.text, event.topic)]
@@ -151,13 +151,14 @@ class EventDisplay:
         done, more = len(self.trials), self.max_trials - len(self.trials)
         seconds = sum(trial.wall_seconds or 0.0 for trial in self.trials)
         left = more * seconds / done if more > 0 and seconds else None
-        self._update("trials", done, self.max_trials if more > 0 else None, note, left)
+        total = self.max_trials if more > 0 else None
+        self._update("trials", done, total, note=note, max_seconds_left=left)
 
     def _step(self, event: events.StepFinished) -> None:
         self.num_steps += 1
         self.smoothed_loss = smooth(self.smoothed_loss, event.loss, self.num_steps)
         note = step_text(event, self.smoothed_loss, self.promised_bytes)
-        self._update("training", event.step, event.num_steps, note)
+        self._update("training", event.step, event.num_steps, note=note)
         if held_out := validation_text(event):
             self._print(held_out)
         is_tenth = event.step % max(1, event.num_steps // 10) == 0
@@ -175,27 +176,16 @@ class EventDisplay:
         self.bar.console.print("\n".join(lines), style=style)
 
     def _update(
-        self,
-        name: str,
-        done: int | None,
-        total: int | None,
-        note: str,
-        max_seconds_left: float | None = None,
+        self, name: str, done: int | None = None, total: int | None = None, **fields: Any
     ) -> None:
+        shown: dict[str, Any] = {"note": "", "max_seconds_left": None, **fields}
         if self.bar.disable and not self.has_spoken:
             self._print(name)  # off a terminal no bar says that something happens
         if total is None:
             self._end_task()  # rich would keep the number of parts
         if self.task is None:
-            self.task = self.bar.add_task(name, note="", max_seconds_left=None)
-        self.bar.update(
-            self.task,
-            description=name,
-            total=total,
-            completed=done,
-            note=note,
-            max_seconds_left=max_seconds_left,
-        )
+            self.task = self.bar.add_task(name, **shown)
+        self.bar.update(self.task, description=name, total=total, completed=done, **shown)
 
     def _end_task(self) -> None:
         if self.task is not None:

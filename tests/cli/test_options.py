@@ -8,10 +8,8 @@ import pytest
 from autotune.cli.app import app
 from tests.conftest import autotune_here
 
-Parameters = list[tuple[str, click.Parameter]]
 
-
-def parameters(command: Any, path: str = "") -> Parameters:
+def parameters(command: Any, path: str = "") -> list[tuple[str, click.Parameter]]:
     """All options and arguments of a command and of those below it, with the commands' names."""
     own = [(path, one) for one in command.get_params(click.Context(command))]
     below = getattr(command, "commands", {}).items()
@@ -58,7 +56,6 @@ def test_storage_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ("words", "error"),
     [
         ("plan --model x --rank 0", "'--rank': 0 is not in the range 1<=x<=4096."),
-        ("plan --model x --seed 9223372036854775808", "'--seed': input should be less than"),
         ("plan --model x --learning-rate nan", "'--learning-rate': input should be a finite"),
         ("plan --model x --steps 7 --epochs 2", "'--epochs': epochs take the place of steps"),
         ("plan --model x --validation 0%", "'--validation': a share of the images"),
