@@ -1,21 +1,240 @@
+"""What every family must keep, run over the registry."""
+
+import copy
+
 import pytest
+import torch
+from PIL import Image
+from torch import nn
 
+from autotune.models.adapter import add_adapter
+from autotune.models.family import Batch, build_on_meta, denoising_loss
+from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
+from autotune.plan.workload import Bucket
 from tests.kinds import KINDS
-from tests.models import contract
-from tests.models.contract import PROMISES
+from tests.models.small import CAPTIONS, Small
 
-COSTLY = {
-    contract.largest_shapes_run,
-    contract.target_sets_nest_and_cover_all_linears,
-    contract.every_adapter_layer_learns,
-    contract.bf16_trains,
-    contract.checkpointing_gives_equal_gradients,
-    contract.samples_are_deterministic_and_sized,
-}
-"""Half a second each: quick for one family of each kind."""
+pytestmark = pytest.mark.quick(
+    *(*KINDS, "flux1-dev", "kandinsky5-video-lite", "krea-2", "ltx-2.3"),
+    *("qwen-image-edit-plus", "wan-2.2-14b", "z-image"),
+)
 
 
-@pytest.mark.quick(*KINDS, *(promise.__name__ for promise in PROMISES if promise not in COSTLY))
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-def test_family_keeps_its_promise(promise, small):
-    promise(small)
+def batch_and_noise(small: Small) -> tuple[Batch, torch.Tensor]:
+    """Both captions with one picture, and standard normal noise."""
+    batch = small.family.collate([small.sample(caption) for caption in CAPTIONS])
+    generator = torch.Generator().manual_seed(0)
+    return batch, torch.randn(batch["latents"].shape, generator=generator)
+
+
+def test_resolves_from_its_folder(small: Small) -> None:
+    model = resolve_model(ModelRef.of(small.folder))
+    assert model.family.name == small.family.name
+    assert model.spec.num_parameters == sum(p.numel() for p in small.transformer.parameters())
+    assert model.spec.num_blocks == len(small.family.blocks(small.transformer))
+
+
+def test_shapes_are_as_announced(small: Small) -> None:
+    sample = small.sample()
+    config = resolve_model(ModelRef.of(small.folder)).config
+    announced = small.family.sample_shapes(
+        config, small.bucket, len(sample["prompt_embeds"]), num_controls=small.family.max_controls
+    )
+    assert {name: tuple(tensor.shape) for name, tensor in sample.items()} == announced
+
+
+def test_tokens_are_counted_without_an_encoder(small: Small) -> None:
+    captions = [*CAPTIONS, "", "&amp; naïve — 数 " * 7]
+    size = (small.bucket.width_px, small.bucket.height_px)
+    sizes = [[size] * small.family.max_controls] * len(captions)
+    counted = small.family.count_text_tokens(small.folder, captions, sizes)
+    assert counted == [len(small.sample(caption)["prompt_embeds"]) for caption in captions]
+
+
+@pytest.mark.quick(*KINDS)
+def test_largest_shapes_run(small: Small) -> None:
+    family, config = small.family, small.transformer.config
+    most, least = family.max_side_px, family.size_multiple_px
+    largest = {(most, least, 1), (least, most, 1), (least, least, family.max_frames)}
+    for width, height, frames in largest:
+        bucket = Bucket(width_px=width, height_px=height, num_frames=frames, num_items=1)
+        shapes = family.sample_shapes(config, bucket, family.max_text_tokens, family.max_controls)
+        batch = family.collate([{name: torch.ones(shape) for name, shape in shapes.items()}])
+        with torch.no_grad():
+            velocity = family.predict(small.transformer, batch["latents"], small.levels(0.5), batch)
+        assert velocity.shape == batch["latents"].shape
+
+
+def test_every_model_can_be_made_tiny(small: Small) -> None:
+    family, side = small.family, 4 * small.family.size_multiple_px
+    bucket = Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)
+    for given in (small.transformer.config, *(model.config for model in family.models)):
+        config = {**given, **family.tiny_config}
+        transformer = family.build_transformer(config)
+        shapes = family.sample_shapes(config, bucket, 8, family.max_controls)
+        batch = family.collate([{name: torch.ones(shape) for name, shape in shapes.items()}])
+        with torch.no_grad():
+            predicted = family.predict(transformer, batch["latents"], small.levels(0.5), batch)
+        assert predicted.shape == batch["latents"].shape
+        assert sum(p.numel() for p in transformer.parameters()) < 40e6
+
+
+@pytest.mark.quick(*KINDS)
+def test_target_sets_nest_and_cover_all_linears(small: Small) -> None:
+    layers = {}
+    for name in ("attention", "attention+mlp", "all-linear"):
+        transformer = build_on_meta(small.family, small.transformer.config)
+        with torch.device("meta"):
+            add_adapter(small.family, transformer, small.workload(name), torch.float32)
+        keys = [key for key, _ in transformer.named_modules() if key.endswith(".lora_A")]
+        layers[name] = {key.removesuffix(".lora_A") for key in keys}
+    assert layers["attention"] < layers["attention+mlp"] <= layers["all-linear"]
+    blocks = {each for block in small.family.blocks(small.transformer) for each in block.modules()}
+    in_blocks = {
+        key
+        for key, layer in small.transformer.named_modules()
+        if type(layer) is nn.Linear and layer in blocks
+    }
+    assert layers["all-linear"] <= in_blocks
+    assert not (in_blocks - layers["all-linear"]) & _layers_with_a_part(small)
+
+
+def _layers_with_a_part(small: Small) -> set[str]:
+    """Those that what is predicted depends on: not those of sound beside a picture, say."""
+    transformer = copy.deepcopy(small.transformer).requires_grad_(True)
+    batch = small.family.collate([small.sample()])
+    small.family.predict(transformer, batch["latents"], small.levels(0.5), batch).sum().backward()
+    return {
+        name
+        for name, layer in transformer.named_modules()
+        if getattr(layer, "weight", None) is not None and layer.weight.grad is not None
+    }
+
+
+@pytest.mark.quick(*KINDS)
+def test_every_adapter_layer_learns(small: Small) -> None:
+    transformer, parameters = small.adapted("all-linear")
+    batch, noise = batch_and_noise(small)
+    denoising_loss(small.family, transformer, batch, noise, small.levels(0.3, 0.8)).backward()
+    trained = {name: each for name, each in transformer.named_parameters() if each.requires_grad}
+    assert len(trained) == len(parameters)
+    still = {name for name, each in trained.items() if each.grad is None or not each.grad.any()}
+    last = small.family.last_block(transformer)
+    assert transformer.get_submodule(last) is small.family.blocks(transformer)[-1]
+    assert all(name.startswith(f"{last}.") for name in still), still
+
+
+def test_batching_changes_nothing(small: Small) -> None:
+    family, transformer = small.family, small.transformer
+    batch, noise = batch_and_noise(small)
+    levels = small.levels(0.25, 0.9)
+    with torch.no_grad():
+        together = family.predict(transformer, noise, levels, batch)
+        alone = [
+            family.predict(transformer, one, level, family.collate([small.sample(caption)]))
+            for one, level, caption in zip(noise.split(1), levels.split(1), CAPTIONS, strict=True)
+        ]
+    assert together.shape == noise.shape
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-3, atol=1e-4)
+
+
+def test_padding_what_is_masked_changes_nothing(small: Small) -> None:
+    """Neither outputs nor gradients, in fp32; and where attention gets no mask there is no more
+    padding."""
+    family = small.family
+    samples = [small.sample(caption) for caption in CAPTIONS]
+    plain, padded = family.collate(samples), family.collate(samples, 128)
+    if family.separates_prompts or not family.has_attention_mask(2, "masked"):
+        shapes = {name: tensor.shape for name, tensor in padded.items()}
+        assert shapes == {name: tensor.shape for name, tensor in plain.items()}
+        return
+    latents = [tensor[0, 0] for name, tensor in padded.items() if "latents" in name]
+    images = sum(each.numel() // family.patch**2 for each in latents)
+    assert (images + padded["prompt_embeds"].shape[1]) % 128 == 0
+    assert padded["prompt_mask"].sum() == plain["prompt_mask"].sum() < padded["prompt_mask"].numel()
+    noise, found = batch_and_noise(small)[1], []
+    for batch in (plain, padded):
+        transformer, parameters = small.adapted()
+        with torch.no_grad():
+            output = family.predict(transformer, noise, small.levels(0.25, 0.9), batch)
+        denoising_loss(family, transformer, batch, noise, small.levels(0.25, 0.9)).backward()
+        found.append([output, *(p.grad for p in parameters if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        assert float((one - other).norm()) <= 1e-5 * float(one.norm())
+
+
+@pytest.mark.quick(*KINDS)
+def test_bf16_trains(small: Small) -> None:
+    """Loaded as a run loads it: modules that must stay in fp32 do, and everything still fits
+    together."""
+    transformer = type(small.transformer).from_pretrained(
+        small.folder / small.family.denoiser, torch_dtype=torch.bfloat16
+    )
+    parameters = add_adapter(small.family, transformer, small.workload(), torch.bfloat16)
+    batch, noise = batch_and_noise(small)
+    levels = small.levels(0.3, 0.8)
+    exact = denoising_loss(small.family, small.transformer, batch, noise, levels)
+    floats = {name for name, tensor in batch.items() if tensor.is_floating_point()}
+    batch |= {name: batch[name].bfloat16() for name in floats}
+    loss = denoising_loss(small.family, transformer, batch, noise.bfloat16(), levels)
+    loss.backward()
+    assert abs(float(loss.detach() - exact)) < 0.05 * float(exact)
+    assert {parameter.grad.dtype for parameter in parameters} == {torch.bfloat16}
+    assert all(parameter.grad.isfinite().all() for parameter in parameters)
+
+
+def test_masks_are_announced(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [small.sample(caption) for caption in CAPTIONS]
+    seen = []
+    small.transformer.set_attention_backend("native")
+    stock = nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, **options):
+        seen.append(attn_mask is not None)
+        return stock(*args, attn_mask=attn_mask, **options)
+
+    def is_masked(samples) -> bool:
+        batch = small.family.collate(samples)
+        seen.clear()
+        with torch.no_grad():
+            levels = small.levels(*[0.5] * len(samples))
+            small.family.predict(small.transformer, batch["latents"], levels, batch)
+        return any(seen)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
+    assert is_masked(samples[:1]) == small.family.has_attention_mask(1, "masked")
+    assert is_masked([samples[0]] * 2) == small.family.has_attention_mask(2, "exact")
+    # Two may share a padded length.
+    assert is_masked(samples) <= small.family.has_attention_mask(2, "masked")
+
+
+@pytest.mark.quick(*KINDS)
+def test_checkpointing_gives_equal_gradients(small: Small) -> None:
+    from autotune.knobs.blocks import apply_recomputation
+
+    batch, noise = batch_and_noise(small)
+    found = []
+    for count in (0, 2):
+        transformer, parameters = small.adapted()
+        apply_recomputation(transformer, small.family, count)
+        denoising_loss(small.family, transformer, batch, noise, small.levels(0.4, 0.6)).backward()
+        found.append([p.grad for p in parameters if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.quick(*KINDS)
+def test_samples_are_deterministic_and_sized(small: Small) -> None:
+    controls = [Image.new("RGB", (40, 56), "green")] * small.family.max_controls
+    bucket = Bucket(width_px=64, height_px=32, num_frames=small.bucket.num_frames, num_items=1)
+    runs = [
+        small.family.sample(
+            small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=seed, controls=controls
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert [len(run) for run in runs] == [bucket.num_frames] * 3
+    assert runs[0][0].size == (64, 32)
+    pixels = [run[0].tobytes() for run in runs]
+    assert pixels[0] == pixels[1]
+    assert pixels[0] != pixels[2]

@@ -1,10 +1,14 @@
 """Rules of the pipelines that families restate are the pipelines' own, over their whole range."""
 
+import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from autotune.models.latents import build_empty_pipeline
 from autotune.models.registry import FAMILIES, find_published
@@ -14,19 +18,26 @@ from tests.models.small import CAPTIONS, mask_padding
 sides = st.integers(1, 4096)
 
 
+def record(transformer, argument, monkeypatch):
+    """The values of an argument in all calls to come."""
+    seen, forward = [], transformer.forward
+
+    def call(**given):
+        seen.append(given[argument])
+        return forward(**given)
+
+    monkeypatch.setattr(transformer, "forward", call)
+    return seen
+
+
 @given(sides, sides)
 @settings(max_examples=100)
 def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, height):
-    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
-    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
-
     one, several = FAMILIES["qwen-image-edit"], FAMILIES["qwen-image-edit-plus"]
-    assert (
-        one._condition_size(width, height)
-        == edit.calculate_dimensions(1024 * 1024, width / height)[:2]
-    )
-    area = plus.CONDITION_IMAGE_SIZE
-    assert several._condition_size(width, height) == plus.calculate_dimensions(area, width / height)
+    ratio = width / height
+    assert one._condition_size(width, height) == edit.calculate_dimensions(1024**2, ratio)[:2]
+    size = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, ratio)
+    assert several._condition_size(width, height) == size
 
 
 @given(sides, sides)
@@ -49,52 +60,30 @@ def test_clips_of_any_length_encode_to_the_announced_frames(small_pipelines, num
 def test_control_images_of_edit_2511_count_as_clean(small_pipelines):
     """Its transformer modulates them by the timestep 0."""
     small = small_pipelines("qwen-image-edit-plus")
-    sample, levels = small.sample(), small.levels(0.9, 0.3)
-    predictions = {}
+    levels, predictions = small.levels(0.9, 0.3), {}
+    samples = [small.sample(caption) for caption in CAPTIONS]
+    noisy = torch.stack([samples[0]["latents"]] * 2)
+    together, alone = small.family.collate(samples), small.family.collate(samples[:1])
     for name in ("qwen-image-edit-plus", "qwen-image-edit-2511"):
         config = {**small.transformer.config, **find_published(name)[1].config}
         transformer = small.family.build_transformer(config)
         transformer.load_state_dict(small.transformer.state_dict())
         with torch.no_grad():
-            noisy = torch.stack([sample["latents"]] * 2)
-            predictions[name] = small.family.predict(
-                transformer,
-                noisy,
-                levels,
-                small.family.collate([small.sample(caption) for caption in CAPTIONS]),
-            )
-            alone = small.family.predict(
-                transformer, noisy[:1], levels[:1], small.family.collate([sample])
-            )[0]
-        torch.testing.assert_close(predictions[name][0], alone, rtol=1e-3, atol=1e-4)
+            predictions[name] = small.family.predict(transformer, noisy, levels, together)
+            first = small.family.predict(transformer, noisy[:1], levels[:1], alone)[0]
+        torch.testing.assert_close(predictions[name][0], first, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(*predictions.values(), rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-plus"])
-def test_preview_sees_controls_at_the_trained_size_and_leaves_the_pipeline_as_it_was(
-    small_pipelines, name, monkeypatch
-):
-    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
-    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
-    from PIL import Image
-
+def test_previews_see_controls_at_the_trained_size(small_pipelines, name, monkeypatch):
     small = small_pipelines(name)
-    seen = []
-    forward = small.transformer.forward
-    monkeypatch.setattr(
-        small.transformer,
-        "forward",
-        lambda **given: (seen.append(given["img_shapes"]), forward(**given))[1],
-    )
+    seen = record(small.transformer, "img_shapes", monkeypatch)
     before = edit.calculate_dimensions, plus.VAE_IMAGE_SIZE
     bucket = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
+    control = Image.new("RGB", (64, 64))
     small.family.sample(
-        small.pipeline,
-        CAPTIONS[0],
-        bucket,
-        num_steps=2,
-        seed=0,
-        controls=[Image.new("RGB", (64, 64))],
+        small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[control]
     )
     assert all(list(shapes[0]) == [(1, 4, 4), (1, 4, 4)] for shapes in seen)
     assert len(seen) == 4  # guidance calls the transformer twice a step
@@ -102,16 +91,8 @@ def test_preview_sees_controls_at_the_trained_size_and_leaves_the_pipeline_as_it
 
 
 def test_preview_of_kontext_sees_the_control_at_the_trained_size(small_pipelines, monkeypatch):
-    from PIL import Image
-
     small = small_pipelines("flux1-kontext")
-    seen = []
-    forward = small.transformer.forward
-    monkeypatch.setattr(
-        small.transformer,
-        "forward",
-        lambda **given: (seen.append(given["img_ids"]), forward(**given))[1],
-    )
+    seen = record(small.transformer, "img_ids", monkeypatch)
     bucket = Bucket(width_px=32, height_px=64, num_frames=1, num_items=1)
     control = Image.new("RGB", (200, 100))
     (image,) = small.family.sample(
@@ -124,41 +105,46 @@ def test_preview_of_kontext_sees_the_control_at_the_trained_size(small_pipelines
     )
 
 
-def test_preview_of_chroma_is_that_of_its_pipeline_with_padding_masked(
-    small_pipelines, monkeypatch
-):
+def test_preview_of_chroma_masks_padding(small_pipelines, monkeypatch):
     small = small_pipelines("chroma")
     bucket = Bucket(width_px=32, height_px=32, num_frames=1, num_items=1)
-    options = {
-        "num_inference_steps": 2,
-        "width": 32,
-        "height": 32,
-        "output_type": "np",
-        "return_dict": False,
-    }
+    options = {"num_inference_steps": 2, "width": 32, "height": 32, "output_type": "np"}
+    options["guidance_scale"] = small.family.defaults.sampling_guidance
 
     def stock() -> torch.Tensor:
-        guidance, generator = (
-            small.family.defaults.sampling_guidance,
-            torch.Generator().manual_seed(0),
-        )
-        images = small.pipeline(
-            CAPTIONS[0], guidance_scale=guidance, generator=generator, **options
-        )[0]
+        generator = torch.Generator().manual_seed(0)
+        images = small.pipeline(CAPTIONS[0], generator=generator, return_dict=False, **options)[0]
         return torch.from_numpy(images[0]) * 255
 
-    masks, forward = [], small.transformer.forward
     with monkeypatch.context() as patch:
-        patch.setattr(
-            small.transformer,
-            "forward",
-            lambda **given: (masks.append(given["attention_mask"]), forward(**given))[1],
-        )
+        masks = record(small.transformer, "attention_mask", patch)
         (preview,) = small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0)
-    assert (
-        masks == [None] * 4
-    )  # some attention backends refuse any; guidance calls the transformer twice a step
+    # Some attention backends refuse any; guidance calls the transformer twice a step.
+    assert masks == [None] * 4
     ours, as_it_is = torch.tensor(np.asarray(preview), dtype=torch.float32), stock()
     mask_padding(small.pipeline, monkeypatch)
     torch.testing.assert_close(ours, stock(), rtol=0, atol=0.51)
     assert not torch.allclose(ours, as_it_is, rtol=0, atol=0.51)
+
+
+@pytest.mark.slow
+def test_previews_of_ltx_need_neither_gemma_nor_the_connectors(small_pipelines) -> None:
+    small = small_pipelines("ltx-2.3")
+    options = {"width": 64, "height": 32, "num_frames": 9, "num_inference_steps": 2}
+    options |= {"guidance_scale": 3.0, "stg_scale": 0.0, "audio_stg_scale": 0.0}
+
+    def sampled(pipeline):
+        generator = torch.Generator().manual_seed(0)
+        return pipeline(
+            CAPTIONS[0], generator=generator, output_type="np", return_dict=False, **options
+        )
+
+    stock = sampled(diffusers.LTX2Pipeline.from_pretrained(small.folder))
+    pipeline = small.family.load_pipeline(small.folder)
+    encoded = pipeline.encode_prompt(CAPTIONS[0])
+    without = small.family.load_pipeline(small.folder, text_encoder=None, connectors=None)
+    without.encode_prompt = lambda **_: encoded
+    for ours, theirs in zip(sampled(without), stock, strict=True):
+        torch.testing.assert_close(
+            torch.as_tensor(ours), torch.as_tensor(theirs), rtol=1e-4, atol=1e-5
+        )

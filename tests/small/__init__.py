@@ -6,39 +6,23 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import diffusers
 import torch
 
 from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, Scene, draw_centered
 from autotune.models.family import Family
 from autotune.models.registry import get_family
 
-MODULES = {
-    "qwen-image-edit": "qwen_image",
-    "qwen-image-edit-plus": "qwen_image",
-    "qwen-image-2.1": "qwen_image_21",
-    "flux1-kontext": "flux1_dev",
-    "kandinsky5-image-lite": "kandinsky5",
-    "kandinsky5-video-lite": "kandinsky5",
-    "flux2-dev": "flux2_klein",
-    "wan-2.1": "wan",
-    "wan-2.2": "wan",
-    "wan-2.2-14b": "wan",
-    "krea-2": "krea2",
-    "sd3.5": "sd35",
-    "ltx-2.3": "ltx2",
-}
-"""The module here that builds a family's pipeline, where it is not called as the family."""
-
 
 def write_small_pipeline(family: Family | str, folder: Path, captions: Sequence[str]) -> None:
-    """Write the family's pipeline, whose tokenizer knows the captions."""
+    """Write the family's pipeline, whose tokenizer knows the captions. The module here that builds
+    it is called as the family's."""
     family = get_family(family) if isinstance(family, str) else family
-    name = MODULES.get(family.name, family.name.replace("-", "_"))
-    module = import_module(f"tests.small.{name}")
+    module = import_module(f"tests.small.{type(family).__module__.rpartition('.')[2]}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipeline = module.build_pipeline(family, captions)
-    pipeline.save_pretrained(folder)
+        parts = module.build_parts(family, captions)
+    getattr(diffusers, family.pipeline_class)(**parts).save_pretrained(folder)
 
 
 def draw_images(
@@ -57,11 +41,8 @@ def draw_images(
         scene = draw_centered(rng, KNOWN_SHAPES[number % 3], color, ground)
         captions.append(scene.caption)
         for frame in range(num_frames):
-            path = (
-                folder / f"{number:02d}.png"
-                if num_frames == 1
-                else folder / f"{number:02d}" / f"{frame:02d}.png"
-            )
+            name = f"{number:02d}.png" if num_frames == 1 else f"{number:02d}/{frame:02d}.png"
+            path = folder / name
             path.parent.mkdir(exist_ok=True)
             image = _moved(scene, frame).draw()
             (image.convert("L").convert("RGB") if is_control else image).save(path)
@@ -72,9 +53,8 @@ def draw_images(
 
 def _moved(scene: Scene, across: int) -> Scene:
     """The scene with its figures some pixels to the right."""
-    return replace(
-        scene, figures=tuple(replace(figure, left=figure.left + across) for figure in scene.figures)
-    )
+    figures = tuple(replace(figure, left=figure.left + across) for figure in scene.figures)
+    return replace(scene, figures=figures)
 
 
 def write_small(name: str, folder: Path) -> list[str]:

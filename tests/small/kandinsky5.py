@@ -5,18 +5,13 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLHunyuanVideo,
-    FlowMatchEulerDiscreteScheduler,
-    Kandinsky5Transformer3DModel,
-)
 
 from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline
 from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
-    flux_vae,
+    image_vae,
     invert_input_layer,
     qwen_processor,
     qwen_text_encoder,
@@ -24,17 +19,15 @@ from tests.small.parts import (
 )
 
 
-def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra
-    input channels."""
-    video = "T2V" in family.pipeline_class
-    tokenizer = qwen_tokenizer(
-        captions, build_empty_pipeline(family.pipeline_class).prompt_template
-    )
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """With FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
+    video = family.can_train_clips
+    template = build_empty_pipeline(family.pipeline_class).prompt_template
+    tokenizer = qwen_tokenizer(captions, template)
     tokenizer_2 = clip_tokenizer(captions)
     text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
     text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
-    transformer = Kandinsky5Transformer3DModel(
+    transformer = diffusers.Kandinsky5Transformer3DModel(
         in_visual_dim=16,
         out_visual_dim=16,
         in_text_dim=128,
@@ -48,16 +41,23 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
         visual_cond=video,
     )
     _initialize(transformer)
-    vae = _video_vae() if video else flux_vae()
-    return getattr(diffusers, family.pipeline_class)(
-        transformer=transformer,
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=qwen_processor(tokenizer),
-        text_encoder_2=text_encoder_2,
-        tokenizer_2=tokenizer_2,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0 if video else 3.0),
-    )
+    vae = image_vae(family)
+    if video:
+        vae = diffusers.AutoencoderKLHunyuanVideo(
+            block_out_channels=(16, 32, 32, 32),
+            layers_per_block=1,
+            norm_num_groups=8,
+            scaling_factor=3.0,
+        ).eval()
+    return {
+        "transformer": transformer,
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "tokenizer": qwen_processor(tokenizer),
+        "text_encoder_2": text_encoder_2,
+        "tokenizer_2": tokenizer_2,
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0 if video else 3.0),
+    }
 
 
 def _initialize(transformer: Any) -> None:
@@ -71,12 +71,3 @@ def _initialize(transformer: Any) -> None:
     first = transformer.visual_embeddings.in_layer.weight
     patches = first.unflatten(1, (4, -1))[:, :, :16].transpose(1, 2)
     invert_input_layer(transformer.out_layer.out_layer, patches.flatten(1))
-
-
-def _video_vae() -> Any:
-    return AutoencoderKLHunyuanVideo(
-        block_out_channels=(16, 32, 32, 32),
-        layers_per_block=1,
-        norm_num_groups=8,
-        scaling_factor=3.0,
-    ).eval()

@@ -3,13 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    Krea2Pipeline,
-    Krea2Transformer2DModel,
-)
-from transformers import Qwen3VLModel
+import diffusers
+import transformers
 
 from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline
@@ -19,13 +14,13 @@ TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)
 """Width and used layers of the text encoder; the pipeline takes the outputs of these layers."""
 
 
-def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: 4 blocks of width 128, with 4 heads for queries and 2 for keys."""
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """4 blocks of width 128, with 4 heads for queries and 2 for keys."""
     stock = build_empty_pipeline("Krea2Pipeline")
     template = stock.prompt_template_encode_prefix + stock.prompt_template_encode_suffix
     tokenizer = qwen_tokenizer(captions, template)
-    text_encoder = qwen3_vl(Qwen3VLModel, tokenizer, TEXT_WIDTH, num_layers=TEXT_LAYERS[-1])
-    transformer = Krea2Transformer2DModel(
+    text_encoder = qwen3_vl(transformers.Qwen3VLModel, tokenizer, TEXT_WIDTH, TEXT_LAYERS[-1])
+    transformer = diffusers.Krea2Transformer2DModel(
         num_layers=4,
         attention_head_dim=32,
         num_attention_heads=4,
@@ -40,18 +35,19 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
         axes_dims_rope=(8, 12, 12),
     )
     invert_input_layer(transformer.final_layer.linear, transformer.img_in.weight)
-    vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1).eval()
-    return Krea2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(
+    small = {"base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+    vae = diffusers.AutoencoderKLQwenImage(**small).eval()
+    return {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
             base_shift=0.5,
             max_shift=1.15,
             base_image_seq_len=256,
             max_image_seq_len=6400,
         ),
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        transformer=transformer,
-        text_encoder_select_layers=TEXT_LAYERS,
-    )
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "tokenizer": tokenizer,
+        "transformer": transformer,
+        "text_encoder_select_layers": TEXT_LAYERS,
+    }

@@ -3,28 +3,22 @@
 from collections.abc import Sequence
 from typing import Any
 
-from diffusers import (
-    AutoencoderKLLTX2Audio,
-    AutoencoderKLLTX2Video,
-    FlowMatchEulerDiscreteScheduler,
-    LTX2Pipeline,
-    LTX2VideoTransformer3DModel,
-)
+import diffusers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
 from autotune.models.family import Family
+from autotune.models.ltx2 import LATER, LATER_VAE
 from tests.small.parts import gemma3, gemma_tokenizer, invert_input_layer
 
 CHANNELS, SOUND_CHANNELS = 32, 8
 WIDTH, SOUND_WIDTH, TEXT_WIDTH = 128, 64, 64
 
 
-def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: 4 blocks of width 128, and of 64 for sound, which has 8 channels of 2
-    by 4."""
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """4 blocks of width 128, and of 64 for sound, which has 8 channels of 2 by 4."""
     tokenizer = gemma_tokenizer(captions, max_length=1024)
     text_encoder = gemma3(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2)
-    transformer = LTX2VideoTransformer3DModel(
+    transformer = diffusers.LTX2VideoTransformer3DModel(
         in_channels=CHANNELS,
         out_channels=CHANNELS,
         num_attention_heads=4,
@@ -36,27 +30,22 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
         audio_attention_head_dim=SOUND_WIDTH // 4,
         audio_cross_attention_dim=SOUND_WIDTH,
         num_layers=4,
-        rope_type="split",
-        use_prompt_embeddings=False,
-        perturbed_attn=True,
-        **dict.fromkeys(
-            ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True
-        ),
+        **LATER,
     )
     invert_input_layer(transformer.proj_out, transformer.proj_in.weight)
-    return LTX2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(
+    return {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
             base_shift=0.95,
             max_shift=2.05,
             base_image_seq_len=1024,
             shift_terminal=0.1,
         ),
-        vae=_video_vae(),
-        audio_vae=AutoencoderKLLTX2Audio(
+        "vae": _video_vae(),
+        "audio_vae": diffusers.AutoencoderKLLTX2Audio(
             base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16
         ).eval(),
-        vocoder=LTX2Vocoder(
+        "vocoder": LTX2Vocoder(
             in_channels=32,
             hidden_channels=32,
             upsample_kernel_sizes=[4, 4],
@@ -64,20 +53,20 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
             resnet_kernel_sizes=[3],
             resnet_dilations=[[1, 3, 5]],
         ).eval(),
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        connectors=_connectors(num_layers=3),
-        transformer=transformer,
-    )
+        "text_encoder": text_encoder,
+        "tokenizer": tokenizer,
+        "connectors": _connectors(num_layers=3),
+        "transformer": transformer,
+    }
 
 
 def _connectors(num_layers: int) -> Any:
     """For an encoder of so many layers, its embedding among them."""
-    heads = {"video_connector_num_attention_heads": 4, "audio_connector_num_attention_heads": 4}
     return LTX2TextConnectors(
         caption_channels=TEXT_WIDTH,
         text_proj_in_factor=num_layers,
-        **heads,
+        video_connector_num_attention_heads=4,
+        audio_connector_num_attention_heads=4,
         video_connector_attention_head_dim=WIDTH // 4,
         audio_connector_attention_head_dim=SOUND_WIDTH // 4,
         video_connector_num_layers=1,
@@ -93,19 +82,11 @@ def _connectors(num_layers: int) -> Any:
 
 
 def _video_vae() -> Any:
-    return AutoencoderKLLTX2Video(
-        latent_channels=CHANNELS,
-        block_out_channels=(8, 16, 32, 32),
-        decoder_block_out_channels=(8, 16, 16, 32),
-        layers_per_block=(1,) * 5,
-        decoder_layers_per_block=(1,) * 5,
-        decoder_spatio_temporal_scaling=(True,) * 4,
-        decoder_inject_noise=(False,) * 5,
-        upsample_type=("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-        upsample_residual=(False,) * 4,
-        upsample_factor=(2, 2, 1, 2),
-        decoder_causal=False,
-        decoder_spatial_padding_mode="zeros",
-        spatial_compression_ratio=32,
-        temporal_compression_ratio=8,
-    ).eval()
+    small = {
+        "latent_channels": CHANNELS,
+        "block_out_channels": (8, 16, 32, 32),
+        "decoder_block_out_channels": (8, 16, 16, 32),
+        "layers_per_block": (1,) * 5,
+        "decoder_layers_per_block": (1,) * 5,
+    }
+    return diffusers.AutoencoderKLLTX2Video(**{**LATER_VAE, **small}).eval()

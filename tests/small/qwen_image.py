@@ -1,51 +1,30 @@
-"""A small Qwen-Image pipeline, and its editing variants."""
+"""Small Qwen-Image pipelines: for text to image, for editing, and 2.1."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import diffusers
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImageTransformer2DModel,
-)
+import transformers
 
 from autotune.models.family import Family
-from autotune.models.latents import build_empty_pipeline
-from tests.small.parts import invert_input_layer, qwen_processor, qwen_text_encoder, qwen_tokenizer
+from autotune.models.latents import build_empty_pipeline, image_processor
+from tests.small.parts import (
+    QWEN_VL_CHAT,
+    invert_input_layer,
+    qwen3_vl,
+    qwen_image_processor,
+    qwen_processor,
+    qwen_text_encoder,
+    qwen_tokenizer,
+)
 
 
-def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline; the editing classes get a processor for control images, too."""
-    tokenizer = qwen_tokenizer(
-        captions, build_empty_pipeline(family.pipeline_class).prompt_template_encode
-    )
-    text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
-    transformer = QwenImageTransformer2DModel(
-        in_channels=64,
-        out_channels=16,
-        num_layers=6,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=128,
-        axes_dims_rope=(8, 12, 12),
-    )
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """Blocks of width 128: 6, or 4 of 2.1."""
+    parts = _build_21(captions) if "2.1" in family.name else _build(family, captions)
+    transformer = parts["transformer"]
     invert_input_layer(transformer.proj_out, transformer.img_in.weight)
-    vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
-    parts = {
-        "scheduler": make_scheduler(),
-        "vae": vae,
-        "text_encoder": text_encoder,
-        "tokenizer": tokenizer,
-    }
-    if "Edit" in family.pipeline_class:
-        parts["processor"] = qwen_processor(tokenizer)
-    return getattr(diffusers, family.pipeline_class)(transformer=transformer, **parts)
-
-
-def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """The published scheduler."""
-    return FlowMatchEulerDiscreteScheduler(
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         shift=1.0,
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -55,3 +34,51 @@ def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
         shift_terminal=0.02,
         time_shift_type="exponential",
     )
+    return {**parts, "scheduler": scheduler}
+
+
+def _build(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    template = build_empty_pipeline(family.pipeline_class).prompt_template_encode
+    tokenizer = qwen_tokenizer(captions, template)
+    parts = {
+        "tokenizer": tokenizer,
+        "text_encoder": qwen_text_encoder(tokenizer, hidden_size=128),
+        "transformer": diffusers.QwenImageTransformer2DModel(
+            in_channels=64,
+            out_channels=16,
+            num_layers=6,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            joint_attention_dim=128,
+            axes_dims_rope=(8, 12, 12),
+        ),
+        "vae": diffusers.AutoencoderKLQwenImage(
+            base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1
+        ),
+    }
+    return {**parts, "processor": qwen_processor(tokenizer)} if family.max_controls else parts
+
+
+def _build_21(captions: Sequence[str]) -> dict[str, Any]:
+    template = "system\nComprehend and analyze the provided prompt.user\nassistant\n"
+    tokenizer, kind = (
+        qwen_tokenizer(captions, template),
+        transformers.Qwen3VLForConditionalGeneration,
+    )
+    return {
+        "processor": image_processor("Qwen3VLProcessor")(
+            qwen_image_processor(), tokenizer, chat_template=QWEN_VL_CHAT
+        ),
+        "text_encoder": qwen3_vl(kind, tokenizer, hidden_size=64, num_layers=2),
+        "transformer": diffusers.QwenImage21Transformer2DModel(
+            num_layers=4,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            context_in_dim=64,
+            mlp_ratio=2,
+            axes_dims_rope=(8, 12, 12),
+        ),
+        "vae": diffusers.AutoencoderKLQwenImage21(
+            base_dim=16, decoder_base_dim=16, dim_mult=[1, 1, 2, 2, 2], num_res_blocks=1
+        ).eval(),
+    }

@@ -3,30 +3,25 @@
 from collections.abc import Sequence
 from typing import Any
 
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
-from transformers import CLIPTextModelWithProjection
+import diffusers
+import transformers
 
 from autotune.models.family import Family
 from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
-    flux_vae,
+    image_vae,
     invert_input_layer,
     t5_encoder,
     t5_tokenizer,
 )
 
 
-def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: 4 blocks of width 128, of which the first two attend twice, as
-    medium's do."""
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """4 blocks of width 128, of which the first two attend twice, as medium's do."""
     tokenizer, tokenizer_3 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=256)
     clip = clip_text_encoder(tokenizer, hidden_size=64).config
-    transformer = SD3Transformer2DModel(
+    transformer = diffusers.SD3Transformer2DModel(
         num_layers=4,
         num_attention_heads=2,
         joint_attention_dim=128,
@@ -38,17 +33,16 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
     )
     patches = transformer.pos_embed.proj.weight
     patches.data.mul_(4)  # or positions, which are added to them, would be half of what comes out
-    invert_input_layer(
-        transformer.proj_out, patches.permute(0, 2, 3, 1).flatten(1)
-    )  # channels are innermost there
-    return StableDiffusion3Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=flux_vae(),
-        text_encoder=CLIPTextModelWithProjection(clip).eval(),
-        tokenizer=tokenizer,
-        text_encoder_2=CLIPTextModelWithProjection(clip).eval(),
-        tokenizer_2=tokenizer,
-        text_encoder_3=t5_encoder(tokenizer_3, hidden_size=128),
-        tokenizer_3=tokenizer_3,
-        transformer=transformer,
-    )
+    # Channels are innermost there.
+    invert_input_layer(transformer.proj_out, patches.permute(0, 2, 3, 1).flatten(1))
+    return {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "vae": image_vae(family),
+        "text_encoder": transformers.CLIPTextModelWithProjection(clip).eval(),
+        "tokenizer": tokenizer,
+        "text_encoder_2": transformers.CLIPTextModelWithProjection(clip).eval(),
+        "tokenizer_2": tokenizer,
+        "text_encoder_3": t5_encoder(tokenizer_3, hidden_size=128),
+        "tokenizer_3": tokenizer_3,
+        "transformer": transformer,
+    }

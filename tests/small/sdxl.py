@@ -3,25 +3,20 @@
 from collections.abc import Sequence
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKL,
-    EulerDiscreteScheduler,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
-from transformers import CLIPTextModelWithProjection
+import transformers
 
 from autotune.models.family import Family
-from autotune.models.sdxl import UNET, VAE
-from tests.small.parts import clip_text_encoder, clip_tokenizer
+from autotune.models.sdxl import UNET
+from tests.small.parts import clip_text_encoder, clip_tokenizer, image_vae
 
 
-def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: the published stages, 32 to 64 channels wide."""
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """The published stages, 32 to 64 channels wide."""
     tokenizer = clip_tokenizer(captions)
     text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
-    text_encoder_2 = CLIPTextModelWithProjection(text_encoder.config).eval()
+    text_encoder_2 = transformers.CLIPTextModelWithProjection(text_encoder.config).eval()
     small = {
         "block_out_channels": (32, 64, 64),
         "layers_per_block": 1,
@@ -32,32 +27,23 @@ def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
         "addition_time_embed_dim": 8,
         "projection_class_embeddings_input_dim": 64 + 6 * 8,
     }
-    unet = UNet2DConditionModel(**{**UNET, **small})
+    unet = diffusers.UNet2DConditionModel(**{**UNET, **small})
     _pass_input_through(unet)
-    vae = AutoencoderKL(
-        **{
-            **VAE,
-            "block_out_channels": (16, 32, 32, 32),
-            "layers_per_block": 1,
-            "scaling_factor": 3.0,
-        },
-        norm_num_groups=8,
-    ).eval()
-    return StableDiffusionXLPipeline(
-        vae=vae,
-        text_encoder=text_encoder,
-        text_encoder_2=text_encoder_2,
-        tokenizer=tokenizer,
-        tokenizer_2=tokenizer,
-        unet=unet,
-        scheduler=EulerDiscreteScheduler(
+    return {
+        "vae": image_vae(family),
+        "text_encoder": text_encoder,
+        "text_encoder_2": text_encoder_2,
+        "tokenizer": tokenizer,
+        "tokenizer_2": tokenizer,
+        "unet": unet,
+        "scheduler": diffusers.EulerDiscreteScheduler(
             beta_start=0.00085,
             beta_end=0.012,
             beta_schedule="scaled_linear",
             steps_offset=1,
             timestep_spacing="leading",
         ),
-    )
+    }
 
 
 @torch.no_grad()
@@ -77,7 +63,6 @@ def _pass_input_through(unet: Any) -> None:
         conv.bias.zero_()
     last = unet.up_blocks[-1].resnets[-1]
     last.conv2.weight.mul_(0.2)
-    shortcut = last.conv_shortcut.weight[
-        :, :, 0, 0
-    ]  # of the stage's own output, then of the skipped one
+    # Of the stage's own output, then of the skipped one.
+    shortcut = last.conv_shortcut.weight[:, :, 0, 0]
     shortcut.mul_(0.2)[:, -width:] = torch.eye(width)

@@ -3,45 +3,43 @@
 from collections.abc import Sequence
 from typing import Any
 
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+import diffusers
 
 from autotune.models.family import Family
 from tests.small.parts import invert_input_layer, t5_encoder, t5_tokenizer
 
 
-def build_pipeline(family: Family, captions: Sequence[str]) -> Any:
-    """Build the pipeline: 4 blocks. With an autoencoder that makes patches, that of Wan 2.2 5B;
-    with a boundary, a transformer for each side of it."""
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """4 blocks; with a boundary, a transformer for each side of it."""
     vae_config, boundary_ratio = family.parts.vae_config, family.pipeline_config["boundary_ratio"]
     is_5b = "patch_size" in vae_config
     tokenizer = t5_tokenizer(captions, max_length=512)
     text_encoder = t5_encoder(tokenizer, hidden_size=128, is_umt5=True)
-    transformers = [
-        _build_transformer(48 if is_5b else 16) for _ in range(2 if boundary_ratio else 1)
-    ]
+    names = ("transformer", "transformer_2") if boundary_ratio else ("transformer",)
+    transformers = {name: _build_transformer(48 if is_5b else 16) for name in names}
     small = {"base_dim": 16, "decoder_base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
-    vae = AutoencoderKLWan(**{**vae_config, **small}).eval()
-    return WanPipeline(
-        tokenizer=tokenizer,
-        text_encoder=text_encoder,
-        vae=vae,
-        **dict(zip(("transformer", "transformer_2"), transformers, strict=False)),
-        scheduler=UniPCMultistepScheduler(
+    vae = diffusers.AutoencoderKLWan(**{**vae_config, **small}).eval()
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": text_encoder,
+        "vae": vae,
+        **transformers,
+        "scheduler": diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
             flow_shift=family.defaults.timestep_shift,
         ),
-        expand_timesteps=is_5b,
-        boundary_ratio=boundary_ratio,
-    )
+        "expand_timesteps": is_5b,
+        "boundary_ratio": boundary_ratio,
+    }
 
 
 def _build_transformer(channels: int) -> Any:
-    transformer = WanTransformer3DModel(
+    transformer = diffusers.WanTransformer3DModel(
         num_layers=4,
         attention_head_dim=32,
-        num_attention_heads=channels
-        // 4,  # twice as wide as a patch: less is ill-conditioned to undo
+        # Twice as wide as a patch: less is ill-conditioned to undo.
+        num_attention_heads=channels // 4,
         ffn_dim=256,
         text_dim=128,
         in_channels=channels,
