@@ -25,15 +25,12 @@ from autotune.errors import AutotuneError, InvalidInput, require_free_disk, rera
 from autotune.models.family import Family
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
-from autotune.system.process import lazy_module
+from autotune.system.lazy import torch
 from autotune.weights.files import BadWeights, MissingWeights, open_weights, weights_digest
 from autotune.weights.tensors import load_file, save_file
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = lazy_module("torch")
 
 SIZE_LIMIT_BYTES = 50 * 1024**3
 FORMAT = "1"  # version of what an entry holds; with a new one, older entries are never found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -38,17 +38,10 @@ from autotune.models.family import Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import Tensor, nn, torch
 from autotune.system.memory import map_large_buffers, release_memory
-from autotune.system.process import lazy_module
 from autotune.weights.files import DOWNLOAD_AGAIN
 from autotune.weights.stream import Transform, cast_as_loaded, load_component
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
 
 MEMORY_BYTES = 512 * 1024**2
 """Encoded tensors up to this size stay in memory; others are read from the cache for each batch."""

@@ -22,13 +22,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from autotune.data.media import ANIMATION_SUFFIXES
 from autotune.plan.job import ClipChoice, Crop
-from autotune.system.process import lazy_module
+from autotune.system.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = lazy_module("torch")
 
 EXIF_ORIENTATION = 0x0112
 TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height

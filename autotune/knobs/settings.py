@@ -15,22 +15,16 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.knobs.knob import GradientTolerance, TuningContext, why_not
 from autotune.plan.candidate import Choice
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import ADAMW, OptimizerChoice, OptionValue
-from autotune.system.process import lazy_module, reveal_packages
+from autotune.system.lazy import nn, torch
+from autotune.system.process import reveal_packages
 from autotune.weights.tensors import LOADERS
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
 
 OPTIMIZERS: Mapping[str, str] = {
     "adamw": "torch.optim:AdamW",

@@ -4,11 +4,27 @@ For modules that must not load them as they are imported, but use them in functi
 (under `from __future__ import annotations`).
 """
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autotune.system.process import lazy_module
+from autotune.system.process import collect_rarely
 
-__all__ = ["Tensor", "diffusers", "nn", "torch"]
+__all__ = ["Tensor", "diffusers", "lazy_module", "nn", "torch"]
+
+
+class _LazyModule(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if "_module" not in self.__dict__:
+            with collect_rarely():  # another thread that imports it is waited for
+                self._module = importlib.import_module(self.__name__)
+        return getattr(self._module, name)
+
+
+def lazy_module(name: str) -> ModuleType:
+    """Return a stand-in for a library that imports it when something of it is first used."""
+    return _LazyModule(name)
+
 
 if TYPE_CHECKING:
     import diffusers

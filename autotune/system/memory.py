@@ -16,16 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import psutil
 
-from autotune.system.process import lazy_module, redirect_output
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
+from autotune.system.lazy import torch
+from autotune.system.process import redirect_output
 
 T = TypeVar("T")
 

@@ -1,10 +1,8 @@
 """Settles how a process imports, waits, ends and joins others, before torch is imported."""
 
-import ast
 import atexit
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from autotune.errors import InvalidInput, Preempted
@@ -171,66 +169,6 @@ def collect_rarely() -> Iterator[None]:
 _lock = Lock()
 # The usual thresholds, once for each context open in any thread: the last to be left restores them.
 _before: list[tuple[int, int, int]] = []
-
-
-def lazy_exports(
-    package: str,
-) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` from the imports under `if TYPE_CHECKING:`.
-
-    Type checkers read the imports; at run time the same lines say where each name lives, and each
-    access reads it there (PEP 562).
-    """
-    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
-    homes = _homes(ast.parse(source))
-    names = sorted(homes)
-
-    def get(name: str) -> object:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, original = homes[name]
-        return getattr(_import_module(module), original)
-
-    class Face(ModuleType):
-        def __setattr__(self, name: str, value: object) -> None:
-            # Importing a package inside binds it here: `autotune.plan` is to stay the function.
-            if not (name in homes and isinstance(value, ModuleType)):
-                super().__setattr__(name, value)
-
-    sys.modules[package].__class__ = Face
-    return get, lambda: names, names
-
-
-def _homes(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    guards = [node for node in tree.body if isinstance(node, ast.If)]
-    guarded = (node for guard in guards for node in guard.body)
-    imports = [node for node in guarded if isinstance(node, ast.ImportFrom)]
-    return {a.asname or a.name: (str(node.module), a.name) for node in imports for a in node.names}
-
-
-def _import_module(name: str) -> ModuleType:
-    if name not in sys.modules:
-        with collect_rarely():
-            importlib.import_module(name)
-    return importlib.import_module(name)  # waits while another thread imports it
-
-
-class _LazyModule(ModuleType):
-    def __getattr__(self, name: str) -> object:
-        if "_module" not in self.__dict__:
-            self._module = _import_module(self.__name__)
-        return getattr(self._module, name)
-
-
-def lazy_module(name: str) -> ModuleType:
-    """Return a stand-in for a library that imports it when something of it is first used.
-
-    if TYPE_CHECKING:
-        import torch
-    else:
-        torch = lazy_module("torch")
-    """
-    return _LazyModule(name)
 
 
 # SIGHUP comes when a terminal or connection closes; if it is ignored, as under `nohup`, it stays

@@ -22,7 +22,7 @@ from autotune.models.family import Family
 from autotune.plan.job import AdapterFormat
 from autotune.plan.run import AdapterVerdict
 from autotune.plan.workload import Workload
-from autotune.system.process import lazy_module
+from autotune.system.lazy import Tensor, nn, torch
 from autotune.train.folder import CHECKPOINT_FILE, CHECKPOINTS, list_checkpoints
 from autotune.weights.adapters import AdapterInfo, read_adapter, save_adapter, write_adapter
 from autotune.weights.files import BadWeights, read_header
@@ -30,13 +30,8 @@ from autotune.weights.names import LoraLayer
 from autotune.weights.tensors import load_file, save_file
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
     from autotune.train.model import TrainingModel
     from autotune.train.optimizer import AdapterOptimizer
-else:
-    torch = lazy_module("torch")
 
 BEST_FILE = "best.safetensors"
 

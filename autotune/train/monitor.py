@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import psutil
 
@@ -28,6 +28,7 @@ from autotune.machine.sources import available_bytes, host_available_bytes, memo
 from autotune.plan.candidate import PhasePeak
 from autotune.plan.hardware import HardwareProfile, MemoryKind, shares_host_memory
 from autotune.plan.plan import FrozenPart
+from autotune.system.lazy import torch
 from autotune.system.memory import (
     allocated_bytes,
     device_peak_bytes,
@@ -35,12 +36,6 @@ from autotune.system.memory import (
     reset_host_peak,
     trim_heap,
 )
-from autotune.system.process import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")  # a watching process loads none
 
 # Share of the budget above which one fragmented allocation may end a run.
 ALARM_SHARE = 0.85

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock
 
@@ -42,16 +42,12 @@ from autotune.plan.workload import (
     WorkloadRequest,
     quantiles_of,
 )
-from autotune.system.process import current_launch, lazy_module
+from autotune.system.lazy import torch
+from autotune.system.process import current_launch
 from autotune.train.checkpoint import starting_values
 from autotune.train.folder import check_folder, claim_folder, require_separate_output
 from autotune.weights.files import open_weights, read_header, weights_digest
 from autotune.weights.names import can_write
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 
 @dataclass(frozen=True)

@@ -23,22 +23,17 @@ from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
+from autotune.system.lazy import lazy_module, nn, torch
 from autotune.system.memory import map_large_buffers, release_memory
-from autotune.system.process import lazy_module
 from autotune.system.version import __version__
 from autotune.weights.adapters import read_adapter
 
 if TYPE_CHECKING:
-    from autotune.data.encode import Encoders
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
     from torch.utils import _pytree as pytree
+
+    from autotune.data.encode import Encoders
 else:
     pytree = lazy_module("torch.utils._pytree")
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
 
 # Images with a shorter side are not halved when memory is short.
 MIN_HALVED_SIDE_PX = 256

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -23,15 +22,10 @@ from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.system.files import atomic_write, require_writable
-from autotune.system.process import lazy_module
+from autotune.system.lazy import torch
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.preview import Preview, PreviewSampler
 from autotune.weights.files import read_header
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 # Height of a line of labels, as a share of a picture's.
 LINE_SHARE = 1 / 24

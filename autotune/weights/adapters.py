@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 from autotune.errors import InvalidInput, first_line
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.job import AdapterFormat
-from autotune.system.process import lazy_module
+from autotune.system.lazy import torch
 from autotune.weights.files import CorruptFile
 from autotune.weights.names import (
     LAYOUTS,
@@ -42,10 +42,7 @@ from autotune.weights.names import (
 from autotune.weights.tensors import load_file, save_file
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = lazy_module("torch")
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"

@@ -18,18 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from autotune.errors import InvalidInput
 from autotune.system.files import read_bounded
-from autotune.system.process import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
+from autotune.system.lazy import torch
 
 
 class BadWeights(InvalidInput):

@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import AdapterFormat
-from autotune.system.process import lazy_module
+from autotune.system.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = lazy_module("torch")
 
 Parts = tuple[str, ...]
 BLOCK = re.compile(

@@ -12,18 +12,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from autotune.errors import first_line
-from autotune.system.process import lazy_module
+from autotune.system.lazy import Tensor, nn, torch
 from autotune.weights.files import BadWeights, ModelMismatch, TensorEntry, WeightSource
 from autotune.weights.tensors import read_tensor
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
 
 UNET_PREFIX = "model.diffusion_model."
 PREFIXES = (UNET_PREFIX, "diffusion_model.")

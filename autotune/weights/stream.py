@@ -16,12 +16,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 from autotune.errors import first_line
+from autotune.system.lazy import Tensor, nn, torch
 from autotune.system.memory import drop_mapped_pages, trim_heap
-from autotune.system.process import lazy_module
 from autotune.weights.files import (
     DOWNLOAD_AGAIN,
     BadWeights,
@@ -34,13 +34,6 @@ from autotune.weights.files import (
 )
 from autotune.weights.single_file import view_part
 from autotune.weights.tensors import MappedLoader, PreadLoader, get_loader
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-else:
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
 
 Model = TypeVar("Model", bound="nn.Module")
 DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen, NaturalInt
 from autotune.system.files import atomic_write
-from autotune.system.process import lazy_module
+from autotune.system.lazy import torch
 from autotune.weights.files import (
     CHECK_FILE_SIZE,
     TensorEntry,
@@ -36,10 +36,7 @@ from autotune.weights.files import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = lazy_module("torch")
 
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.system.process import lazy_module
+from autotune.system.lazy import lazy_module
 
 NAME = "a_library_of_this_test"
 
