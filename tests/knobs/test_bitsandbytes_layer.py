@@ -17,7 +17,7 @@ SLICE_BYTES = 1 << 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(96, 128), (37, 64), (33, 48), (1, 2), (5, 2000)])
+@pytest.mark.parametrize("shape", [(37, 64), (33, 48), (1, 2), (5, 2000)])
 def test_slices_give_the_bits_of_quantizing_whole(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -29,28 +29,17 @@ def test_slices_give_the_bits_of_quantizing_whole(
     )
     own = four.quant_state
     assert torch.equal(four.data, whole)
-    for mine, theirs in (
-        (own.absmax, state.absmax),
-        (own.offset, state.offset),
-        (own.code, state.code),
-        (own.state2.absmax, state.state2.absmax),
-        (own.state2.code, state.state2.code),
-    ):
-        assert torch.equal(mine, theirs)
-    assert (own.shape, own.dtype, own.blocksize, own.nested) == (
-        state.shape,
-        state.dtype,
-        state.blocksize,
-        True,
-    )
+    mine, theirs = (one.as_dict(packed=True) for one in (own, state))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
     assert torch.equal(
         functional.dequantize_4bit(four.data, own), functional.dequantize_4bit(whole, state)
     )
 
 
 def test_quantizing_takes_the_result_and_some_slices() -> None:
-    weight = torch.randn(4096, 1024, dtype=torch.bfloat16)  # 8 MiB
-    slice_bytes = 1 << 18
+    weight = torch.randn(1024, 1024, dtype=torch.bfloat16)  # 2 MiB
+    slice_bytes = 1 << 16
     stored = weight.numel() // 2
     sliced = peak_allocated_bytes(lambda: pack_nf4(weight, slice_bytes)) - stored
     assert sliced < 20 * slice_bytes

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs import block_swap
-from autotune.knobs.block_swap import BlockSwap, offload_on_arrival
+from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.quantized_layers import quantize_inside
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def gradients(model: nn.Module, num_passes: int = 2) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("storage", ["none", "torchao-int8", "torchao-fp8"])
-@pytest.mark.parametrize("num_swapped", [1, 2, 5])
+@pytest.mark.parametrize("num_swapped", [1, 5])
 def test_gradients_are_bit_equal(storage, num_swapped):
     plain, swapped = Model(), Model()
     for model in (plain, swapped):
@@ -61,25 +61,6 @@ def test_gradients_are_bit_equal(storage, num_swapped):
     BlockSwap(swapped.blocks[:num_swapped], CPU)
     for expected, found in zip(gradients(plain), gradients(swapped), strict=True):
         assert torch.equal(expected, found)
-
-
-def test_at_most_two_blocks_visit_at_a_time_and_homes_are_never_written():
-    model = Model()
-    swap = BlockSwap(model.blocks, CPU)
-    homes = {id(weight.on_host) for block in swap.blocks for weight in block.weights}
-    values = [weight.on_host.clone() for block in swap.blocks for weight in block.weights]
-    seen = []
-
-    def visiting(*_: object) -> None:
-        seen.append(sum(id(block["base"].weight) not in homes for block in model.blocks))
-
-    for block in model.blocks:
-        block.register_forward_pre_hook(visiting)
-    gradients(model)
-    assert len(seen) == 20  # two passes, forward and recomputed, of five blocks
-    assert max(seen) == 2
-    kept = [weight.on_host for block in swap.blocks for weight in block.weights]
-    assert all(torch.equal(value, home) for value, home in zip(values, kept, strict=True))
 
 
 def test_the_block_that_comes_next_is_on_its_way():
@@ -94,7 +75,7 @@ def test_the_block_that_comes_next_is_on_its_way():
     assert backward == [(4, {3, 4}), (3, {2, 3}), (2, {1, 2}), (1, {0, 1}), (0, {0})]
 
 
-def test_an_adapter_that_comes_after_training_is_brought_to_the_device_too(monkeypatch):
+def test_an_adapter_added_later_is_brought_too(monkeypatch):
     """peft puts what it loads where the base weights lie: on the host."""
     model, brought = Model(), []
     BlockSwap(model.blocks, CPU)
@@ -107,11 +88,3 @@ def test_an_adapter_that_comes_after_training_is_brought_to_the_device_too(monke
     with torch.no_grad():
         model(torch.randn(3, 32))
     assert brought == [(block, CPU) for block in model.blocks]
-
-
-def test_weights_that_arrive_for_a_swapped_block_are_transformed_first():
-    model, calls = Model(), []
-    arrived = offload_on_arrival(Family(), model, 1, lambda name, module: calls.append(name))
-    arrived("blocks.0.base", model.blocks[0]["base"])
-    assert calls == ["blocks.0.base"]
-    assert arrived("blocks.4.base", model.blocks[4]["base"]) is None

@@ -1,5 +1,5 @@
-"""One function for norm, rotation and joining: diffusers' numbers and gradients, and nothing
-kept but its inputs."""
+"""One function for norm, rotation and joining: diffusers' numbers and gradients in every family,
+and nothing kept but its inputs."""
 
 import pytest
 import torch
@@ -7,7 +7,18 @@ from diffusers.models.normalization import RMSNorm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.knobs.norm_rope import KERNELS, NormRopeFunction, _wide_backward, _wide_forward
+from autotune.knobs import norm_rope as processor
+from autotune.knobs.norm_rope import (
+    KERNELS,
+    NormRopeFunction,
+    _wide_backward,
+    _wide_forward,
+    use_kernels,
+)
+from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import Candidate
+from autotune.search.gradient_checks import adapter_gradients, plain_transformer, relative_error
+from tests.search.test_gradient_checks import request_of
 
 PLAIN = KERNELS["compiled"]._replace(forward=_wide_forward, backward=_wide_backward)
 """What is compiled, as Python runs it."""
@@ -29,9 +40,7 @@ def reference(streams, weights, tables, epsilon=EPSILON):
     return torch.cat(outs, dim=1)
 
 
-def make(
-    lengths, batch, heads, pairs, *, dtype=torch.float64, weighted=True, turned=True, scale=1.0
-):
+def make(lengths, batch, heads, pairs, *, dtype=torch.float64, weighted=True, turned=True, scale=1):
     torch.manual_seed(0)
     streams = [
         (torch.randn(batch, n, heads, 2 * pairs, dtype=dtype) * scale).requires_grad_()
@@ -51,7 +60,7 @@ def ours(kernels, streams, weights, tables, *, rounds=False, epsilon=EPSILON):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     batch=st.integers(1, 3),
@@ -61,7 +70,7 @@ def ours(kernels, streams, weights, tables, *, rounds=False, epsilon=EPSILON):
     turned=st.booleans(),
     scale=st.sampled_from([1e-4, 1.0, 1e3]),
 )
-def test_any_shape_gives_the_reference_and_its_gradients(
+def test_outputs_and_gradients_are_the_references(
     way, lengths, batch, heads, pairs, weighted, turned, scale
 ):
     exact = make(lengths, batch, heads, pairs, weighted=weighted, turned=turned, scale=scale)
@@ -147,3 +156,84 @@ def test_compiled_kernels_give_what_python_gives():
             results.append([out, *torch.autograd.grad(out.float().square().sum(), streams)])
         for one, other in zip(*results, strict=True):
             assert float((one - other).float().norm()) <= tolerance * float(one.float().norm())
+
+
+DECLARED = [name for name, family in FAMILIES.items() if family.attention_layouts]
+
+
+def error(name, *, num_controls=None, **settings):
+    """Relative error of adapter gradients against those under stock processors."""
+    request = request_of(name)
+    if num_controls:
+        work = request.workload.changed(num_control_images=num_controls)
+        object.__setattr__(request, "workload", work)
+    values = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": "fp32", **settings}
+    found, wanted = (
+        adapter_gradients(
+            request,
+            plain_transformer(request),
+            Candidate.model_validate({**values, "norm_rope": kernels}),
+        )
+        for kernels in (settings["norm_rope"], "stock")
+    )
+    assert [one is None for one in found] == [one is None for one in wanted]
+    return relative_error(found, wanted)
+
+
+def test_families_declare_their_attention_or_say_why_not():
+    assert set(FAMILIES) - set(DECLARED) == {
+        name for name, one in FAMILIES.items() if "norm_rope" in one.excluded
+    }
+    assert len(DECLARED) >= 6
+
+
+@pytest.mark.quick("qwen-image")
+@pytest.mark.parametrize("kernels", ["fused", "compiled"])
+@pytest.mark.parametrize("name", DECLARED)
+def test_adapter_gradients_are_the_stock_processors(name, kernels, monkeypatch):
+    monkeypatch.setitem(KERNELS, "compiled", PLAIN)
+    # Kandinsky rounds rotated queries and keys to bf16, so a last bit becomes 1/256 here and there.
+    tolerance = 3e-3 if name.startswith("kandinsky5") else 1e-5
+    assert 0 < error(name, norm_rope=kernels) <= tolerance
+
+
+def test_the_attention_backend_is_the_candidates(monkeypatch):
+    seen, original = [], processor.dispatch_attention_fn
+
+    def spy(*args, backend=None, **kwargs):
+        seen.append(backend)
+        return original(*args, backend=backend, **kwargs)
+
+    monkeypatch.setattr(processor, "dispatch_attention_fn", spy)
+    assert error("qwen-image", norm_rope="fused", attention="_native_math") <= 1e-5
+    assert {str(one.value) for one in seen} == {"_native_math"}
+
+
+@pytest.mark.slow
+def test_several_control_images():
+    assert error("qwen-image-edit", num_controls=3, norm_rope="fused") <= 1e-5
+
+
+@pytest.mark.quick("flux1-dev")
+@pytest.mark.parametrize("name", DECLARED)
+def test_processors_change_and_change_back(name):
+    family, transformer = FAMILIES[name], plain_transformer(request_of(name))
+    own = [module.processor for module in transformer.modules() if hasattr(module, "processor")]
+    classes = [type(one) for one in own]
+    use_kernels(transformer, family.attention_layouts, "fused")
+    changed = [type(one) for one in own]
+    assert all(isinstance(one, stock) for one, stock in zip(own, classes, strict=True))
+    assert changed != classes
+    use_kernels(transformer, family.attention_layouts, "compiled")
+    assert [type(one) for one in own] == changed
+    use_kernels(transformer, family.attention_layouts, "stock")
+    assert [type(one) for one in own] == classes
+
+
+def test_positions_that_change_are_not_taken_from_the_last_call():
+    tables = processor.RotaryTables()
+    first, second = (torch.polar(torch.ones(2, 3, 4), torch.rand(2, 3, 4)) for _ in range(2))
+    one = tables.get("complex", first, [3], "fused")
+    assert tables.get("complex", first, [3], "fused") is one
+    assert torch.equal(tables.get("complex", second, [3], "fused")[0], second.unsqueeze(2))
+    assert isinstance(tables.get("complex", second, [3], "compiled")[0], tuple)

@@ -22,16 +22,7 @@ def plain(q, k, v, softmax_scale, causal):
     ).transpose(1, 2)
 
 
-def version_3(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    window_size=(-1, -1),
-    return_attn_probs=False,
-):
+def version_3(q, k, v, softmax_scale=None, causal=False, qv=None, return_attn_probs=False):
     return plain(q, k, v, softmax_scale, causal)
 
 
@@ -39,16 +30,7 @@ def beta_of_version_3(q, k, v, softmax_scale=None, causal=False, qv=None, window
     return plain(q, k, v, softmax_scale, causal), torch.zeros(1)
 
 
-def version_4(
-    q,
-    k,
-    v,
-    qv=None,
-    gather_kv_indices=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(None, None),
-):
+def version_4(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False):
     return plain(q, k, v, softmax_scale, causal), None
 
 

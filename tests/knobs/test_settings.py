@@ -30,7 +30,7 @@ def integrated() -> TuningContext:
     )
 
 
-def test_allocator_and_batch_memory_go_by_how_device_and_host_share_memory():
+def test_shared_memory_decides_on_allocator_and_batches():
     cases = (
         (context(), ("expandable", "default"), ("pinned", "pageable")),
         (integrated(), ("default", "expandable"), ("pageable",)),
@@ -61,7 +61,7 @@ def test_what_the_user_told_the_allocator_stays(monkeypatch, told):
     assert not told
 
 
-def test_expandable_segments_reach_an_allocator_that_has_read_its_variables_already(told):
+def test_expandable_segments_reach_a_running_allocator(told):
     """The probe's questions start CUDA, and then the variables have been read; an import alone
     may read them, too."""
     configure_allocator("expandable")
@@ -69,7 +69,7 @@ def test_expandable_segments_reach_an_allocator_that_has_read_its_variables_alre
     assert told == ["expandable_segments:True"]
 
 
-def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request():
+def test_products_of_8_bits_need_the_compact_floor():
     names = ("quantization.int8-matmul", "quantization.fp8-matmul")
     strict = Quantization().choices(context(*names))
     assert all(
@@ -87,19 +87,12 @@ def test_products_of_8_bits_need_the_compact_floor_and_float8_on_a_cpu_a_request
 @pytest.mark.parametrize(
     ("speed", "is_tried"), [(1.5, True), (1.0, False), (0.5, False), (None, False)]
 )
-def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_pinned(
-    speed, is_tried
-):
+def test_measurements_decide_on_attention(speed, is_tried):
     one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == "nvidia-h100-sxm"))
     speeds = {"native": 1.0} if speed is None else {"native": 1.0, "_native_flash": speed}
+    known = {"unit": "FLOP/s", "spread": 0.0, "num_samples": 3}
     rates = tuple(
-        Rate(
-            name=f"attention.{name}.bf16.4096",
-            value=value * 1e14,
-            unit="FLOP/s",
-            spread=0.0,
-            num_samples=3,
-        )
+        Rate(name=f"attention.{name}.bf16.4096", value=value * 1e14, **known)
         for name, value in speeds.items()
     )
     choices = Attention().choices(
@@ -132,22 +125,18 @@ def machine(
     plain = builders.hardware(budget_bytes=budget_bytes)
     rates = [(f"disk.{name}", value) for name, value in cold.items()]
     rates += [(f"page_cache.{name}", value) for name, value in (warm or {}).items()]
-    return HardwareProfile.model_validate(
-        {
-            **{name: getattr(plain, name) for name in HardwareProfile.model_fields},
-            "device": plain.device.model_copy(update={"memory_kind": kind}),
-            "rates": tuple(
-                Rate(name=n, value=v * 1e9, unit="B/s", spread=0.1, num_samples=3) for n, v in rates
-            ),
-        }
+    measured = tuple(
+        Rate(name=n, value=v * 1e9, unit="B/s", spread=0.1, num_samples=3) for n, v in rates
     )
+    device = plain.device.model_copy(update={"memory_kind": kind})
+    return plain.changed(device=device, rates=measured)
 
 
 def chosen(hardware: HardwareProfile) -> str:
     return str(plain_choices(builders.context(hardware))["loader"][0])
 
 
-def test_the_fastest_from_disk_is_taken_and_the_page_cache_decides_between_equals():
+def test_the_fastest_loader_is_taken():
     assert chosen(machine({})) == "safetensors"
     cold = {"safetensors": 1.0, "pread": 2.0, "fastsafetensors": 5.0}
     assert chosen(machine(cold)) == "fastsafetensors"

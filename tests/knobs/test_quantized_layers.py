@@ -1,0 +1,172 @@
+"""Layers on stored 8-bit weights compute with what is stored, and keep nothing else."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autotune.knobs import quantized_layers
+from autotune.knobs.quantized_layers import (
+    CONVERTS_AS_IT_READS,
+    FLOAT8,
+    PLAIN,
+    PRODUCT_KERNELS,
+    as_stored,
+    quantize_inside,
+)
+from tests.profiled import peak_allocated_bytes
+
+CONVERTED = ("torchao-int8", "torchao-fp8")
+MULTIPLIED = ("int8-matmul", "fp8-matmul")
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Relative error that a few roundings to the dtype give outputs."""
+
+
+def layer_of(storage: str, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96, bias=bias).to(dtype).requires_grad_(False)
+    if storage in MULTIPLIED:
+        layer.weight.data *= torch.linspace(0.01, 10, 96, dtype=dtype)[:, None]  # scales differ
+    transform = quantize_inside([layer], storage)
+    assert transform is not None
+    transform("", layer)
+    assert hasattr(layer, "scale")
+    return layer
+
+
+def weight_of(layer: nn.Linear) -> Tensor:
+    """What its stored numbers and scales mean, in fp64."""
+    return as_stored(layer.weight).double() * layer.scale.double()[:, None]
+
+
+def input_of(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 5, 64, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, gradient of the output and of the input."""
+    torch.manual_seed(2)
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    given = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, x, given)
+    return out.detach(), given, gradient
+
+
+@pytest.mark.parametrize("converts_as_it_reads", [False, True])
+@pytest.mark.parametrize("storage", CONVERTED)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("bias", [True, False])
+def test_converted_weights_give_their_products(
+    storage, dtype, bias, converts_as_it_reads, monkeypatch
+):
+    monkeypatch.setitem(CONVERTS_AS_IT_READS, "cpu", converts_as_it_reads)
+    layer, x = layer_of(storage, dtype, bias=bias), input_of(dtype)
+    weight = weight_of(layer)
+    out, given, gradient = run(layer, x)
+    assert out.dtype == gradient.dtype == dtype
+    wanted = x.double() @ weight.t() + (layer.bias.double() if bias else 0)
+    for found, expected in ((out, wanted), (gradient, given.double() @ weight)):
+        assert (found.double() - expected).norm() < ROUNDING[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("storage", CONVERTED)
+def test_slices_give_the_same_bits_in_less_memory(storage, monkeypatch):
+    slice_bytes = 1 << 16
+    layers = [nn.Linear(1024, 1024, dtype=torch.bfloat16, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    peaks = []
+    for layer, size in zip(layers, (slice_bytes, 8 << 20), strict=True):
+        monkeypatch.setattr(quantized_layers, "slice_bytes_of", lambda _, size=size: size)
+        transform = quantize_inside([layer], storage)
+        peak = peak_allocated_bytes(lambda t=transform, layer=layer: t("", layer))
+        peaks.append(peak - (1 << 20) - 4 * 1024)
+    assert torch.equal(layers[0].weight, layers[1].weight)
+    assert torch.equal(layers[0].scale, layers[1].scale)
+    assert peaks[0] < 4.1 * slice_bytes
+    assert peaks[0] < peaks[1] / 3
+
+
+@pytest.mark.parametrize("storage", CONVERTED)
+def test_weights_do_not_overflow_fp16_before_they_are_scaled(storage):
+    layer = layer_of(storage, torch.float16)
+    x = (60 * weight_of(layer)[0].sign()).half()[None].requires_grad_()
+    assert not (x @ as_stored(layer.weight).half().t()).isfinite().all()
+    out = layer(x)
+    assert bool(out.isfinite().all())
+    (gradient,) = torch.autograd.grad(100 * out.sum(), x)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("storage", [*CONVERTED, *MULTIPLIED])
+def test_only_what_is_stored_is_kept(storage):
+    layer, kept = layer_of(storage, torch.bfloat16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(input_of(torch.bfloat16).requires_grad_())
+    assert {t.data_ptr() for t in kept} == {layer.weight.data_ptr(), layer.scale.data_ptr()}
+
+
+@pytest.mark.parametrize("storage", ["torchao-int8", "fp8-matmul"])
+def test_a_compiler_traces_it_whole(storage):
+    layer = layer_of(storage)
+    traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for expected, found in zip(run(layer, input_of()), run(traced, input_of()), strict=True):
+        assert torch.equal(expected, found)
+
+
+def rounded(x: Tensor, storage: str) -> Tensor:
+    """Rows as they are when they have gone through 8 bits, in fp64."""
+    largest = 127 if storage == "int8-matmul" else 448
+    scale = (x.abs().amax(-1, keepdim=True) / largest).double()
+    ratio = x.double() / scale
+    return (ratio.round() if largest == 127 else ratio.float().to(FLOAT8).double()) * scale
+
+
+@pytest.mark.parametrize("storage", MULTIPLIED)
+@pytest.mark.parametrize("bias", [True, False])
+def test_multiplied_weights_give_products_of_rounded_rows(storage, bias):
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 96, bias=bias)
+    layer, x = layer_of(storage, bias=bias), torch.randn(7, 64)
+    weight = plain.weight * torch.linspace(0.01, 10, 96)[:, None]
+    assert torch.equal(weight_of(layer), rounded(weight, storage))
+    out, given, gradient = run(layer, x)
+    expected = rounded(x, storage) @ weight_of(layer).t()
+    expected += plain.bias.double() if bias else 0
+    assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-4)
+    expected = rounded(given * layer.scale, storage) @ as_stored(layer.weight).double()
+    assert torch.allclose(gradient.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("storage", MULTIPLIED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 64), (32, 64), (2, 20, 64)])
+def test_what_kernels_on_cuda_ask_for_changes_no_result(storage, dtype, shape, monkeypatch):
+    layer, x = layer_of(storage, dtype), torch.randn(shape, dtype=dtype)
+    plain, seen, product = run(layer, x), [], torch._int_mm
+
+    def checked(left: Tensor, right: Tensor) -> Tensor:
+        seen.append(len(left))
+        assert len(left) >= 32
+        assert left.is_contiguous()
+        assert right.stride(0) == 1
+        return product(left, right)
+
+    monkeypatch.setattr(torch, "_int_mm", checked)
+    monkeypatch.setitem(PRODUCT_KERNELS, "cpu", PLAIN._replace(has_cuda_limits=True))
+    limited = run(layer, x.mT.contiguous().mT)  # in another order in memory
+    assert len(seen) == (2 if storage == "int8-matmul" else 0)
+    for found, expected in zip(limited, plain, strict=True):
+        assert found.dtype == expected.dtype == dtype
+        if storage == "int8-matmul":
+            assert torch.equal(found, expected)
+        else:  # its kernels write bf16
+            assert torch.allclose(found, expected, rtol=0.01, atol=1e-2)
+
+
+@pytest.mark.parametrize("storage", MULTIPLIED)
+def test_what_is_not_finite_is_not_hidden(storage):
+    layer, x = layer_of(storage), torch.randn(3, 64)
+    x[1, 5] = torch.nan
+    out = layer(x)
+    assert bool(out[1].isnan().all())
+    assert bool(out[[0, 2]].isfinite().all())
