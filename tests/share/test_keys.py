@@ -48,7 +48,6 @@ def test_a_hard_key_that_differs_decides_and_is_named(
         ((9, 0), "9.15.1", "9.20.0", False),  # native is cuDNN's kernel, and another version of it
         ((9, 0), "9.14.0", "9.15.1", False),  # native was flash, and is cuDNN's
         ((9, 0), "9.13.0", "9.14.0", True),  # flash both times
-        ((9, 0), "9.20.0", "9.20.0", True),
         ((8, 9), "9.15.1", "9.20.0", True),  # flash on every Ada card
     ],
 )
@@ -70,12 +69,7 @@ def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same(
     ("library", "quantization", "attention"),
     [
         ("torchao", "torchao-int8", "native"),
-        ("bitsandbytes", "bnb-nf4", "native"),
-        ("flash_attn", "none", "flash"),
         ("flash_attn_3", "none", "flash-3"),
-        ("flash_attn_4", "none", "flash-4"),
-        ("kernels", "none", "flash_hub"),
-        ("xformers", "none", "xformers"),
         ("cudnn", "none", "_native_cudnn"),
     ],
 )
@@ -107,7 +101,7 @@ def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
 VERSIONS = st.sampled_from(["1.0", "2.0.1", None])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     st.fixed_dictionaries(
         {},

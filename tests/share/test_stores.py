@@ -1,6 +1,5 @@
 """Stores in folders, in memory and on S3: merged by union, never half-readable, nothing trusted."""
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -24,12 +23,11 @@ NUMBERS = count()
 FOLDER = architecture_folder(workload())
 
 
-@pytest.fixture(scope="session")
-def s3() -> Iterator[str]:
-    """Address of a real S3 endpoint with a bucket called `team`."""
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Open]:
+    """Opens a store in a bucket of a real S3 endpoint."""
     for package in ("s3fs", "moto", "flask", "boto3"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install '.[dev]'")
+        pytest.importorskip(package)
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -39,20 +37,16 @@ def s3() -> Iterator[str]:
     keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b"}
     client = boto3.client("s3", endpoint_url=address, region_name="us-east-1", **keys)
     client.create_bucket(Bucket="team")
-    yield address
+    options = {"endpoint_url": address, "key": "a", "secret": "b"}
+    yield lambda: Store("s3://team/records", **options)
     server.stop()
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+@pytest.fixture(params=["folder", "memory"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens the same new store, each time as another program would."""
-    number = next(NUMBERS)
-    if request.param == "folder":
-        return lambda: Store(str(tmp_path / "store"))
-    if request.param == "memory":
-        return lambda: Store(f"memory://store{number}/profiles")
-    options = {"endpoint_url": request.getfixturevalue("s3"), "key": "a", "secret": "b"}
-    return lambda: Store(f"s3://team/{number}", **options)
+    url = f"memory://store{next(NUMBERS)}/profiles"
+    return lambda: Store(str(tmp_path / "store") if request.param == "folder" else url)
 
 
 def names(store: Store) -> set[str]:
@@ -64,6 +58,14 @@ def problems(store: Store) -> list[str]:
 
 
 def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
+    check_union(opened, tmp_path)
+
+
+def test_push_and_pull_are_a_union_on_s3(s3: Open, tmp_path: Path) -> None:
+    check_union(s3, tmp_path)
+
+
+def check_union(opened: Open, tmp_path: Path) -> None:
     assert opened().sizes() == {}
     alice, bob = Store(str(tmp_path / "alice")), Store(str(tmp_path / "bob"))
     assert (alice.add(*several(3)), alice.add(*several(3))) == (3, 0)
