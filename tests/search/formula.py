@@ -21,11 +21,7 @@ from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
 from autotune.plan.workload import ModelSpec
-from autotune.search import arrival as sealing
-from autotune.search import expected as publish_plan
-from autotune.search import problem as alternatives
-from autotune.search import problem as case
-from autotune.search import request as request_module
+from autotune.search import arrival, expected, problem, request
 
 GIB = 2**30
 KEPT_BYTES = 5 * GIB
@@ -120,11 +116,8 @@ class FormulaCostModel:
 
     def _formula(self, candidate: Any) -> tuple[Any, Any]:
         """Allocated bytes and seconds; of arrays, if numbers of blocks are."""
-        blocks, work, size = (
-            self.workload.model.num_blocks,
-            self.workload,
-            candidate.micro_batch_size,
-        )
+        blocks, work = self.workload.model.num_blocks, self.workload
+        size = candidate.micro_batch_size
         freed = (candidate.checkpointed_blocks + 0.9 * candidate.selective_blocks) / blocks
         repeated = (candidate.checkpointed_blocks + 0.8 * candidate.selective_blocks) / blocks
         pixels = work.largest_bucket.width_px * work.largest_bucket.height_px / 2**16
@@ -169,29 +162,32 @@ class FormulaCostModel:
 
 
 @contextmanager
-def by_formula(num_blocks: int = 50) -> Iterator[None]:
-    """Planning that predicts by formula and builds no model: torch is never imported."""
+def by_formula(
+    num_blocks: int = 50, cost_model: type[FormulaCostModel] = FormulaCostModel, sizes: Any = None
+) -> Iterator[None]:
+    """Planning that predicts by formula and builds no model: torch is never imported. `sizes` are
+    parameters and blocks by family."""
 
-    def resolve(named: ModelRef | str) -> ResolvedModel:
-        model = named.name if isinstance(named, ModelRef) else named
-        family = get_family(model)
+    def resolve(named: ModelRef) -> ResolvedModel:
+        model, family = named.name, get_family(named.name)
+        parameters, blocks = (sizes or {}).get(model, (6e9, num_blocks))
         spec = ModelSpec(
             family=model,
             architecture="sha256:0",
-            num_parameters=6 * 10**9,
-            num_blocks=num_blocks,
+            num_parameters=int(parameters),
+            num_blocks=blocks,
             name=model,
         )
         found = ResolvedModel(family, family.transformer_config, model, None)
         vars(found)["spec"] = spec  # as if it had been built
         return found
 
+    around = SimpleNamespace(total_seconds=100.0)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (alternatives, case, sealing):
-            patch.setattr(module, "CostModel", FormulaCostModel)
-        for module in (request_module, sealing):
+        for module in (problem, arrival):
+            patch.setattr(module, "CostModel", cost_model)
+        for module in (request, arrival):
             patch.setattr(module, "resolve_model", resolve)
-        patch.setattr(
-            publish_plan, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0)
-        )
+        patch.setattr(problem, "read_parts", lambda model: None)
+        patch.setattr(expected, "job_time", lambda *_, **__: around)
         yield

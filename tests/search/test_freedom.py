@@ -16,27 +16,23 @@ import pytest
 from autotune.errors import NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.machine.catalog import CatalogGpu, load_catalog, profile_of_gpu
-from autotune.models.registry import FAMILIES, get_family
-from autotune.models.resolve import ResolvedModel
+from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import ModelRef
 from autotune.plan.request import PlanRequest
-from autotune.plan.workload import ModelSpec, WorkloadRequest
-from autotune.search import problem
-from autotune.search import problem as alternatives
-from autotune.search import request as request_module
+from autotune.plan.workload import WorkloadRequest
 from autotune.search.winner import TIE
 from tests.kinds import KINDS
 from tests.search.formula import GIB, FormulaCostModel, by_formula
 from tests.search.machines import make_plan
 
 SIZES = {
+    **dict.fromkeys(FAMILIES, (20.4e9, 60)),
     "flux1-dev": (11.9e9, 57),
     "kandinsky5-image-lite": (6.0e9, 52),
     "kandinsky5-video-lite": (2.0e9, 34),
 }
-"""Parameters and blocks; all others are as large as Qwen-Image."""
+"""Parameters and blocks; where none are given, those of Qwen-Image."""
 CONVERSION = {"none": 1.0, "torchao-int8": 1.1, "torchao-fp8": 1.13, "bnb-nf4": 1.3}
 Pins = tuple[tuple[str, str], ...]
 
@@ -47,11 +43,8 @@ class Formula(FormulaCostModel):
 
     def _all_weight_bytes(self, candidate: Any) -> float:
         wide = 2 if candidate.precision == "fp32" and candidate.quantization == "none" else 1
-        return (
-            wide
-            * WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
-            * self.workload.model.num_parameters
-        )
+        bytes_per_parameter = WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
+        return wide * bytes_per_parameter * self.workload.model.num_parameters
 
     def weight_bytes(self, candidate: Any) -> Any:
         away = np.maximum(0, candidate.swapped_blocks - 2) / self.workload.model.num_blocks
@@ -72,32 +65,13 @@ class Formula(FormulaCostModel):
         computing = 1e4 * spec.num_parameters / rate * (1 + (whole + 0.85 * selective) / 3)
         computing = computing * CONVERSION.get(candidate.quantization, 1.2)
         sent = 2 * swapped * self._all_weight_bytes(candidate) / 2e10
-        return self.weight_bytes(candidate) + kept, computing + np.maximum(
-            0.0, sent - swapped * computing
-        )
+        waiting = np.maximum(0.0, sent - swapped * computing)
+        return self.weight_bytes(candidate) + kept, computing + waiting
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_formula() -> Iterator[None]:
-    def resolve(ref: ModelRef) -> ResolvedModel:
-        model = ref.name
-        parameters, blocks = SIZES.get(model, (20.4e9, 60))
-        spec = ModelSpec(
-            family=model,
-            architecture="sha256:0",
-            num_parameters=int(parameters),
-            num_blocks=blocks,
-            name=model,
-        )
-        found = ResolvedModel(get_family(model), get_family(model).transformer_config, model, None)
-        vars(found)["spec"] = spec  # as if it had been built
-        return found
-
-    with by_formula(), pytest.MonkeyPatch.context() as patch:
-        for module in (alternatives, problem):
-            patch.setattr(module, "CostModel", Formula)
-        patch.setattr(request_module, "resolve_model", resolve)
-        patch.setattr(problem, "read_parts", lambda model: None)
+    with by_formula(cost_model=Formula, sizes=SIZES):
         yield
 
 

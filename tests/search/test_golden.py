@@ -1,14 +1,12 @@
-"""A plan's own trials give it again, byte for byte, on any machine.
-
-After a deliberate change of plans: `python -m tests.search.test_golden`, then read the
-difference and commit it.
-"""
+"""A plan's own trials give it again, byte for byte, on any machine. After a deliberate change of
+plans: `python -m tests.search.test_golden`, then read the difference and commit it."""
 
 import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +16,6 @@ from autotune.plan.file import plan_text, read_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
-from autotune.plan.workload import WorkloadRequest
 from autotune.search.problem import PlanningProblem
 from autotune.share.record import Record, shareable_machine
 from tests import builders
@@ -57,45 +54,37 @@ class Golden:
 
 def plain(
     family: str,
-    workload_overrides: WorkloadRequest,
     keep: Mapping[str, object],
     exclusions: tuple[tuple[str, str], ...] = (),
+    **workload: Any,
 ) -> PlanRequest:
     """Knobs that are not in `keep` stay at their usual value, so that new ones change no plan."""
-    defaults = Candidate.model_validate(
-        {"micro_batch_size": 1, "checkpointed_blocks": 0, "precision": "bf16", **keep}
-    )
+    settings = {"micro_batch_size": 1, "checkpointed_blocks": 0, "precision": "bf16", **keep}
     searched = ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
+    pins = ((name, str(value)) for name, value in Candidate.model_validate(settings))
     return PlanRequest(
         model=family,
-        **workload_overrides.given,
-        pins=tuple((name, str(value)) for name, value in defaults if name not in searched),
+        pins=tuple(pin for pin in pins if pin[0] not in searched),
         exclusions=exclusions,
         num_steps=2000,
+        **workload,
     )
 
 
 SIMULATED = builders.hardware(*CAPABILITIES, budget_bytes=20 * 2**30, compute_capability=(9, 0))
-IMAGES = plain(
-    "kandinsky5-image-lite", WorkloadRequest(resolution=(256, 256), effective_batch_size=2), {}
+IMAGES = plain("kandinsky5-image-lite", {}, resolution=(256, 256), effective_batch_size=2)
+MEASURED = plain(
+    "qwen-image",
+    {"precision": "fp32"},
+    (("checkpointed_blocks", "3"), ("attention", "_native_flash"), ("quantization", "torchao-fp8")),
+    resolution=(112, 112),
+    rank=8,
+    effective_batch_size=4,
 )
 GOLDEN = (
     Golden("wall", IMAGES, wall_gib=14),
     Golden("known", IMAGES, wall_gib=20, known=True),
-    Golden(
-        "measured",
-        plain(
-            "qwen-image",
-            WorkloadRequest(resolution=(112, 112), rank=8, effective_batch_size=4),
-            {"precision": "fp32"},
-            (
-                ("checkpointed_blocks", "3"),
-                ("attention", "_native_flash"),
-                ("quantization", "torchao-fp8"),
-            ),
-        ),
-        num_blocks=6,
-    ),
+    Golden("measured", MEASURED, num_blocks=6),
 )
 
 

@@ -25,13 +25,7 @@ from autotune.search.next import (
 )
 from autotune.search.space import SearchSpace, build_search_space, expand_block_counts
 from autotune.search.study import run_search
-from autotune.search.winner import (
-    choose_fallbacks,
-    choose_winner,
-    explain_choices,
-    require_winner,
-    score_trials,
-)
+from autotune.search.winner import choose_winner, explain_choices, require_winner, score_trials
 from tests import builders
 
 GIB = 2**30
@@ -217,16 +211,6 @@ def test_the_first_trial_is_the_fastest_that_surely_fits_or_the_smallest(
     assert predictions[tight].run_memory_bytes == least
 
 
-def test_after_a_first_trial_that_did_not_fit_comes_the_one_that_needs_least(
-    cost: CostModel,
-) -> None:
-    def run(candidate: Candidate) -> TrialResult:
-        return TrialResult(candidate=candidate, outcome="oom", message="as predicted nowhere")
-
-    needs = [cost.predict(result.candidate).run_memory_bytes for result in search(cost, run)]
-    assert min(needs) == needs[1] < needs[0]
-
-
 def test_out_of_memory_teaches_and_does_not_end_the_search(cost: CostModel) -> None:
     wall = 42 * GIB  # of a budget said to be 60: the prediction of what fits is wrong by a third
     results = search(cost, machine(cost, 2, wall_bytes=wall), max_trials=12, budget_bytes=60 * GIB)
@@ -319,17 +303,6 @@ def test_ties_go_to_what_is_more_exact_then_smaller_then_simpler(
         winner = choose_winner(score_trials(both), "throughput")
         assert winner
         assert winner.candidate == trial(*one).candidate, why
-
-
-def test_fallbacks_need_less_and_less_memory(cost: CostModel) -> None:
-    results = search(cost, machine(cost, 4), max_trials=12)
-    scores = score_trials(results)
-    winner = choose_winner(scores, "throughput")
-    assert winner
-    memory = {score.candidate: score.peak_memory_bytes for score in scores}
-    ladder = [winner.peak_memory_bytes, *(memory[c] for c in choose_fallbacks(scores, winner))]
-    assert ladder == sorted(ladder, reverse=True)
-    assert len(set(ladder)) == len(ladder)
 
 
 def test_what_won_elsewhere_is_tried_first_and_a_kept_promise_ends_the_search(
