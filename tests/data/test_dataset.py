@@ -1,21 +1,24 @@
-"""A folder is read completely, and every file that is no good is named."""
+"""A folder is read completely, every file that is no good is named, and some images are held out."""
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.data.dataset import Dataset, check_dataset, read_dataset, scan_dataset
+from autotune.data.dataset import DataReport, check_dataset, read_dataset, read_split, scan_dataset
 from autotune.data.items import DatasetOptions, read_metadata
 from autotune.errors import InvalidInput
 from autotune.report.machine import data_report_lines
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
+SIZES = {"resolution_px": 64, "multiple_px": 16, "max_side_px": 8192}
 
-def kinds(dataset: Dataset) -> dict[str, str]:
+
+def kinds(dataset):
     return {problem.file: problem.kind for problem in dataset.problems}
 
 
@@ -186,7 +189,7 @@ def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path):
     assert {item.path.parent.name: item.repeats for item in dataset.items} == {
         "more": 10, "0_none": 1, "2024_holiday": 1, "3_cat": 7,
     }  # fmt: skip
-    report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
+    report = check_dataset(tmp_path, **SIZES)
     assert (report.num_usable, report.epoch_size) == (4, 19)
     assert any("an epoch shows 19" in line for line in data_report_lines(report))
 
@@ -206,3 +209,81 @@ def test_captions_that_never_end_are_named_and_not_read(tmp_path, name, content)
     assert any(
         "not a regular file" in one.message or "larger than" in one.message for one in problems
     )
+
+
+def test_a_good_folder(tmp_path):
+    write_pictures(tmp_path, (640, 640), (64, 64), (80, 48), (300, 40), (32, 32))
+    report = check_dataset(tmp_path, **SIZES)
+    assert report.can_train
+    assert [(bucket.width_px, bucket.height_px, bucket.num_items) for bucket in report.buckets] == [
+        (64, 64, 3),
+        (80, 48, 1),
+        (128, 32, 1),
+    ]
+    assert (report.num_enlarged, report.cropped, report.num_unverified) == (1, ("003.png",), 0)
+    assert report.caption_words == (3, 6, 6)
+    assert DataReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path):
+    assert not check_dataset(tmp_path, **SIZES).can_train
+    write_pictures(tmp_path, (64, 64), (64, 64))
+    (tmp_path / "000.txt").unlink()
+    report = check_dataset(tmp_path, **SIZES)
+    assert (report.can_train, report.num_usable) == (False, 1)
+    assert [(problem.file, problem.kind) for problem in report.problems] == [
+        ("000.png", "captionless")
+    ]
+    with_trigger = DatasetOptions(trigger="sks")
+    assert check_dataset(tmp_path, with_trigger, **SIZES).can_train
+
+
+OPTIONS = DatasetOptions(caption="a picture")
+
+
+def names(split):
+    return {item.path.name for item in split.training.items}, {
+        item.path.name for item in split.held_out
+    }
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("held") / "images"
+    write_pictures(folder, *[(64, 64)] * 20)
+    return folder
+
+
+def test_seed_and_names_decide_which_images_are_held_out(images, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(images, elsewhere)
+    training, held_out = names(read_split(images, OPTIONS, "10%", 0))
+    assert (len(training), len(held_out)) == (18, 2)
+    assert not training & held_out
+    assert names(read_split(elsewhere, OPTIONS, "10%", 0)) == (training, held_out), (
+        "whatever the folder"
+    )
+    assert (
+        len({frozenset(names(read_split(images, OPTIONS, "10%", seed))[1]) for seed in range(5)})
+        > 1
+    )
+    assert held_out < names(read_split(images, OPTIONS, "30%", 0))[1], (
+        "a larger share holds out more"
+    )
+
+
+def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(images, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(images, data)
+    inside = data / "held"
+    inside.mkdir()
+    first, second, third, *_ = sorted(data.glob("*.png"))
+    first.rename(inside / first.name)  # below the data
+    shutil.copy(second, tmp_path / "copy.png")
+    (tmp_path / "other").mkdir()
+    shutil.copy(third, tmp_path / "other" / "renamed.png")  # the same bytes elsewhere
+    assert names(read_split(data, OPTIONS, str(inside), 0))[1] == {first.name}
+    training, held_out = names(read_split(data, OPTIONS, str(tmp_path / "other"), 0))
+    assert held_out == {"renamed.png"}
+    assert third.name not in training
+    assert len(training) == 19

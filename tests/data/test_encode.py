@@ -1,80 +1,50 @@
-"""Encoding a dataset: once, alone where something changed, and never trusting what was
-interrupted."""
+"""Encoding a dataset: once, alone where something changed, and never trusting what was interrupted."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import nn
 
-from autotune.data.batches import make_buckets
-from autotune.data.cache import Cache, EncoderIdentity
+from autotune.data.batches import BatchOrder, make_buckets
+from autotune.data.cache import Cache, EncoderIdentity, MemoryCache
 from autotune.data.dataset import read_dataset
-from autotune.data.encode import EncodedDataset, encode_dataset
+from autotune.data.encode import encode_dataset
 from autotune.data.items import DatasetOptions
 from autotune.data.pixels import open_pixels
-from autotune.errors import AutotuneError
-from autotune.models.family import Sample
-from autotune.models.qwen_image import QwenImage
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.models.family import denoising_loss
+from autotune.models.noise import FLOW_MATCHING
 from tests.data.pictures import CAPTIONS, picture, write_pictures
-from tests.small import write_small_pipeline
 
-IDENTITY = EncoderIdentity(text_encoder="text 1", vae="vae 1")
-Load = Callable[..., Any]
-PROMPT_WIDTH = 128
+TAGS = "sks, fox, snow, red, tree"
 
 
-class CountingFamily(QwenImage):
-    """Qwen-Image, counting what it encodes and failing where told to."""
+class PlainFamily:
+    """Latents are means of 8 x 8 px, captions their characters; counts, and fails where told to."""
 
-    def __init__(self) -> None:
-        self.captions: list[str] = []
-        self.num_images = 0
-        self.fail_at_image: int | None = None
-        self.controls: list[int] = []
+    def __init__(self, fail_at_image=None):
+        self.captions, self.controls = [], []
+        self.num_images, self.fail_at_image = 0, fail_at_image
 
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
+    def sample_shapes(self, config, bucket, text_tokens):
+        size = (bucket.height_px // 8, bucket.width_px // 8)
+        return {"latents": (3, 1, *size), "prompt_embeds": (text_tokens, 1)}
+
+    def encode_caption(self, pipeline, caption, controls=()):
         self.captions.append(caption)
-        return super().encode_caption(pipeline, caption)
+        self.controls.append(len(controls))
+        assert all(image.shape == (3, 1, 64, 64) for image in controls)
+        return {"prompt_embeds": torch.tensor([[float(ord(letter))] for letter in caption or "-"])}
 
-    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+    def encode_pixels(self, pipeline, pixels):
         if self.num_images == self.fail_at_image:
             raise KeyboardInterrupt
         self.num_images += 1
-        return super().encode_pixels(pipeline, pixels)
-
-
-class EditFamily(CountingFamily):
-    """One whose prompts see their control images."""
-
-    max_controls = 2
-
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
-        self.controls.append(len(controls))
-        assert all(image.shape == (3, 1, 64, 64) for image in controls)
-        return super().encode_caption(pipeline, caption)
-
-
-@pytest.fixture(scope="module")
-def pipeline_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pipeline")
-    write_small_pipeline("qwen-image", folder, CAPTIONS)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pipeline(pipeline_folder):
-    from diffusers import QwenImagePipeline
-
-    return QwenImagePipeline.from_pretrained(pipeline_folder, transformer=None)
+        return nn.functional.avg_pool3d(pixels[None], (1, 8, 8))[0]
 
 
 @pytest.fixture
@@ -82,64 +52,48 @@ def data(tmp_path):
     return write_pictures(tmp_path / "data", (64, 64), (80, 48), (100, 100), (96, 56))
 
 
-def encode(
-    data: Path,
-    pipeline: Any,
-    family: CountingFamily | None = None,
-    *,
-    load: Load | None = None,
-    identity: EncoderIdentity = IDENTITY,
-    control: Path | None = None,
-    verify_seconds: float = 60,
-    memory_bytes: int = 10**9,
-    cache: Cache | None = None,
-    **options: Any,
-) -> EncodedDataset:
-    encoders: Any = SimpleNamespace(
-        model=SimpleNamespace(
-            family=family or CountingFamily(), config={"joint_attention_dim": PROMPT_WIDTH}
-        ),
-        identity=identity,
-        load_pipeline=load or (lambda with_text=True: pipeline),
+def load(with_text=True):
+    return SimpleNamespace(vae=SimpleNamespace(device="cpu"))
+
+
+def encode(data, family=None, options=None, *, load=load, cache=None, **more):
+    encoders = SimpleNamespace(
+        model=SimpleNamespace(family=family or PlainFamily(), config={}),
+        identity=EncoderIdentity(text_encoder="text", vae="vae"),
+        load_pipeline=load,
         release_text=lambda: None,
     )
-    cache = cache or Cache(data.parent / "cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autotune.data.dataset.VERIFY_SECONDS", verify_seconds)
-        patch.setattr("autotune.data.encode.MEMORY_BYTES", memory_bytes)
-        dataset = read_dataset(data, DatasetOptions(control=control))
-        return encode_dataset(
-            encoders, dataset, make_buckets(dataset.items, 64, 16, 8192), cache, **options
-        )
+    dataset = read_dataset(data, options or DatasetOptions())
+    buckets = make_buckets(dataset.items, 64, 16, 8192)
+    return encode_dataset(encoders, dataset, buckets, cache or Cache(data.parent / "cache"), **more)
 
 
-def test_samples_are_what_the_family_encodes(data, pipeline):
-    encoded = encode(data, pipeline)
-    family, buckets = QwenImage(), make_buckets(read_dataset(data).items, 64, 16, 8192)
+def text(sample):
+    return "".join(chr(int(code)) for code in sample["prompt_embeds"][:, 0])
+
+
+def test_samples_are_what_the_family_encodes(data):
+    encoded = encode(data)
+    buckets = make_buckets(read_dataset(data).items, 64, 16, 8192)
     assert len(encoded.items) == 4
     for index, item in enumerate(encoded.items):
-        bucket = buckets[encoded.bucket_indices[index]]
-        sample = encoded.sample(index)
-        with torch.no_grad():
-            pixels = open_pixels([item.path], bucket.width_px, bucket.height_px)
-            assert torch.equal(sample["latents"], family.encode_pixels(pipeline, pixels))
-            expected = family.encode_caption(pipeline, item.caption)["prompt_embeds"]
-        assert torch.equal(sample["prompt_embeds"], expected)
+        bucket, sample = buckets[encoded.bucket_indices[index]], encoded.sample(index)
+        pixels = open_pixels([item.path], bucket.width_px, bucket.height_px)
+        assert torch.equal(sample["latents"], PlainFamily().encode_pixels(None, pixels))
+        assert text(sample) == item.caption
         assert not any(tensor.requires_grad for tensor in sample.values())
     assert encoded.groups == (0, 1, 0, 1)
 
 
-def test_a_second_run_loads_nothing_and_gives_the_same(data, pipeline):
-    first = encode(data, pipeline, caption_dropout=0.1)
-    progress: list[tuple[int, int]] = []
+def test_a_second_run_loads_nothing_and_gives_the_same(data, monkeypatch):
+    def refuse(with_text=True):
+        pytest.fail("the pipeline was loaded")
+
+    first, progress = encode(data, caption_dropout=0.1), []
     for memory_bytes in (0, 10**9):
+        monkeypatch.setattr("autotune.data.encode.MEMORY_BYTES", memory_bytes)
         second = encode(
-            data,
-            pipeline,
-            load=lambda with_text=True: pytest.fail("the pipeline was loaded"),
-            caption_dropout=0.1,
-            memory_bytes=memory_bytes,
-            on_progress=lambda *done: progress.append(done),
+            data, load=refuse, caption_dropout=0.1, on_progress=lambda *done: progress.append(done)
         )
         assert bool(second.in_memory) == bool(memory_bytes)
         for index in range(4):
@@ -150,23 +104,22 @@ def test_a_second_run_loads_nothing_and_gives_the_same(data, pipeline):
     assert progress == 2 * [(number, 8) for number in range(1, 9)]
 
 
-def test_an_interrupted_encoding_continues_where_it_was(data, pipeline):
-    family = CountingFamily()
-    family.fail_at_image = 2
+def test_an_interrupted_encoding_continues_where_it_was(data):
+    family = PlainFamily(fail_at_image=2)
     with pytest.raises(KeyboardInterrupt):
-        encode(data, pipeline, family)
+        encode(data, family)
     family.fail_at_image = None
-    encode(data, pipeline, family)
+    encode(data, family)
     assert (family.num_images, len(family.captions)) == (4, 3)
 
 
-def test_a_damaged_entry_is_encoded_again_alone(data, pipeline):
-    encode(data, pipeline)
+def test_a_damaged_entry_is_encoded_again_alone(data):
+    encode(data)
     entry = next((data.parent / "cache").glob("latents-*"))
     whole = load_file(entry)["latents"].clone()  # of a mapped file
     entry.write_bytes(entry.read_bytes()[:-5] + b"wrong")
-    family = CountingFamily()
-    encode(data, pipeline, family)
+    family = PlainFamily()
+    encode(data, family)
     assert (family.num_images, family.captions) == (1, [])
     assert torch.equal(load_file(entry)["latents"], whole)
 
@@ -174,86 +127,186 @@ def test_a_damaged_entry_is_encoded_again_alone(data, pipeline):
 @pytest.mark.parametrize(
     ("kind", "content"),
     [
-        ("latents", {"other": torch.zeros(16, 1, 8, 8)}),
-        ("latents", {"latents": torch.full((16, 1, 8, 8), torch.nan)}),
-        ("prompt", {"prompt_embeds": torch.zeros(5, PROMPT_WIDTH + 1)}),
+        ("latents", {"other": torch.zeros(3, 1, 8, 8)}),
+        ("latents", {"latents": torch.full((3, 1, 8, 8), torch.nan)}),
+        ("prompt", {"prompt_embeds": torch.zeros(5, 2)}),
     ],
 )
-def test_an_entry_that_holds_something_else_under_a_right_digest_is_encoded_again(
-    data, pipeline, kind, content
-):
-    first = encode(data, pipeline)
+def test_something_else_under_a_right_digest_is_encoded_again(data, kind, content):
+    first = encode(data)
     key = next((data.parent / "cache").glob(f"{kind}-*")).stem
     first.cache.write(key, content)
-    family = CountingFamily()
-    again = encode(data, pipeline, family)
+    family = PlainFamily()
+    again = encode(data, family)
     assert (family.num_images, len(family.captions)) == ((1, 0) if kind == "latents" else (0, 1))
     for index in range(len(first.items)):
         for name, tensor in first.sample(index).items():
             assert torch.equal(tensor, again.sample(index)[name])
 
 
-def test_an_image_that_fails_while_encoding_is_left_out_and_named(data, pipeline):
-    path = data / "002.png"
+def test_an_image_that_fails_while_encoding_is_left_out_and_named(data, monkeypatch):
+    monkeypatch.setattr("autotune.data.dataset.VERIFY_SECONDS", 0)
+    path, progress = data / "002.png", []
     path.write_bytes(path.read_bytes()[:2000])
-    progress: list[tuple[int, int]] = []
-    encoded = encode(
-        data, pipeline, verify_seconds=0, on_progress=lambda *done: progress.append(done)
-    )
+    encoded = encode(data, on_progress=lambda *done: progress.append(done))
     assert [item.path.name for item in encoded.items] == ["000.png", "001.png", "003.png"]
     assert [(problem.file, problem.kind) for problem in encoded.problems] == [("002.png", "broken")]
     assert encoded.groups == (0, 1, 1)
     assert progress[-1] == (7, 7)
-    assert encoded.sample(2)["latents"].shape == encoded.sample(1)["latents"].shape
 
 
-def test_control_images_become_latents_and_part_of_the_prompt(tmp_path, pipeline):
+def test_control_images_become_latents_and_part_of_the_prompt(tmp_path):
     data = write_pictures(tmp_path / "data", (64, 64), (64, 64))
     control = tmp_path / "control"
     control.mkdir()
     for seed, name in enumerate(("000.png", "001_1.png", "001_2.png"), start=40):
         picture(seed, 90, 80).save(control / name)
-    family = EditFamily()
-    encoded = encode(data, pipeline, family, control=control, caption_dropout=0.1)
+    family, options = PlainFamily(), DatasetOptions(control=control)
+    encoded = encode(data, family, options, caption_dropout=0.1)
     assert sorted(family.controls) == [1, 1, 2, 2]
-    assert sorted(encoded.sample(1)) == [
-        "control_latents_1",
-        "control_latents_2",
-        "latents",
-        "prompt_embeds",
-    ]
+    names = ["control_latents_1", "control_latents_2", "latents", "prompt_embeds"]
+    assert sorted(encoded.sample(1)) == names
     assert len(set(encoded.groups)) == 2
     picture(99, 90, 80).save(control / "000.png")
-    family = EditFamily()
-    encode(data, pipeline, family, control=control, caption_dropout=0.1)
+    family = PlainFamily()
+    encode(data, family, options, caption_dropout=0.1)
     assert (family.controls, family.num_images) == ([1, 1], 1)
 
 
-def test_an_image_that_changes_while_others_are_encoded_is_not_cached_under_its_old_key(
-    data, pipeline
-):
-    class Meanwhile(CountingFamily):
-        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+def test_an_image_that_changes_meanwhile_is_not_cached_under_its_old_key(data):
+    class Meanwhile(PlainFamily):
+        def encode_pixels(self, pipeline, pixels):
             picture(99).save(data / "003.png")
             return super().encode_pixels(pipeline, pixels)
 
     before = (data / "003.png").read_bytes()
     with pytest.raises(AutotuneError, match=r"003\.png changed while") as caught:
-        encode(data, pipeline, Meanwhile())
+        encode(data, Meanwhile())
     assert "run again" in caught.value.hint
     (data / "003.png").write_bytes(before)
-    family = CountingFamily()
-    encoded = encode(data, pipeline, family)
+    family = PlainFamily()
+    encoded = encode(data, family)
     assert (len(encoded.items), family.num_images, family.captions) == (4, 1, [])
 
 
-def test_numbers_that_are_not_finite_are_never_cached(data, pipeline):
-    class Damaged(CountingFamily):
-        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+def test_numbers_that_are_not_finite_are_never_cached(data):
+    class Damaged(PlainFamily):
+        def encode_pixels(self, pipeline, pixels):
             return super().encode_pixels(pipeline, pixels) * float("nan")
 
-    with pytest.raises(
-        AutotuneError, match=r"pixels of .*000\.png into numbers that are not finite"
-    ):
-        encode(data, pipeline, Damaged())
+    with pytest.raises(AutotuneError, match=r"pixels of .*000\.png into numbers that are not"):
+        encode(data, Damaged())
     assert not list((data.parent / "cache").glob("latents-*"))
+
+
+def test_each_time_one_of_the_captions_is_drawn(tmp_path):
+    for name in ("a.png", "b.png"):
+        picture(ord(name[0])).save(tmp_path / name)
+    lines = [
+        {"file_name": "a.png", "text": ["a fox", "an animal", "a fox"]},
+        {"file_name": "b.png", "text": TAGS},
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    encoded = encode(tmp_path, options=DatasetOptions(trigger="sks", shuffle_tags=3, keep_tags=1))
+    assert encoded.num_captions == (2, 3)
+    order = BatchOrder((0, 0), (1, 1), 2, seed=4, num_captions=encoded.num_captions)
+    draws = [draw for step in range(200) for draw in order.images(step)]
+    seen = {text(encoded.sample(*draw)) for draw in draws}
+    assert {"sks, a fox", "sks, an animal", TAGS} < seen
+    assert len(seen) == 5
+    assert sum(draw.caption == 0 for draw in draws if draw.item == 0) == pytest.approx(100, abs=25)
+
+
+def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(tmp_path):
+    write_pictures(tmp_path, (64, 64))
+    encoded = encode(tmp_path, options=DatasetOptions(flip=True), flip=True)
+    plain, flipped = encoded.sample(0), encoded.sample(0, flipped=True)
+    assert torch.allclose(flipped["latents"], plain["latents"].flip(-1))
+    orders = [
+        BatchOrder((0,) * 9, (1,) * 9, 4, seed=1, caption_dropout=0.3, flip=flip)
+        for flip in (False, True)
+    ]
+    without, with_flips = (
+        [draw for step in range(100) for draw in order.images(step)] for order in orders
+    )
+    assert [draw[:3] for draw in without] == [draw[:3] for draw in with_flips]
+    assert sum(draw.flipped for draw in with_flips) == pytest.approx(200, abs=40)
+
+
+@pytest.mark.parametrize("kind", ["files", "alpha"])
+def test_a_mask_weighs_the_loss_where_it_lies(tmp_path, kind):
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (0, 0, 16, 64))  # the left quarter
+    image = picture(1)
+    if kind == "alpha":
+        image.putalpha(mask)
+    else:
+        mask.save(tmp_path / "a.mask.png")
+    image.save(tmp_path / "a.png")
+    picture(2).save(tmp_path / "b.png")
+    options = DatasetOptions(caption="x", loss_mask=kind, flip=True)
+    encoded = encode(tmp_path, options=options, flip=True, mask_floor=0.25)
+    masked, flipped, whole = encoded.sample(0), encoded.sample(0, flipped=True), encoded.sample(1)
+    row = torch.tensor([1.0] * 2 + [0.25] * 6)
+    assert torch.equal(masked["loss_weights"], row.expand(1, 1, 8, 8))
+    assert torch.equal(flipped["loss_weights"], row.flip(0).expand(1, 1, 8, 8))
+    assert torch.equal(whole["loss_weights"], torch.ones(1, 1, 8, 8))
+    assert (
+        encode(tmp_path, options=options, cache=MemoryCache(tmp_path), flip=True).entries[0].keys
+        == encoded.entries[0].keys
+    )
+    mask.point(lambda value: 255 - value).save(tmp_path / "a.mask.png")
+    again = encode(tmp_path, options=options, cache=MemoryCache(tmp_path), flip=True)
+    assert (again.entries[0].keys != encoded.entries[0].keys) == (kind == "files")
+
+
+def test_the_loss_counts_what_its_weights_say():
+    noise, clean = torch.ones(2, 1, 1, 2, 2), torch.zeros(2, 1, 1, 2, 2)
+    family = SimpleNamespace(noise=FLOW_MATCHING, predict=lambda *_: torch.zeros(2, 1, 1, 2, 2))
+    weights = torch.tensor([[[[[1.0, 0.0], [0.0, 0.0]]]], [[[[2.0, 2.0], [2.0, 2.0]]]]])
+    args = (torch.tensor([0.5, 0.5]), FLOW_MATCHING)
+    whole = denoising_loss(family, nn.Identity(), {"latents": clean}, noise, *args)
+    for weighting in ("none", "sigma_sqrt"):
+        plain = denoising_loss(family, nn.Identity(), {"latents": clean}, noise, *args, weighting)
+        weighed = denoising_loss(
+            family,
+            nn.Identity(),
+            {"latents": clean, "loss_weights": weights},
+            noise,
+            *args,
+            weighting,
+        )
+        assert float(weighed / plain) == pytest.approx((1 / 4 + 2) / 2)
+    assert float(whole) == 1
+
+
+def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(tmp_path):
+    write_pictures(tmp_path / "dogs", (64, 64))
+    write_pictures(tmp_path / "class", (64, 64), first=1)
+    (tmp_path / "data.yaml").write_text(
+        "folders:\n- path: dogs\n  repeats: 3\n- path: class\n  weight: 0.5\n  regularization: "
+        "true\n"
+    )
+    options = DatasetOptions(trigger="sks")
+    dataset = read_dataset(tmp_path / "data.yaml", options)
+    assert [(item.caption, item.repeats, item.weight) for item in dataset.items] == [
+        (f"sks, {CAPTIONS[0]}", 3, 1.0), (CAPTIONS[1], 1, 0.5),
+    ]  # fmt: skip
+    encoded = encode(tmp_path / "data.yaml", options=options)
+    assert [float(encoded.sample(index)["loss_weights"].mean()) for index in (0, 1)] == [1.0, 0.5]
+
+
+def test_a_folder_inside_another_would_be_trained_twice(tmp_path):
+    outer, inner = tmp_path / "dogs", tmp_path / "dogs" / "portraits"
+    write_pictures(outer, (64, 64))
+    write_pictures(inner, (64, 64), first=1)
+    (tmp_path / "data.yaml").write_text(
+        "folders:\n- path: dogs/portraits\n  repeats: 3\n- path: dogs\n"
+    )
+    for data in ([outer, inner], [inner, outer / ".." / "dogs"], tmp_path / "data.yaml"):
+        with pytest.raises(
+            InvalidInput, match=r"portraits lies in .*dogs, so its images would be trained twice"
+        ):
+            read_dataset(data)
+    write_pictures(tmp_path / "dogs2", (64, 64))
+    assert len(read_dataset([inner, tmp_path / "dogs2"]).items) == 2
