@@ -99,10 +99,7 @@ class BatchOrder:
     def micro_batches(
         self, step: int, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
     ) -> tuple[MicroBatch, ...]:
-        """Plan what one process computes in one step; all get equally many images.
-
-        `world_size` must divide the effective batch.
-        """
+        """Plan one process's part of a step; `world_size` must divide the effective batch."""
         share = self.effective_batch_size // world_size
         images = sorted(self.images(step), key=self._group)
         parts = [
@@ -231,10 +228,7 @@ def _distance(
 def make_buckets(
     items: Sequence[Item], resolution_px: int, multiple_px: int, max_side_px: int
 ) -> tuple[Bucket, ...]:
-    """Make the buckets of items, sorted, each with its number of items (repeats not counted).
-
-    A clip keeps its number of frames; clips and images never share a bucket.
-    """
+    """Make sorted buckets of items, by closest shape and number of frames, with their counts."""
     counts: Counter[tuple[int, int, int]] = Counter()
     for item in items:
         size = item.width_px, item.height_px
@@ -249,9 +243,7 @@ def make_buckets(
 def assign_buckets(items: Sequence[Item], buckets: Sequence[Bucket]) -> tuple[int, ...]:
     """Find for each item the bucket of the closest aspect ratio with its number of frames.
 
-    With the buckets of `make_buckets` this gives the counts that they name; with the buckets of a
-    plan it fits other data into the planned shapes. Raises InvalidInput if no bucket has the number
-    of frames of some item.
+    A plan's buckets so fit other data. Raises InvalidInput if none has an item's number of frames.
     """
     chosen = []
     for item in items:

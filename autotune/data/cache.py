@@ -78,10 +78,7 @@ class Cache:
         return tensors
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
-        """Store an entry and return its size on disk in bytes.
-
-        Raises AutotuneError if the disk is full or cannot be written to; no partial file remains.
-        """
+        """Store an entry and return its bytes on disk. Raises AutotuneError and leaves no rest."""
         plain, path = to_plain(tensors), self._path(key)
         try:
             with reraise_disk_full(
@@ -96,10 +93,7 @@ class Cache:
         return path.stat().st_size
 
     def evict(self, keep: Collection[str]) -> int:
-        """Remove the least recently used entries above the limit, and return how many.
-
-        Those in `keep` stay even if they alone exceed the limit: a run cannot do without its own.
-        """
+        """Remove the least recently used above the limit, but none of `keep`; return how many."""
         protected = {self._path(key) for key in keep}
         entries = []
         for path in self.folder.glob("*.safetensors"):
@@ -193,12 +187,7 @@ def identify_encoders(
     vae_settings: str,
     files: Mapping[str, Path],
 ) -> EncoderIdentity:
-    """Identify the encoders of a pipeline by its files, in the diffusers layout.
-
-    `settings` is their dtype, e.g. `bfloat16`; `text_settings` and `vae_settings` are what else
-    decides their output, e.g. a quantization; `files` are the weights of components that are not in
-    that folder.
-    """
+    """Identify encoders by their files, their dtype and what else decides their output."""
     elsewhere = {name: weights_digest(open_weights(path)) for name, path in files.items()}
     base = f"{family.name} {settings} diffusers {version('diffusers')}"
     vae = _digest_components(model_folder, ("vae",))
@@ -279,9 +268,7 @@ def make_item_entries(
 ) -> ItemEntries:
     """Make the entries of one item whose images take the shape of `bucket`.
 
-    `with_empty` adds the empty caption, and `with_flipped` its pixels mirrored. `digest` is
-    `file_digest`, which the caller may have remember large files. Raises OSError if one of its
-    files cannot be read.
+    `digest` is `file_digest`, which the caller may have remember. Raises OSError.
     """
     captions = (*item.captions, EMPTY_CAPTION) if with_empty else item.captions
     prompts = [make_prompt_entry(one, item.control_paths, bucket, identity) for one in captions]

@@ -89,9 +89,7 @@ def _list_first(problems: Sequence[Problem], rest: str) -> list[str]:
 def read_dataset(data: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> Dataset:
     """Read the usable part of data; unusable files are left out and named in `problems`.
 
-    A folder has images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too;
-    a YAML file lists several. Raises InvalidInput if a folder does not exist, images lack captions,
-    or nothing is usable.
+    Raises InvalidInput if a folder does not exist, images lack captions, or nothing is usable.
     """
     dataset = scan_dataset(data, options)
     captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
@@ -115,11 +113,9 @@ def scan_dataset(
     options: DatasetOptions = DEFAULT_OPTIONS,
     on_progress: OnProgress | None = None,
 ) -> Dataset:
-    """Read data as `read_dataset`, but missing captions and items are problems, not errors.
+    """Read data as `read_dataset`, but nothing that lies in a folder is an error.
 
-    Raises InvalidInput if a folder does not exist or lies in another, the data lies in the control
-    folder, `num_frames` is not positive, or pairs for editing would be flipped or cropped elsewhere
-    than at the center.
+    Raises InvalidInput if folders are absent or overlap, or options do not suit pairs for editing.
     """
     if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
@@ -286,11 +282,7 @@ def is_list(data: DataPlace) -> bool:
 
 
 def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
-    """List the folders of a job's data: of the files that list them, or the folders themselves.
-
-    Raises InvalidInput if a file cannot be read, or is no such list; a place is named twice; or a
-    folder lies in another, whose images are read with all below it.
-    """
+    """List a job's data folders. Raises InvalidInput for one named twice or inside another."""
     folders = tuple(folder for place in each_place(data) for folder in _read_list(Path(place)))
     by_real: dict[Path, str] = {}
     for folder in folders:
@@ -349,9 +341,8 @@ def read_split(
 ) -> SplitDataset:
     """Read data and hold some images out: a pure function of seed and file names decides which.
 
-    `validation` is a share such as `10%`, or a folder of held-out images. What lies in that folder,
-    and equal files elsewhere, are not trained on. Raises InvalidInput as `read_dataset` for either
-    folder, or if nothing would be left to train on.
+    `validation` is a share such as `10%`, or a folder, whose images, and equal files elsewhere, are
+    not trained on. Raises InvalidInput as `read_dataset`, or if nothing would be left to train on.
     """
     dataset = read_dataset(data, options)
     if validation is None:
@@ -376,10 +367,7 @@ def read_split(
 
 
 def _name(item: Item, data: DataPlace) -> str:
-    """The path below the data folder, or below the folder of a list, after that folder's name.
-
-    The second of several folders of one name gets a number: names tell apart what is drawn.
-    """
+    """The path below the data folder; in a list after the folder's name, numbered to differ."""
     places = [Path(place) for place in list_places(data)]
     at = next(at for at, place in enumerate(places) if item.path.is_relative_to(place))
     place = places[at]
@@ -455,10 +443,7 @@ def check_dataset(
     max_crop: float = MAX_CROP,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
-    """Check every file as training would read it.
-
-    Raises InvalidInput if a folder does not exist, or the resolution is too small.
-    """
+    """Check every file as training would read it. Raises InvalidInput as `scan_dataset`."""
     dataset = scan_dataset(data, options, on_progress)
     items = dataset.items
     buckets = make_buckets(items, resolution_px, multiple_px, max_side_px)

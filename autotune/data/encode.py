@@ -94,11 +94,7 @@ class Encoders:
         )
 
     def load_pipeline(self, *, with_text: bool = True) -> Any:
-        """Load the stock pipeline without a transformer.
-
-        Its `encode_prompt` runs on the text encoders' device; without them it encodes pixels, on
-        `vae_device`.
-        """
+        """Load the stock pipeline without transformer, or text encoders if not needed."""
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
         # Beside text encoders the VAE is where the pipeline works: that of an edit model looks at
         # control images.
@@ -242,8 +238,8 @@ class EncodedDataset:
     ) -> Sample:
         """Read one sample as a `Draw` names it; with `dropped`, conditioned on the empty caption.
 
-        Raises AutotuneError if the cache has lost the entry since it was made, and ValueError for
-        `dropped` if the data was encoded without caption dropout.
+        Raises AutotuneError if the cache has lost the entry, ValueError if `dropped` was not
+        encoded.
         """
         entries = self.entries[index]
         prompt = entries.empty_prompt if dropped else entries.prompts[caption]
@@ -289,22 +285,12 @@ def encode_dataset(
 ) -> EncodedDataset:
     """Encode what the cache lacks, and give access to all.
 
-    An item with an unreadable file is left out and named in the result's `problems`. Text encoders
-    are released as soon as captions are done.
+    An item with an unreadable file is left out and named in `problems`. `buckets` are the shapes
+    that images and their control images are resized to, and `mask_floor` is the weight of the loss
+    where a mask is black. `on_progress` gets (done, total) entries.
 
-    Args:
-        encoders: loaded only if something is missing. Entries of others are never used.
-        dataset: what is encoded.
-        buckets: shapes that images are resized to; control images take their image's.
-        cache: where entries are stored.
-        caption_dropout: above 0, the empty caption is encoded too.
-        flip: images are encoded mirrored, too.
-        mask_floor: weight of the loss where a mask is black.
-        on_progress: called with (done, total) entries; those found in the cache count as done.
-
-    Raises:
-        AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, or pickled caches lie in the cache's folder.
+    Raises AutotuneError if the disk is full; what is cached so far is kept. Raises InvalidInput if
+    no image could be read, or pickled caches lie in the cache's folder.
     """
     cache.refuse_pickles()
     cache.remove_stale()
@@ -503,11 +489,7 @@ def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
 
 
 def _open_files(entry: CacheEntry) -> list[Tensor]:
-    """The pixels of an image or a clip, or of each control image.
-
-    Raises _Unreadable if a file cannot be decoded, and AutotuneError if one has changed: its pixels
-    would be stored under the key of the old ones.
-    """
+    """The pixels of an image or a clip, or of each control image. Raises _Unreadable."""
     groups = [entry.paths] if entry.caption is None else [(path,) for path in entry.paths]
     try:
         size = (entry.bucket.width_px, entry.bucket.height_px)
@@ -530,10 +512,9 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
 def find_mask(
     cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, ...]
 ) -> tuple[str, Tensor]:
-    """Find or make the mask of an item at the (height, width) of its latents, and its key.
+    """Find or make the mask of an item at (height, width) of its latents, and its key.
 
-    It is uint8, 255 where all of the loss counts. `path` is the mask's file, or the item's own for
-    its alpha channel. Raises OSError if a file cannot be read or decoded.
+    It is uint8, 255 where all of the loss counts; `path` is the item's own for its alpha channel.
     """
     shape, (height, width) = (bucket.width_px, bucket.height_px), size
     is_alpha, digest = path == item.path, file_digest(path)

@@ -361,9 +361,8 @@ def file_digest(path: Path) -> str:
 def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, ...]]:
     """Read `metadata.jsonl`: its lines by file name, and what is wrong with the others.
 
-    The layout is that of Hugging Face's imagefolder (`file_name`, `text`); `repeats` is a field of
-    our own that weighs an image, and with it `text` may be left out. Of two lines for one file the
-    first counts.
+    The layout is that of Hugging Face's imagefolder (`file_name`, `text`); `repeats` is our own,
+    and with it `text` may be left out. Of two lines for one file the first counts.
     """
     lines: dict[str, MetadataLine] = {}
     problems: list[str] = []
@@ -409,10 +408,7 @@ def _parse_line(raw: bytes) -> tuple[str, MetadataLine]:
 
 
 def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, ...]:
-    """Order a caption's comma-separated tags in up to `num_orders` ways, the written one first.
-
-    `keep` tags stay in front. Equal arguments give equal orders, each of which is encoded once.
-    """
+    """Order a caption's tags in up to `num_orders` ways, the written one first, `keep` in front."""
     tags = [tag.strip() for tag in text.split(",")]
     first, rest = tags[:keep], tags[keep:]
     rng, orders = random.Random(f"{seed} tags {text}"), [text]

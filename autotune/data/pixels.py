@@ -66,8 +66,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # ou
 def open_image(path: Path, *, animated: bool = False) -> Image.Image:
     """Open a png, jpeg or webp file, or with `animated` a gif or webp; only its header is read.
 
-    Raises OSError if it has another format, is too large, cannot be read, or is a pipe or device
-    that might be read without end.
+    Raises OSError for another format, too many pixels, and what might be read without end.
     """
     _require_regular(path)
     try:
@@ -88,10 +87,9 @@ def _require_regular(path: Path) -> None:
 
 
 def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
-    """Read (width, height) in px, after EXIF rotation, from the header.
+    """Read (width, height) in px, after EXIF rotation. Raises whatever Pillow raises.
 
-    With `decode` every pixel is decoded, the only proof that the file is whole. Raises whatever
-    Pillow raises for a file that is not an image or is damaged.
+    With `decode` every pixel is decoded, the only proof that the file is whole.
     """
     with open_image(path) as image:
         width, height = image.size
@@ -157,10 +155,9 @@ def open_pixels(
     *,
     crop: Crop = "center",
 ) -> Tensor:
-    """Read one image, or the frames of one clip, resized and cropped.
+    """Read one image, or the frames of one clip, resized and cropped. Raises OSError.
 
-    Returns float32 (3, frames, height, width) in [-1, 1]. Raises OSError if a file cannot be read
-    or decoded.
+    Returns float32 (3, frames, height, width) in [-1, 1].
     """
     import numpy as np
 
@@ -209,8 +206,7 @@ class _Frame:
 def read_facts(path: Path) -> VideoFacts:
     """Describe a video by the times of all frames; only the first is decoded.
 
-    Raises whatever decoders raise for a file that is no video or is damaged; OSError if it has no
-    frames, more than `MAX_SOURCE_FRAMES`, too many pixels, or a rate that is none.
+    Raises whatever decoders raise; OSError for no or too many frames, or a rate that is none.
     """
     with closing(_frames(path)) as frames:
         first = next(frames, None)
@@ -230,10 +226,7 @@ def read_facts(path: Path) -> VideoFacts:
 def choose_spans(
     facts: VideoFacts, choice: ClipChoice, lengths: Sequence[int], frames_per_second: float
 ) -> tuple[ClipSpan, ...]:
-    """Choose the clips of a video, of the largest of `lengths` (frames) that it has, if it has any.
-
-    `head` takes the first, `all` one after the other, and a number so many, evenly spread.
-    """
+    """Choose a video's first, all, or so many evenly spread clips, as long as it allows."""
     available = math.ceil(facts.duration_seconds * frames_per_second - 0.5)
     length = max((one for one in lengths if one <= available), default=0)
     if not length:
@@ -254,11 +247,7 @@ def choose_spans(
 
 
 def read_clip(path: Path, span: ClipSpan) -> Iterator[Image.Image]:
-    """Yield for each time of a clip the frame that is shown then, as RGB: some repeat or drop.
-
-    Raises OSError if the file ends before the clip, or is damaged in it, and whatever else decoders
-    raise.
-    """
+    """Yield for each time of a clip the frame that is shown then. Raises OSError or others."""
     times = [
         span.start_seconds + (number + 0.5) / span.frames_per_second
         for number in range(span.num_frames)

@@ -107,11 +107,7 @@ class Adapter:
 def save_adapter(
     path: Path, state: Mapping[str, Tensor], info: AdapterInfo, component: str = "transformer"
 ) -> None:
-    """Save what `peft.get_peft_model_state_dict` returns, atomically, in the diffusers format.
-
-    Every layer must have the rank of `info`. `pipeline.load_lora_weights(path)` then finds each
-    key, rank and alpha.
-    """
+    """Save what `get_peft_model_state_dict` returns for `load_lora_weights`, atomically."""
     bare = {name.removeprefix(f"{component}."): tensor for name, tensor in state.items()}
     layers = _collect_layers(bare, dict.fromkeys(_module_names(bare), info.alpha))
     for name, layer in layers.items():
@@ -126,10 +122,9 @@ def read_adapter(
 ) -> Adapter:
     """Read an adapter in any of the formats.
 
-    `module_names` are needed for a kohya file that another program wrote: its underscores do not
-    say where the dots were. `transformer` is the class of the adapted model, for names that several
-    models have. Raises BadWeights for a damaged or pickled file and InvalidInput for one that is no
-    adapter.
+    `module_names` are needed for a kohya file of another program, whose underscores do not say
+    where dots were, and `transformer`, the model's class, for names that several models have.
+    Raises BadWeights for a damaged or pickled file and InvalidInput for one that is no adapter.
     """
     return parse_adapter(*load_file(path), module_names, transformer)
 
@@ -281,11 +276,10 @@ def _configured_alphas(
 def serialize_adapter(
     adapter: Adapter, to: AdapterFormat, transformer: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Make tensors and metadata of a file that holds `adapter` in the format `to`.
+    """Make tensors and metadata of a file in the format `to`.
 
-    `transformer` is the class of the adapted model, for an adapter that does not store it. Raises
-    InvalidInput if the names depend on it and it is unknown, or if the format has no name for a
-    layer.
+    `transformer` is the model's class, for an adapter that does not store it. Raises InvalidInput
+    if it is needed and unknown, or if the format has no name for a layer.
     """
     if to != "diffusers" and any(layer.magnitude is not None for layer in adapter.layers.values()):
         raise InvalidInput(

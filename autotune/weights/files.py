@@ -135,10 +135,7 @@ class WeightFile:
 
 
 def read_header(path: Path) -> WeightFile:
-    """Read and validate the header of one safetensors file.
-
-    Raises MissingWeights, PickledWeights, TruncatedFile or CorruptFile.
-    """
+    """Read and validate the header of a file. Raises what `open_weights` raises."""
     refuse_pickle(path)
     if not path.is_file():
         what = "is not a regular file" if path.exists() else "does not exist"
@@ -241,10 +238,9 @@ class WeightSource:
 
 
 def weights_digest(source: WeightSource) -> str:
-    """Hash names, dtypes and shapes of all tensors and up to 4 KiB from the middle of each.
+    """Hash names, dtypes, shapes and up to 4 KiB from the middle of each tensor.
 
-    It tells models of one architecture apart without reading them, whatever their folders or
-    shards: training and merging change every tensor.
+    It tells models of one architecture apart: training and merging change every tensor.
     """
     digest = hashlib.sha256()
     with ExitStack() as stack:
@@ -261,10 +257,9 @@ def weights_digest(source: WeightSource) -> str:
 
 
 def open_weights(path: Path) -> WeightSource:
-    """Read the headers in `path`: a safetensors file, an index, or a component's folder.
+    """Read the headers of a file, an index, or a component's folder, of which plain files win.
 
-    Of plain files and variants (`.fp16.`) in a folder the plain ones are taken. Raises
-    MissingWeights, PickledWeights, TruncatedFile or CorruptFile.
+    Raises MissingWeights, PickledWeights, TruncatedFile or CorruptFile.
     """
     found = find_weights(path) if path.is_dir() else path
     files = _read_shards(found) if found.suffix == ".json" else (read_header(found),)
@@ -313,10 +308,7 @@ def _read_shards(index: Path) -> tuple[WeightFile, ...]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Read an index: tensor name to the name of a shard in the same folder.
-
-    Raises CorruptFile for anything else, as the index may be untrusted.
-    """
+    """Read the shard of each tensor. Raises CorruptFile for anything that may be hostile."""
     hint = "fetch the index again, or save the model again"
     try:
         weight_map: dict[str, str] = json.loads(read_bounded(index, MAX_HEADER_BYTES))["weight_map"]
@@ -357,8 +349,7 @@ DOWNLOAD_AGAIN = "download the whole pipeline again, in the diffusers layout"
 def read_config(path: Path) -> dict[str, Any]:
     """Read a JSON object from an untrusted model folder.
 
-    Raises InvalidInput if it cannot be read, is no JSON object, asks for more of anything than any
-    model has, or names code that is not in the libraries.
+    Raises InvalidInput if it is none, asks for more than any model has, or names foreign code.
     """
     hint = (
         "point --model at a folder in the diffusers layout: model_index.json, transformer/, "
@@ -391,11 +382,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def require_bounded(component: Path) -> None:
-    """Check files that have no weights, before a library reads them as a whole.
-
-    Raises InvalidInput if a scheduler's configuration is damaged, or a file of a tokenizer or
-    processor is too large.
-    """
+    """Raise InvalidInput for a damaged scheduler's configuration or too large tokenizers."""
     config = component / "scheduler_config.json"
     if os.path.lexists(config):
         read_config(config)
@@ -418,10 +405,7 @@ def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _find_foreign_code(name: str, value: Any) -> str | None:
-    """What would load code, or a configuration that was not looked at.
-
-    Classes of an `auto_map` are never imported: we never set `trust_remote_code`.
-    """
+    """What would load code; no `auto_map` does, as we do not set `trust_remote_code`."""
     if name == "configuration_files" and value:
         return "replaces itself by other files"
     if "_implementation" in name:
@@ -432,10 +416,10 @@ def _find_foreign_code(name: str, value: Any) -> str | None:
 
 
 def read_model_index(folder: Path) -> dict[str, Any]:
-    """Read a pipeline's `model_index.json`: its `_class_name`, (library, class) of each component.
+    """Read a pipeline's `_class_name` and (library, class) of each component.
 
-    Raises InvalidInput if it cannot be read, or a component is neither of LIBRARIES nor of one of
-    diffusers' packages of pipelines, or of a class that looks for its code in the folder.
+    Raises InvalidInput for a library that is not known, or a class that looks for code in the
+    folder.
     """
     index = read_config(folder / PIPELINE_INDEX)
     for name, entry in index.items():

@@ -71,18 +71,16 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
 def fetch(
     repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True
 ) -> Path:
-    """Download `components` (folders such as `transformer`, `vae`) of a pipeline into the cache.
+    """Download `components` (folders) of a pipeline, and return its folder in the hub's cache.
 
-    Returns the pipeline's folder there, named by the commit's 40 hexadecimal digits. Without
-    `weights` only configurations and tokenizers are downloaded, enough to plan with. Before weights
-    are, access and free disk space are checked. If the hub is out of reach, or with
-    HF_HUB_OFFLINE=1, the cache is used if it is complete.
+    The folder is named by the commit's 40 hexadecimal digits. Without `weights` only texts are
+    downloaded, enough to plan with. If the hub is out of reach, the cache is used if it is
+    complete.
 
     Raises:
         HubError: no such repository or revision, or its license has not been accepted.
         AutotuneError: the disk of the cache has too little room.
-        MissingWeights: a component is not in the repository, or offline a file is not in the cache.
-        PickledWeights: a component has pickled weights only.
+        MissingWeights, PickledWeights: a component is absent, or has pickled weights only.
     """
     components = tuple(components)
     try:
@@ -123,10 +121,9 @@ def _require_room(repo: str, revision: str, files: list[str]) -> None:
 
 
 def verify(repo: str, folder: Path) -> int | None:
-    """Compare the files in a pipeline's cached `folder` with the hub's checksums, and count them.
+    """Count the files in the cache's `folder` that have the hub's checksums; None out of reach.
 
-    Returns None if the hub is out of reach. Deletes a damaged file and raises HubError, so that
-    fetching again brings it anew.
+    Deletes a damaged file and raises HubError, so that fetching again brings it anew.
     """
     try:
         with _translate_refusals(repo, folder.name):
@@ -154,11 +151,7 @@ def _and_more(number: int) -> str:
 def select_files(
     files: Iterable[str], components: Iterable[str], *, weights: bool = True
 ) -> tuple[str, ...]:
-    """Select the files of a repository that `components` need: no second precision, no pickles.
-
-    Raises MissingWeights for a component that does not exist, PickledWeights for one with pickled
-    weights only.
-    """
+    """Select the files that `components` need. Raises MissingWeights or PickledWeights."""
     present = sorted(set(files))
     selected = [name for name in present if name == PIPELINE_INDEX]
     for component in components:
@@ -274,10 +267,9 @@ def require_hub(repo: str) -> None:
 
 
 def upload(repo: str, files: Mapping[str, Path]) -> str:
-    """Write files in one commit, by their names there, and return the repository's address.
+    """Write files by name in one commit, and return the address; a new one is private.
 
-    One that does not exist is made, and is private. Raises HubError if the name cannot be one,
-    there is no token, it may not write there, or the hub is out of reach.
+    Raises HubError if the name cannot be one, or there is no token, permission or connection.
     """
     additions = [
         huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in files.items()

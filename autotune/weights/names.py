@@ -336,11 +336,7 @@ def can_write(to: AdapterFormat, transformer: str) -> bool:
 
 
 def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:
-    """Find the layout whose authors' names these are.
-
-    `widths` are (inputs, outputs) of each layer, by which FLUX.1 and FLUX.2 are told apart;
-    `transformer` is the model's class, if it is known.
-    """
+    """Find the layout of the authors' names; by (inputs, outputs) where they are alike."""
     known = (LAYOUTS[transformer],) if transformer and transformer in LAYOUTS else LAYOUTS.values()
     fitting = [layout for layout in known if widths and layout.has_originals(widths)]
     if len(fitting) < 2:
@@ -377,10 +373,7 @@ class LoraLayer:
 
 
 def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:
-    """Join layers under diffusers' names to those of the authors.
-
-    Raises InvalidInput for a layer without such a name.
-    """
+    """Join layers to those of the authors. Raises InvalidInput for one without such a name."""
     joined: dict[str, LoraLayer] = {}
     for name, layer in layers.items():
         try:
@@ -416,10 +409,7 @@ def _swap_halves(layer: LoraLayer, original: str, layout: Layout) -> LoraLayer:
 
 
 def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:
-    """Stack layers, None for one that was not adapted.
-
-    All get the rank of the largest, filled with zeros, by which a reader finds the parts again.
-    """
+    """Stack layers, None for one that was not adapted, filled with zeros to the largest rank."""
     adapted = [layer for layer in layers if layer is not None]
     first, rank = adapted[0], max(layer.rank for layer in adapted)
     scale, inputs = first.alpha / first.rank, first.down.shape[1]

@@ -92,8 +92,7 @@ class TensorView(TensorEntry):
 def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
     """View the DiT or UNet of a single file under the names of `model`, which may be on meta.
 
-    Shapes are left to `load_into` and `check_source`. Raises ModelMismatch if the file holds
-    another model, and BadWeights if it is stored in a way that is not understood.
+    Raises ModelMismatch for another model, BadWeights if the storage is not understood.
     """
     conversion = _find_conversion(type(model).__name__)
     return _make_view(_read_part(source, PREFIXES), model, conversion, _shapes_of(model))
@@ -105,10 +104,7 @@ def has_part(source: WeightSource, name: str) -> bool:
 
 
 def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource:
-    """View the component `name` under the names of a folder in the diffusers layout.
-
-    Raises ModelMismatch and BadWeights as `view_as`.
-    """
+    """View the component `name` under the names of a diffusers folder; errors as of `view_as`."""
     part = _read_part(source, PART_PREFIXES.get(name, ()))
     if name == "vae":
         return _make_view(part, model, _find_conversion(type(model).__name__), _shapes_of(model))
@@ -123,10 +119,7 @@ def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource
 
 
 def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> set[str]:
-    """Return the first parts of the names that the file's tensors have in a model of class `kind`.
-
-    Raises ModelMismatch and BadWeights as `view_as`.
-    """
+    """Return beginnings of the names that a model of class `kind` has; errors as of `view_as`."""
     part = _read_part(source, PREFIXES)
     return {
         name.partition(".")[0] for name in _find_rows(part, kind, config, _find_conversion(kind))

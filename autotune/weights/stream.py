@@ -184,10 +184,7 @@ def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def transformers_renaming(model: nn.Module) -> Rename:
-    """Map names in published checkpoints to those in a transformers model of today.
-
-    The function raises BadWeights for a tensor that transformers also splits, merges or transposes.
-    """
+    """Map names in published checkpoints to those of today; BadWeights where more would change."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # takes seconds
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -220,14 +217,10 @@ def load_into(
 ) -> None:
     """Load `source` into `model`, tensor by tensor, onto `device`, and set evaluation mode.
 
-    Without a policy every tensor takes the dtype of its slot in the model. Names, shapes and kinds
-    of dtype are checked from the headers before a tensor is read. After an error during reading the
-    model must not be used.
-
-    Raises:
-        ModelMismatch: the files are of another model.
-        TruncatedFile: a file shrank since its header was read.
-        InvalidInput: the loader is unknown or cannot be used on this machine.
+    Without a policy every tensor takes the dtype of its slot. Headers are checked before a tensor
+    is read. Raises ModelMismatch for files of another model, TruncatedFile for one that shrank
+    since, after which the model must not be used, and InvalidInput for a loader that cannot be
+    used.
     """
     target = torch.device(device)
     loader = _loader_for(source, loader)
@@ -265,10 +258,7 @@ def check_source(model: nn.Module, source: WeightSource, rename: Rename | None =
 def stream_tensors(
     source: WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
 ) -> Generator[tuple[str, Tensor]]:
-    """Yield every tensor by name, on `device`, in the policy's dtype, if no model keeps it.
-
-    Hardly more than one is in memory, unless the caller keeps them.
-    """
+    """Yield tensors by name, on `device`, in the dtype of the policy, about one in memory at a time."""
     loader = _loader_for(source, loader)
     with closing(get_loader(loader, device).stream(source, device)) as stream:
         for name, tensor in stream:
@@ -299,8 +289,7 @@ def fill_random(
     """Fill a model of `build_empty` with random weights, as `load_into`, for trials without files.
 
     Matrices are uniform with variance 1 / fan-in, so that activations stay in scale; vectors called
-    `weight` are ones (norms), other vectors zeros (biases). A tensor's values depend on the seed
-    and its name alone.
+    `weight` are ones (norms), others zeros. Values depend on the seed and the tensor's name alone.
     """
     target = torch.device(device)
     filler = _Filler(model, transform)
@@ -447,8 +436,7 @@ def _check_slot(tensor: Tensor, name: str, entry: TensorEntry) -> None:
 def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.Module:
     """Build a pipeline's component without weights, from its configuration.
 
-    Raises InvalidInput if that cannot be read, and BadWeights if `model_index.json` names no class
-    for it, or one that does not take the configuration.
+    Raises InvalidInput if that cannot be read, and BadWeights if no class takes it.
     """
     library, class_name = component_class(folder, name)
     read_config(folder / name / "config.json")
@@ -505,9 +493,7 @@ def load_component(
 
     `weights` is another file or folder that has them, `transform` gets the empty model and returns
     what to do with each module as it arrives, and without `casts` weights stay as they are stored.
-
-    Raises InvalidInput or BadWeights as `build_empty_component`, and for weights that are absent,
-    damaged or of another model.
+    Raises InvalidInput or BadWeights for what is absent, damaged or of another model.
     """
     model, source, rename = _open(folder, name, weights or folder / name, dtype)
     policy = from_pretrained_dtypes(model, dtype)

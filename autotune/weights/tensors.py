@@ -59,18 +59,12 @@ class Loader(ABC):
         return None
 
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
-        """Bound what it holds besides the tensors that it has yielded, for files of `stored_bytes`.
-
-        `shares_memory`: the file's cached pages count against the device, as on integrated GPUs.
-        """
+        """Bound what it holds besides yielded tensors; cached pages count if memory is shared."""
         return 0
 
     @abstractmethod
     def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
-        """Yield every tensor once, by name, on `device`, as stored; the caller owns it.
-
-        Files and buffers are released when the generator ends or is closed.
-        """
+        """Yield every tensor by name, as stored; closing releases files and buffers."""
 
 
 class MappedLoader(Loader):
@@ -167,11 +161,7 @@ def _read(
 
 
 def _allocate(entry: TensorEntry) -> tuple[Tensor, memoryview]:
-    """An uninitialized tensor and its bytes.
-
-    A large one gets memory pages of its own, which are freed with it; a heap would keep what was
-    freed below a small allocation.
-    """
+    """An uninitialized tensor and its bytes; a large one has pages of its own, freed with it."""
     if entry.size_bytes < OWN_PAGES_BYTES:
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
         return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
@@ -228,10 +218,9 @@ class FastLoader(Loader):
 
 
 def _has_cuda_runtime() -> bool:
-    """Whether fastsafetensors finds the GPU that torch sees; it looks for one even for the CPU.
+    """Whether fastsafetensors finds the GPU's runtime, which it wants even for the CPU.
 
-    It asks for `libcudart.so` alone, which only a toolkit has, so it is first given the library
-    that torch has loaded.
+    It asks for `libcudart.so`, which only a toolkit has, so it is first given torch's own.
     """
     from fastsafetensors import ParallelLoader, cpp  # noqa: F401  # the loader must import, too
 
@@ -279,10 +268,7 @@ def load_file(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 def save_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Save tensors of any layout and device into one file, atomically; equal content, equal bytes.
-
-    Tied tensors are stored under each name. Raises OSError if it cannot be written.
-    """
+    """Save tensors, tied ones too, atomically; equal content gives equal bytes. Raises OSError."""
     from safetensors.torch import save_file as write_safetensors
 
     with atomic_write(path) as part:
@@ -355,10 +341,7 @@ class FileSummary(Frozen):
 def inspect_file(
     path: Path, *, values: bool = True, on_progress: Callable[[int, int], None] | None = None
 ) -> FileSummary:
-    """Describe a file, or the model of a folder or index; without `values` from headers alone.
-
-    `on_progress` is called with the bytes done and in all. Raises what `open_weights` raises.
-    """
+    """Describe a file, folder or index; without `values` from headers. `on_progress` gets bytes."""
     source = open_weights(path)
     located = source.locations.values()
     total, done, summaries = sum(entry.size_bytes for _, entry in located), 0, []

@@ -1,4 +1,4 @@
-"""A folder is read completely, every file that is no good is named, and some images are held out."""
+"""A folder is read completely, what is no good is named, and some images are held out."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Encoding a dataset: once, alone where something changed, and never trusting what was interrupted."""
+"""Data is encoded once, alone where something changed; what was interrupted is not trusted."""
 
 import json
 from types import SimpleNamespace
