@@ -258,7 +258,7 @@ def check_source(model: nn.Module, source: WeightSource, rename: Rename | None =
 def stream_tensors(
     source: WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
 ) -> Generator[tuple[str, Tensor]]:
-    """Yield tensors by name, on `device`, in the dtype of the policy, about one in memory at a time."""
+    """Yield tensors by name, in the dtype of the policy, about one in memory at a time."""
     loader = _loader_for(source, loader)
     with closing(get_loader(loader, device).stream(source, device)) as stream:
         for name, tensor in stream:
