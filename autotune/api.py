@@ -456,7 +456,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         )
     except ValidationError as error:
         where, why = first_problem(error)
-        raise InvalidInput(f"{where}: {why.lower()}", hint="give another value") from error
+        raise InvalidInput(f"{where}: {why}", hint="give another value") from error
     cost = CostModel.build(profile, context.workload, family, resolved.config, read_parts(resolved))
     return estimate_candidate(
         cost, candidate, num_steps=request.num_steps, price_per_hour=request.price_per_hour

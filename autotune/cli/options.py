@@ -88,6 +88,8 @@ class RequestCommand(Command):
     def invoke(self, ctx: click.Context) -> Any:
         from pydantic import ValidationError
 
+        from autotune.plan.base import told
+
         values = [(name, ctx.params.pop(name)) for name in self.fields]
         asked = {name: value for name, value in values if ctx.get_parameter_source(name) in GIVEN}
         for name, other in INSTEAD.items():
@@ -97,9 +99,8 @@ class RequestCommand(Command):
             self.request(**asked)
         except ValidationError as error:
             wrong = str(error.errors()[0]["loc"][0])
-            texts = [one["msg"] for one in error.errors() if one["loc"][0] == wrong]
-            why = " or ".join(texts).lower().replace("value error, ", "")
-            raise click.BadParameter(why, ctx, self.fields[wrong]) from error
+            texts = [told(one) for one in error.errors() if one["loc"][0] == wrong]
+            raise click.BadParameter(" or ".join(texts), ctx, self.fields[wrong]) from error
         ctx.params["asked"] = asked
         return super().invoke(ctx)
 

@@ -256,7 +256,7 @@ def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
                 message.removeprefix("Value error, "),
                 hint="pin one of them, or both to the same value",
             ) from error
-        raise InvalidInput(f"{PIN}{field}: {message.lower()}", hint=f"settings: {known}") from error
+        raise InvalidInput(f"{PIN}{field}: {message}", hint=f"settings: {known}") from error
 
 
 def describe_caching(caching: CachingSettings) -> str:

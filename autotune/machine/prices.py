@@ -50,9 +50,7 @@ def read_prices(prices: Mapping[str, float] | str | Path | None) -> PriceList:
         listed = PriceList.model_validate(content)
     except ValidationError as error:
         where, why = first_problem(error)
-        raise InvalidInput(
-            f"{source}: {where or 'the file'}: {why.lower()}", hint=PRICE_HINT
-        ) from error
+        raise InvalidInput(f"{source}: {where or 'the file'}: {why}", hint=PRICE_HINT) from error
     by_gpu: dict[str, float] = {}
     for name, price in listed.per_hour.items():
         try:

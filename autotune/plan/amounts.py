@@ -5,26 +5,22 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from autotune.errors import InvalidInput
-
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def memory_bytes(amount: int | str) -> int:
-    """Return an amount such as `20GiB` in bytes. Raises InvalidInput if it is none."""
+    """Return an amount such as `20GiB` in bytes. Raises ValueError if it is none."""
     if isinstance(amount, int):
         return amount
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*", amount)
     unit = UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
-        raise InvalidInput(
-            f"{amount!r} is not an amount of memory", hint="write it like 20GiB or 900MiB"
-        )
+        raise ValueError(f"{amount!r} is not an amount of memory, such as 20GiB or 900MiB")
     return int(float(match.group(1)) * unit)
 
 
 def image_size(size: int | str | tuple[int, int]) -> tuple[int, int]:
-    """Return (width, height) in pixels of `1024` or `512x768`. Raises InvalidInput if it is
+    """Return (width, height) in pixels of `1024` or `512x768`. Raises ValueError if it is
     neither."""
     if isinstance(size, int):
         return size, size
@@ -32,10 +28,7 @@ def image_size(size: int | str | tuple[int, int]) -> tuple[int, int]:
         return size
     sides = size.lower().replace("×", "x").split("x")
     if len(sides) > 2 or not all(side.isascii() and side.isdigit() for side in sides):
-        raise InvalidInput(
-            f"{size!r} is no resolution",
-            hint="give the side of a square in px, or width x height: 1024 or 512x768",
-        )
+        raise ValueError(f"{size!r} is no resolution, such as 1024 (a square) or 512x768")
     return int(sides[0]), int(sides[-1])
 
 
@@ -45,7 +38,7 @@ def _hours(time: Any) -> Any:
         return time
     match = re.fullmatch(r"\s*(\d{1,6}(?:\.\d+)?)\s*(h|hours?|m|min|minutes?)\s*", time)
     if match is None:
-        raise InvalidInput(f"{time!r} is not a time", hint="write it like 2h or 90min")
+        raise ValueError(f"{time!r} is not a time, such as 2h or 90min")
     return float(match.group(1)) / (1 if match.group(2).startswith("h") else 60)
 
 

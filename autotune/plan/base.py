@@ -3,7 +3,7 @@ one."""
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Self
 
@@ -82,10 +82,14 @@ class Request(Frozen):
 def first_problem(error: ValidationError) -> tuple[str, str]:
     """Return the dotted keys of the first problem in a document, and what is wrong there."""
     first = error.errors()[0]
-    keys = (str(key) for key in first["loc"])
-    return ".".join(key for key in keys if "[" not in key), first[
-        "msg"
-    ]  # pydantic's own names of a union's members
+    keys = [str(key) for key in first["loc"]]  # those with brackets are a union's members
+    return ".".join(key for key in keys if "[" not in key), told(first)
+
+
+def told(problem: Mapping[str, Any]) -> str:
+    """Return what pydantic says is wrong, to go on a sentence."""
+    text: str = problem["msg"].removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
 
 
 def digest_of(value: Frozen | dict[str, object]) -> str:

@@ -241,7 +241,7 @@ def _validated(source: str, data: Any) -> TrainingPlan:
         where, message = first_problem(error)
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise InvalidPlan(
-            f"{source} is not a valid plan: {where or 'the file'}: {message.lower()}{more}",
+            f"{source} is not a valid plan: {where or 'the file'}: {message}{more}",
             hint="correct it under `job`" if where.startswith("job") else PLAN_AGAIN,
         ) from error
     except (TypeError, ValueError) as error:
@@ -269,9 +269,7 @@ def job_from(before: Mapping[str, object], overrides: Mapping[str, object]) -> J
         return Job.model_validate({**before, **gone, **overrides})
     except ValidationError as error:
         where, message = first_problem(error)
-        raise InvalidPlan(
-            f"job.{where}: {message.lower()}", hint="give the job another value"
-        ) from error
+        raise InvalidPlan(f"job.{where}: {message}", hint="give the job another value") from error
 
 
 MAX_FILE_BYTES = 1 << 20

@@ -353,5 +353,5 @@ def make_request(request: Any, function: str, values: dict[str, Any]) -> Any:
         where, why = first_problem(error)
         if where.partition(".")[0] in JobFields.model_fields:
             hint = "give the job another value"
-            raise InvalidPlan(f"job.{where}: {why.lower()}", hint=hint) from error
-        raise InvalidInput(f"{where}: {why.lower()}", hint="give another value") from error
+            raise InvalidPlan(f"job.{where}: {why}", hint=hint) from error
+        raise InvalidInput(f"{where}: {why}", hint="give another value") from error

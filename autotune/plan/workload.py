@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from autotune.errors import InvalidInput
 from autotune.plan.amounts import ImageSize, image_size
-from autotune.plan.base import HIDDEN, Frozen, NaturalInt, Option, PositiveInt, Request
+from autotune.plan.base import HIDDEN, Frozen, NaturalInt, Option, PositiveInt, Request, told
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
@@ -43,7 +43,7 @@ class OptimizerChoice(Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             is_name = first["loc"] == ("name",)
-            why = "neither a name nor package:Class" if is_name else first["msg"].lower()
+            why = "neither a name nor package:Class" if is_name else told(first)
             raise InvalidInput(
                 f"{name!r} is not an optimizer with such options: {why}",
                 hint="give --optimizer NAME or package:Class, --optimizer-option name=value",

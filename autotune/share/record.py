@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from autotune.errors import InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.registry import FAMILIES
-from autotune.plan.base import SCHEMA_VERSION, Frozen, NaturalInt, PositiveInt
+from autotune.plan.base import SCHEMA_VERSION, Frozen, NaturalInt, PositiveInt, told
 from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile, Rate, Versions
 from autotune.plan.plan import Expected, TrainingPlan
@@ -145,7 +145,7 @@ def parse_record(content: bytes, name: str) -> Record:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))[:80] or "the whole"
-        why = f"is not a record of this version of autotune: {field}: {first['msg'].lower()}"
+        why = f"is not a record of this version of autotune: {field}: {told(first)}"
         if field == "schema_version" and type(version := first["input"]) is int:
             why = f"has schema {version}, and this autotune reads schema {SCHEMA_VERSION} only"
     except UnicodeDecodeError:
