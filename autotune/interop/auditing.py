@@ -82,10 +82,8 @@ def caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
 def as_written(
     config: ImportedConfig, context: TuningContext, made: Candidate | None
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return the settings of a file, and what of them does not work on the card.
-
-    What the file does not name, and no other trainer tunes, is as in the plan that was `made`.
-    """
+    """Return the settings of a file, and what of them does not work on the card. What the file does
+    not name, and no other trainer tunes, is as in the plan that was `made`."""
     total, hardware = context.workload.model.num_blocks, context.hardware
     written, breaks = Candidate(micro_batch_size=1, checkpointed_blocks=total), []
     if made is not None:
@@ -144,10 +142,7 @@ def possible_pins(
     config: ImportedConfig, asked: Mapping[str, Any], choices_of: Callable[..., SearchSpace]
 ) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
     """Return the settings of a configuration that can be pinned here, and the others with the
-    reason.
-
-    `choices_of` is `list_choices`; `asked` are its arguments.
-    """
+    reason. `choices_of` is `list_choices`; `asked` are its arguments."""
     num_blocks = resolve_model(ModelRef.of(config.model)).spec.num_blocks
     space = choices_of(config.model, None, **asked)
     pins: dict[str, str] = {}

@@ -170,9 +170,7 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
 
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
     """Find a trainer's model: by its name, else as large a one of the family, else its first.
-
-    Raises InvalidInput if the trainer does not train the family.
-    """
+    Raises InvalidInput if the trainer does not train the family."""
     of_family = [one for one in trainer.models if one.family.name == family]
     if not of_family:
         names = ", ".join(dict.fromkeys(one.name for one in trainer.models))
@@ -191,10 +189,8 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
 def write_settings(
     trainer: Trainer, known: KnownModel, values: Values, context: Context, *, is_whole: bool = True
 ) -> dict[str, Any]:
-    """Return values by the trainer's keys, with what is always written.
-
-    If not `is_whole`, what cannot be expressed is left out; else it raises CannotExpress.
-    """
+    """Return values by the trainer's keys, with what is always written. If not `is_whole`, what
+    cannot be expressed is left out; else it raises CannotExpress."""
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
     values = {**values, "data": values.get("data") or FILL_IN}
     for rule in trainer.rules:
@@ -291,10 +287,8 @@ Choices = Mapping[str, tuple[Any, ...]]
 
 
 def overheads_for(trainer: Trainer, job: Job, workload: Workload, choices: Choices) -> Overheads:
-    """Return what a trainer takes of a device beside autotune's ways, with its files for a job.
-
-    It makes no difference which of the `choices` is taken. Raises InvalidInput as `known_model`.
-    """
+    """Return what a trainer takes of a device beside autotune's ways, with its files for a job. It
+    makes no difference which of the `choices` is taken. Raises InvalidInput as `known_model`."""
     known = known_model(trainer, workload.model.family, workload.model)
     context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
     first = {name: values[0] for name, values in choices.items()}

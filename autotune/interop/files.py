@@ -75,10 +75,8 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a configuration file.
-
-    Raises InvalidInput if there is no such file, or it is too large, or not of its format.
-    """
+    """Read a configuration file. Raises InvalidInput if there is no such file, or it is too large,
+    or not of its format."""
     try:
         text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -105,11 +103,8 @@ def with_references(
     document: Document, references: Mapping[str, str], depth: int = 2
 ) -> tuple[Document, tuple[ConfigValue, ...]]:
     """Return the document with the settings of the files that it names, and those whose file is
-    missing.
-
-    Its own settings come last: they win. `references` has for each key that names a file the prefix
-    for the keys of that file; `depth` files may stand between.
-    """
+    missing. Its own settings come last: they win. `references` has for each key that names a file
+    the prefix for the keys of that file; `depth` files may stand between."""
     found: list[ConfigValue] = []
     missing: list[ConfigValue] = []
     for setting in document.settings if depth else ():
@@ -152,10 +147,8 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _parse_command(text: str) -> dict[str, Any]:
-    """Options of the last command with any, its `script` and its variables (`env.NAME`).
-
-    Raises ValueError for an open quote, and for variables that double and double again.
-    """
+    """Options of the last command with any, its `script` and its variables (`env.NAME`). Raises
+    ValueError for an open quote, and for variables that double and double again."""
     env: dict[str, str] = {}
     options: dict[str, Any] = {}
     room = 4 * MAX_BYTES

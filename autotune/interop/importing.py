@@ -27,11 +27,9 @@ class ConfigLine(Frozen):
 
 
 class ImportedConfig(Frozen):
-    """Another trainer's configuration, understood.
-
-    `autotune.plan(config.model, config.data, **config.options)` plans the same training; with
-    `pins=config.pins` the same settings too, where this machine has them.
-    """
+    """Another trainer's configuration, understood. `autotune.plan(config.model, config.data,
+    **config.options)` plans the same training; with `pins=config.pins` the same settings too, where
+    this machine has them."""
 
     path: str
     trainer: str
@@ -121,10 +119,8 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
 def read_settings(
     trainer: Trainer, settings: Mapping[str, ConfigValue], context: Context
 ) -> ImportResult:
-    """Apply a trainer's rules to settings, with its defaults for those that are absent.
-
-    Raises InvalidInput for a value that the trainer would refuse.
-    """
+    """Apply a trainer's rules to settings, with its defaults for those that are absent. Raises
+    InvalidInput for a value that the trainer would refuse."""
     values: dict[str, Any] = dict(trainer.constants)
     lines: list[Line] = []
     for rule in trainer.rules:

@@ -224,10 +224,8 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
 
 
 def choice(name: str, key: str, pairs: str, otherwise: str = NO_EQUIVALENT) -> Rule:
-    """Relate a name to a key by words `theirs=ours`, or the same; any other is `otherwise`.
-
-    Values that the trainer lacks are left out.
-    """
+    """Relate a name to a key by words `theirs=ours`, or the same; any other is `otherwise`. Values
+    that the trainer lacks are left out."""
     rows = [word.partition("=") for word in pairs.split()]
     table = [f"{theirs} = {own or theirs}" for theirs, _, own in rows]
     return value_table(f"{key} -> {name}", "\n".join([*table, "- < *", f"* > - | {otherwise}"]))
@@ -314,10 +312,8 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
 def duration(
     steps: str | None, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
 ) -> Rule:
-    """Relate optimizer steps, or epochs; `no_epochs` is written beside steps.
-
-    If a trainer has no key for steps, as many epochs are written as they take.
-    """
+    """Relate optimizer steps, or epochs; `no_epochs` is written beside steps. If a trainer has no
+    key for steps, as many epochs are written as they take."""
     keys = (steps, epochs) if steps else (epochs,)
 
     def read(values: Values, context: Context) -> Values:
@@ -339,11 +335,9 @@ def duration(
 
 
 def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
-    """Relate the schedule of the learning rate and its warm-up in steps.
-
-    `names` are `theirs=ours`, or words that are the same, the first being `constant`. Unless
-    `always`, only schedules that are named so have a warm-up.
-    """
+    """Relate the schedule of the learning rate and its warm-up in steps. `names` are `theirs=ours`,
+    or words that are the same, the first being `constant`. Unless `always`, only schedules that are
+    named so have a warm-up."""
     pairs = (word.partition("=") for word in names.split())
     own_names = {theirs: own or theirs for theirs, _, own in pairs}
     constant = next(iter(own_names))

@@ -50,10 +50,8 @@ def _expand(text: str) -> list[str]:
 
 
 def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
-    """Return names of a transformer's Linear layers, one block of each kind standing for all.
-
-    A UNet's blocks are not apart from the rest.
-    """
+    """Return names of a transformer's Linear layers, one block of each kind standing for all. A
+    UNet's blocks are not apart from the rest."""
     is_apart = in_blocks and family.block_lists
     blocks = tuple(f"{name}." for name in family.block_lists) if is_apart else ("",)
     names = _layers("linear", family.transformer_class)
@@ -184,9 +182,7 @@ def targets_by_parts(
 
 def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) -> Rule:
     """Relate ends of names as peft takes them: a list, or with `joined` one text with commas.
-
-    `usual`: by how families' names begin, what is adapted if the key is not there.
-    """
+    `usual`: by how families' names begin, what is adapted if the key is not there."""
 
     def selects(values: Values, context: Context) -> Selects:
         given = values.get(key)
@@ -254,11 +250,9 @@ def _network_arguments(values: Values) -> dict[str, Any]:
 
 
 def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule:
-    """Relate patterns in `network_args` (musubi's networks/lora.py, `create_modules`).
-
-    `usual`: by how families' names begin, what is excluded, and what is included unless the file
-    says otherwise. Of the family `everywhere` layers outside the blocks are adapted, too.
-    """
+    """Relate patterns in `network_args` (musubi's networks/lora.py, `create_modules`). `usual`: by
+    how families' names begin, what is excluded, and what is included unless the file says
+    otherwise. Of the family `everywhere` layers outside the blocks are adapted, too."""
 
     def any_of(given: list[str], name: str) -> bool:
         return any(re.fullmatch(str(pattern), name) for pattern in given)
@@ -292,11 +286,9 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
 
 
 def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
-    """Relate ranks of parts in `network_args`, as sd-scripts has them for FLUX.1; 0 adapts none.
-
-    In single blocks query, key, value and the first half of the MLP are one layer there. Of a UNet
-    it adapts the transformers.
-    """
+    """Relate ranks of parts in `network_args`, as sd-scripts has them for FLUX.1; 0 adapts none. In
+    single blocks query, key, value and the first half of the MLP are one layer there. Of a UNet it
+    adapts the transformers."""
     layers = {name: written.split() for name, written in parts.items()}
 
     def selects(values: Values, context: Context) -> Selects:

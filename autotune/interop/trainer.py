@@ -152,11 +152,9 @@ class Trainer:
         return ("decided", found[0][1]) if found else None
 
     def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
-        """Return what it takes of a device with settings by its keys, else its defaults.
-
-        A condition is `if KEY` or `unless KEY`, of which several may stand with bars between;
-        `KEY=VALUE` asks for a value.
-        """
+        """Return what it takes of a device with settings by its keys, else its defaults. A
+        condition is `if KEY` or `unless KEY`, of which several may stand with bars between;
+        `KEY=VALUE` asks for a value."""
         data, values = self.overheads, {**self.defaults, **written}
 
         def is_on(key: str) -> bool:

@@ -33,10 +33,8 @@ MAX_HOST_RESERVE_BYTES = 4 * GIB
 def classify_memory(
     integrated: bool | None, host_page_tables: bool | None, override: str | None
 ) -> tuple[MemoryKind, str]:
-    """Return the kind and why, from the two attributes of a CUDA device (None: unknown).
-
-    Raises InvalidInput if `override` (AUTOTUNE_MEMORY_KIND) is none of a GPU's kinds of memory.
-    """
+    """Return the kind and why, from the two attributes of a CUDA device (None: unknown). Raises
+    InvalidInput if `override` (AUTOTUNE_MEMORY_KIND) is none of a GPU's kinds of memory."""
     if override:
         for kind in OVERRIDES:
             if override == kind:
@@ -149,10 +147,8 @@ def default_reserve_bytes(
 
 
 def host_floor_bytes(kind: MemoryKind, total_bytes: int, available_bytes: int) -> int:
-    """Return how much host memory a trial must leave available.
-
-    Half of the reserve, at most a quarter of what is available.
-    """
+    """Return how much host memory a trial must leave available. Half of the reserve, at most a
+    quarter of what is available."""
     return min(default_reserve_bytes(kind, total_bytes) // 2, available_bytes // 4)
 
 

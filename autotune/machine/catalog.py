@@ -101,8 +101,7 @@ class CatalogGpu(Frozen):
     @property
     def _reached_bf16(self) -> float | None:
         """FLOP/s of large bf16 products. Cards that accumulate in fp32 at half rate are not limited
-        by power: those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak.
-        """
+        by power: those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak."""
         if "bf16" in self.measured_tflops:
             return self.measured_tflops["bf16"] * 1e12
         peak, half = self.dense_tflops.get("bf16"), self.dense_tflops.get("fp16_fp16_accumulate", 0)
@@ -244,9 +243,8 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
 
 def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfile:
     """Return the profile in a host with so much memory, of which a tenth is taken to be in use.
-
-    Raises InvalidInput if the device has no memory of its own, or the host is not an assumed one.
-    """
+    Raises InvalidInput if the device has no memory of its own, or the host is not an assumed
+    one."""
     is_shared = profile.device.memory_kind == "integrated"
     if is_shared or profile.origin != "catalog":
         why = "it is this device's own memory" if is_shared else "it was measured"
@@ -259,11 +257,9 @@ def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfil
 
 
 def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> HardwareProfile:
-    """Return the profile on a host that has these packages of attention backends, too.
-
-    Raises InvalidInput if the host is not an assumed one, no backend that trains needs such a
-    package, or the card runs none that does.
-    """
+    """Return the profile on a host that has these packages of attention backends, too. Raises
+    InvalidInput if the host is not an assumed one, no backend that trains needs such a package, or
+    the card runs none that does."""
     if profile.origin != "catalog":
         raise InvalidInput("what is installed on this machine is known", hint="leave --assume out")
     names = (names,) if isinstance(names, str) else names

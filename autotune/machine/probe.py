@@ -106,10 +106,8 @@ def measure_rates(
     limit_seconds: float = 120.0,
 ) -> HardwareProfile:
     """Return the profile with rates measured now. What cannot be measured is left out, with a note.
-
     A child process measures, so that a kernel that crashes or hangs costs its own rate only, and
-    this process never holds a CUDA context on a device whose memory is about to be planned.
-    """
+    this process never holds a CUDA context on a device whose memory is about to be planned."""
     rates, notes, noisy, last = [], list(profile.notes), False, "the start"
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
@@ -223,11 +221,8 @@ def save_profile(profile: HardwareProfile, path: Path) -> None:
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
-    """Load a profile that `save_profile` wrote.
-
-    Raises InvalidInput if the file cannot be read, is damaged, was edited, or is from an
-    incompatible version of autotune.
-    """
+    """Load a profile that `save_profile` wrote. Raises InvalidInput if the file cannot be read, is
+    damaged, was edited, or is from an incompatible version of autotune."""
     hint = "write a new one with `autotune probe`"
     try:
         content = json.loads(read_bounded(Path(path), MAX_PROFILE_BYTES))
@@ -245,9 +240,7 @@ def load_profile(path: Path | str) -> HardwareProfile:
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
     """Return the profile of a catalog GPU, by a part of its name, or in a saved probe's file.
-
-    Raises InvalidInput as `gpu_named` or `load_profile`.
-    """
+    Raises InvalidInput as `gpu_named` or `load_profile`."""
     if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)
     return profile_of_gpu(gpu_named(name_or_path))
@@ -262,10 +255,8 @@ _logger = logging.getLogger(__name__)
 
 
 def lock_path(device: Device) -> Path:
-    """Return the lock file: in the temporary folder for a GPU, which several users may share.
-
-    A CPU's lies in the user's cache folder, or in the temporary folder if that cannot be written.
-    """
+    """Return the lock file: in the temporary folder for a GPU, which several users may share. A
+    CPU's lies in the user's cache folder, or in the temporary folder if that cannot be written."""
     folder = cache_path()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -284,9 +275,7 @@ def _card_id(device: Device) -> str:
 
 class DeviceLock:
     """The right to use one device, which can be acquired and released any number of times.
-
-    `on_wait` is called once, with whom the lock waits for.
-    """
+    `on_wait` is called once, with whom the lock waits for."""
 
     def __init__(
         self, path: Path, on_wait: Progress = _logger.warning, *, for_training: bool = False
@@ -296,11 +285,9 @@ class DeviceLock:
         self._file: TextIO | None = None
 
     def acquire(self) -> None:
-        """Wait for whoever holds the lock, and take it, unless this object has it.
-
-        Raises AutotuneError if a run holds it, a search did not end in time, or the file cannot be
-        opened.
-        """
+        """Wait for whoever holds the lock, and take it, unless this object has it. Raises
+        AutotuneError if a run holds it, a search did not end in time, or the file cannot be
+        opened."""
         if self._file is not None:
             return
         file = _open(self.path)
@@ -366,10 +353,8 @@ class DeviceLock:
 
 @contextlib.contextmanager
 def lock_for_run(device: Device, num_processes: int, on_wait: Progress) -> Iterator[None]:
-    """Keep searches off the devices of a training run: the first `num_processes`, or one.
-
-    Raises AutotuneError as `DeviceLock.acquire`.
-    """
+    """Keep searches off the devices of a training run: the first `num_processes`, or one. Raises
+    AutotuneError as `DeviceLock.acquire`."""
     several = device.kind == "cuda" and num_processes > 1
     devices = [device.changed(index=i) for i in range(num_processes)] if several else [device]
     with contextlib.ExitStack() as stack:

@@ -51,12 +51,9 @@ PACKED = "uint8"
 
 @dataclass(frozen=True)
 class BenchmarkSizes:
-    """How much to measure on a kind of device.
-
-    Widths are the families': 3072, 12288 and 18432; on a GPU the last four products are those of
-    adapters of rank 16, and of 256 tokens of text. A CPU trains small models only, so two of its
-    products have their widths.
-    """
+    """How much to measure on a kind of device. Widths are the families': 3072, 12288 and 18432; on
+    a GPU the last four products are those of adapters of rank 16, and of 256 tokens of text. A CPU
+    trains small models only, so two of its products have their widths."""
 
     matmul_shapes: tuple[tuple[int, int, int], ...]
     tokens: tuple[int, int]
@@ -293,10 +290,8 @@ class Meter:
         return self.rate("operation.launch", operations, timings, "s")
 
     def small(self, name: str) -> Rate:
-        """Measure a copy that stays in the L2 cache (`memory.cache`), or the least kernel.
-
-        Many in one CUDA graph, for each ends before the host could launch the next.
-        """
+        """Measure a copy that stays in the L2 cache (`memory.cache`), or the least kernel. Many in
+        one CUDA graph, for each ends before the host could launch the next."""
         repeats = 200
         num_bytes = (self.profile.device.l2_bytes or 2**22) // 8 if name == "memory.cache" else 4
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
@@ -321,9 +316,7 @@ class Meter:
 
     def disk(self, loader: str, *, cold: bool) -> Rate:
         """Measure reading a fresh file of weights onto the device: from disk, or the page cache.
-
-        Raises Unavailable if the loader or the page cache allows no honest measurement.
-        """
+        Raises Unavailable if the loader or the page cache allows no honest measurement."""
         reason = LOADERS[loader].why_not(self.device)
         if reason or not hasattr(os, "posix_fadvise"):
             raise Unavailable(reason or "the page cache cannot be bypassed on this system")
@@ -402,9 +395,7 @@ class Meter:
 
 def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:
     """Tell if timings vary too much, within a measurement or from the first to its repetition.
-
-    Disks do not count: their readings differ on quiet machines too.
-    """
+    Disks do not count: their readings differ on quiet machines too."""
     steady = [rate for rate in rates if not rate.name.startswith(("disk.", "page_cache."))]
     wide = any(rate.spread > NOISY_ABOVE for rate in steady)
     first = next((rate for rate in rates if again is not None and rate.name == again.name), None)

@@ -47,10 +47,8 @@ TOPOLOGY_PATHS = {
 
 
 class NvmlSource:
-    """NVML. `uuid_of` maps CUDA's device index to a UUID; None means NVML's own order.
-
-    NVML numbers devices in another order than CUDA, and ignores CUDA_VISIBLE_DEVICES.
-    """
+    """NVML. `uuid_of` maps CUDA's device index to a UUID; None means NVML's own order. NVML numbers
+    devices in another order than CUDA, and ignores CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, uuid_of: Callable[[int], str] | None) -> None:
         self._uuid_of = uuid_of
@@ -206,10 +204,8 @@ class System:
         }
 
     def query(self, source: str, name: str, index: int = 0) -> object:
-        """Return the raw value for device `index`, which sources without devices ignore.
-
-        Raises Unavailable if the source is missing, failed, or does not support the query.
-        """
+        """Return the raw value for device `index`, which sources without devices ignore. Raises
+        Unavailable if the source is missing, failed, or does not support the query."""
         try:
             if source == "packages":
                 return _package(name)
@@ -275,10 +271,8 @@ def _require(value: object, otherwise: str) -> object:
 
 
 def cudnn_version() -> str | None:
-    """Return the version of cuDNN that torch loads, if any.
-
-    torch says 91002 for 9.10.2 and 8902 for 8.9.2: the base changed with cuDNN 9.
-    """
+    """Return the version of cuDNN that torch loads, if any. torch says 91002 for 9.10.2 and 8902
+    for 8.9.2: the base changed with cuDNN 9."""
     number = _torch().backends.cudnn.version()
     if number is None:
         return None

@@ -28,11 +28,9 @@ PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; it replaces `path` if nothing failed.
-
-    The bytes are on disk (fsync) before the name changes, and so is the name, if folders can be
-    synced, before this returns.
-    """
+    """Yield a temporary path in the same folder; it replaces `path` if nothing failed. The bytes
+    are on disk (fsync) before the name changes, and so is the name, if folders can be synced,
+    before this returns."""
     part = _new_part(path)
     try:
         yield part

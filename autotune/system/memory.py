@@ -46,11 +46,9 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def measure_peak_memory(
     device: torch.device, live: Callable[[], Iterable[torch.Tensor]], work: Callable[[], T]
 ) -> tuple[T, int]:
-    """Return the result of `work`, and its peak of bytes on `device`, `live` tensors included.
-
-    On CUDA the caching allocator keeps count. On CPU the profiler's allocation events are added up
-    on top of the tensors that are live before; that is slow, so the work must not be timed.
-    """
+    """Return the result of `work`, and its peak of bytes on `device`, `live` tensors included. On
+    CUDA the caching allocator keeps count. On CPU the profiler's allocation events are added up on
+    top of the tensors that are live before; that is slow, so the work must not be timed."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         result = work()
@@ -84,10 +82,8 @@ def release_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Have glibc return free pages below small allocations: malloc_trim(3), a millisecond.
-
-    Without it the heap grew to several times the model while quantizing. A no-op elsewhere.
-    """
+    """Have glibc return free pages below small allocations: malloc_trim(3), a millisecond. Without
+    it the heap grew to several times the model while quantizing. A no-op elsewhere."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
@@ -102,11 +98,9 @@ MAX_HEAP_BYTES = 32 << 20
 
 @contextlib.contextmanager
 def map_large_buffers() -> Iterator[None]:
-    """Have glibc map buffers of 1 MiB and more, which go back to the system once they are freed.
-
-    In the heap they leave holes: decoding took 1 to 3 times its tensors, another figure each time.
-    Afterwards buffers of up to 32 MiB come from the heap again, which is faster.
-    """
+    """Have glibc map buffers of 1 MiB and more, which go back to the system once they are freed. In
+    the heap they leave holes: decoding took 1 to 3 times its tensors, another figure each time.
+    Afterwards buffers of up to 32 MiB come from the heap again, which is faster."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         yield
@@ -119,10 +113,8 @@ def map_large_buffers() -> Iterator[None]:
 
 
 def drop_mapped_pages(tensor: torch.Tensor) -> None:
-    """Have Linux drop the pages below a mapped, unwritten tensor: MADV_DONTNEED, madvise(2).
-
-    The file may be open still; a later look would read them again.
-    """
+    """Have Linux drop the pages below a mapped, unwritten tensor: MADV_DONTNEED, madvise(2). The
+    file may be open still; a later look would read them again."""
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -195,10 +187,8 @@ def reset_host_peak() -> None:
 
 
 def device_peak_bytes(device: torch.device) -> int | None:
-    """Return the peak of allocated device memory since it was reset; None on CPU.
-
-    MPS keeps none: what is allocated now.
-    """
+    """Return the peak of allocated device memory since it was reset; None on CPU. MPS keeps none:
+    what is allocated now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return torch.mps.current_allocated_memory() if device.type == "mps" else None

@@ -34,11 +34,9 @@ UNNEEDED = ("bitsandbytes", "scipy", "triton", "cuda")
 
 
 def prepare_process(*, only_predicts: bool = False) -> None:
-    """Silence the libraries, let idle threads sleep, end quickly. What the user has set stays.
-
-    With `only_predicts`, for a process that neither trains nor tries anything, packages that
-    predictions do not need seem not to be installed until `reveal_packages`.
-    """
+    """Silence the libraries, let idle threads sleep, end quickly. What the user has set stays. With
+    `only_predicts`, for a process that neither trains nor tries anything, packages that predictions
+    do not need seem not to be installed until `reveal_packages`."""
     silence_libraries()
     for name in UNNEEDED if only_predicts else ():
         if name not in sys.modules:
@@ -78,11 +76,9 @@ NOISY_LOGGERS = (
 
 
 def silence_libraries() -> None:
-    """Let only the libraries' errors through.
-
-    This also disables the kernels that torch 2.13 compiles at their first call on CUDA: triton
-    fails at an outer product if there is no C compiler, or Python's headers are missing.
-    """
+    """Let only the libraries' errors through. This also disables the kernels that torch 2.13
+    compiles at their first call on CUDA: triton fails at an outer product if there is no C
+    compiler, or Python's headers are missing."""
     os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -128,10 +124,8 @@ def fork_server_context() -> "ForkServerContext":
 
 
 def warm_up() -> None:
-    """Let the process that trials are started from import its libraries; returns at once.
-
-    `plan` does it by itself once it has checked its arguments, the model and the data.
-    """
+    """Let the process that trials are started from import its libraries; returns at once. `plan`
+    does it by itself once it has checked its arguments, the model and the data."""
     from multiprocessing import forkserver
 
     fork_server_context()
@@ -145,11 +139,9 @@ RARELY = 100_000
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Look for cycles of objects rarely, in a `with` block or a decorated function.
-
-    Imports of torch and transformers and traces of models make a million objects that stay: a plan
-    takes an eighth less time so. Not for what holds large tensors, which a cycle would keep alive.
-    """
+    """Look for cycles of objects rarely, in a `with` block or a decorated function. Imports of
+    torch and transformers and traces of models make a million objects that stay: a plan takes an
+    eighth less time so. Not for what holds large tensors, which a cycle would keep alive."""
     with _lock:
         if not _before:
             usual = gc.get_threshold()
@@ -277,10 +269,8 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self | None:
-        """Read the launch of a process with this environment; None if it was started alone.
-
-        Raises InvalidInput if torchrun's variables are incomplete or contradict each other.
-        """
+        """Read the launch of a process with this environment; None if it was started alone. Raises
+        InvalidInput if torchrun's variables are incomplete or contradict each other."""
         size = environment.get("WORLD_SIZE", "1"), environment.get("RANK", "0")
         if "TORCHELASTIC_RUN_ID" not in environment and size == ("1", "0"):
             return None  # accelerate sets these for a process alone
@@ -317,10 +307,8 @@ def is_first_process() -> bool:
 
 
 def adopt_launch(num_processes: int) -> Launch | None:
-    """Return the launch, which torch and accelerate then find alone in the environment.
-
-    Raises InvalidInput if other than `num_processes`, the plan's, were started.
-    """
+    """Return the launch, which torch and accelerate then find alone in the environment. Raises
+    InvalidInput if other than `num_processes`, the plan's, were started."""
     launch = current_launch()
     if launch is not None and launch.world_size != num_processes:
         raise InvalidInput(
@@ -344,11 +332,9 @@ def usable_cores() -> int:
 def launch(
     num_processes: int, arguments: Sequence[str], checkpoints: Callable[[], set[Path]]
 ) -> int:
-    """Run `python ARGUMENTS` in several processes; return the exit status that one would have.
-
-    On a signal all get SIGTERM, finish their step and write a checkpoint; those that take too long
-    are killed. A new one of `checkpoints()` after a signal means that the run was preempted (75).
-    """
+    """Run `python ARGUMENTS` in several processes; return the exit status that one would have. On a
+    signal all get SIGTERM, finish their step and write a checkpoint; those that take too long are
+    killed. A new one of `checkpoints()` after a signal means that the run was preempted (75)."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
