@@ -34,11 +34,24 @@ from autotune.knobs.caching import caching_choices
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import allow_optimizer, plain_choices
-from autotune.machine.catalog import CatalogGpu, gpu_named, gpus_named, load_catalog, profile_of_gpu
-from autotune.machine.prices import read_prices
-from autotune.machine.probe import cached_profile, lock_for_run, may_have_gpu
+from autotune.machine.catalog import (
+    CatalogGpu,
+    gpu_named,
+    gpus_named,
+    load_catalog,
+    profile_of_gpu,
+    read_prices,
+)
+from autotune.machine.probe import (
+    cached_profile,
+    hardware_for,
+    limit_memory,
+    lock_for_run,
+    may_have_gpu,
+    status_to,
+    with_earlier_packages,
+)
 from autotune.machine.probe import probe as read_machine
-from autotune.machine.target import hardware_for, limit_memory, status_to, with_earlier_packages
 from autotune.models.family import build_on_meta
 from autotune.models.registry import find_published, get_family
 from autotune.models.resolve import is_single_file, read_parts, resolve_model

@@ -10,8 +10,7 @@ import pytest
 from autotune.api import estimate
 from autotune.errors import InvalidInput
 from autotune.knobs.registry import KNOBS
-from autotune.machine.probe import hardware_named
-from autotune.machine.target import hardware_for, limit_memory
+from autotune.machine.probe import hardware_for, hardware_named, limit_memory
 from autotune.plan.file import read_plan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import PlanRequest

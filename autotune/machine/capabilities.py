@@ -105,34 +105,26 @@ def device_with_budget(memory_kind: MemoryKind, **facts: Any) -> Device:
 
 def limit_device(
     device: Device,
-    *,
     max_bytes: int | None = None,
     reserve_bytes: int | None = None,
     cap_bytes: int | None = None,
 ) -> Device:
-    """Return the device with the budget that the limits of a user leave.
-
-    Args:
-        device: as the probe found it.
-        max_bytes: the most that a run may use.
-        reserve_bytes: to leave to other programs instead of the default reserve.
-        cap_bytes: total memory of a smaller device to rehearse, less the default reserve and
-            margin.
-    """
+    """Return the device with the budget that a user's limits leave: at most `max_bytes`, with
+    `reserve_bytes` for other programs in place of the default, or as if all its memory were
+    `cap_bytes`."""
     kind, total, free = device.memory_kind, device.total_memory_bytes, device.free_memory_bytes
-    found, is_limited = (device.budget_bytes, device.budget_reason), False
+    budgets = usual = [(device.budget_bytes, device.budget_reason)]
     if reserve_bytes is not None:
-        found = compute_budget(kind, total, free, device.drives_display, reserve_bytes)
-        is_limited = True
+        budgets = [compute_budget(kind, total, free, device.drives_display, reserve_bytes)]
     if cap_bytes is not None and (total is None or cap_bytes < total):
         left = min(cap_bytes, free or cap_bytes)
-        found = min(found, compute_budget(kind, cap_bytes, left, device.drives_display))
-        is_limited = True
-    if max_bytes is not None and max_bytes < found[0]:
-        found, is_limited = (max_bytes, f"{_gib(max_bytes)} as asked"), True
-    if not is_limited:
+        budgets = [*budgets, compute_budget(kind, cap_bytes, left, device.drives_display)]
+    num_bytes, why = min(budgets)
+    if max_bytes is not None and max_bytes < num_bytes:
+        num_bytes, why = max_bytes, f"{_gib(max_bytes)} as asked"
+    elif budgets is usual:
         return device
-    return device.changed(budget_bytes=found[0], budget_reason=found[1], budget_set_by_user=True)
+    return device.changed(budget_bytes=num_bytes, budget_reason=why, budget_set_by_user=True)
 
 
 def default_reserve_bytes(

@@ -175,12 +175,8 @@ def read_versions(reader: Reader) -> Versions:
 
 def read_device(reader: Reader, host: Host) -> Device:
     """Read the device that torch would train on: CUDA if there is one, else MPS, else the CPU.
-
-    Raises:
-        InvalidInput: there is no device with the reader's index, or AUTOTUNE_MEMORY_KIND is no
-            kind.
-        AutotuneError: a CUDA device whose memory no source reports.
-    """
+    Raises InvalidInput if there is none with the reader's index, or AUTOTUNE_MEMORY_KIND is no
+    kind, and AutotuneError if no source reports a CUDA device's memory."""
     kind, count = reader.raw("torch:kind"), 1
     kind = kind if kind in ("cuda", "mps") else "cpu"
     if kind == "cuda":

@@ -12,19 +12,35 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TextIO
 
 import psutil
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.machine.capabilities import CUDA_13, with_capabilities, without_bf16
-from autotune.machine.catalog import find_gpu, gpu_named, is_gpu_name, profile_of_gpu
+from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
+from autotune.machine.capabilities import (
+    CUDA_13,
+    NO_BF16,
+    limit_device,
+    with_capabilities,
+    without_bf16,
+)
+from autotune.machine.catalog import (
+    find_gpu,
+    gpu_named,
+    is_gpu_name,
+    profile_of_gpu,
+    with_assumed_packages,
+    with_host_memory,
+)
 from autotune.machine.facts import Reader, read_device, read_host, read_versions
 from autotune.machine.sources import DriverSource, System, Unavailable
+from autotune.plan.amounts import memory_bytes
 from autotune.plan.base import digest_of
 from autotune.plan.hardware import Device, HardwareProfile, OtherGpu, Rate, Versions
+from autotune.plan.request import PlanRequest
 from autotune.system.files import cache_path, read_bounded, write_text_atomic
 from autotune.system.process import silence_libraries
 
@@ -36,11 +52,8 @@ MEASURE = (sys.executable, "-m", "autotune.machine.rates")
 
 def probe(*, index: int | None = None, on_progress: Progress | None = None) -> HardwareProfile:
     """Read facts about device `index` of this machine, by default the GPU with the most memory.
-
-    Raises:
-        InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
-        AutotuneError: no source reports how much memory the host or the device has.
-    """
+    Raises InvalidInput if there is no such device or AUTOTUNE_MEMORY_KIND is no kind of memory, and
+    AutotuneError if no source reports how much memory the host or the device has."""
     silence_libraries()
     if on_progress:
         on_progress("reading facts")
@@ -244,6 +257,75 @@ def hardware_named(name_or_path: str) -> HardwareProfile:
     if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)
     return profile_of_gpu(gpu_named(name_or_path))
+
+
+def hardware_for(
+    hardware: str | HardwareProfile | None,
+    *,
+    host_memory: int | str | None = None,
+    assume: Collection[str] = (),
+    on_event: OnEvent = ignore_event,
+    on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
+) -> HardwareProfile:
+    """Return the profile to plan with: of this machine, or the one that is named.
+
+    `host_memory` and `assume` describe the host and the packages of a card of the catalog;
+    `on_facts` gets what is read of this machine before anything is measured. Raises InvalidInput
+    if there is no such hardware.
+    """
+    if isinstance(hardware, HardwareProfile):
+        profile = hardware
+    elif hardware is not None:
+        profile = hardware_named(hardware)
+        sheet = profile.datasheet
+        if profile.origin == "catalog" and sheet and sheet.id != hardware.lower():
+            on_event(Notice(text=f"planning for {sheet.id}"))  # a part of the name was enough
+    else:
+        on_event(StatusChanged(text="reading the machine"))
+        profile = cached_profile(on_progress=status_to(on_event), on_facts=on_facts)
+    if host_memory is not None:
+        profile = with_host_memory(profile, memory_bytes(host_memory))
+    if assume:
+        profile = with_assumed_packages(profile, assume)
+    for note in profile.notes:
+        if note.startswith((NOT_SAVED, NO_BF16)):
+            on_event(Notice(text=note))
+    return profile
+
+
+def with_earlier_packages(
+    profile: HardwareProfile, assumed: Collection[str], on_event: OnEvent
+) -> HardwareProfile:
+    """Return a card with those packages of an earlier plan's card that it can run."""
+    kept = []
+    for name in assumed:
+        try:
+            with_assumed_packages(profile, (name,))
+            kept.append(name)
+        except InvalidInput as error:
+            on_event(Notice(text=f"the earlier plan assumed {name}: {error.message}"))
+    return with_assumed_packages(profile, kept) if kept else profile
+
+
+def limit_memory(profile: HardwareProfile, request: PlanRequest) -> HardwareProfile:
+    """Return the profile with what a run may use of each of the devices that train together: the
+    one with the least memory decides."""
+    asked = (request.max_memory, request.reserve_memory, request.cap_memory)
+    limits = [None if amount is None else memory_bytes(amount) for amount in asked]
+    own = profile.device
+    devices = [own]
+    if request.is_local and request.num_gpus > 1 and own.kind == "cuda":
+        others = set(range(min(request.num_gpus, own.count))) - {own.index}
+        devices += [probe(index=index).device for index in sorted(others)]
+    limited = [limit_device(device, *limits) for device in devices]
+    smallest = min(limited, key=lambda device: device.budget_bytes)
+    budget = {name: value for name, value in smallest if name.startswith("budget_")}
+    return profile.changed(device=own.changed(**budget))
+
+
+def status_to(on_event: OnEvent) -> Callable[[str], None]:
+    """Return a listener to texts that tells them as events."""
+    return lambda text: on_event(StatusChanged(text=text))
 
 
 # What the lock file calls its holder.

@@ -11,8 +11,7 @@ from autotune.cost.timing import Rates
 from autotune.errors import InvalidInput
 from autotune.machine.capabilities import NO_BF16
 from autotune.machine.catalog import PCIE_BYTES_PER_LANE, SERIES, find_gpu, gpu_named, load_catalog
-from autotune.machine.probe import hardware_named, save_profile
-from autotune.machine.target import hardware_for, limit_memory
+from autotune.machine.probe import hardware_for, hardware_named, limit_memory, save_profile
 from autotune.plan.request import PlanRequest
 
 GIB = 2**30

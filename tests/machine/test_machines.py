@@ -19,8 +19,7 @@ from autotune.machine.capabilities import (
 )
 from autotune.machine.doctor import findings, read_doctor_facts
 from autotune.machine.facts import SIZE, Reader
-from autotune.machine.probe import read_profile
-from autotune.machine.target import hardware_for, limit_memory
+from autotune.machine.probe import hardware_for, limit_memory, read_profile
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.request import PlanRequest
 from tests.machine.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
@@ -110,7 +109,7 @@ def test_a_cpu_is_known_by_name_cores_and_memory():
 def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (read_profile(machine("two-gpus"), index) for index in range(2))
-    monkeypatch.setattr("autotune.machine.target.probe", lambda index: (free, busy)[index])
+    monkeypatch.setattr("autotune.machine.probe.probe", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
     assert limit_memory(free, PlanRequest()) == free
     both = limit_memory(free, PlanRequest(num_gpus=2)).device
@@ -253,7 +252,7 @@ def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
     old, new = (read_profile(machine(name)) for name in ("v100", "a100-40gb"))
     assert any(note.startswith(NO_BF16) and "trains in fp16" in note for note in old.notes)
     assert not any(note.startswith(NO_BF16) for note in new.notes)
-    monkeypatch.setattr("autotune.machine.target.cached_profile", lambda **_: old)
+    monkeypatch.setattr("autotune.machine.probe.cached_profile", lambda **_: old)
     events = []
     hardware_for(None, on_event=events.append)
     assert "trains in fp16" in events[-1].text
