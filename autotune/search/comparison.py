@@ -26,24 +26,30 @@ BYTES_PER_PARAMETER = 2
 ComparisonOrder = Literal["cost", "hours", "name"]
 
 
-class ComparedGpu(Frozen):
-    """One GPU in a comparison. Seconds, hours and cost are None if nothing fits."""
+class CatalogPrediction(Frozen):
+    """What a plan of a model for one GPU predicts, with the family's defaults."""
 
     gpu: str
     """Its name in the catalog."""
     memory_gb: float
     """Nominal memory of the card."""
-    misfit: str | None = None
-    """Why nothing fits."""
-    settings: Candidate | None = None
-    num_steps: int = 0
     step_seconds: float | None = None
-    image_seconds: float | None = None
-    """Time of a step for each image (or clip) in it."""
+    """Time of an optimizer step; None if nothing fits."""
     time_uncertainty: float | None = None
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
     """Memory of the phase that needs most."""
+    settings: Candidate | None = None
+
+
+class ComparedGpu(CatalogPrediction):
+    """One GPU in a comparison. Seconds, hours and cost are None if nothing fits."""
+
+    misfit: str | None = None
+    """Why nothing fits."""
+    num_steps: int = 0
+    image_seconds: float | None = None
+    """Time of a step for each image (or clip) in it."""
     download_seconds: float | None = None
     """Until the model's files are there."""
     search_seconds: float | None = None
@@ -176,22 +182,6 @@ FILE = "predictions.json"
 nothing fits."""
 
 
-class CatalogPrediction(Frozen):
-    """What a plan of a model for one GPU predicts, with the family's defaults."""
-
-    gpu: str
-    """Its name in the catalog."""
-    memory_gb: float
-    """Nominal memory of the card."""
-    step_seconds: float | None = None
-    """Time of an optimizer step; None if nothing fits."""
-    time_uncertainty: float | None = None
-    """Standard error of `step_seconds`, as a share of it."""
-    run_memory_bytes: int | None = None
-    """Memory of the phase that needs most."""
-    settings: Candidate | None = None
-
-
 class NoGpu(NothingFits):
     """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs
     it fits.
@@ -284,29 +274,26 @@ class ModelSummary(Frozen):
     prediction: CatalogPrediction | None = None
     """For the GPU that was asked for, with the family's defaults; None if that was not computed."""
 
-    @classmethod
-    def build(cls, family: Family, model: PublishedModel, gpu: str | None) -> "ModelSummary":
-        """Summarize a model for the GPU of that name in the catalog."""
-        name, missing = model.name, missing_levers(family)
-        return cls(
-            name=name,
-            family=family.name,
-            hub_id=model.hub_id,
-            kind=family.kind,
-            num_parameters=model.num_parameters or None,
-            is_verified=bool(model.source),
-            license=model.license,
-            note=model.note,
-            levers=tuple(title for title in LEVERS.values() if title not in missing),
-            missing_levers=missing,
-            prediction=next((each for each in catalog_predictions(name) if each.gpu == gpu), None),
-        )
-
 
 def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
     """Summarize all published models, family by family; `gpu` is a name in the catalog."""
     return tuple(
-        ModelSummary.build(family, model, gpu)
-        for family in FAMILIES.values()
-        for model in family.models
+        _summarize(family, model, gpu) for family in FAMILIES.values() for model in family.models
+    )
+
+
+def _summarize(family: Family, model: PublishedModel, gpu: str | None) -> ModelSummary:
+    missing, predictions = missing_levers(family), catalog_predictions(model.name)
+    return ModelSummary(
+        name=model.name,
+        family=family.name,
+        hub_id=model.hub_id,
+        kind=family.kind,
+        num_parameters=model.num_parameters or None,
+        is_verified=bool(model.source),
+        license=model.license,
+        note=model.note,
+        levers=tuple(title for title in LEVERS.values() if title not in missing),
+        missing_levers=missing,
+        prediction=next((each for each in predictions if each.gpu == gpu), None),
     )

@@ -27,18 +27,10 @@ MIN_TRIALS = 7
 """With 6, two of nine searches in the development table stopped before they came within 5% (see
 benchmarks/DECISIONS.md)."""
 MIN_TRIALS_WITH_PRIORS = 4  # the same if records of similar machines hold
-NUM_EXTRA_TRIALS = 2
-"""Trials on top of `MIN_TRIALS` if predictions were overconfident: 8, 9 and 10 in all were tried
-(see the log)."""
-STOP_SIGMAS = 1.5
-"""Standard deviations by which the stop rule lets a candidate be better than predicted: fewer
-ended searches too early (see benchmarks/DECISIONS.md)."""
-MEMORY_SIGMAS = 1.0
-"""Standard deviations by which a step may take more memory than predicted: on shared memory that
-must stay below the budget, too."""
-MIN_GAIN = 0.03
-"""The search stops when the best remaining candidate is not expected to save more than this
-share."""
+NUM_EXTRA_TRIALS = 2  # if predictions were overconfident: 8, 9 and 10 in all were tried
+STOP_SIGMAS = 1.5  # that a candidate may be better than predicted: fewer ended searches too early
+MEMORY_SIGMAS = 1.0  # that a step may take more than predicted; on shared memory it must still fit
+MIN_GAIN = 0.03  # the search stops when no remaining candidate is expected to save more
 MAX_GROWTH = 1.5
 """On shared memory, what the next trial may be predicted to need, relative to the largest that
 has run: predictions are corrected by every trial, and stay right that near to it."""
@@ -48,12 +40,9 @@ factor of two and fits."""
 COMPARE_AFTER = 6
 """Trials after which the best settings are compared with the libraries' own way, if the search
 has not converged: it may have but two more."""
-DOUBT_SIGMAS = 2.0
-"""Standard deviations by which a trial must be slower than expected from all others to be tried
-again."""
+DOUBT_SIGMAS = 2.0  # that a trial must be slower than all others let expect to be tried again
 MIN_WITNESSES = 4  # trials that must have run before one of them is doubted
-BROKEN_OUTCOMES = ("unsupported", "numerics")
-"""Outcomes that condemn a combination of backends rather than a size."""
+BROKEN_OUTCOMES = ("unsupported", "numerics")  # they condemn backends rather than a size
 
 Results = Sequence[TrialResult]
 
@@ -65,17 +54,14 @@ class ScoredCandidate:
     candidate: Candidate
     expected: float
     """Natural logarithm of what the objective wants little of: step seconds or bytes."""
-    uncertainty: float
-    """One sigma of `expected`."""
+    uncertainty: float  # one sigma of it
     step_seconds: float
-    required_bytes: float
-    """Memory that it may take at most, as far as is known."""
+    required_bytes: float  # at most, as far as is known
     chance_to_fit: float
-    """Probability that its steps stay within the memory limit."""
 
     @property
     def lower_bound(self) -> float:
-        """Lower confidence bound of the logarithm."""
+        """Lower confidence bound of `expected`."""
         return self.expected - STOP_SIGMAS * self.uncertainty
 
     def expected_improvement(self, best: float) -> float:

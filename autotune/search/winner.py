@@ -23,16 +23,13 @@ from autotune.search.space import SearchSpace
 GIB = 2**30
 MAX_FALLBACKS = 5
 MAX_FALLBACK_SHARE = 0.95  # memory of each fallback, relative to the settings before it
-TIE = 0.03
-"""Share by which a time or an amount of memory may exceed the best and still count as equal:
-`MIN_GAIN` of a search."""
+TIE = (
+    0.03  # by which a time or memory may exceed the best and count as equal: a search's `MIN_GAIN`
+)
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 LOSSY = ("quantization", "precision")  # knobs that decide how exactly the model is computed
-MAX_CONFIRMATIONS = 3
-"""Winners that are tried for longer, if the first turns out slower than the next; those that
-fail do not count."""
-SHARE_OF_SEARCH = 0.1
-"""Share of the time that the search may take, for the steps of the longer trial."""
+MAX_CONFIRMATIONS = 3  # winners that are tried for longer; those that fail do not count
+SHARE_OF_SEARCH = 0.1  # of the time that the search may take, for the steps of the longer trial
 MIN_SECONDS = 5.0
 WORTH_CONFIRMING = 0.95
 """Share of what the confirmed settings take of time or memory, whichever is the

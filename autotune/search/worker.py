@@ -70,25 +70,16 @@ MAX_REPEATS = 4
 MIN_PRUNING_STEPS = 2
 """The step after the one that is measured for memory is cold: on a CPU it took up to 1.6 times
 the next ones."""
-MAX_REPEAT_SECONDS = 5.0
-"""No step is repeated once the timed ones have taken this long."""
-MAX_OVERFLOWS = 17
-"""Steps after which a loss scale that begins at 2**16 and halves is below 1: no smaller one
-helps."""
-LOSS_STEP = 3
-"""Number of the steady step whose loss is reported, so that losses of trials compare however
-many steps each took."""
+MAX_REPEAT_SECONDS = 5.0  # no step is repeated once the timed ones have taken this long
+MAX_OVERFLOWS = 17  # then a loss scale that begins at 2**16 and halves is below 1
+LOSS_STEP = 3  # the steady step whose loss is reported: losses compare however many steps there are
 MIN_REHEARSAL_STEPS, MAX_REHEARSAL_STEPS = 10, 40
-MAX_DRIFT = 0.03
-"""Relative difference between the medians of both halves of a rehearsal's steps, up to which
-they are steady."""
-NUM_PREVIEW_STEPS = 2
-"""Denoising steps: memory is the same in each."""
+MAX_DRIFT = 0.03  # between the medians of both halves of a rehearsal's steps, relative
+NUM_PREVIEW_STEPS = 2  # memory is the same in each
 RUN_BYTES = 22 << 20
 """Host memory that a run has and a rehearsal has not: the command line, the list of the data,
 curves. 13 to 32 MiB were measured (`benchmarks/run_memory.py`), most while it encodes."""
-WORDS_PER_TOKEN = 0.5
-"""Length of the rehearsed caption: tokenizers split unusual words."""
+WORDS_PER_TOKEN = 0.5  # of the rehearsed caption: tokenizers split unusual words
 
 
 class Failure(AutotuneError):
@@ -194,12 +185,11 @@ class LoadedModel:
     largest: list[Sample]
     """One effective batch in the largest shapes: it decides memory."""
     typical: list[Sample]
-    """One effective batch in the usual shapes: it decides speed. The same list if they are about
-    the largest."""
+    """The same in the usual shapes, or the same list: it decides speed."""
     initial: list[torch.Tensor]
     """Values of the adapter that every candidate begins with."""
     windows: ModulationWindows | None
-    """Windows of modulations that are computed ahead; None if their layers are resident."""
+    """Of modulations that are computed ahead; None if their layers are resident."""
     seconds: float
     peak_bytes: int | None
     """Peak of device memory while loading; None on CPU, where the process's memory tells."""
