@@ -1,10 +1,8 @@
 """The one table of what a device's kernels do that operations on the meta device do not show.
 
 Tracing runs the model's own code without data, so allocations follow PyTorch's reference
-decompositions. Where a real device runs a fused kernel, or a kernel takes scratch memory of its
-own, the difference is here and nowhere else: attention that never makes the matrix of scores, fused
-norms and dropout, conversions of operands of mixed dtypes (aten/src/ATen/TensorIterator.cpp,
-`compute_types`), and quantized products.
+decompositions. Where a real device runs a fused kernel, converts operands of mixed dtypes
+(aten/src/ATen/TensorIterator.cpp, `compute_types`) or takes scratch memory, the difference is here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -222,8 +220,8 @@ def _fused_dropout(
 
 
 def conversion_bytes(operation: Any, inputs: list[torch.Tensor]) -> int:
-    """Return what a CPU takes for a moment to convert operands of a pointwise operation to their
-    common dtype, or factors in float8, and to hold the result of one that works in place."""
+    """Return what a CPU takes for a moment to convert operands to their common dtype, and factors
+    in float8."""
     # Emulated: copies in fp32, of the second factor two.
     if operation is torch.ops.aten._scaled_mm.default:
         return 4 * (inputs[0].numel() + 2 * inputs[1].numel())
@@ -236,8 +234,8 @@ def conversion_bytes(operation: Any, inputs: list[torch.Tensor]) -> int:
 
 
 def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
-    """Return the scratch memory of an aten operation, from the (batch, heads, tokens, head
-    dimension) of an attention's query."""
+    """Return an aten operation's scratch memory, from (batch, heads, tokens, head dimension) of a
+    query."""
     if operation not in ACCUMULATES:
         return 0
     batch, heads, tokens, dimension = query_shape
@@ -288,8 +286,7 @@ NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4  # code table, nested code table and offs
 
 
 def nf4_bytes(num_weights: int) -> int:
-    """Return the bytes of one NF4 tensor with double quantization: 4 bits each, one byte per 64,
-    one fp32 per 64 x 256."""
+    """Return the bytes of one NF4 tensor: 4 bits each, one byte per 64, one fp32 per 64 x 256."""
     maxima = -(-num_weights // NF4_BLOCK)
     return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
 
@@ -301,8 +298,7 @@ def quantize_for_tracing(
     rules: DeviceRules,
     practice: ProductPractice | None = None,
 ) -> None:
-    """Store weights as the knob does, as a stand-in of the same size and behavior, or as another
-    program does."""
+    """Store weights as the knob does, as a stand-in, or as another program does."""
     weight_format, stored = WEIGHT_FORMATS[quantization], family.blocks(transformer)
     if practice:
         stand_in = partial(_stand_in_for_practice, resolve_name(weight_format.quantize), practice)
@@ -373,8 +369,8 @@ def _replace_forward(layer: nn.Linear, forward: Callable[[torch.Tensor], torch.T
 
 
 class MatMul4Bit(torch.autograd.Function):
-    """Dequantizes the weight for each product, but for a few rows on CUDA; keeps only the stored
-    weight."""
+    """Dequantizes the weight for each product, but for a few rows on CUDA, and keeps it as
+    stored."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, shape: Any, rules: DeviceRules) -> Any:
@@ -393,8 +389,7 @@ class MatMul4Bit(torch.autograd.Function):
 
 
 def _from_4_bits(stored: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """A full-precision copy: one kernel that reads what is stored, after one for the absolute
-    maxima."""
+    """Reads what is stored, after one kernel for the absolute maxima."""
     maxima = stored[: -(-shape[0] * shape[1] // NF4_BLOCK)]
     maxima = maxima.new_empty(maxima.shape, dtype=torch.float32) + 1.0  # alive with the copy
     return stored.new_empty(shape, dtype=dtype)

@@ -36,8 +36,7 @@ EMPTY = dict.fromkeys(MemoryBreakdown.model_fields, 0)
 
 @dataclass(frozen=True)
 class Resident:
-    """What stays on the device whatever the candidate's batch and checkpointing, and what other
-    phases need."""
+    """What stays on the device whatever the batch and checkpointing, and what other phases need."""
 
     weight_bytes: int
     buffer_bytes: int
@@ -69,8 +68,7 @@ def resident_of(
     encoder_bytes: int,
     encoders_stay: bool,
 ) -> Resident:
-    """Add up the traced sizes of the candidate's weights; `encoder_bytes` as the caching settings
-    have it."""
+    """Add up traced sizes of the candidate's weights; `encoder_bytes` by the caching settings."""
     precision, quantization = candidate.precision, candidate.quantization
     work, swapped = model.workload, candidate.swapped_blocks
     stored = model.model_bytes(precision, quantization, candidate.modulation)
@@ -121,8 +119,8 @@ def resident_of(
 def _optimizer_bytes(
     model: TracedModel, model_bytes: ModelBytes, candidate: Candidate
 ) -> tuple[int, int]:
-    """What the optimizer keeps, and what it works with while it steps: copies of the adapter in
-    fp32 beside its state. Another program's practice is known of AdamW alone."""
+    """State, and what a step works with: copies of the adapter in fp32 beside its state. Another
+    program's practice is known of AdamW alone."""
     work, parameters = model.workload, model_bytes.adapter_parameters
     is_half = candidate.precision != "fp32"
     if model.overheads and is_half and work.optimizer == ADAMW:
@@ -137,9 +135,8 @@ def _optimizer_bytes(
 def _modulation_bytes(
     layers: ModulationBytes | None, model: TracedModel, *, is_pinned: bool
 ) -> tuple[int, int, int]:
-    """What modulations that are computed ahead take: on the host for the coming draws, and while a
-    preview is sampled; on the device while a window is computed, the largest layer with its inputs
-    and outputs."""
+    """On the host for the coming draws, and while a preview is sampled; on the device while a
+    window is computed, the largest layer with its inputs and outputs."""
     if layers is None:
         return 0, 0, 0
     images, defaults = model.workload.effective_batch_size, model.family.defaults
@@ -174,8 +171,7 @@ def phases_of(
 ) -> tuple[PhaseMemory, ...]:
     """Break down every phase of a job, in order, from what stays and one micro-batch.
 
-    `waste` is what the allocator reserves beyond the micro-batch's own peak, `factor` the
-    calibration of the training step's allocated memory.
+    `waste` is reserved beyond the micro-batch's own peak, `factor` calibrates allocated memory.
     """
     r = resident
     earlier, later = _around_training(r)
@@ -307,8 +303,7 @@ class Parallel:
         return self.num_processes if self.strategy == "fsdp2" else 1
 
     def budget_bytes(self, device: Device) -> int:
-        """Return what one process may take: each has a device of its own, but on a CPU they share
-        it."""
+        """Return what one process may take: on a CPU they share it."""
         return device.budget_bytes // (self.num_processes if device.kind == "cpu" else 1)
 
     def weight_bytes(self, model_bytes: ModelBytes) -> int:

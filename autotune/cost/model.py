@@ -41,8 +41,8 @@ from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pret
 
 ALLOCATORS = ("default", "expandable")
 BLENDS = {"blend_v", "blend_h", "blend_t"}
-"""Methods that mix a decoded tile's margin into its neighbor's in place, row by row: thousands of
-operations, on rows that are never what takes most."""
+"""Methods that mix a decoded tile's margin into its neighbor's, row by row: thousands of
+operations."""
 VISITING_BLOCKS = 2  # swapped blocks on the device at once: the one that runs and the next
 NUM_REMEMBERED = 4  # traced models that are kept for whoever asks for the same again
 P = ParamSpec("P")
@@ -74,9 +74,8 @@ class ModelBytes:
     outside_bytes: int  # of the weights that no block holds
     largest_block_bytes: int  # before quantization
     largest_layer_bytes: int  # before quantization
+    # Reserved by the caching allocator beyond the weights, by how it grows.
     waste_share: Mapping[str, float]
-    """What the caching allocator reserves beyond the weights, as a share of them, by how it
-    grows."""
     modulation: ModulationBytes | None  # if its layers are not among the weights
 
     def away_bytes(self, swapped: int) -> int:
@@ -108,8 +107,7 @@ def traced_model(
     parts: Parts,
     overheads: Overheads | None = None,
 ) -> "TracedModel":
-    """Return a `TracedModel`, the same one again if it was asked for lately: machines of a kind
-    share it."""
+    """Return a `TracedModel`, the same one again if it was asked for lately."""
     others = repr((sorted(config.items()), parts, overheads and overheads.traced))
     key = family, workload, rules, others
     known = family, config, workload, rules, parts, overheads
@@ -163,8 +161,7 @@ class TracedModel:
         return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
-        """The same model under images of one size and captions of one length: itself, if these are
-        its largest."""
+        """Under images of one size and captions of one length: itself, if these are its largest."""
         if (bucket, text_tokens) == (self.workload.largest_bucket, self.workload.max_text_tokens):
             return self
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
@@ -173,8 +170,8 @@ class TracedModel:
         return other
 
     def _cached(self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function`, called once for each argument. Raises InvalidInput for its failures on what
-        nobody published: classes are built from most configurations, and fail when they run."""
+        """`function`, called once for each argument. Its failures on what nobody published are
+        InvalidInput: classes are built from most configurations, and fail when they run."""
 
         def call(*arguments: P.args, **options: P.kwargs) -> T:
             try:
@@ -244,8 +241,7 @@ class TracedModel:
         return self.overheads.adapter_on(quantization) if self.overheads else None
 
     def _fill_caches(self, transformer: nn.Module, dtype: Any) -> None:
-        """Let modules make the rotary tables that they keep, or the first trace would count them as
-        its own."""
+        """Make rotary tables that modules keep, or the first trace would count them as its own."""
         batch = self._batch(1, dtype)
         noise = torch.empty_like(batch["latents"])
         kernel = kernel_for("native", self.rules, self.masked(1))
@@ -265,8 +261,7 @@ class TracedModel:
         *,
         train: bool = True,
     ) -> TracePass:
-        """A pass at micro-batch `size` whose first `recomputed` blocks of the shortened model
-        recompute, all of them or all but attention."""
+        """A pass whose first `recomputed` blocks recompute, all of them or all but attention."""
         transformer, dtype = self.model(precision, quantization, modulation), torch_dtype(precision)
         selective = recomputed if keeps_attention else 0
         apply_recomputation(transformer, self.family, recomputed - selective, selective)
@@ -281,8 +276,7 @@ class TracedModel:
         return trace_pass(*known, kernel, self.rules, autocast=autocast, train=train)
 
     def _batch(self, size: int, dtype: torch.dtype, token_multiple: int = 1) -> Batch:
-        """A collated batch of the right shapes on the meta device; if it needs a mask, captions
-        differ in length."""
+        """A batch on the meta device; if it needs a mask, captions differ in length."""
         work = self.workload
 
         def sample(tokens: int) -> dict[str, torch.Tensor]:
@@ -412,8 +406,7 @@ def add_adapter_as_practiced(
     dtype: torch.dtype,
     practice: AdapterPractice | None,
 ) -> None:
-    """Add the workload's adapter to a transformer that computes in `dtype`, as a program does, or
-    as autotune.
+    """Add the workload's adapter as a program does, or as autotune, to what computes in `dtype`.
 
     peft copies an input to the precision of the adapter. Autocast, which cannot be traced without a
     device, casts the adapter instead; here its weights do that themselves, whenever they are read.

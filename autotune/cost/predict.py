@@ -52,8 +52,7 @@ class CostModel:
     parallel: Parallel = ONE_PROCESS
     calibration: Calibration | None = None  # what trials taught
     process_bytes: int | None = None
-    """Bytes that a process that trains on a CPU took besides its tensors in trials; None if none
-    told."""
+    """What a process that trains on a CPU took besides its tensors in trials."""
 
     @classmethod
     def build(
@@ -70,14 +69,12 @@ class CostModel:
         parallel: Parallel = ONE_PROCESS,
         overheads: Overheads | None = None,
     ) -> Self:
-        """Build the model on the meta device, and choose how captions are encoded, unless `caching`
+        """Build the model on the meta device, and choose how captions are encoded unless `caching`
         says so.
 
-        `hardware` and `workload` are those of one process. `parts`, the models around the
-        transformer, are by default the published ones of the published transformer. `caching_pins`
-        and `caching_exclusions` are fields of `CachingSettings` with values as text. `overheads`
-        are those of the program that trains, if that is not autotune's executor. Raises
-        InvalidInput if a pin cannot be.
+        `hardware` and `workload` are those of one process; `parts` are by default the published
+        ones. Pins and exclusions are values of `CachingSettings`, as text. `overheads` are those of
+        the program that trains, if it is another. Raises InvalidInput if a pin cannot be.
         """
         if parts is None:
             parts = next(
@@ -133,8 +130,7 @@ class CostModel:
     def with_calibration(
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
     ) -> Self:
-        """Return the same cost model, corrected by all of `trials` and by `priors`, and by nothing
-        else."""
+        """Return the same cost model, corrected by all of `trials` and by `priors` alone."""
         pairs = [
             (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
         ]
@@ -159,8 +155,7 @@ class CostModel:
         return self.tables.overheads
 
     def with_overheads(self, overheads: Overheads, caching: tuple[CachingSettings, Reason]) -> Self:
-        """Return the same work by another program, which encodes captions in its way, before any
-        trial."""
+        """Return the same work by another program, before any trial."""
         tables = PassTables(self.model.with_overheads(overheads), self.hardware, overheads)
         settings, reason = caching
         return replace(
@@ -234,8 +229,8 @@ class CostModel:
         )
 
     def prepare(self, candidates: Iterable[Candidate]) -> None:
-        """Find at once what predictions of `candidates` rest on: sooner than one by one, and the
-        same bits."""
+        """Find at once what predictions of `candidates` rest on: sooner than one by one, the same
+        bits."""
         alike: dict[tuple[object, ...], list[Candidate]] = {}
         for each in candidates:
             if (each, self.parallel) not in self.tables.steps:
@@ -244,8 +239,7 @@ class CostModel:
             self._prepare(group)
 
     def _all_but_depth(self, candidate: Candidate) -> tuple[object, ...]:
-        """What candidates must have in common to be composed of the same tables: all but how many
-        blocks."""
+        """What candidates have in common if they are composed of the same tables."""
         others = (value for name, value in candidate if name not in BLOCK_COUNTS)
         recomputed = candidate.checkpointed_blocks + candidate.selective_blocks
         kinds = candidate.checkpointed_blocks > 0, candidate.selective_blocks > 0
@@ -292,8 +286,8 @@ class CostModel:
     def _step_time(
         self, candidate: Candidate, composed: ComposedPasses, swapped: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
-        """Seconds of one optimizer step, by class of operation: each broadcasts to (passes, numbers
-        of swapped blocks). `swapped` is (1, numbers), or (passes, 1) for one each."""
+        """By class of operation; each broadcasts to (passes, numbers of swapped blocks). `swapped`
+        is (1, numbers), or (passes, 1) for one each."""
         rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
         model_bytes = self.tables.model_bytes(candidate)
         shares = self.tables.typical_shares(candidate)
@@ -336,6 +330,6 @@ class CostModel:
 
 
 def _idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How long a GPU waits in a pass for launches. The host is no more than some 1,000 ahead, a few
-    blocks' worth: what one pass leaves idle no other makes up for."""
+    """The host is no more than some 1,000 launches ahead: what one pass leaves idle no other makes
+    up for."""
     return np.maximum(0.0, host - device)

@@ -47,8 +47,8 @@ SCRATCH = 0  # storage number of kernel scratch memory, which lives within one o
 
 @dataclass
 class Segment:
-    """One stretch of a pass, e.g. the forward pass of one block. Bytes are relative to the level at
-    its start."""
+    """One stretch of a pass, e.g. the forward pass of one block; bytes are relative to its
+    start."""
 
     name: str
     growth_bytes: int = 0  # live at the end minus live at the start
@@ -77,8 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def seed(self, tensors: Iterable[Tensor]) -> int:
-        """Count `tensors` as live from before the pass: they and their views are no activations.
-        Returns new bytes."""
+        """Count `tensors` and their views as live from before the pass; returns new bytes."""
         return sum(self._watch(tensor, None) for tensor in tensors)
 
     def mark(self, name: str) -> None:
@@ -116,8 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _watch(self, tensor: Tensor, segment: Segment | None) -> int:
-        """Follow the storage of `tensor` if it is new; returns its bytes, 0 for one that is
-        known."""
+        """Returns the bytes of a storage that is new, 0 for one that is known."""
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         if key in self._live or (tensor.device.type != "meta" and not self.counts_host):
@@ -135,9 +133,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return size
 
     def _sum_in_place(self, freed: int) -> None:
-        """If the storage just freed was the first of two gradients that autograd summed, and
-        nothing happened between: let the sum take its place. Autograd does so, except under a
-        dispatch mode."""
+        """Autograd lets a sum take the place of the first of two gradients, except under a dispatch
+        mode."""
         events = self.segments[-1].events
         if self._summed == (freed, len(events) - 1):
             events[-2], events[-1] = events[-1], events[-2]
@@ -179,9 +176,8 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 def _sums_gradients(inputs: list[Tensor]) -> bool:
-    """True if this addition is autograd's own, of two gradients of one tensor, and the first has
-    room for the sum. It comes from no Python code, so below the recorder's frames lies the start of
-    the backward pass."""
+    """True for autograd's own addition of two gradients, if the first has room for the sum: below
+    the recorder's frames lies the start of the backward pass, no Python code."""
     if torch.is_grad_enabled() or inputs[0].untyped_storage().nbytes() != inputs[0].nbytes:
         return False
     frame: FrameType | None = sys._getframe()
@@ -242,8 +238,8 @@ class RememberedCall:
     """What is remembered of a function called with arguments of certain shapes."""
 
     results: tuple[_Result | int | None, ...] | None = None
-    """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known, so
-    it is called again. Of functions that write into an argument and return it: nothing."""
+    """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known. Of
+    functions that write into an argument and return it: nothing."""
     charge: Any = None  # whatever else follows from the key, for who records
 
 
@@ -254,8 +250,7 @@ MAX_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
 def kind_of(func: Any) -> str:
-    """Tell what `func` gives: something "new", what it wrote into, its first argument ("in place")
-    or `out`, or a "view" or another alias."""
+    """Tell what `func` gives: something "new", what it wrote ("in place" or "out"), or a "view"."""
     # Overloads live as long as the process, and hashing one takes a call.
     if id(func) not in _kinds:
         _kinds[id(func)] = _find_kind(func)
@@ -272,8 +267,7 @@ def name_of(func: Any) -> str:
 def remembered_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RememberedCall | None:
-    """Find what is remembered of such a call, nothing at first; None if `key_of` cannot tell it
-    from others."""
+    """Find what is remembered of such a call; None if `key_of` cannot tell it from others."""
     key = key_of(func, args, kwargs)
     if key is None:
         return None
@@ -318,7 +312,7 @@ def called(
 
 
 class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls operations on plain meta tensors by what is remembered of them, within this context."""
+    """Calls operations on plain meta tensors by what is remembered of them."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -332,8 +326,8 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Move all arguments to the meta device if any is there: some models read numbers from tensors,
-    such as where an image lies in a sequence, so those are on the host."""
+    """Move arguments to the meta device if any is there: models that read numbers have some on the
+    host."""
     if all(tensor.is_meta for tensor in tensors):
         return args
     places = {tensor.device.type for tensor in tensors if tensor.ndim}
@@ -347,7 +341,7 @@ def _to_meta(item: Any) -> Any:
 
 
 def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:
-    """List tensors among `items` and within lists and tuples of them, as `cat` and `stack` take."""
+    """List tensors among `items` and within lists and tuples of them, as `cat` takes."""
     found: list[torch.Tensor] = []
     for item in items:
         if isinstance(item, torch.Tensor):
@@ -382,8 +376,7 @@ def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """Return what decides the result; None if that is not certain, as with numbers in tensors, and
-    for views."""
+    """Return what decides the result; None for views, and with numbers in tensors."""
     if kind_of(func) == "view":
         return None
     parts: list[Hashable] = [id(func)]

@@ -50,13 +50,9 @@ from autotune.plan.workload import (
     typical_bucket,
 )
 
-TRACED_SIZES = (2, 4)
-"""Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip copies
-there."""
+TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
 
-PAGEABLE_SHARE = 0.5
-"""Of the bus's rate from pinned memory, what copies from mapped files reach. A round figure, not
-measured."""
+PAGEABLE_SHARE = 0.5  # of the rate from pinned memory, for mapped files: a round figure
 
 
 class PassChoice(NamedTuple):
@@ -79,11 +75,8 @@ Step = tuple[ComposedPass, float, dict[str, float]]
 
 
 class PassTables:
-    """Passes of a traced model at a device's rates. Every method is a pure function that remembers
-    its results.
-
-    The first call for a `PassChoice` traces the model, which takes a fraction of a second.
-    """
+    """Passes of a traced model at a device's rates: every method is pure, and remembers its
+    results."""
 
     def __init__(
         self, model: TracedModel, hardware: HardwareProfile, overheads: Overheads | None = None
@@ -141,8 +134,7 @@ class PassTables:
     def passes(
         self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool
     ) -> ComposedPasses:
-        """Compose one micro-batch of the full model for many mixtures of what blocks keep, at once;
-        see `compose`."""
+        """Compose one micro-batch of the full model for many mixtures of what blocks keep."""
         whole, selective = mixtures.T
         at_most = self._num_blocks - selective
         mixtures = np.stack([np.minimum(whole, at_most), selective], axis=1)
@@ -163,8 +155,7 @@ class PassTables:
         return BlockTables(tables, np.array(model_bytes.block_adapter_bytes, dtype=np.float64))
 
     def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
-        """The full model's pass when the first `recomputed` of the traced blocks are of a kind; see
-        `BlockTables`."""
+        """The full model's pass when the first `recomputed` of the traced blocks are of a kind."""
         (low, high), size = TRACED_SIZES, choice.micro_batch_size
         if kind == SELECTIVE:
             # What it saves to keep attention has nothing to do with weights, and is proportional to
@@ -183,8 +174,7 @@ class PassTables:
     def _find_traced_table(
         self, choice: PassChoice, kind: int, recomputed: int, size: int | None = None
     ) -> PassTable:
-        """From a trace at the micro-batch of the choice, or at `size` at the rates of the
-        choice."""
+        """From a trace at the choice's micro-batch, or at `size`, at the rates of the choice."""
         at, keeps = size or choice.micro_batch_size, kind == SELECTIVE
         trace = self._trace(choice, at, recomputed, keeps_attention=keeps)
         table = table_of(trace, self.rates_of(choice), self.workload.rank)
@@ -215,7 +205,7 @@ class PassTables:
         """Return bytes that the caching allocator reserves beyond the peaks of passes.
 
         Known for no recomputing block and for all but one; between them it goes by the share of
-        blocks. `recomputed` and `saved_bytes` have one number for each pass.
+        blocks.
         """
         if self.model.rules == "cpu":
             return np.zeros(len(recomputed))
@@ -283,8 +273,8 @@ class PassTables:
     def kept_part_bytes(
         self, candidate: Candidate, caching: CachingSettings, parallel: Parallel
     ) -> Mapping[str, int]:
-        """Return what the program that trains keeps on one device in each phase, beyond what
-        autotune's executor does."""
+        """Return what the program that trains keeps in each phase, beyond what autotune's executor
+        does."""
         if self.overheads is None or not self.overheads.kept:
             return {}
         precision, encoders = candidate.precision, self.encoder_size.weight_bytes(caching)
@@ -301,12 +291,10 @@ class PassTables:
         return self._own
 
     def modulation_seconds(self, candidate: Candidate) -> float:
-        """Return a step's share of computing a window of modulations ahead, and the way of its own
-        ones to the device.
+        """Return a step's share of computing a window of modulations ahead, and of copying its own.
 
-        The layers' files are mapped, and taken to be in the system's page cache after the first
-        window; the products are those of many draws at once. What is computed crosses the bus to
-        the host, and then to the device again.
+        The layers' files are mapped, and taken to be in the page cache after the first window; what
+        is computed crosses the bus to the host, and then to the device again.
         """
         return self._modulation(PassChoice.of(candidate))
 

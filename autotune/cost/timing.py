@@ -45,18 +45,18 @@ EIGHT_BITS = ("int8", "fp8")  # dtypes of 8-bit products
 UNKNOWN_BUS_BANDWIDTH = 1.6e10  # PCIe 3.0 with 16 lanes
 KERNEL_SECONDS = 3e-6
 """From the start of a kernel to that of the next, however little it does, where no probe measured
-it: some 3 us on recent cards and drivers (forums.developer.nvidia.com, thread 233645)."""
+it (forums.developer.nvidia.com, thread 233645)."""
 CACHE_SHARE = 0.9
-"""Of the L2 cache, what a kernel's operands and results may take to be there still. Published
-curves of a buffer that is read again and again (te42kyfo/gpu-benches, gpu-l2-cache) keep its rate
-up to 93% of an L40's, then fall to the memory's."""
+"""Of the L2 cache, what a kernel's tensors may take to be there still. Published curves
+(te42kyfo/gpu-benches, gpu-l2-cache) keep its rate up to 93% of an L40's, then fall to the
+memory's."""
 CACHE_SHARE_IN_HALVES = 0.7
-"""The same for data-center cards since the A100, whose cache has two halves that hold copies of
-each other's lines: 69% of an A100's, 72% of an H100's and of an H200's, in the same curves."""
+"""The same for data-center cards since the A100, whose cache has two halves with copies of each
+other's lines: 69% of an A100's, 72% of an H100's and of an H200's."""
 CACHE_GAIN = 2.0
-"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it. The
-cache itself is 2.5 (H200) to 6 (L40) times as fast, in the same curves; but an operand from long
-ago, as a residual, comes from memory."""
+"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it.
+The cache itself is 2.5 (H200) to 6 (L40) times as fast, but an operand from long ago comes from
+memory."""
 THIN = 64
 """A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has 16
 FLOPs a byte, where a GPU computes a hundred and more in the time that it moves one."""
@@ -132,8 +132,8 @@ class Rates:
         return max(self.min_kernel_seconds, seconds)
 
     def matmul_rate(self, shape: tuple[int, ...], eight_bits: str = "") -> float:
-        """Return FLOP/s of a product (m, k, n), or of one whose factors are `int8` or `fp8`: from
-        measurements of those, or as much faster than other products as the datasheet says."""
+        """Return FLOP/s of a product (m, k, n), or of one in 8 bits: measured, or by the
+        datasheet's ratio."""
         if eight_bits:
             if measured := self._eight_bits[eight_bits]:
                 return _interpolated(tuple(measured), shape)
@@ -163,8 +163,7 @@ class Rates:
 
 
 def _gain(sheet: Datasheet | None, precision: str, eight_bits: str) -> float:
-    """Peak of products in 8 bits over that of those in the compute dtype; 1 if a datasheet does not
-    tell."""
+    """Peak of products in 8 bits over that of those in the compute dtype."""
     if sheet is None:
         return 1.0
     tf32_or_plain = sheet.tf32_flops_per_second or sheet.fp32_flops_per_second
@@ -181,10 +180,7 @@ def host_flops_per_second(host: Host) -> float:
 
 def _reached(sheet: Datasheet | None, precision: str) -> float | None:
     """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does.
-
-    Before compute capability 8.0 there is neither: tensor cores do the work in fp16, and plain fp32
-    units in fp32.
-    """
+    Before compute capability 8.0 tensor cores do the work in fp16, and plain fp32 units in fp32."""
     if sheet is None:
         return None
     if sheet.bf16_flops_per_second is None:
@@ -201,8 +197,7 @@ def _reached(sheet: Datasheet | None, precision: str) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...]) -> float:
-    """Rate at `shape`: measured rates weighted by inverse squared distance in the logarithms of m,
-    k, n."""
+    """Measured rates weighted by inverse squared distance in the logarithms of m, k and n."""
     total = weight = 0.0
     for product in products:
         distance = sum(
@@ -236,11 +231,8 @@ def _rates_under(prefix: str, hardware: HardwareProfile) -> list[tuple[str, floa
 def _measured_attention(
     hardware: HardwareProfile, precision: str, backend: str, kernel: str
 ) -> tuple[tuple[int, float], ...]:
-    """(tokens, FLOP/s) of the backend, or of `native` where only that was measured.
-
-    The probe measures without a mask: `native` with one may run the efficient kernel instead,
-    measured by itself.
-    """
+    """(tokens, FLOP/s) of the backend, or of `native`, which with a mask may run the efficient
+    kernel."""
     same = [
         each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"
     ]

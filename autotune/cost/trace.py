@@ -28,27 +28,23 @@ TRACED_BLOCKS = 3  # of each row: first, middle, last
 
 @dataclass(frozen=True)
 class TracePass:
-    """One traced pass. Block segments are in the order that blocks run, also those of the backward
-    pass."""
+    """One traced pass; block segments are in the order that blocks run, also those backward."""
 
     before: Segment  # from the noisy latents to the first block
     forward: tuple[Segment, ...]
     between: Segment  # output layers, the loss and their backward pass
     backward: tuple[Segment, ...]
-    saved_bytes: int
-    """Kept for the backward pass when the loss is known, the loss included."""
+    saved_bytes: int  # for the backward pass when the loss is known, the loss included
 
 
 def choose_traced(
     kinds: Sequence[Sequence[Hashable]], adapted: Collection[int] | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], list[int], list[int]]:
-    """Choose the blocks that are traced: of each row that are alike, and all adapted or all not, at
-    most three.
+    """Choose the blocks that are traced: of each row that are alike, and all adapted or all not,
+    three.
 
-    `kinds` has for each list of blocks what each block is, `adapted` the numbers of the adapted
-    ones, None for all. Returns for each list the numbers, within it, of the blocks that are traced;
-    for each block of the full model, the traced one that stands for it; and which of the traced
-    ones are adapted.
+    Returns for each list the numbers, within it, of the blocks that are traced; for each block of
+    the full model, the traced one that stands for it; and which of the traced ones are adapted.
     """
     picked: list[tuple[int, ...]] = []
     index: list[int] = []
@@ -103,11 +99,11 @@ def trace_pass(
     autocast: torch.dtype | None = None,
     train: bool = True,
 ) -> TracePass:
-    """Trace one micro-batch of a transformer that lies on the meta device, with adapter and
-    settings applied.
+    """Trace one micro-batch of a transformer that lies on the meta device, with all settings
+    applied.
 
-    `kernel` is named as by `kernel_for`, `autocast` the precision of products under autocast.
-    Without `train` no loss and no backward pass runs, and nothing is kept for it.
+    `kernel` is named as by `kernel_for`. Without `train` there is no backward pass to keep anything
+    for.
     """
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
@@ -148,8 +144,8 @@ def trace_pass(
 
 
 def trace_inference(call: Callable[[], object], module: nn.Module, rules: DeviceRules) -> Segment:
-    """Trace what `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes,
-    and does."""
+    """Trace what `call` takes, on meta tensors and without gradients, beyond `module`'s own
+    bytes."""
     recorder = Recorder(rules)
     recorder.seed(stored_tensors(module))
     recorder.mark("all")
@@ -161,8 +157,7 @@ def trace_inference(call: Callable[[], object], module: nn.Module, rules: Device
 
 
 def stored_tensors(of: nn.Module | Tensor) -> Iterator[Tensor]:
-    """Yield every plain tensor behind a parameter, or a module's parameters and buffers: quantized
-    ones have several."""
+    """Yield every plain tensor behind a parameter or a module: quantized ones have several."""
     for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
         yield from (getattr(tensor, name) for name in names) if names else (tensor,)
@@ -170,8 +165,7 @@ def stored_tensors(of: nn.Module | Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def _marking(blocks: list[nn.Module], recorder: Recorder) -> Iterator[None]:
-    """Mark where each block's forward and backward pass begin; recomputation in the backward pass
-    marks nothing."""
+    """Mark where each block's passes begin; recomputation in the backward pass marks nothing."""
     seen: set[int] = set()
     begun: set[int] = set()
 
@@ -205,16 +199,14 @@ def _marking(blocks: list[nn.Module], recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
+# What a block keeps: all, the output of attention, or its input alone.
 PLAIN, SELECTIVE, WHOLE = 0, 1, 2
-"""What a block keeps: all that its backward pass needs, the output of attention, or its input
-alone."""
 GROWTH, PEAK, SCRATCH, SECONDS = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class PassTable:
-    """A traced pass as vectors: (growth, peak, scratch) bytes, then seconds by class, then
-    launches."""
+    """A traced pass as vectors: (growth, peak, scratch) bytes, seconds by class, launches."""
 
     before: NDArray[np.float64]
     forward: NDArray[np.float64]  # (blocks, columns)
@@ -291,12 +283,8 @@ class ComposedPasses:
 
 
 class BlockTables:
-    """Tables of one model whose blocks keep everything, the output of attention, and their input
-    alone.
-
-    `tables` are stretched, in this order; the last block may keep everything in all of them.
-    `gradients` has bytes of each block's adapter gradients, in the order that blocks run.
-    """
+    """Stretched tables of one model whose blocks keep everything, the output of attention, and
+    their input alone, in this order. `gradients` has bytes of each block's adapter gradients."""
 
     def __init__(self, tables: Sequence[PassTable], gradients: NDArray[np.float64]) -> None:
         self.num_blocks, self.gradients = len(gradients), gradients

@@ -22,13 +22,11 @@ mask (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBackend(Entry):
-    """One implementation of attention in diffusers' dispatcher, under diffusers' name or, with
-    `function`, a new one in lower case."""
+    """One implementation of attention, under diffusers' name or, with `function`, a new one."""
 
     knob = "attention"
     kernel: Kernel = "fused"
-    """Kernel whose memory and time the cost model charges on a GPU; `fused` is the one that
-    torch's own dispatcher picks. A CPU has its own for all but `math`."""
+    """Charged by the cost model on a GPU; `fused` is the one that torch's own dispatcher picks."""
     refuses_masks: bool = False  # even one that is all True
     why_not: str = ""  # why no machine can train with it
     function: str = ""
@@ -72,24 +70,20 @@ UNKNOWN_EFFICIENCY = 0.3
 
 def assumed_efficiency(kernel: str, capability: tuple[int, int] | None) -> float:
     """Return the share of what large products reach on the card, forward and backward. Round
-    figures, nothing measured here.
+    figures, not measured here.
 
-    FlashAttention-2 reports 50 to 73% of the peak on A100 (arXiv:2307.08691) and the
-    FlashAttention-3 paper, with heads of 128 and 4,096 tokens on H100 (arXiv:2407.08608), 368
-    TFLOP/s forward and 310 backward for it, 609 and 499 for cuDNN, 638 and 542 for version 3; the
-    memory-efficient kernel reaches about half of flash. Version 4 has 572 forward there
-    (mlc-ai/pith-train#2) and up to 1.3 times cuDNN's on B200 (its announcement); of backward passes
-    nothing was found, so it is taken for version 3's on H100 by its forward share, and for cuDNN's
-    on B200. On Blackwell's GeForce cards it uses the instructions of version 2
-    (Dao-AILab/flash-attention#2330). torch's own flash kernel is FlashAttention-2, too, and its
-    memory-efficient one xformers'.
+    FlashAttention-2 reports 50 to 73% of the peak on A100 (arXiv:2307.08691); on H100, with heads
+    of 128 and 4,096 tokens (arXiv:2407.08608), it has 368 TFLOP/s forward and 310 backward, cuDNN
+    609 and 499, version 3 638 and 542, and the memory-efficient kernel half of flash. Version 4 has
+    572 forward there (mlc-ai/pith-train#2) and up to 1.3 times cuDNN's on B200; its backward pass
+    is taken to follow. On Blackwell's GeForce cards it has the instructions of version 2 (Dao-
+    AILab/flash-attention#2330).
     """
     return EFFICIENCY_OF.get((capability or (0, 0))[0], EFFICIENCY).get(kernel, UNKNOWN_EFFICIENCY)
 
 
 def prefers_cudnn(capability: tuple[int, int] | None, cudnn: str | None) -> bool:
-    """Tell if `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED
-    is set."""
+    """Tell if `native` is cuDNN's kernel in half precision."""
     major = (capability or (0, 0))[0]
     return major in CUDNN_WINS and is_at_least(cudnn, CUDNN_PREFERRED)
 
@@ -104,8 +98,8 @@ def cuda_kernel(
 ) -> Kernel:
     """Name the kernel that `attention` runs on CUDA; without `capability` a card of 8.0 is meant.
 
-    torch's dispatcher prefers cuDNN on some cards (`prefers_cudnn`), then flash, which takes no
-    mask, no fp32 and needs compute capability 8.0, then the memory-efficient kernel
+    torch's dispatcher prefers cuDNN on some cards, then flash, which takes no mask, no fp32 and
+    needs 8.0, then the memory-efficient kernel
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and
     `check_tensor_dtype`).
     """
@@ -143,9 +137,8 @@ FETCHED = (
 GPU, AMPERE = Requirements(("cuda",)), Requirements(("cuda",), (8, 0))
 FLASH_ATTN = Requirements(("cuda",), (8, 0), "flash_attn", "2.6.3")
 FLASH_ATTN_3 = Requirements(("cuda",), (9, 0), "flash_attn_3", "3.0.0b1", only_major=9)
+# Trains from Hopper on; earlier betas had wrong gradients on some cards.
 FLASH_ATTN_4 = Requirements(("cuda",), (9, 0), "flash_attn_4", "4.0.0b36")
-"""The version whose source was read: it trains from Hopper on, and earlier betas had wrong
-gradients on some cards."""
 XFORMERS = Requirements(("cuda",), (7, 0), "xformers", "0.0.29")
 
 _ENTRIES = (

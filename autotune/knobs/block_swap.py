@@ -42,8 +42,7 @@ def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 class HostRegion:
-    """Memory that begins at a page, as a tensor of uint8, `bytes`; locked for CUDA as long as it
-    lives."""
+    """Memory that begins at a page, as a tensor of uint8; locked for CUDA as long as it lives."""
 
     def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
         self.num_bytes = num_bytes
@@ -91,10 +90,8 @@ class HostBlock(NamedTuple):
 
 
 class BlockSwap:
-    """Brings two blocks to the device at most: the one that runs, and the one that comes next.
-
-    `blocks` are in the order that they run; each must run under a checkpoint.
-    """
+    """Brings two blocks to the device at most: the one that runs, and the next; each under a
+    checkpoint."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
@@ -123,8 +120,7 @@ class BlockSwap:
         self.last = number
 
     def _following(self, number: int) -> int | None:
-        """The block that runs next: forward passes go up, backward passes down, and without
-        gradients all go up."""
+        """Forward passes go up, backward passes down, and without gradients all go up."""
         is_forward = number > self.last or (
             number == 0 and (self.last == 0 or not torch.is_grad_enabled())
         )
@@ -199,8 +195,7 @@ def _parts_of(tensor: Any) -> dict[str, Tensor]:
 
 
 def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
-    """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on; values are
-    the region's."""
+    """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on."""
     like = like.detach()
     parts = {
         name: _view(region, offset, part)

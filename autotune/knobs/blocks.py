@@ -19,8 +19,8 @@ from autotune.plan.candidate import Choice
 def apply_recomputation(
     transformer: nn.Module, family: Family, whole: int, selective: int = 0
 ) -> None:
-    """Let the first `whole` blocks recompute everything, and the `selective` ones after them all
-    but attention."""
+    """Let the first `whole` blocks recompute all, and `selective` ones after them all but
+    attention."""
     if not whole + selective:
         transformer.disable_gradient_checkpointing()  # type: ignore[operator]
         return
@@ -60,11 +60,9 @@ def _keep_attention() -> tuple["_OnAttention", "_OnAttention"]:
 
 
 class _OnAttention:
-    """While a block runs: torch's fused attention operations go through `attend`, below autograd.
-
-    torch's function is replaced by name, as what a block calls through whichever of torch's
-    backends.
-    """
+    """While a block runs, torch's fused attention operations go through `attend`, below
+    autograd. The function is replaced by name, as what a block calls through whichever of
+    torch's backends."""
 
     def __init__(self, attend: Callable[[Any, Any, Any], Any]) -> None:
         self._mode = _AttentionMode(attend)
@@ -114,13 +112,11 @@ def compile_blocks(transformer: nn.Module, family: Family, choice: Choice) -> No
 class CompiledBlock:
     """The code of a compiled block: one for the first shapes, and one for all others.
 
-    Left to itself torch compiles once more when another input's size is first seen to change, and
-    all of it twice: what enters the first block needs no gradient. That made six graphs of three
-    buckets and three lengths of captions, of which two are left if that block runs uncompiled and
-    the second shape stands for all others. A block is the first of its kind if its first input, the
-    stream that it adds to, needs no gradient: Kandinsky 5's first visual block gets text that does.
-    FLUX.1 made four more, for streams that are parts of another, with that one's strides; Kandinsky
-    5 and Wan one or two, for tables of positions whose sizes had happened to be equal.
+    Left to itself torch compiles anew when another input's size is first seen to change, and all of
+    it twice: what enters the first block needs no gradient. Three buckets and three lengths of
+    captions made six graphs; two are left if the first block runs uncompiled and the second shape
+    stands for all others. The first is known by its first input, the stream, which needs no
+    gradient: Kandinsky 5's first visual block gets text that does.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -133,8 +129,8 @@ class CompiledBlock:
 
     @cached_property
     def recomputing(self) -> "CompiledBlock":
-        """The same with its checkpoint compiled, too: the backward pass computes again no more than
-        it needs, where around compiled code all of it runs twice."""
+        """The same with its checkpoint compiled, too: around compiled code all of it would run
+        twice."""
         plain = self._plain
 
         def run(*inputs: Any) -> Any:
@@ -156,7 +152,6 @@ class CompiledBlock:
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the strides of one that is no part of another: torch compiles anew for
-    others, even those of dimensions of one."""
+    """With strides of a whole: torch compiles anew for others, even of dimensions of one."""
     is_in_order = tensor.is_contiguous() and 1 not in tensor.shape
     return tensor if is_in_order else tensor.flatten().view(tensor.shape)

@@ -1,9 +1,8 @@
-"""Choose how captions and images are encoded before training: where text encoders and VAE run, how
-weights are stored.
+"""Choose how captions and images are encoded before training: where, and how weights are stored.
 
 The text encoder of Qwen-Image alone takes 16 GB in bf16, and the VAE of a video model tens of them
-for a clip, so on smaller cards an encoder must be smaller, elsewhere, or pass through piece by
-piece. No search: the first option that is predicted to fit is taken, exact and fast ones first.
+for a clip. No search: the first option that is predicted to fit is taken, exact and fast ones
+first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,16 +29,14 @@ from autotune.plan.plan import EncoderGpu, Reason, Rejected
 
 PIN = "caching."  # what pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`
 QUANTIZED_SHARE = 0.86
-"""Share of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3% of
-T5-XXL)."""
+"""Of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B)."""
 PASSING_SHARE = 0.08
 """Largest share on the device while it is streamed: its embeddings (7% of Qwen2.5-VL-7B)."""
 WORKING_SHARE = 0.06
 """Beyond the weights, for one caption: 1,024 tokens' hidden states of 29 layers, and their
 logits."""
 ROUNDED_SHARE = 0.04
-"""Of what is used, what an allocator reserves beyond; 1 to 4% is predicted of transformers in
-segments that expand."""
+"""Of what is used, what an allocator reserves beyond; 1 to 4% is predicted of transformers."""
 RESIDENCIES = get_args(CachingSettings.model_fields["residency"].annotation)
 # Settings that are chosen together, or pinned together.
 TEXT_FIELDS = ("text_encoder_device", "text_encoder_quantization", "text_encoder_streamed")
@@ -60,23 +57,21 @@ class EncoderSize:
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
-        """What encoding captions takes of the training device, weights and working memory, without
-        the VAE."""
+        """What encoding captions takes of the training device, without the VAE."""
         return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
 
     def captions_bytes(self, caching: CachingSettings) -> int:
-        """What encoding captions takes where text encoders run: on the training device the VAE
-        waits beside them."""
+        """What captions take where text encoders run: on the training device the VAE waits beside
+        them."""
         beside = self.vae_bytes if caching.text_encoder_device == "training" else 0
         return self._encoder_bytes(caching) + beside
 
     def images_bytes(self, caching: CachingSettings) -> int:
-        """What encoding images takes where the VAE runs: text encoders have left, unless they are
-        kept there."""
+        """What images take where the VAE runs: text encoders have left, unless they are kept
+        there."""
         stay = caching.residency == "keep" and caching.text_encoder_device == caching.vae_device
-        return (
-            self.vae_bytes + self.vae_working_bytes + (self._encoder_bytes(caching) if stay else 0)
-        )
+        beside = self._encoder_bytes(caching) if stay else 0
+        return self.vae_bytes + self.vae_working_bytes + beside
 
     def bytes_at(self, place: str, caching: CachingSettings) -> int:
         """Most of both at one place, in the words of `CachingSettings`."""
@@ -88,11 +83,8 @@ class EncoderSize:
 
     def weight_bytes(self, caching: CachingSettings) -> int:
         """The part of `device_bytes` which is weights."""
-        return (
-            round(self._stored_share(caching) * self.plain_bytes)
-            if caching.text_encoder_device == "training"
-            else 0
-        )
+        is_there = caching.text_encoder_device == "training"
+        return round(self._stored_share(caching) * self.plain_bytes) if is_there else 0
 
     def _stored_share(self, caching: CachingSettings) -> float:
         if caching.text_encoder_streamed:
@@ -118,12 +110,11 @@ def choose_caching(
     *,
     exclusions: Sequence[tuple[str, str]] = (),
 ) -> tuple[CachingSettings, Reason]:
-    """Choose the settings, and say why. `pins` fix fields by name, `exclusions` take values of
-    fields away.
+    """Choose the settings, and say why; the VAE's place after the text encoders' way.
 
-    The VAE's place is chosen after the text encoders' way. With several processes each GPU has one
-    that trains on it, so none is free for encoders. Raises InvalidInput for a pin that is unknown,
-    excluded, or impossible here, and if exclusions leave nothing.
+    `pins` fix fields by name, `exclusions` take values of fields away. With several processes no
+    GPU is free for encoders. Raises InvalidInput for a pin that is unknown, excluded, or impossible
+    here, and if exclusions leave nothing.
     """
     pins = pins or {}
     pinned, excluded = parse_pins(pins, context), _pairs(exclusions)
@@ -133,7 +124,10 @@ def choose_caching(
         raise InvalidInput(
             f"{PIN}{'='.join(conflict)} is both pinned and excluded", hint="leave one of them out"
         )
-    pinned = _with_allowed_residency(pinned, excluded)
+    allowed = [value for value in RESIDENCIES if ("residency", value) not in excluded]
+    if not allowed:
+        raise _nothing_left("no residency of encoders")
+    pinned = pinned if pinned.residency in allowed else pinned.changed(residency=allowed[0])
     places = _places(context, num_processes, pinned)
     ways = [way for way in _text_ways(places) if not _pairs(way.items()) & excluded]
     pins_text, pins_vae = not pins.keys().isdisjoint(TEXT_FIELDS), "vae_device" in pins
@@ -146,32 +140,20 @@ def choose_caching(
     images = {one: _shortage(one.vae_device, size.images_bytes(one), context) for one in options}
     _require_choice(images, pins_vae, "images")
     chosen = next((option for option, why in images.items() if why is None), next(iter(images)))
-    refused = [(describe_caching(one), why) for one, why in captions.items() if one != way]
-    refused += [
-        (f"VAE on {_place_name(one.vae_device)}", why)
-        for one, why in images.items()
-        if one != chosen
-    ]
+    refused = {describe_caching(one): why for one, why in captions.items() if one != way}
+    others = {one.vae_device: why for one, why in images.items() if one != chosen}
+    refused |= {f"VAE on {_place_name(place)}": why for place, why in others.items()}
+    rule = "the first that fits: exact before quantized, streamed last"
     return chosen, Reason(
         knob="caching",
         chosen=describe_caching(chosen),
-        why="pinned by the user"
-        if pins_text or pins_vae
-        else "the first that fits: exact before quantized, streamed last",
-        rejected=tuple(Rejected(choice=choice, reason=why) for choice, why in refused if why),
+        why="pinned by the user" if pins_text or pins_vae else rule,
+        rejected=tuple(Rejected(choice=each, reason=why) for each, why in refused.items() if why),
     )
 
 
-def _with_allowed_residency(
-    settings: CachingSettings, excluded: set[tuple[str, str]]
-) -> CachingSettings:
-    allowed = [value for value in RESIDENCIES if ("residency", value) not in excluded]
-    if not allowed:
-        raise InvalidInput(
-            "exclusions leave no residency of encoders",
-            hint="leave one of --exclude caching... out",
-        )
-    return settings if settings.residency in allowed else settings.changed(residency=allowed[0])
+def _nothing_left(what: str) -> InvalidInput:
+    return InvalidInput(f"exclusions leave {what}", hint="leave one of --exclude caching... out")
 
 
 def encoder_gpu_of(
@@ -181,12 +163,12 @@ def encoder_gpu_of(
     other = _find_gpu(caching.other_gpu, hardware)
     if caching.other_gpu is None or other is None:
         return None
+    needed = _reserved(size.bytes_at(caching.other_gpu, caching)) + process_overhead_bytes(hardware)
     return EncoderGpu(
         name=other.name,
         total_memory_bytes=other.total_memory_bytes,
         budget_bytes=other.budget_bytes,
-        needed_bytes=_reserved(size.bytes_at(caching.other_gpu, caching))
-        + process_overhead_bytes(hardware),
+        needed_bytes=needed,
     )
 
 
@@ -206,18 +188,13 @@ def _pairs(values: Iterable[tuple[str, object]]) -> set[tuple[str, str]]:
 
 
 def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
-    """Return the defaults with `pins`. Raises InvalidInput for what is unknown or cannot be used
-    here."""
+    """Return the defaults with `pins`, or raise InvalidInput."""
     settings = _read_fields(pins)
     device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
     if settings.other_gpu and _find_gpu(settings.other_gpu, context.hardware) is None:
         others = ", ".join(f"cuda:{gpu.index}" for gpu in context.hardware.device.others)
-        hint = (
-            f"beside the GPU that trains there are {others}"
-            if others
-            else "there is no GPU besides the one that trains"
-        )
         what = f"{settings.parts_on_other_gpu} cannot be encoded on {settings.other_gpu} here"
+        hint = f"GPUs beside the one that trains: {others or 'none'}"
         raise InvalidInput(what, hint=hint)
     if reason := _unusable_reason(weight_format, context):
         what = f"text encoders cannot be stored as {weight_format} here: {reason}"
@@ -246,28 +223,20 @@ def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
         known = ", ".join(PIN + name for name in CachingSettings.model_fields)
         field, message = first_problem(error)
         if field in ("text_encoder_device", "vae_device"):
-            what = (
-                f"{pins[field]!r} is no device for "
-                f"{'the VAE' if field == 'vae_device' else 'text encoders'}"
-            )
+            part = "the VAE" if field == "vae_device" else "text encoders"
+            what = f"{pins[field]!r} is no device for {part}"
             raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
         if not field:
-            raise InvalidInput(
-                message.removeprefix("Value error, "),
-                hint="pin one of them, or both to the same value",
-            ) from error
+            what, hint = message.removeprefix("Value error, "), "pin one of them, or both alike"
+            raise InvalidInput(what, hint=hint) from error
         raise InvalidInput(f"{PIN}{field}: {message}", hint=f"settings: {known}") from error
 
 
 def describe_caching(caching: CachingSettings) -> str:
     """Put the settings in words for people."""
-    stored = (
-        "as they are"
-        if caching.text_encoder_quantization == "none"
-        else caching.text_encoder_quantization
-    )
-    if caching.text_encoder_streamed:
-        stored = "streamed"
+    stored = caching.text_encoder_quantization
+    if stored == "none":
+        stored = "streamed" if caching.text_encoder_streamed else "as they are"
     vae = "" if caching.vae_device == "training" else f", VAE on {_place_name(caching.vae_device)}"
     device = _place_name(caching.text_encoder_device)
     return f"{device}, {stored}{vae}" + (", kept" if caching.residency == "keep" else "")
@@ -280,20 +249,14 @@ def _place_name(place: str) -> str:
 def _require_choice(
     refusals: Mapping[CachingSettings, str | None], is_pinned: bool, what: str
 ) -> None:
-    """Raise InvalidInput if nothing is left, or if another GPU is pinned that has no room: no trial
-    would tell."""
+    """No trial would tell that another GPU that is pinned has no room."""
     if not refusals:
-        raise InvalidInput(
-            f"exclusions leave no way to encode {what}",
-            hint="leave one of --exclude caching... out",
-        )
+        raise _nothing_left(f"no way to encode {what}")
     option, why = next(iter(refusals.items()))
     place = option.vae_device if what == "images" else option.text_encoder_device
     if is_pinned and why and place == option.other_gpu:
-        message = f"{what} cannot be encoded on {place}: it {why}"
-        raise InvalidInput(
-            message, hint="leave the pin out, and the first place that fits is taken"
-        )
+        hint = "leave the pin out, and the first place that fits is taken"
+        raise InvalidInput(f"{what} cannot be encoded on {place}: it {why}", hint=hint)
 
 
 def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
@@ -301,8 +264,7 @@ def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
 
 
 def _places(context: TuningContext, num_processes: int, pinned: CachingSettings) -> list[str]:
-    """Where a model that only encodes can run, fast ones first; of other GPUs the pinned or the
-    roomiest one."""
+    """Where a model that only encodes can run, fast ones first."""
     device, places = context.hardware.device, ["training"]
     if device.others and num_processes == 1:
         roomiest = max(device.others, key=lambda gpu: gpu.budget_bytes)
@@ -313,11 +275,10 @@ def _places(context: TuningContext, num_processes: int, pinned: CachingSettings)
 def _text_ways(places: Sequence[str]) -> list[dict[str, Any]]:
     tried = [each for each in WEIGHT_FORMATS.values() if each.is_tried_for_encoders]
     by_exactness = sorted(tried, key=lambda each: each.bytes_per_parameter, reverse=True)
-    ways: list[dict[str, Any]] = [
-        {"text_encoder_device": place} for place in places if place != "cpu"
-    ]
-    ways += [{"text_encoder_quantization": each.name} for each in by_exactness]
-    ways += [{"text_encoder_device": place} for place in places if place == "cpu"]
+    on = {place: {"text_encoder_device": place} for place in places}
+    last = [on.pop("cpu")] if "cpu" in on else []
+    stored = [{"text_encoder_quantization": each.name} for each in by_exactness]
+    ways: list[dict[str, Any]] = [*on.values(), *stored, *last]
     usual = {name: CachingSettings.model_fields[name].default for name in TEXT_FIELDS}
     return [{**usual, **way} for way in (*ways, {"text_encoder_streamed": True})]
 
@@ -341,11 +302,8 @@ def _shortage(place: str, num_bytes: int, context: TuningContext) -> str | None:
         if gpu is not None:  # if a smaller GPU is rehearsed, both are
             is_limited = hardware.device.budget_set_by_user
             budget = min(gpu.budget_bytes, budget) if is_limited else gpu.budget_bytes
-    return (
-        None
-        if needed <= budget
-        else f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {room}"
-    )
+    shortage = f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {room}"
+    return None if needed <= budget else shortage
 
 
 def _reserved(num_bytes: int) -> int:
@@ -369,9 +327,7 @@ def _unusable_reason(name: str, context: TuningContext) -> str | None:
         return capability.reason
     if refusal := cast_refusal(name, context.family):
         return refusal
-    if not weight_format.meets(context.workload.quality):
-        return (
-            f"the quality floor is {context.workload.quality}; this needs --quality "
-            f"{weight_format.quality}"
-        )
+    floor = context.workload.quality
+    if not weight_format.meets(floor):
+        return f"the quality floor is {floor}; this needs --quality {weight_format.quality}"
     return None

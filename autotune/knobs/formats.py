@@ -20,46 +20,34 @@ class WeightFormat(Entry):
     bytes_per_parameter: float  # scales included
     quantize: str = ""
     """`package.module:function` that gets each `torch.nn.Linear` when its weight has arrived, on
-    its device. It changes the layer in place, or returns the layer that takes its place: a
-    Linear or another layer that peft adapts, with all that it stores as frozen parameters. Empty
-    if weights stay as they are."""
+    its device. It changes the layer in place, or returns another that peft adapts, with frozen
+    parameters."""
     stand_in: str = ""
-    """`package.module:function` for the cost model's trace, if `quantize` does not work on the
-    meta device: makes a layer store, keep for backward and compute as much. It gets the layer,
-    and `cuda` or `cpu`."""
+    """For the cost model's trace, if `quantize` does not work on the meta device: makes a layer
+    store, keep for backward and compute as much. Gets the layer, and `cuda` or `cpu`."""
     stored_dtype: str = ""  # torch's name of what is converted before each product, and probed
-    product_dtype: str = ""
-    """`int8` or `fp8` if products have factors of 8 bits, which the probe measures."""
-    quantizing_slices: float = 0.0
-    """Slices' bytes that quantizing takes for a moment beside the layer."""
-    storage_version: int = 1
-    """Another one stores other numbers: embeddings that text encoders made with the one before
-    are made again."""
+    product_dtype: str = ""  # `int8` or `fp8` if products have factors of 8 bits, which are probed
+    quantizing_slices: float = 0.0  # slices' bytes that quantizing takes beside the layer
+    storage_version: int = 1  # another makes embeddings of encoders anew
+    # What casts activations to a weight's dtype, as T5, would compute nonsense.
     hides_dtype: bool = False
-    """Do weights show another dtype than products are computed in? What casts its activations to
-    the dtype of a weight, as T5 does, would compute nonsense."""
-    can_offload: bool = True
-    """Can weights wait on the host, since all that belongs to them is in tensors?"""
+    can_offload: bool = True  # all that belongs to weights is in tensors
     is_tried_for_encoders: bool = False  # text encoders that do not fit otherwise
 
     @property
     def can_shard(self) -> bool:
-        """True if several processes can share its weights: FSDP2 takes plain tensors of one
-        dtype."""
+        """FSDP2 takes plain tensors of one dtype."""
         return not self.quantize
 
     def meets(self, floor: Quality) -> bool:
-        """Tell if the quality floor admits it."""
         return get_args(Quality).index(self.quality) <= get_args(Quality).index(floor)
 
 
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
-"""Requirements of formats that torchao stored at first. They are plain tensors now: float8 of
-the same bits in fp32, int8 divided by 127 instead of 127.5. It is still required, so that keys
-of plans and records stay comparable."""
+"""Of formats that torchao stored at first. They are plain tensors now; keys of records stay
+comparable."""
+# 0.50 is the first whose kernels for CPUs were tried.
 BNB_NF4 = Requirements(("cuda", "cpu"), (6, 0), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
-"""bitsandbytes' kernels for CPUs are younger than those for CUDA; 0.50 is the first that was
-tried."""
 # For what surrounds the products.
 EIGHT_BITS = Requirements(("cuda", "cpu"), (7, 5), compiles_on=("cuda",))
 SLOW_FP8 = (

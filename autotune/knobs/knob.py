@@ -17,7 +17,7 @@ WHOLE_WEIGHTS = (
 
 @dataclass(frozen=True)
 class TuningContext:
-    """What choices depend on: the machine, the model and what it is trained on."""
+    """What choices depend on: machine, model and work."""
 
     hardware: HardwareProfile
     family: Family
@@ -42,18 +42,15 @@ class Choices:
 
 @dataclass(frozen=True)
 class GradientTolerance:
-    """How far adapter gradients under a choice may lie from the reference's; for an optimizer, how
-    far its updates may."""
+    """How far gradients of adapters, or updates of an optimizer, may lie from the reference's."""
 
     checked_choice: Choice
-    """The value that is run to find out, on a model of a few blocks. Choices that run the same
-    code share it: 2 checkpointed blocks prove 40."""
+    """Run to find out, on a few blocks; choices with the same code share it: 2 blocks prove 40."""
     tolerance: float
-    """Root mean square, over the adapter's tensors, of the relative error; the compute dtype's is
-    added for gradients."""
+    """Root mean square, over the adapter's tensors, of the relative error; the dtype's is added."""
     reason: str
+    # Without which it does not run.
     other_choices: Mapping[str, Choice] = field(default_factory=dict)
-    """Other knobs' values without which it does not run."""
 
 
 def gradient_capability(knob: str, checked_choice: Choice) -> str:
@@ -72,12 +69,10 @@ class Knob(ABC):
     """One tunable dimension, without state."""
 
     name: ClassVar[str]
-    is_composed: ClassVar[bool] = False
-    """Is it a number of blocks, which the cost model chooses together with the others?"""
+    is_composed: ClassVar[bool] = False  # a number of blocks, chosen together with the others
     needs_reload: ClassVar[bool] = False  # another value needs the model loaded anew
     compared_with: ClassVar[Choice | None] = None
-    """If a rule settles the knob: the libraries' own way, which the last trial of a search
-    compares it with. Gradients are compared with this one's, so that it needs no such check."""
+    """If a rule settles the knob: the libraries' way, which the last trial is compared with."""
 
     @property
     def title(self) -> str:
@@ -127,17 +122,16 @@ class Knob(ABC):
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a machine must have before an entry works on it; `autotune.machine` evaluates it."""
+    """What a machine must have for an entry; `autotune.machine` evaluates it."""
 
     device_kinds: tuple[DeviceKind, ...] = ()  # empty for all
     compute_capability: tuple[int, int] = (0, 0)  # the lowest, of CUDA devices
-    library: str | None = None
-    """Field of `Versions`. What was measured with it holds for one version of it."""
+    library: str | None = None  # field of `Versions`
     min_version: str = "0"
     min_version_on_cpu: str | None = None
     compiles_on: tuple[DeviceKind, ...] = ()  # kinds of devices on which it needs torch.compile
+    # Compute capability that it is compiled for, if it is for no other.
     only_major: int | None = None
-    """Major compute capability that it is compiled for, if it is for no other."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +144,12 @@ class Entry:
     needs: Requirements = Requirements()
     _: KW_ONLY
     tolerance: float = 0.0
-    """Relative error of adapter gradients, against plain attention on unquantized random weights
-    in fp32, up to which it counts as the entry's own; 0 if there is none."""
+    """Of adapter gradients, against plain attention on unquantized random weights in fp32; 0 if
+    none."""
     tolerance_reason: str = ""
+    # On a machine that could use it.
     why_not_searched: Callable[[HardwareProfile], str | None] = lambda hardware: None
-    """Why no search tries it on a machine that could use it; None if it is worth trying."""
 
     @property
     def capability(self) -> str:
-        """Name of the machine's capability to use it."""
         return f"{self.knob}.{self.name}"

@@ -1,9 +1,7 @@
-"""Modulation ahead of time: layers that depend on the noise level alone are neither on the device
-nor in a step.
+"""Modulation ahead of time: layers that depend on the noise level alone are in no step.
 
 The noise levels of all draws are known before a run, so what the layers make of them is computed
-for a window of coming draws at a time, on the device, layer by layer. Steps get the results; the
-layers themselves are never loaded.
+for a window of coming draws at a time, on the device, layer by layer.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -24,17 +22,15 @@ MAX_WINDOW_DRAWS = 256
 
 
 def window_steps(row_bytes: int, images_per_step: int) -> int:
-    """Return optimizer steps of a window, for modulations of `row_bytes` a draw and so many images
-    of this process a step."""
+    """Return the optimizer steps of a window, for so many bytes a draw and images a step."""
     draws = min(MAX_WINDOW_DRAWS, MAX_WINDOW_BYTES // max(1, row_bytes))
     return max(1, draws // images_per_step)
 
 
 ATTRIBUTE = "modulation_ahead"  # name of the module that the transformer gets
 
+# Every tensor of the layers once, by its name, in the dtype to compute in.
 Stream = Callable[[], Generator[tuple[str, Tensor]]]
-"""Yields every tensor of the modulation layers once, by its name in the transformer, in the dtype
-to compute in."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,7 @@ class ModulationLayer:
 
 
 class ModulationPart(nn.Module):
-    """Stands where a modulation layer was: takes its outputs from rows (items, all layers'
-    outputs)."""
+    """Stands where a modulation layer was: takes its outputs from rows of all layers' outputs."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -65,11 +60,8 @@ class ModulationPart(nn.Module):
 
 
 class ModulationAhead(nn.Module):
-    """Computes and holds rows for a transformer whose modulation layers have left it.
-
-    `table` holds the window's rows (draws, row) on the host; None before the first. `layers` are in
-    the order of their outputs in a row.
-    """
+    """Rows for a transformer whose modulation layers have left it: `table` (draws, row) is on the
+    host."""
 
     table: Tensor | None
 
@@ -105,8 +97,8 @@ class ModulationAhead(nn.Module):
 
     @contextmanager
     def collecting(self, family: Family, transformer: nn.Module) -> Iterator[dict[bytes, Tensor]]:
-        """Let no block run meanwhile: calls of the transformer give zeros of the right shape, and
-        what they are conditioned on is collected, for `hold`."""
+        """Run no block meanwhile: the transformer gives zeros, and what it is conditioned on is
+        collected."""
         blocks = {name: transformer.get_submodule(name) for name in family.block_lists}
         self._collected = {}
         try:
@@ -120,11 +112,8 @@ class ModulationAhead(nn.Module):
                 transformer.set_submodule(name, block)
 
     def hold(self, collected: Mapping[bytes, Tensor], capacity: int) -> None:
-        """Compute the rows of a window, in place of those held so far, from conditionings
-        (features,) by key.
-
-        `capacity` is the number of rows to have room for, so that memory is taken once.
-        """
+        """Compute a window's rows from conditionings (features,) by key, with room for `capacity`
+        of them."""
         conditionings = torch.stack(list(collected.values()))
         self._rows = {}
         if self.table is None or len(self.table) < len(conditionings):
@@ -201,8 +190,8 @@ class ModulationAhead(nn.Module):
 
 
 def _keys_of(inputs: Sequence[Tensor], num_items: int) -> list[bytes]:
-    """What each item is conditioned on, in bytes: of the embedders' inputs, those with one number
-    or vector an item. Others, such as the image's tokens, tell them a dtype alone."""
+    """What each item is conditioned on, in bytes: inputs with one number or vector an item. Others,
+    such as the image's tokens, tell the embedders a dtype alone."""
     own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
     numbers = torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1)
     return [row.tobytes() for row in numbers.cpu().numpy()]
@@ -216,8 +205,8 @@ def find_modulation_ahead(transformer: nn.Module) -> ModulationAhead | None:
 
 
 def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
-    """Replace the modulation layers of a transformer, perhaps on the meta device; else `connect`
-    must follow before it runs."""
+    """Replace the modulation layers of a transformer; `connect` must follow before it runs on a
+    device."""
     assert family.modulation is not None
     layers: list[ModulationLayer] = []
     for activation, name in family.modulation.find(transformer):

@@ -29,8 +29,7 @@ Tables = Sequence[Any]  # for each stream what turns it, as the kernels take it,
 
 
 class Kernels(NamedTuple):
-    """One way to compute it; weights, tables and streams are in the order in which streams are
-    joined."""
+    """One way to compute it; all sequences are in the order in which streams are joined."""
 
     table: Callable[[Tensor], Any]  # a complex table in the form that the others take
     forward: Callable[[Sequence[Tensor], Sequence[Tensor | None], Tables, float], Tensor]
@@ -42,8 +41,7 @@ class Kernels(NamedTuple):
 
 
 class NormRopeFunction(torch.autograd.Function):
-    """Joined streams of queries or of keys; see `Kernels`. `rounds`: as
-    `AttentionLayout.rounds_to_bf16`."""
+    """Joined streams of queries or of keys; `rounds` as `AttentionLayout.rounds_to_bf16`."""
 
     @staticmethod
     def forward(
@@ -130,8 +128,8 @@ def _eager_backward(
 
 
 def _wide(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines, and sines with the signs that a rotation gives them, of every channel: taking every
-    second number of a table would keep compiled code from using vector instructions."""
+    """Cosines, and sines with the signs of a rotation, of every channel, for vector
+    instructions."""
     real = torch.view_as_real(table)
     sines = real[..., 1]
     return real[..., 0].repeat_interleave(2, -1), torch.stack((-sines, sines), dim=-1).flatten(-2)
@@ -191,13 +189,12 @@ KERNELS: dict[str, Kernels] = {
     "fused": Kernels(lambda table: table, _eager_forward, _eager_backward),
     "compiled": Kernels(_wide, _compiled(_wide_forward), _compiled(_wide_backward)),
 }
-"""By the name of the knob's choice. Only `compiled` takes seconds at its first call, and again for
-other shapes."""
+"""By the name of the choice. Only `compiled` takes seconds at its first call, and for other
+shapes."""
 
 
 class RotaryTables:
-    """The last rotary positions in the form that kernels take: all blocks of one kind get the
-    same."""
+    """The last rotary positions as kernels take them: all blocks of one kind get the same."""
 
     def __init__(self) -> None:
         self.key: tuple[Any, ...] = ()
@@ -215,8 +212,8 @@ class RotaryTables:
 
 
 def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> list[Tensor | None]:
-    """Return each stream's positions as complex numbers that broadcast against (batch, tokens,
-    heads, head size / 2); None for one that is not rotated."""
+    """Return each stream's positions as complex numbers that broadcast; None for one not
+    rotated."""
     if rotary == "streams":
         image, text = positions
         return [text.unsqueeze(1), image.unsqueeze(1)]
@@ -332,8 +329,8 @@ def _processor_class(stock: type) -> type:
 
 
 def use_kernels(transformer: nn.Module, layouts: Sequence[AttentionLayout], name: str) -> None:
-    """Let every attention module that has one of `layouts` use the kernels of that name, or `stock`
-    for diffusers' own; may be called again."""
+    """Let attention modules of one of `layouts` use these kernels, or diffusers' own for
+    `stock`."""
     by_class = {layout.processor: layout for layout in layouts}
     tables = RotaryTables()
     for module in transformer.modules():

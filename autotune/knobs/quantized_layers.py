@@ -1,24 +1,19 @@
 """Frozen Linear layers on quantized weights, made of layers one at a time as weights arrive.
 
 Weights in 8 bits are plain int8 or float8 (e4m3) with one scale per row. float8 is kept as bytes:
-peft would round the adapter of a layer whose weight has a floating dtype to that dtype. Weights get
-no gradient: they are frozen.
+peft would round the adapter of a layer whose weight has a floating dtype to that dtype.
 
-`FrozenLinear` keeps nothing but those weights for its backward pass. Left to autograd, the
-converted copy of each product would be kept, too, and without checkpointing an int8 model would
-need more memory than a bf16 one. Here the backward pass casts again: one more read. A scale is
-applied where that moves fewest bytes. CUDA's kernels convert operands as they read them, so there
-int8 is cast and scaled at once: 3 bytes a weight in bf16. torch multiplies no float8 by element,
-and a CPU converts beforehand, so there a weight is only cast, and the product's output is scaled,
-together with its bias, or the gradient that comes in.
+`FrozenLinear` keeps nothing but those weights for its backward pass, which casts again: autograd
+would keep each converted copy. A scale is applied where that moves fewest bytes. CUDA's kernels
+convert operands as they read them, so there int8 is cast and scaled at once: 3 bytes a weight in
+bf16. torch multiplies no float8 by element, and a CPU converts beforehand, so there a weight is
+only cast, and the product's output is scaled, or the gradient that comes in.
 
-`EightBitLinear` multiplies in 8 bits: both factors, in both passes, from one stored weight.
-Activations get a scale per row on the fly, and so does the incoming gradient once the weight's
-scales are folded into it. So with W = s * Q, x = a * X and g * s = b * G, an output is
-a * (X @ Q.T) * s and the gradient of an input b * (G @ Q): the same Q serves both. What surrounds a
-product is about as many bytes as a GPU moves in the product's time, so there it is compiled, with
-shapes left open. Layers whose sides are no multiples of 16, which kernels on CUDA ask for, stay as
-they are.
+`EightBitLinear` multiplies in 8 bits: both factors, in both passes, from one stored weight. With W
+= s * Q, x = a * X and g * s = b * G, an output is a * (X @ Q.T) * s and the gradient of an input b
+* (G @ Q): the same Q serves both. What surrounds a product is as many bytes as a GPU moves in the
+product's time, so there it is compiled. Layers whose sides are no multiples of 16, which kernels on
+CUDA ask for, stay as they are.
 """
 
 from collections.abc import Callable, Iterable
@@ -61,11 +56,8 @@ def _in_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def store_rows(
     layer: nn.Linear, dtype: torch.dtype, scales_as: torch.dtype = torch.float32
 ) -> None:
-    """Store the weight of `layer` in `dtype`, and its scales (outputs,) in fp32 beside it, as
-    `scale`.
-
-    Scales are numbers that `scales_as` has: what is scaled in that dtype then rounds no scale.
-    """
+    """Store the weight of `layer` in `dtype`, and fp32 scales (outputs,) that `scales_as` has, as
+    `scale`."""
     weight = layer.weight.data
     stored = weight.new_empty(weight.shape, dtype=dtype)
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -85,13 +77,13 @@ def as_stored(weight: Tensor) -> Tensor:
     return weight.view(FLOAT8) if weight.dtype == torch.uint8 else weight
 
 
+# If kernels take operands of several dtypes without copies of them.
 CONVERTS_AS_IT_READS = {"cpu": False, "cuda": True, "meta": False}
-"""By kind of device, if a kernel takes operands of several dtypes without copies of them."""
 
 
 class FrozenProduct(torch.autograd.Function):
-    """`linear(x, scale * stored, bias)`: x (..., inputs), stored (outputs, inputs), fp32 scale
-    (outputs,); bytes of float8 come as uint8."""
+    """`linear(x, scale * stored, bias)`: x (..., inputs), fp32 scale (outputs,); float8 comes as
+    uint8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -112,8 +104,7 @@ class FrozenProduct(torch.autograd.Function):
 
 
 def _scales_weight(stored: Tensor, factor: Tensor) -> bool:
-    """True if the weight is scaled, not what it is multiplied with. In fp16 products with unscaled
-    numbers overflow."""
+    """In fp16 products with unscaled numbers overflow."""
     is_one_kernel = stored.dtype == torch.int8 and CONVERTS_AS_IT_READS[stored.device.type]
     return is_one_kernel or factor.dtype == torch.float16
 
@@ -145,8 +136,8 @@ quantize_int8, quantize_float8 = partial(_freeze, torch.int8), partial(_freeze, 
 
 
 SIDE_MULTIPLE, MIN_ROWS = 16, 32
-"""What torch's products on CUDA ask for: `_int_mm` sides that 8 divides and more than 16 rows (some
-cards refuse fewer than 32), `_scaled_mm` sides that 16 divides."""
+"""Asked for by torch on CUDA: `_int_mm` sides that 8 divides and more than 16 rows (some cards
+refuse fewer than 32), `_scaled_mm` sides that 16 divides."""
 
 
 def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -160,8 +151,8 @@ def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tu
 def unscale(
     sums: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return `sums * rows * columns + bias` in `dtype`: sums int32 (m, n), rows (m, 1), columns and
-    bias (n,)."""
+    """Return `sums * rows * columns + bias`: sums int32 (m, n), rows (m, 1), columns and bias
+    (n,)."""
     out = sums.float().mul_(rows)
     out = out if columns is None else out.mul_(columns)
     return (out if bias is None else out.add_(bias)).to(dtype)
@@ -203,11 +194,8 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return `(rows * left) @ (right * columns) + bias` in `dtype`: the one place that calls the
-    products' kernels.
-
-    Shapes: left (m, k) and right (k, n) in 8 bits, rows (m, 1) and columns (n,) in fp32, bias (n,).
-    """
+    """Return `(rows * left) @ (right * columns) + bias`: left (m, k) and right (k, n) in 8 bits,
+    rows (m, 1) and columns (n,) in fp32."""
     kernels, num_rows = kernels_for(left), len(left)
     missing = MIN_ROWS - num_rows if kernels.has_cuda_limits else 0
     if missing > 0:
@@ -295,11 +283,8 @@ def quantize_nf4(layer: nn.Linear) -> nn.Module:
 
 
 def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
-    """Return bitsandbytes' 4-bit parameter of `weight`, quantized in slices: on a CPU bitsandbytes
-    takes seven times what it is given (bf16) for a moment.
-
-    Slices end where a scale's values end, so the bits are those of the whole.
-    """
+    """Return bitsandbytes' 4-bit parameter, quantized in slices to the bits of the whole: on a CPU
+    it takes seven times what it is given for a moment."""
     from bitsandbytes import functional as bits
     from bitsandbytes import nn as bnb
 
@@ -347,8 +332,7 @@ def quantize_blocks(transformer: nn.Module, family: Family, weight_format: str) 
 
 
 def quantize_inside(blocks: Iterable[nn.Module], weight_format: str) -> Transform | None:
-    """Return what quantizes each module as its weights arrive, if it is a Linear inside `blocks`;
-    None for a format in which weights stay as they are.
+    """Return what quantizes each Linear inside `blocks` as its weights arrive; None if they stay.
 
     One layer at a time, because quantizing needs several times its input's size for a moment.
     """

@@ -46,8 +46,7 @@ CHECKED_BLOCKS = 2  # the fewest of which one is fetched while another runs
 
 
 class MicroBatchSize(Knob):
-    """The divisors of the effective batch size, as far as the family takes several samples at
-    once."""
+    """The divisors of the effective batch size, as far as the family takes several samples."""
 
     name = "micro_batch_size"
     title = "micro-batch"
@@ -73,8 +72,7 @@ class _RecomputationKnob(Knob):
 
 
 class Checkpointing(_RecomputationKnob):
-    """Number of blocks that recompute; never the last one, whose activations are needed at once
-    anyway."""
+    """Number of blocks that recompute; never the last, whose activations are needed at once."""
 
     name = "checkpointed_blocks"
     title = "checkpointing"
@@ -92,7 +90,7 @@ class Checkpointing(_RecomputationKnob):
 
 
 class Selective(_RecomputationKnob):
-    """Number of blocks that recompute all but attention, after those that recompute everything."""
+    """Number of blocks that recompute all but attention, after those that recompute all."""
 
     name = "selective_blocks"
     title = "keep attention"
@@ -153,8 +151,7 @@ class _TableKnob(Knob):
 
 
 class Quantization(_TableKnob):
-    """Weights stored in fewer bits, and dequantized for each product: gradients flow through the
-    true operation."""
+    """Weights stored in fewer bits, and dequantized for each product."""
 
     name = "quantization"
     needs_reload = True
@@ -179,10 +176,7 @@ class Quantization(_TableKnob):
 
 
 class Swapping(Knob):
-    """Number of blocks on the host, none to all but one: what is swapped has to recompute.
-
-    If they pay, and the host has room for them, the cost model tells.
-    """
+    """Number of blocks on the host: they have to recompute. If they pay, the cost model tells."""
 
     name = "swapped_blocks"
     title = "block swap"
@@ -268,8 +262,7 @@ def _find_adapted_layer(family: Family, targets: str) -> str | None:
 
 
 class Attention(_TableKnob):
-    """The backends that this machine has, and that it has measured to be faster than the
-    default."""
+    """The backends that this machine has, and has measured to be faster than the default."""
 
     name = "attention"
     table: ClassVar = {name: each for name, each in ATTENTION_BACKENDS.items() if not each.why_not}
@@ -302,8 +295,8 @@ class Attention(_TableKnob):
 
 
 def _not_faster_reason(backend: AttentionBackend, context: TuningContext) -> str | None:
-    """Why a backend is not worth a trial on this GPU, by what the probe measured, or on a card of
-    the catalog by what is published for the kernel of a package."""
+    """By what the probe measured, or for a card of the catalog by what is published of a package's
+    kernel."""
     hardware, name = context.hardware, backend.name
     if name == DEFAULT or hardware.device.kind != "cuda":
         return None
@@ -345,8 +338,8 @@ def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
 
 
 def _measured_speed(name: str, hardware: HardwareProfile, masked: bool) -> float | None:
-    """Times the default's speed in the longest shape that both were measured in, without a mask:
-    what the default runs with one may be measured under another name."""
+    """Times the default's speed in the longest common shape; what the default runs with a mask may
+    be measured under another name."""
     plain, usual = (_kernel(DEFAULT, hardware, each) for each in (False, masked))
     default = DEFAULT if usual == plain else "_native_efficient"
     theirs, own = (
@@ -364,13 +357,12 @@ def _measured_speed(name: str, hardware: HardwareProfile, masked: bool) -> float
 
 
 STARTUP_SECONDS = 60.0
-"""Seconds to compile one kind of block, forward and backward, for one shape, until a trial has
-measured them. A round figure; Qwen-Image's with 8-bit products took 34 s of a CPU's time beside the
-C++ compiler's, 43 more at the second shape, and 13 and 19 where an earlier process had left its
-code."""
+"""Seconds to compile one kind of block for one shape, until a trial has measured them. A round
+figure; Qwen-Image's with 8-bit products took 34 s of a CPU's time beside the C++ compiler's, 43
+more at the second shape, and 13 and 19 where an earlier process had left its code."""
 NORM_ROPE_STARTUP_SECONDS = 60.0
-"""The same for a model's kinds of attention: 57 to 73 for three mid-size families on two busy CPU
-cores, 7 to 9 where torch still had the code. Not measured on a GPU."""
+"""For a model's kinds of attention: 57 to 73 for three mid-size families on two busy CPU cores, 7
+to 9 where torch still had the code. Not measured on a GPU."""
 
 
 def startup_seconds(candidate: Candidate, family: Family, workload: Workload) -> float:
@@ -405,16 +397,13 @@ class NormRope(Knob):
             return Choices(("stock",), dict.fromkeys(("fused", "compiled"), reason))
         hardware = context.hardware
         compiles, kind = hardware.capability("compile"), hardware.device.kind
-        order = ["fused", "stock"] if kind == "cpu" else ["stock", "fused"]
-        if kind == "cuda":
-            order = ["compiled", "fused", "stock"]
+        orders = {"cpu": ["fused", "stock"], "cuda": ["compiled", "fused", "stock"]}
         rejected: dict[Choice, str] = {} if compiles.available else {"compiled": compiles.reason}
-        usable = [one for one in order if one not in rejected]
-        parities = {one: why_not(hardware, gradient_capability(self.name, one)) for one in usable}
-        best = next((one for one, why_wrong in parities.items() if why_wrong is None), "stock")
-        why = {"cpu": "it was no faster than fused", "cuda": "it moves more bytes"}.get(
-            kind, "it was never measured here"
-        )
+        usable = [one for one in orders.get(kind, ["stock", "fused"]) if one not in rejected]
+        wrong = {one: why_not(hardware, gradient_capability(self.name, one)) for one in usable}
+        best = next((one for one in usable if wrong[one] is None), "stock")
+        slower = {"cpu": "it was no faster than fused", "cuda": "it moves more bytes"}
+        why = slower.get(kind, "it was never measured here")
         others = (one for one in self.names if one != best and one not in rejected)
         return Choices((best,), rejected, dict.fromkeys(others, f"{why}: pin it to compare"))
 
@@ -429,8 +418,7 @@ class NormRope(Knob):
 
 
 class Compile(Knob):
-    """Compiled blocks: `off`; `block` for the winner of a search if a trial shows that it pays, or
-    on request."""
+    """Compiled blocks: `off`; `block` for the winner of a search if a trial shows that it pays."""
 
     name = "compile"
     names = ("off", "block")
@@ -496,24 +484,20 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def require_choice(name: str, value: Choice) -> None:
-    """Raise InvalidInput if there is no knob or plain setting of that name, or it never has this
-    value."""
+    """Raise InvalidInput if there is no such knob or plain setting, or it never has this value."""
     if name not in NAMES:
         raise InvalidInput(f"there is no knob called {name!r}", hint=suggest_nearest(name, NAMES))
     if NAMES[name] and value not in NAMES[name]:
-        what = name.replace("_", " ")
-        raise InvalidInput(
-            f"there is no {what} called {value!r}", hint=suggest_nearest(str(value), NAMES[name])
-        )
+        hint = suggest_nearest(str(value), NAMES[name])
+        raise InvalidInput(f"there is no {TITLES[name]} called {value!r}", hint=hint)
 
 
 def why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
-    """Tell why a value of a candidate's field does not work on this machine at all; None if it
-    may."""
-    knob = next((knob for knob in KNOBS if knob.name == name), None)
-    if knob is None:
-        return setting_why_not_on(name, value, hardware)
-    return knob.why_not_on(value, hardware)
+    """Tell why a value of a candidate's field does not work on this machine at all."""
+    for knob in KNOBS:
+        if knob.name == name:
+            return knob.why_not_on(value, hardware)
+    return setting_why_not_on(name, value, hardware)
 
 
 def reload_key(candidate: Candidate) -> tuple[Choice, ...]:

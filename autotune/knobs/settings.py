@@ -1,7 +1,8 @@
-"""Plain settings: fields of `Candidate` that a rule fills in or a user pins; no search turns them.
+"""Plain settings: fields of `Candidate` that a rule fills in and a user may pin, but no search
+turns.
 
-Which optimizer learns, on fp32 masters of the adapter, is the user's choice, by name or as
-`package:Class`. A class that only a plan names is not loaded: importing it runs its code.
+Which optimizer learns is the user's choice, by name or as `package:Class`. A class that only a plan
+names is not loaded: importing it runs its code.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
@@ -35,9 +36,7 @@ OPTIMIZERS: Mapping[str, str] = {
     "schedule-free": "schedulefree:AdamWScheduleFree",
 }
 CUSTOM = "custom"  # of a `package:Class`
-ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"
-"""Environment variable with the only `package:Class` that may be loaded; runs' processes inherit
-it."""
+ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"  # the only `package:Class` that may be loaded
 LION_RATE = 1 / 3
 """Share of AdamW's learning rate: Lion's updates are signs, so they are larger (Chen et al. 2023,
 section 5, advise a third to a tenth)."""
@@ -56,12 +55,10 @@ ROUNDING = {
 }
 """Relative error of gradients in a precision, against fp32, and where it comes from."""
 MAX_WORKERS = (2, 4)
-"""Threads that collate batches, beyond none and one, that can be pinned: they pay on a slow network
-disk."""
+"""Threads that collate batches that can be pinned: they pay on a slow network disk."""
 STORED_BYTES = 2  # of a parameter in published files
 AS_FAST = 0.9
-"""Share of the fastest rate from disk within which the page cache decides between loaders, not
-noise."""
+"""Share of the fastest rate from disk within which the page cache decides between loaders."""
 # Torch reads the first that is set, once.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -96,19 +93,16 @@ def plain_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
 
 
 def _precisions(context: TuningContext) -> tuple[str, ...]:
-    """bf16 if the device has it, since it has the range of fp32; else fp16 where the model does not
-    overflow it; on CPUs fp32, unless bf16 matmuls were measured to be faster."""
+    """bf16 has the range of fp32; CPUs have fp32, unless bf16 matmuls were measured to be
+    faster."""
     hardware = context.hardware
     bf16, fp16 = (hardware.capability(f"precision.{name}").available for name in ("bf16", "fp16"))
     if hardware.device.kind == "cpu":
-        speed = {
-            dtype: max(
-                (r.value for r in hardware.rates if r.name.startswith(f"matmul.{dtype}.")),
-                default=0.0,
-            )
-            for dtype in ("bf16", "fp32")
-        }
-        return (*(("bf16", "fp32") if speed["bf16"] > speed["fp32"] else ("fp32", "bf16")), "fp16")
+        half, full = (
+            max((r.value for r in hardware.rates if r.name.startswith(prefix)), default=0.0)
+            for prefix in ("matmul.bf16.", "matmul.fp32.")
+        )
+        return ("bf16", "fp32", "fp16") if half > full else ("fp32", "bf16", "fp16")
     if bf16:
         return ("bf16", "fp16") if fp16 else ("bf16",)
     if not fp16:
@@ -117,8 +111,8 @@ def _precisions(context: TuningContext) -> tuple[str, ...]:
 
 
 def _fastest_loader(context: TuningContext) -> str:
-    """The one that the probe measured to be fastest among those whose own memory fits beside the
-    model; else safetensors, as `from_pretrained`."""
+    """By the probe among those whose own memory fits beside the model; else as
+    `from_pretrained`."""
     hardware, budget = context.hardware, context.budget_bytes
     model = STORED_BYTES * context.workload.model.num_parameters
     shared = hardware.device.memory_kind == "integrated"
@@ -138,7 +132,7 @@ def _fastest_loader(context: TuningContext) -> str:
 
 
 def setting_why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
-    """Tell why a plain setting's value does not work on this machine at all; None if it may."""
+    """Tell why a plain setting's value does not work on this machine at all."""
     kind = hardware.device.kind
     if name == "batch_memory" and value == "pinned" and kind != "cuda":
         return f"only CUDA copies from page-locked memory by itself, this is {kind}"
@@ -185,13 +179,12 @@ def encoder_element_bytes(precision: str) -> int:
 
 
 def allow_optimizer(name: str) -> None:
-    """Let this process and those that it starts load that `package:Class`: the user has named
-    it."""
+    """Let this process and those that it starts load that `package:Class`."""
     os.environ[ALLOWED] = name
 
 
 def usual_learning_rate(choice: OptimizerChoice, adamw_rate: float) -> float:
-    """Return the learning rate if the user names none; Prodigy finds its own, which this one
+    """Return the learning rate if the user names none; Prodigy finds its own, which this
     multiplies."""
     return {"prodigy": 1.0, "lion": adamw_rate * LION_RATE}.get(choice.name, adamw_rate)
 
@@ -203,10 +196,8 @@ OURS = frozenset(
 
 
 def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
-    """Load the class of a name, or of a `package:Class` that the user has named.
-
-    Raises InvalidInput if there is none, its package is not installed, or nobody has named it.
-    """
+    """Load the class of a name, or of a `package:Class` that the user has named, or raise
+    InvalidInput."""
     if ":" not in name and name not in OPTIMIZERS:
         hint = f"{suggest_nearest(name, OPTIMIZERS)}; or name a class: --optimizer package:Class"
         raise InvalidInput(f"there is no optimizer called {name!r}", hint=hint)
@@ -276,8 +267,8 @@ def build_optimizer(
 def optimizer_bytes(
     choice: OptimizerChoice, shapes: Mapping[tuple[int, ...], int]
 ) -> tuple[int, int]:
-    """Return bytes of the optimizer's state for so many fp32 parameters of each shape, and bytes
-    that a step works with at most.
+    """Return bytes of the optimizer's state for so many fp32 parameters of each shape, and bytes of
+    a step.
 
     The state is measured by a step on two parameters of each shape on the CPU. A step takes one
     copy of all parameters: what lists of tensors that are updated together need.
@@ -291,14 +282,10 @@ def optimizer_bytes(
 
 @cache
 def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], int], ...]) -> int:
-    generator = torch.Generator().manual_seed(0)
-    parameters = [
-        nn.Parameter(torch.randn(shape, generator=generator))
-        for shape, _ in shapes
-        for _ in range(2)
-    ]
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    parameters = [nn.Parameter(random(shape)) for shape, _ in shapes for _ in range(2)]
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = random(parameter.shape)
     optimizer: Any = build_optimizer(choice, parameters, learning_rate=1e-4, weight_decay=1e-2)
     try:
         getattr(optimizer, "train", lambda: None)()
