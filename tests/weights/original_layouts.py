@@ -5,7 +5,7 @@ with it.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,33 +14,50 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 
-def as_diffusers(state: State) -> State:
-    return dict(state)
+Names = list[tuple[str, str]]
 
 
-Z_IMAGE = [
-    (r"^all_(final_layer|x_embedder)\.2-1\.", r"\1."),
-    (r"\.attention\.to_out\.0\.", ".attention.out."),
-    (r"\.attention\.norm_([qk])\.", r".attention.\1_norm."),
-]
-
-
-def _renamed(name: str, patterns: list[tuple[str, str]]) -> str:
+def _renamed(name: str, patterns: Names) -> str:
     for pattern, to in patterns:
         name = re.sub(pattern, to, name)
     return name
 
 
-def z_image(state: State) -> State:
-    made: State = {"norm_final.weight": torch.ones(8)}
+def relaid(
+    state: State,
+    names: Names,
+    fused: Sequence[tuple[str, Sequence[str]]] = (),
+    swapped: tuple[str, ...] = (),
+) -> State:
+    """Rename tensors, join the layers of `fused` by their block, and swap halves of `swapped`."""
+    made: State = {}
     for name, tensor in state.items():
-        if match := re.fullmatch(r"(.*\.attention)\.to_([qkv])\.weight", name):
-            if match[2] == "q":
-                parts = [state[f"{match[1]}.to_{part}.weight"] for part in "qkv"]
-                made[f"{match[1]}.qkv.weight"] = torch.cat(parts)
-            continue
-        made[_renamed(name, Z_IMAGE)] = tensor
+        layer, _, kind = name.rpartition(".")
+        for block, parts in fused:
+            part = next((part for part in parts if layer.endswith(f".{part}")), None)
+            if name.startswith(block) and part:
+                whole = [state[f"{layer.removesuffix(part)}{each}.{kind}"] for each in parts]
+                if part == parts[0]:
+                    made[_renamed(name, names)] = torch.cat(whole)
+                break
+        else:
+            halves = tensor.chunk(2)[::-1] if swapped and name.startswith(swapped) else [tensor]
+            made[_renamed(name, names)] = torch.cat(list(halves)) if len(halves) > 1 else tensor
     return made
+
+
+Z_IMAGE = [
+    (r"^all_(final_layer|x_embedder)\.2-1\.", r"\1."),
+    (r"\.attention\.to_q\.", ".attention.qkv."),
+    (r"\.attention\.to_out\.0\.", ".attention.out."),
+    (r"\.attention\.norm_([qk])\.", r".attention.\1_norm."),
+]
+
+
+def z_image(state: State) -> State:
+    unused = {"norm_final.weight": torch.ones(8)}
+    parts = ("attention.to_q", "attention.to_k", "attention.to_v")
+    return unused | relaid(state, Z_IMAGE, [("", parts)])
 
 
 WAN = [
@@ -64,74 +81,46 @@ WAN = [
 ]
 
 
-def wan(state: State) -> State:
-    return {_renamed(name, WAN): tensor for name, tensor in state.items()}
-
-
-FLUX_OUTSIDE = {
-    "time_text_embed.timestep_embedder.linear_": "time_in.",
-    "time_text_embed.text_embedder.linear_": "vector_in.",
-    "time_text_embed.guidance_embedder.linear_": "guidance_in.",
-}
-FLUX_DOUBLE = {
-    "norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin",
-    "attn.to_out.0": "img_attn.proj",
-    "attn.to_add_out": "txt_attn.proj", "ff.net.0.proj": "img_mlp.0", "ff.net.2": "img_mlp.2",
-    "ff_context.net.0.proj": "txt_mlp.0", "ff_context.net.2": "txt_mlp.2",
-}  # fmt: skip
-FLUX_NORMS = {
-    "norm_q": "img_attn.norm.query_norm", "norm_k": "img_attn.norm.key_norm",
-    "norm_added_q": "txt_attn.norm.query_norm", "norm_added_k": "txt_attn.norm.key_norm",
-}  # fmt: skip
-
-
-FLUX_FUSED = {"img": ("to_q", "to_k", "to_v"), "txt": ("add_q_proj", "add_k_proj", "add_v_proj")}
+EMBEDDERS = {"timestep": "time", "text": "vector", "guidance": "guidance"}
+FLUX = [
+    *(
+        (rf"^time_text_embed\.{ours}_embedder\.linear_{number}\.", f"{theirs}_in.{layer}_layer.")
+        for ours, theirs in EMBEDDERS.items()
+        for number, layer in ((1, "in"), (2, "out"))
+    ),
+    (r"^context_embedder\.", "txt_in."),
+    (r"^x_embedder\.", "img_in."),
+    (r"^proj_out\.", "final_layer.linear."),
+    (r"^norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
+    (r"^single_transformer_blocks\.", "single_blocks."),
+    (r"^(single_blocks\.\d+)\.attn\.to_q\.", r"\1.linear1."),
+    (r"^(single_blocks\.\d+)\.proj_out\.", r"\1.linear2."),
+    (r"^(single_blocks\.\d+)\.norm\.linear\.", r"\1.modulation.lin."),
+    (r"^(single_blocks\.\d+)\.attn\.norm_q\.weight", r"\1.norm.query_norm.scale"),
+    (r"^(single_blocks\.\d+)\.attn\.norm_k\.weight", r"\1.norm.key_norm.scale"),
+    (r"^transformer_blocks\.", "double_blocks."),
+    (r"\.norm1\.linear\.", ".img_mod.lin."),
+    (r"\.norm1_context\.linear\.", ".txt_mod.lin."),
+    (r"\.attn\.to_q\.", ".img_attn.qkv."),
+    (r"\.attn\.add_q_proj\.", ".txt_attn.qkv."),
+    (r"\.attn\.to_out\.0\.", ".img_attn.proj."),
+    (r"\.attn\.to_add_out\.", ".txt_attn.proj."),
+    (r"\.ff\.net\.0\.proj\.", ".img_mlp.0."),
+    (r"\.ff\.net\.2\.", ".img_mlp.2."),
+    (r"\.ff_context\.net\.0\.proj\.", ".txt_mlp.0."),
+    (r"\.ff_context\.net\.2\.", ".txt_mlp.2."),
+    (r"\.attn\.norm_q\.weight", ".img_attn.norm.query_norm.scale"),
+    (r"\.attn\.norm_k\.weight", ".img_attn.norm.key_norm.scale"),
+    (r"\.attn\.norm_added_q\.weight", ".txt_attn.norm.query_norm.scale"),
+    (r"\.attn\.norm_added_k\.weight", ".txt_attn.norm.key_norm.scale"),
+]
+QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
+ADDED = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 
 
 def flux1(state: State) -> State:
-    made: State = {}
-    take = state.__getitem__
-    has_modulation = "norm_out.linear.weight" in state
-    for kind in ("weight", "bias"):
-        for ours, theirs in FLUX_OUTSIDE.items():
-            for number, layer in ((1, "in_layer"), (2, "out_layer")):
-                if f"{ours}{number}.{kind}" in state:
-                    made[f"{theirs}{layer}.{kind}"] = take(f"{ours}{number}.{kind}")
-        made[f"txt_in.{kind}"], made[f"img_in.{kind}"] = (
-            take(f"context_embedder.{kind}"),
-            take(f"x_embedder.{kind}"),
-        )
-        made[f"final_layer.linear.{kind}"] = take(f"proj_out.{kind}")
-        if has_modulation:
-            scale, shift = take(f"norm_out.linear.{kind}").chunk(2)
-            made[f"final_layer.adaLN_modulation.1.{kind}"] = torch.cat([shift, scale])
-        for number in _numbers(state, "transformer_blocks"):
-            ours, theirs = f"transformer_blocks.{number}", f"double_blocks.{number}"
-            for ours_part, theirs_part in FLUX_DOUBLE.items():
-                if not has_modulation and ours_part.startswith("norm"):
-                    continue
-                made[f"{theirs}.{theirs_part}.{kind}"] = take(f"{ours}.{ours_part}.{kind}")
-            for stream, parts in FLUX_FUSED.items():
-                fused = torch.cat([take(f"{ours}.attn.{part}.{kind}") for part in parts])
-                made[f"{theirs}.{stream}_attn.qkv.{kind}"] = fused
-            for norm, scale_name in FLUX_NORMS.items():
-                made[f"{theirs}.{scale_name}.scale"] = take(f"{ours}.attn.{norm}.weight")
-        for number in _numbers(state, "single_transformer_blocks"):
-            ours, theirs = f"single_transformer_blocks.{number}", f"single_blocks.{number}"
-            joined = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-            made[f"{theirs}.linear1.{kind}"] = torch.cat(
-                [take(f"{ours}.{part}.{kind}") for part in joined]
-            )
-            made[f"{theirs}.linear2.{kind}"] = take(f"{ours}.proj_out.{kind}")
-            if has_modulation:
-                made[f"{theirs}.modulation.lin.{kind}"] = take(f"{ours}.norm.linear.{kind}")
-            made[f"{theirs}.norm.query_norm.scale"] = take(f"{ours}.attn.norm_q.weight")
-            made[f"{theirs}.norm.key_norm.scale"] = take(f"{ours}.attn.norm_k.weight")
-    return made
-
-
-def _numbers(state: State, blocks: str) -> list[int]:
-    return sorted({int(name.split(".")[1]) for name in state if name.startswith(f"{blocks}.")})
+    single = ("single_", (*QKV, "proj_mlp"))
+    return relaid(state, FLUX, [single, ("", QKV), ("", ADDED)], ("norm_out.",))
 
 
 RESNET = {
@@ -201,6 +190,8 @@ SD3_NAMES = [
     (r"^norm_out\.linear\.", "final_layer.adaLN_modulation.1."),
     (r"^proj_out\.", "final_layer.linear."),
     (r"^transformer_blocks\.", "joint_blocks."),
+    (r"\.(attn2?)\.to_q\.", r".x_block.\1.qkv."),
+    (r"\.attn\.add_q_proj\.", ".context_block.attn.qkv."),
     (r"\.attn\.to_add_out\.", ".context_block.attn.proj."),
     (r"\.attn\.norm_added_([qk])\.", r".context_block.attn.ln_\1."),
     (r"\.(attn2?)\.to_out\.0\.", r".x_block.\1.proj."),
@@ -212,38 +203,22 @@ SD3_NAMES = [
     (r"\.ff_context\.net\.0\.proj\.", ".context_block.mlp.fc1."),
     (r"\.ff_context\.net\.2\.", ".context_block.mlp.fc2."),
 ]
-SD3_FUSED = {
-    "to_q": ("to_q", "to_k", "to_v"),
-    "add_q_proj": ("add_q_proj", "add_k_proj", "add_v_proj"),
-}
 
 
 def sd3(state: State) -> State:
-    """Shifts come before scales where diffusers has them after: in the last layer, and in the
-    last block's text."""
-    last = f"transformer_blocks.{_numbers(state, 'transformer_blocks')[-1]}.norm1_context."
-    made: State = {}
-    for name, tensor in state.items():
-        if match := re.fullmatch(r"(.*\.attn2?)\.(to_[qkv]|add_[qkv]_proj)\.(.*)", name):
-            if parts := SD3_FUSED.get(match[2]):
-                stream = "x_block" if match[2] == "to_q" else "context_block"
-                place = f"{match[1]}.qkv.{match[3]}".replace(".attn", f".{stream}.attn")
-                joined = torch.cat([state[f"{match[1]}.{part}.{match[3]}"] for part in parts])
-                made[_renamed(place, SD3_NAMES)] = joined
-        elif name.startswith((last, "norm_out.")):
-            scale, shift = tensor.chunk(2)
-            made[_renamed(name, SD3_NAMES)] = torch.cat([shift, scale])
-        else:
-            made[_renamed(name, SD3_NAMES)] = tensor
-    return made
+    """Shifts come before scales in the last layer, and in the last block's text."""
+    numbers = {int(name.split(".")[1]) for name in state if name.startswith("transformer_blocks.")}
+    swapped = (f"transformer_blocks.{max(numbers)}.norm1_context.", "norm_out.")
+    second = tuple(part.replace("attn", "attn2") for part in QKV)
+    return relaid(state, SD3_NAMES, [("", QKV), ("", second), ("", ADDED)], swapped)
 
 
 LAYOUTS: dict[str, Callable[[State], State]] = {
-    "qwen-image": as_diffusers,
+    "qwen-image": dict,
     "flux1-dev": flux1,
     "sd3.5": sd3,
     "sdxl": sdxl_unet,
-    "wan-2.1": wan,
+    "wan-2.1": lambda state: relaid(state, WAN),
     "z-image": z_image,
 }
 
