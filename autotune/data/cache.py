@@ -80,16 +80,13 @@ class Cache:
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
         """Store an entry and return its bytes on disk. Raises AutotuneError and leaves no rest."""
         plain, path = to_plain(tensors), self._path(key)
+        hint = f"{MAKE_ROOM}, then run again: what is cached so far is kept"
         try:
-            with reraise_disk_full(
-                self.folder, hint=f"{MAKE_ROOM}, then run again: what is cached so far is kept"
-            ):
+            with reraise_disk_full(self.folder, hint=hint):
                 save_file(path, plain, {"key": key, "digest": tensors_digest(plain)})
         except OSError as error:
-            raise AutotuneError(
-                f"cannot write to the cache folder {self.folder}: {error.strerror}",
-                hint=CHOOSE_FOLDER,
-            ) from error
+            message = f"cannot write to the cache folder {self.folder}: {error.strerror}"
+            raise AutotuneError(message, hint=CHOOSE_FOLDER) from error
         return path.stat().st_size
 
     def evict(self, keep: Collection[str]) -> int:
@@ -278,10 +275,9 @@ def make_item_entries(
         latents[name] = _make_latents_entry((path,), bucket, identity, digest)
     flipped = {}
     if with_flipped:
-        pixels = item.pixel_paths
-        flipped["latents"] = _make_latents_entry(
-            pixels, bucket, identity, digest, item, flipped=True
-        )
+        paths = item.pixel_paths
+        entry = _make_latents_entry(paths, bucket, identity, digest, item, flipped=True)
+        flipped["latents"] = entry
     empty = prompts.pop() if with_empty else None
     return ItemEntries(tuple(prompts), empty, latents, flipped)
 

@@ -104,12 +104,20 @@ class Encoders:
             parts |= dict.fromkeys((self.model.family.denoiser, *self.model.family.other_denoisers))
             parts["vae"] = self.load_vae(vae_device)
             pipeline = self.build_pipeline(torch_dtype=self.dtype, **parts)
-            pipeline.encode_prompt = run_on_device(
-                pipeline.encode_prompt, self._text_device, self.device
-            )
+            pipeline.encode_prompt = self._run_beside(pipeline.encode_prompt)
             self._pipeline = pipeline
         self._pipeline.vae.to(vae_device)
         return self._pipeline
+
+    def _run_beside(self, encode_prompt: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a pipeline's method to run on the text encoders' device, and give back on ours."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            device = self._text_device
+            args, kwargs = move_tensors((args, {**kwargs, "device": device}), device)
+            return move_tensors(encode_prompt(*args, **kwargs), self.device)
+
+        return run
 
     def build_pipeline(self, **parts: Any) -> Any:
         """Build the stock pipeline with these components. Raises InvalidInput for damaged files."""
@@ -127,7 +135,7 @@ class Encoders:
         loaded = getattr(self._pipeline, "vae", None)
         if loaded is not None:
             return loaded  # type: ignore[no-any-return]
-        return self._load("vae", dtype=self.dtype, device=str(device), loader=self.loader)
+        return self._load("vae", device)
 
     def _load_text_encoder(self, name: str) -> nn.Module:
         if self.caching.text_encoder_streamed:
@@ -138,14 +146,18 @@ class Encoders:
             blocks = (block for each in lists for block in each)  # those of any encoder
             return quantize_inside(blocks, self.caching.text_encoder_quantization)
 
-        device = str(self._text_device)
-        return self._load(
-            name, dtype=self.dtype, device=device, loader=self.loader, transform=quantize
-        )
+        return self._load(name, self._text_device, transform=quantize)
 
-    def _load(self, name: str, **options: Any) -> nn.Module:
-        weights = self.model.part_files.get(name)
-        component: nn.Module = load_component(self.model.weights, name, weights=weights, **options)
+    def _load(self, name: str, device: torch.device, **options: Any) -> nn.Module:
+        component: nn.Module = load_component(
+            self.model.weights,
+            name,
+            dtype=self.dtype,
+            device=str(device),
+            loader=self.loader,
+            weights=self.model.part_files.get(name),
+            **options,
+        )
         return component
 
     def load_streamed(self, name: str, dtype: torch.dtype) -> nn.Module:
@@ -154,7 +166,10 @@ class Encoders:
 
         # Memory-mapped as stored, so that the host can drop pages that it has no room for and read
         # them again.
-        component = self._load(name, dtype=dtype, casts=False)
+        weights = self.model.part_files.get(name)
+        component: nn.Module = load_component(
+            self.model.weights, name, dtype=dtype, weights=weights, casts=False
+        )
         cpu_offload(component, self.device, offload_buffers=True)
         cast_as_loaded(component, dtype)  # on meta: layers' weights turn to what stands there
         return component
@@ -169,18 +184,6 @@ class Encoders:
             for name in self.model.family.text_encoders:
                 setattr(self._pipeline, name, None)
             release_memory()
-
-
-def run_on_device(
-    function: Callable[..., Any], device: torch.device, result_device: torch.device
-) -> Callable[..., Any]:
-    """Wrap `encode_prompt`: its arguments move to `device`, its results to `result_device`."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = move_tensors((args, {**kwargs, "device": device}), device)
-        return move_tensors(function(*args, **kwargs), result_device)
-
-    return run
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
@@ -295,8 +298,9 @@ def encode_dataset(
     cache.refuse_pickles()
     cache.remove_stale()
     bucket_indices = assign_buckets(dataset.items, buckets)
+    of_items = [buckets[index] for index in bucket_indices]
     planned, masks, failures = _plan_entries(
-        encoders, dataset, buckets, bucket_indices, cache, caption_dropout > 0, flip
+        encoders, dataset.items, of_items, cache, caption_dropout > 0, flip
     )
     needed = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
     store = _EntryStore(cache, len(needed), on_progress)
@@ -337,18 +341,16 @@ def list_entries(
     flip: bool = False,
 ) -> tuple[tuple[Item, ...], tuple[ItemEntries, ...]]:
     """List items and entries as `encode_dataset` does if all files are whole; loads no model."""
-    indices = assign_buckets(dataset.items, buckets)
-    planned, _, _ = _plan_entries(
-        encoders, dataset, buckets, indices, cache, caption_dropout > 0, flip
-    )
-    return tuple(dataset.items[index] for index in planned), tuple(planned.values())
+    items, indices = dataset.items, assign_buckets(dataset.items, buckets)
+    of_items = [buckets[index] for index in indices]
+    planned, _, _ = _plan_entries(encoders, items, of_items, cache, caption_dropout > 0, flip)
+    return tuple(items[index] for index in planned), tuple(planned.values())
 
 
 def _plan_entries(
     encoders: Encoders,
-    dataset: Dataset,
+    items: Sequence[Item],
     buckets: Sequence[Bucket],
-    bucket_indices: Sequence[int],
     cache: Cache,
     with_empty: bool,
     flip: bool,
@@ -359,8 +361,7 @@ def _plan_entries(
     masks: dict[str, Tensor] = {}
     digest = lru_cache(maxsize=None)(file_digest)  # of a video with many clips once
     identity, model = encoders.identity, encoders.model
-    for index, item in enumerate(dataset.items):
-        bucket = buckets[bucket_indices[index]]
+    for index, (item, bucket) in enumerate(zip(items, buckets, strict=True)):
         try:
             entries = make_item_entries(
                 item, bucket, identity, with_empty=with_empty, with_flipped=flip, digest=digest

@@ -97,20 +97,8 @@ def make_options(job: Mapping[str, Any], family: Family, num_frames: int) -> Dat
     )
 
 
-ProblemKind = Literal[
-    "broken",
-    "tiny",
-    "duplicate",
-    "captionless",
-    "control",
-    "metadata",
-    "unsupported",
-    "short",
-    "run",
-    "variable",
-    "mask",
-    "black",
-]
+LeftOut = Literal["broken", "tiny", "duplicate", "captionless", "control", "short", "mask"]
+ProblemKind = Literal[LeftOut, "metadata", "unsupported", "run", "variable", "black"]
 REMARKS = frozenset({"variable", "black"})
 PrintableStr = Annotated[
     str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())
@@ -203,7 +191,11 @@ class ItemReader:
             spans = choose_spans(
                 facts, options.clips, options.clip_lengths, options.frames_per_second
             )
-            self._verify(media.path, spans)
+            for span in spans:
+                if not self._has_time():
+                    break
+                for _ in read_clip(media.path, span):  # damage raises
+                    pass
         except MemoryError:  # says nothing of the file
             raise
         except Exception as error:  # decoders raise anything for damaged files
@@ -220,13 +212,6 @@ class ItemReader:
             message = f"its frames are not evenly spaced: at {rate} some are repeated or left out"
             found.append(Problem(file=media.name, kind="variable", message=message))
         return found
-
-    def _verify(self, path: Path, spans: tuple[ClipSpan, ...]) -> None:
-        for span in spans:
-            if not self._has_time():
-                return
-            for _ in read_clip(path, span):
-                pass
 
     def _has_time(self) -> bool:
         has_time = time.monotonic() < self.deadline

@@ -99,9 +99,8 @@ class Adapter:
         try:
             return None if text is None else AdapterInfo.model_validate_json(text)
         except ValidationError as error:
-            raise CorruptFile(
-                f"the adapter's metadata is damaged: {error}", hint="train or export it again"
-            ) from error
+            message = f"the adapter's metadata is damaged: {error}"
+            raise CorruptFile(message, hint=EXPORT_AGAIN) from error
 
 
 def save_adapter(
@@ -237,9 +236,7 @@ def _restore_dots(bare: Mapping[str, Tensor], module_names: Iterable[str]) -> di
         module, _, part = key.partition(".")
         if module not in dotted:
             message = f"cannot tell which module {module!r} is: kohya's names have lost their dots"
-            raise InvalidInput(
-                message, hint="give the model's module names: name the model it belongs to"
-            )
+            raise InvalidInput(message, hint=NAME_MODEL)
         renamed[f"{dotted[module]}.{part}"] = tensor
     return renamed
 
