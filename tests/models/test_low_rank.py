@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,14 +13,7 @@ from autotune.knobs.quantized_layers import quantize_inside
 from autotune.models.low_rank import LeanLora, make_lean
 from tests.builders import BITSANDBYTES
 
-FORMATS = [
-    "none",
-    "torchao-int8",
-    "torchao-fp8",
-    "int8-matmul",
-    "fp8-matmul",
-    pytest.param("bnb-nf4", marks=BITSANDBYTES),
-]
+FORMATS = ["none", "torchao-int8", "torchao-fp8", "int8-matmul", "fp8-matmul"]
 
 
 def pair(
@@ -62,10 +55,8 @@ def assert_same(found, expected, tolerance=1e-6):
         assert float((ours - peft).norm()) <= tolerance * float(peft.norm())
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize(
-    ("alpha", "of_input"), [(16.0, True), (16.0, False), (4.0, True), (0.0, True)]
-)
+@pytest.mark.parametrize("weight_format", [*FORMATS, pytest.param("bnb-nf4", marks=BITSANDBYTES)])
+@pytest.mark.parametrize(("alpha", "of_input"), [(16.0, True), (16.0, False), (4.0, True)])
 def test_output_and_gradients_are_pefts(weight_format, alpha, of_input):
     peft, ours = pair(weight_format, alpha=alpha)
     assert_same(run(ours, of_input=of_input), run(peft, of_input=of_input))
@@ -101,16 +92,11 @@ def test_gradients_accumulate_and_the_base_result_may_be_shared_by_recomputation
 def test_disabled_merged_and_several_adapters_take_pefts_way():
     peft, ours = pair()
     for model in (peft, ours):
-        inject_adapter_in_model(
-            LoraConfig(r=4, target_modules=["0"], init_lora_weights=False),
-            model,
-            adapter_name="second",
-        )
+        config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+        inject_adapter_in_model(config, model, adapter_name="second")
         torch.manual_seed(3)
-        for parameter in model[0].lora_B["second"].parameters():
-            nn.init.normal_(parameter)
-        for parameter in model[0].lora_A["second"].parameters():
-            nn.init.normal_(parameter)
+        for half in (model[0].lora_B, model[0].lora_A):
+            nn.init.normal_(half["second"].weight)
     x = torch.randn(3, 64)
     for change in (
         lambda layer: layer.set_adapter(["default", "second"]),
@@ -121,17 +107,6 @@ def test_disabled_merged_and_several_adapters_take_pefts_way():
         change(peft[0])
         change(ours[0])
         assert_same([ours(x).detach()], [peft(x).detach()])
-
-
-def test_layers_stay_pefts_to_whoever_saves_them():
-    peft, ours = pair()
-    plain, lean = (
-        get_peft_model_state_dict(model, adapter_name="default") for model in (peft, ours)
-    )
-    assert list(plain) == list(lean)
-    assert all(torch.equal(plain[name], lean[name]) for name in plain)
-    make_lean(ours)
-    assert type(ours[0]).__mro__.count(LeanLora) == 1
 
 
 def test_no_more_is_saved_and_fewer_kernels_run():
@@ -159,9 +134,8 @@ def test_no_more_is_saved_and_fewer_kernels_run():
                 out = model(x)
             out.backward(torch.ones_like(out))
         saved.append(sum(sizes.values()))
-        counts.append(
-            [name for name in count.names if name not in ("detach", "ones_like", "_unsafe_view")]
-        )
+        free = ("detach", "ones_like", "_unsafe_view")
+        counts.append([name for name in count.names if name not in free])
     assert saved[1] <= saved[0]
     assert len(counts[1]) == len(counts[0]) - 3  # a scaling and a sum forward, a scaling backward
     assert "mul" not in counts[1]

@@ -44,16 +44,14 @@ def check_same(model: ResolvedModel, whole: Path) -> None:
     check_weights(model)
     assert read_parts(model) == read_parts(resolve_model(ModelRef.of(whole)))
     for part in ("vae", *model.family.text_encoders):
-        loaded = load_component(
-            model.weights, part, dtype=torch.float32, weights=model.part_files.get(part)
-        )
-        expected = load_component(whole, part, dtype=torch.float32).state_dict()
-        assert loaded.state_dict().keys() == expected.keys()
-        assert [
-            name
-            for name, tensor in loaded.state_dict().items()
-            if not torch.equal(tensor, expected[name])
-        ] == []
+        check_same_part(model.weights, whole, part, model.part_files.get(part))
+
+
+def check_same_part(folder: Path, whole: Path, part: str, weights: Path | None) -> None:
+    loaded = load_component(folder, part, dtype=torch.float32, weights=weights).state_dict()
+    expected = load_component(whole, part, dtype=torch.float32).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
 
 
 def test_a_full_checkpoint_needs_of_its_base_tokenizers_and_configurations_alone(
@@ -87,32 +85,23 @@ def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(
         "text_projection.weight": torch.ones(2, 2),
     }
     t5 = {**take(base, "text_encoder_2"), "spiece_model": torch.zeros(9, dtype=torch.uint8)}
-    encoders = [
-        write(t5, tmp_path / "t5xxl.safetensors"),
-        write(clip, tmp_path / "clip_l.safetensors"),
-    ]
-    ref = ModelRef(
-        name=str(file), base=str(base), vae=str(vae), text_encoders=tuple(map(str, encoders))
-    )
+    second = write(t5, tmp_path / "t5xxl.safetensors")
+    first = write(clip, tmp_path / "clip_l.safetensors")
+    encoders = (str(second), str(first))
+    ref = ModelRef(name=str(file), base=str(base), vae=str(vae), text_encoders=encoders)
     model = resolve_model(ref)
-    assert model.part_files == {
-        "vae": vae,
-        "text_encoder_2": encoders[0],
-        "text_encoder": encoders[1],
-    }
+    assert model.part_files == {"vae": vae, "text_encoder_2": second, "text_encoder": first}
     check_same(model, whole)
     with pytest.raises(InvalidInput, match="the same text encoder"):
-        resolve_model(ref.changed(text_encoders=(str(encoders[0]),) * 2))
+        resolve_model(ref.changed(text_encoders=(str(second),) * 2))
     with pytest.raises(BadWeights):
         resolve_model(ref.changed(text_encoders=(str(vae),)))
 
 
 def flat(state: State) -> State:
     """Qwen2.5-VL before transformers nested it, as ComfyUI has it."""
-    return {
-        re.sub(r"^model\.language_model\.", "model.", name): tensor
-        for name, tensor in state.items()
-    }
+    nested = re.compile(r"^model\.language_model\.")
+    return {nested.sub("model.", name): tensor for name, tensor in state.items()}
 
 
 def with_head(state: State) -> State:
@@ -135,14 +124,7 @@ def test_a_text_encoder_under_the_names_that_comfyui_has_is_that_of_the_folder(
     whole = small_pipelines(family).folder
     state = ENCODERS[family](dict(load_file(whole / "text_encoder" / "model.safetensors")))
     file = write(state, tmp_path / "encoder.safetensors")
-    loaded, expected = (
-        load_component(whole, "text_encoder", dtype=torch.float32, weights=path).state_dict()
-        for path in (file, None)
-    )
-    assert loaded.keys() == expected.keys()
-    assert [
-        name for name, tensor in loaded.items() if not torch.equal(tensor, expected[name])
-    ] == []
+    check_same_part(whole, whole, "text_encoder", file)
 
 
 def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(

@@ -4,6 +4,8 @@ are its latents."""
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 from PIL import Image
 
 from autotune.models import qwen_image
@@ -25,9 +27,8 @@ def _calls(transformer, monkeypatch, answer=None):
     def record(*args, **kwargs):
         output = forward(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        hidden = (
-            hidden.clone() if isinstance(hidden, torch.Tensor) else list(hidden)
-        )  # a pipeline may write into it
+        # A pipeline may write into it.
+        hidden = hidden.clone() if isinstance(hidden, torch.Tensor) else list(hidden)
         output = output if answer is None else answer(output)
         if kwargs.get("isolate_modalities", True):
             calls.append((hidden, output if isinstance(output, torch.Tensor) else output[0]))
@@ -40,13 +41,9 @@ def _calls(transformer, monkeypatch, answer=None):
 def _options(small, monkeypatch):
     """Arguments of the stock pipeline for one small picture without classifier-free guidance."""
     family, size = small.family, (small.bucket.width_px, small.bucket.height_px)
-    options = {
-        "guidance_scale": NO_GUIDANCE.get(family.name, 1.0),
-        "width": size[0],
-        "height": size[1],
-    }
-    if family.name.startswith("qwen"):
-        del options["guidance_scale"]
+    options = {"width": size[0], "height": size[1]}
+    if not family.name.startswith("qwen"):
+        options["guidance_scale"] = NO_GUIDANCE.get(family.name, 1.0)
     if family.name == "kandinsky5-image-lite":
         monkeypatch.setattr(small.pipeline, "resolutions", [size])
     if family.name == "flux1-kontext":
@@ -56,12 +53,8 @@ def _options(small, monkeypatch):
     if family.can_train_clips:
         options["num_frames"] = small.bucket.num_frames
     if family.name == "ltx-2.3":
-        options |= {
-            "audio_guidance_scale": 1.0,
-            "stg_scale": 0.0,
-            "audio_stg_scale": 0.0,
-            "guidance_rescale": 0.0,
-        }
+        options |= {"audio_guidance_scale": 1.0, "guidance_rescale": 0.0}
+        options |= {"stg_scale": 0.0, "audio_stg_scale": 0.0}
     return options
 
 
@@ -69,20 +62,13 @@ def _options(small, monkeypatch):
 def controls(small, monkeypatch):
     """Control images as pixels, at the size the pipeline would give them, with its megapixel
     made small."""
-    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
-    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
-
     stock_size = edit.calculate_dimensions
     monkeypatch.setattr(edit, "calculate_dimensions", lambda _, ratio: stock_size(AREA, ratio))
     monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", AREA)
     monkeypatch.setattr(qwen_image.QwenImageEdit, "condition_area_px", AREA)
     sizes = [(64, 64), (96, 32), (32, 96)][: small.family.max_controls]
-    return [
-        small.pixels(
-            Bucket(width_px=width, height_px=height, num_frames=1, num_items=1), seed=number
-        )
-        for number, (width, height) in enumerate(sizes)
-    ]
+    buckets = [Bucket(width_px=w, height_px=h, num_frames=1, num_items=1) for w, h in sizes]
+    return [small.pixels(bucket, seed=number) for number, bucket in enumerate(buckets)]
 
 
 def _image(pixels):
@@ -103,9 +89,8 @@ def _unpack(family, hidden, shape):
         rows, columns = height // family.patch, width // family.patch
         tokens = hidden[:, : rows * columns].mT.unflatten(2, (rows, columns))
         return torch.nn.functional.pixel_shuffle(tokens, family.patch)[:, :, None]
-    return hidden[:, :channels].reshape(
-        1, channels, frames, height, width
-    )  # others are for an image to begin with
+    # Others are for an image to begin with.
+    return hidden[:, :channels].reshape(1, channels, frames, height, width)
 
 
 def _pack(family, pipeline, latents):
@@ -168,9 +153,8 @@ def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monke
         shown = small.shown(pixels[None])
         raw = pipeline.vae.encode(shown[:, :, 0] if flat else shown).latent_dist.mode()
         expected = pipeline.vae.decode(raw).sample
-    pipeline.scheduler.set_timesteps(
-        2, **({"mu": 1.0} if pipeline.scheduler.config.get("use_dynamic_shifting") else {})
-    )
+    shifts = pipeline.scheduler.config.get("use_dynamic_shifting")
+    pipeline.scheduler.set_timesteps(2, **({"mu": 1.0} if shifts else {}))
     given = _pack(family, pipeline, latents)
     if controls:
         options["image"] = _image(controls[0])
@@ -191,14 +175,10 @@ def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monke
 
 
 def _still(output):
+    if isinstance(output, torch.Tensor):
+        return torch.zeros_like(output)
+    if isinstance(output, list):
+        return [torch.zeros_like(one) for one in output]
     if isinstance(output, tuple):
-        return _still_of(output[0]), *output[1:]
+        return _still(output[0]), *output[1:]
     return type(output)(sample=torch.zeros_like(output.sample))
-
-
-def _still_of(first):
-    return (
-        [torch.zeros_like(one) for one in first]
-        if isinstance(first, list)
-        else torch.zeros_like(first)
-    )

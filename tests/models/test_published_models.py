@@ -12,7 +12,7 @@ from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
 from safetensors.torch import load_file, save_file
 
 from autotune.errors import InvalidInput
-from autotune.models.family import build_on_meta
+from autotune.models.family import build_on_meta, public_config
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import check_weights, read_parts, resolve_model
 from autotune.plan.job import ModelRef
@@ -26,26 +26,17 @@ MODELS = {each.name: each for name, family in FAMILIES.items() for each in famil
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_name_and_hub_id_give_the_published_model(name):
-    by_name, by_hub_id = (
-        resolve_model(ModelRef.of(name)).spec,
-        resolve_model(ModelRef.of(MODELS[name].hub_id)).spec,
-    )
-    assert by_name.num_parameters == MODELS[name].num_parameters
-    assert by_name == by_hub_id
+    spec = resolve_model(ModelRef.of(name)).spec
+    assert spec.num_parameters == MODELS[name].num_parameters
+    assert spec == resolve_model(ModelRef.of(MODELS[name].hub_id)).spec
 
 
 def _written_configs(family):
     """What diffusers writes for the family's first model: every argument of the classes."""
-    built = [
-        (family.transformer_class, family.transformer_config),
-        (family.parts.vae_class, family.parts.vae_config),
-    ]
     with torch.device("meta"):
-        models = [getattr(diffusers, cls)(**config) for cls, config in built]
-    return [
-        {k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"}
-        for model in models
-    ]
+        transformer = getattr(diffusers, family.transformer_class)(**family.transformer_config)
+        vae = getattr(diffusers, family.parts.vae_class)(**family.parts.vae_config)
+    return [public_config(json.loads(model.to_json_string())) for model in (transformer, vae)]
 
 
 def published_folder(folder, name):
@@ -73,15 +64,12 @@ def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
     assert model.spec.architecture == resolve_model(ModelRef.of(name)).spec.architecture
     parts = read_parts(model)
     assert parts.vae_class == family.parts.vae_class
+    kind = getattr(diffusers, parts.vae_class)
     with torch.device("meta"):
-        vaes = [
-            getattr(diffusers, known.vae_class)(**known.vae_config)
-            for known in (parts, family.parts)
-        ]
+        vaes = [kind(**known.vae_config) for known in (parts, family.parts)]
     ours, theirs = (json.loads(json.dumps(vae.config)) for vae in vaes)
-    assert {**ours, "_use_default_values": None} == {**theirs, "_use_default_values": None}
-    without_weights = replace(model, folder=None)
-    assert read_parts(without_weights) == family.parts
+    assert ours | {"_use_default_values": None} == theirs | {"_use_default_values": None}
+    assert read_parts(replace(model, folder=None)) == family.parts
 
 
 def test_the_models_that_decode_sound_are_counted(tmp_path):
@@ -89,20 +77,16 @@ def test_the_models_that_decode_sound_are_counted(tmp_path):
     default."""
     folder, family = tmp_path / "small", FAMILIES["ltx-2.3"]
     write_small_pipeline(family, folder, ["a red fox"])
-    files = [
-        *(folder / "audio_vae").glob("*.safetensors"),
-        *(folder / "vocoder").glob("*.safetensors"),
-    ]
+    files = [file for part in ("audio_vae", "vocoder") for file in (folder / part).glob("*.saf*")]
     stored = [tensor.numel() for file in files for tensor in load_file(file).values()]
     assert read_parts(resolve_model(ModelRef.of(folder))).decoder_parameters == sum(stored) > 0
     with torch.device("meta"):
         sound, later, first = AutoencoderKLLTX2Audio(), LTX2VocoderWithBWE(), LTX2Vocoder()
-    numbers = [
-        sum(parameter.numel() for parameter in model.parameters())
-        for model in (sound, later, first)
-    ]
+    beside, *vocoders = (
+        sum(each.numel() for each in model.parameters()) for model in (sound, later, first)
+    )
     published = [model.parts.decoder_parameters for model in family.models]
-    assert published == [numbers[0] + numbers[1], numbers[0] + numbers[2]]
+    assert published == [beside + vocoder for vocoder in vocoders]
     (folder / "vocoder" / files[-1].name).write_bytes(b"damaged")
     with pytest.raises(BadWeights):
         check_weights(resolve_model(ModelRef.of(folder)))

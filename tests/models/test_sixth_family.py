@@ -26,17 +26,9 @@ def install(folder: Path, name: str, entry_points: str, group: str, **modules: s
     return folder
 
 
-@pytest.fixture(scope="module")
-def registered():
-    """As after the entry point is loaded."""
+def test_a_family_that_was_added_is_found_by_its_name(monkeypatch):
     families = registry.Families(*registry.FAMILIES.values(), AuraFlow())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "FAMILIES", families)
-        patch.setattr(resolve, "FAMILIES", families)
-        yield
-
-
-def test_name_gives_the_published_model(registered):
+    monkeypatch.setattr(registry, "FAMILIES", families)
     assert resolve.resolve_model(ModelRef.of("aura-flow")).spec.num_blocks == 36
 
 
