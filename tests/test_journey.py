@@ -74,9 +74,7 @@ def test_adapter_has_diffusers_keys_and_moved(journey: Journey) -> None:
         r"transformer\.transformer_blocks\.\d+\.attn\.(to|add)_\w+(\.0)?\.lora_[AB]\.weight"
     )
     assert all(map(key.fullmatch, names))
-    assert all(torch.isfinite(up).all() for up in ups)
-    unused = 4  # the last block's output for text leads nowhere
-    assert sum(up.abs().max() == 0 for up in ups) == unused
+    assert all(torch.isfinite(up).all() and up.any() for up in ups)
 
 
 def test_report_compares_promise_and_reality(journey: Journey) -> None:
