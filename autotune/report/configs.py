@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate
-from autotune.report.text import memory_text, seconds_text, uncertainty_text, wrapped
+from autotune.report.text import memory_text, plus_minus, seconds_text, wrapped
 
 if TYPE_CHECKING:
     from autotune.interop.auditing import Audit
@@ -132,7 +132,7 @@ def _facts(estimate: Estimate | None) -> dict[str, str]:
     if estimate is None:
         return {"seconds per step": "nothing fits"}
     prediction = estimate.prediction
-    doubt = uncertainty_text(prediction.time_uncertainty)
+    doubt = plus_minus(prediction.time_uncertainty)
     neediest = max(prediction.phases, key=lambda phase: phase.run_memory_bytes).name
     return {
         "seconds per step": f"{estimate.step_seconds:.3f}{doubt}",

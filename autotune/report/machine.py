@@ -12,15 +12,7 @@ from rich.text import Text
 
 from autotune.plan.hardware import Capability, Device, HardwareProfile, Rate
 from autotune.plan.prediction import Estimate
-from autotune.report.text import (
-    WIDTH,
-    capped,
-    cut,
-    memory_text,
-    seconds_text,
-    uncertainty_text,
-    wrapped,
-)
+from autotune.report.text import WIDTH, capped, cut, memory_text, plus_minus, seconds_text, wrapped
 
 if TYPE_CHECKING:
     from autotune.data.dataset import DataReport
@@ -205,7 +197,7 @@ def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> 
         elif found.step_seconds is None:
             rest = f"{'does not fit':>17}"
         else:
-            took = seconds_text(found.step_seconds) + uncertainty_text(found.time_uncertainty)
+            took = seconds_text(found.step_seconds) + plus_minus(found.time_uncertainty)
             rest = f"{took:>17}{memory_text(found.run_memory_bytes):>14}"
         lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{rest}")
         if found and found.settings:
@@ -311,7 +303,7 @@ def estimate_text(estimate: Estimate) -> str:
         f"              checkpointing {candidate.checkpointed_blocks} of {work.model.num_blocks} "
         f"blocks, attention {candidate.attention}",
         "",
-        f"Training: {training}{uncertainty_text(prediction.memory_band)}, of which "
+        f"Training: {training}{plus_minus(prediction.memory_band)}, of which "
         f"{memory_text(prediction.allocated_memory_bytes)} step memory",
         *_bars(prediction.training.breakdown, memory_text),
         "",
@@ -319,13 +311,13 @@ def estimate_text(estimate: Estimate) -> str:
         *_bars(phases, memory_text),
         f"  {'host memory':24}{memory_text(prediction.host_memory_bytes):>14}",
         "",
-        f"Step time: {prediction.step_seconds:.3g} s{uncertainty_text(doubt)},"
+        f"Step time: {prediction.step_seconds:.3g} s{plus_minus(doubt)},"
         f" {prediction.images_per_second:.3g} images/s",
         *_bars(times, seconds_text),
     ]
     if recompute:
         lines.append(f"  of which recomputing    {seconds_text(recompute):>14}")
-    total = f"{seconds_text(job.total_seconds)}{uncertainty_text(doubt)}"
+    total = f"{seconds_text(job.total_seconds)}{plus_minus(doubt)}"
     lines += ["", f"Job of {estimate.num_steps} steps: {total}"]
     if job.compile_seconds:
         lines.append(f"  compile, and plan attention, {seconds_text(job.compile_seconds)}")
@@ -359,7 +351,7 @@ def comparison_lines(found: Comparison) -> list[str]:
     ]
     for one in fitting:
         low, high = one.hours_range or (0.0, 0.0)
-        speed = seconds_text(one.image_seconds) + uncertainty_text(one.time_uncertainty)
+        speed = seconds_text(one.image_seconds) + plus_minus(one.time_uncertainty)
         hours, memory = f"{low:.1f} to {high:.1f}", memory_text(one.run_memory_bytes)
         price = f"{'-' if one.cost is None else f'{one.cost:.2f}':>12}" if has_prices else ""
         lines.append(f"{one.gpu:<27}{speed:>16}{memory:>12}{hours:>13}{price}")
@@ -395,7 +387,7 @@ def elsewhere_lines(error: NoGpu) -> list[str]:
     batch = f"batch {defaults.effective_batch_size}, {defaults.resolution_px} px{frames}"
     rows = [
         f"{each.gpu:<30}{each.memory_gb:>5g} GB{seconds_text(each.step_seconds):>13}"
-        f"{uncertainty_text(each.time_uncertainty):<6}{memory_text(each.run_memory_bytes):>12}"
+        f"{plus_minus(each.time_uncertainty):<6}{memory_text(each.run_memory_bytes):>12}"
         for each in error.elsewhere
         if each.step_seconds is not None
     ]

@@ -166,7 +166,7 @@ def _templates() -> Any:
     templates.globals |= {
         "memory": memory_text,
         "seconds": seconds_text,
-        "uncertainty": text.uncertainty_text,
+        "uncertainty": text.plus_minus,
         "loss": loss_text,
         "rate": "{:.3g}".format,
         "percent": "{:+.0%}".format,

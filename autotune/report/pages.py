@@ -25,22 +25,19 @@ from autotune.report.page import (
 from autotune.report.run import PAGE_FILE
 from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.version import __version__
+from autotune.train.folder import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
+from autotune.train.metrics import METRICS_FILE, read_metrics
 
 MAX_PAGE_BYTES = 8 << 20
-MAX_METRICS_BYTES = 64 << 20
-"""Some 200,000 steps."""
+MAX_METRICS_BYTES = 64 << 20  # some 200,000 steps
 MAX_REPORT_BYTES = 8 << 20
 MAX_SUBJECTS = 8
 MAX_STEP = 10**9
-PICTURE_BYTES = 3 << 19
-"""Encoded pictures of all runs on a page, of which plotly takes 4.8 MB."""
+PICTURE_BYTES = 3 << 19  # of all runs on a page, of which plotly takes 4.8 MB
 PAGE_SHARE = 0.01
-"""Share of a run's time that may go into pages of the run as it stands; the page at its end
-comes on top."""
+"""Share of a run's time that may go into its pages before the one at its end."""
 MAX_PREVIEWS = 48
-"""Previews on a page: of more, some of each prompt, the first and the last among them."""
 MAX_FILES = 10_000
-"""Files of a folder that are looked at."""
 MAX_SIDE_PX = 320
 MAX_COMPARED_SIDE_PX = 640
 MAX_PIXELS = 1 << 24
@@ -49,21 +46,14 @@ SMALL_SIDE_PX = 128
 
 
 def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None) -> Path:
-    """Write one HTML page about plans or runs: it opens from disk and asks for nothing from a
-    network.
+    """Write one HTML page about plan files, plans, and output folders of runs, and return its path.
 
-    Args:
-        subjects: plan files or plans, and output folders of runs. Several are shown side by side.
-        path: where to write it; by default `report.html` in the folder of a single run, else in
-            this folder.
-
-    Returns:
-        the file.
+    It opens from disk and asks for nothing from a network. By default it is `report.html` in the
+    folder of a single run, else in this folder.
 
     Raises:
-        InvalidInput: the extra `report` is not installed, nothing is named, something is neither of
-            the two, or the page cannot be written, or only in place of what it shows or of another
-            file of a run.
+        InvalidInput: the extra `report` is not installed, something is neither a plan nor a run, or
+            the page would replace what it shows or a file of a run.
         InvalidPlan: a file is no valid plan.
 
     Example:
@@ -100,10 +90,8 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
 
 
 def _folder_of_run(file: Path) -> Path | None:
-    """The output folder in which this file lies, at whatever depth; None if it lies in none."""
-    return next(
-        (folder for folder in file.absolute().parents if (folder / RUN_PLAN_FILE).is_file()), None
-    )
+    parents = file.absolute().parents
+    return next((folder for folder in parents if (folder / RUN_PLAN_FILE).is_file()), None)
 
 
 def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> Subject:
@@ -129,14 +117,11 @@ def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> Sub
 
 
 def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> RunSubject:
-    """What the output folder of a run holds, as far as it can be read.
+    """Read the output folder of a run, as far as that is possible.
 
     Raises:
         InvalidInput: it is not the folder of a run.
     """
-    from autotune.train.folder import REPORT_FILE
-    from autotune.train.metrics import METRICS_FILE
-
     try:
         plan = read_plan(folder / RUN_PLAN_FILE)
     except InvalidPlan as error:
@@ -161,8 +146,6 @@ def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> RunSubject:
 
 
 def _read_steps(path: Path, notes: list[str]) -> Sequence[StepFinished]:
-    from autotune.train.metrics import read_metrics
-
     if path.is_file() and path.stat().st_size > MAX_METRICS_BYTES:
         notes.append(f"{path.name} is over {MAX_METRICS_BYTES >> 20} MiB and was left out.")
         return []
@@ -189,9 +172,6 @@ def _read_report(path: Path, notes: list[str]) -> RunReport | None:
 
 
 def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> tuple[PreviewPicture, ...]:
-    """The previews of a run by prompt and step; what cannot be read is named in `notes`."""
-    from autotune.train.folder import PREVIEW_NAME, PREVIEWS
-
     previews = folder / PREVIEWS
     if not previews.is_dir():
         return ()
@@ -220,10 +200,6 @@ def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> tuple[Prev
 def _read_comparisons(
     folder: Path, prompts: Sequence[str], max_bytes: int, notes: list[str]
 ) -> tuple[Comparison, ...]:
-    """Pictures of the same noise without and with the adapter, as far as the run has ended with
-    them."""
-    from autotune.train.folder import comparison_file
-
     pairs = []
     for number, prompt in enumerate(prompts[:MAX_PREVIEW_PROMPTS]):
         files = [folder / comparison_file(adapter, number) for adapter in ("without", "with")]
@@ -239,8 +215,7 @@ def _read_comparisons(
 
 
 def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | None:
-    """A picture made small and encoded anew, so that no byte of a file goes into the page as it
-    is."""
+    """A small picture, encoded anew: no byte of a file goes into the page as it is."""
     try:
         with open_image(path) as image:
             if image.width * image.height > MAX_PIXELS:
@@ -257,11 +232,9 @@ def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | N
 
 
 class RunPage:
-    """Keeps the page of a run up to date while it trains: a listener to its events. A failure never
-    costs the run.
+    """A listener that keeps the page of a run up to date in `PAGE_SHARE` of the time.
 
-    A page of many steps takes seconds, in which the run waits, so pages together take `PAGE_SHARE`
-    of its time.
+    The run waits for a page, which takes seconds. A failure never costs the run.
     """
 
     def __init__(
@@ -271,9 +244,7 @@ class RunPage:
         self.has_trained = False
         self.next_at = clock()
         if not has_plotly():
-            install = (
-                "plotly, which draws it, is not installed: pip install 'lora-autotune[report]'"
-            )
+            install = "plotly is not installed: pip install 'lora-autotune[report]'"
             on_event(Notice(text=f"no {PAGE_FILE}: {install}", level="warning"))
 
     def __call__(self, event: Event) -> None:
@@ -286,13 +257,10 @@ class RunPage:
             self.next_at = ended_at + (ended_at - started_at) / PAGE_SHARE
 
     def write(self) -> None:
-        """Write the page; if that fails tell why, but of missing plotly it was told at the
-        start."""
+        """Write the page; if that fails tell why, unless that was told at the start."""
         if not has_plotly():
             return
         try:
             report(self.folder, path=self.folder / PAGE_FILE)
-        except (
-            Exception
-        ) as error:  # whatever a file in the folder holds, the run is worth more than its page
+        except Exception as error:  # a run is worth more than its page
             self.on_event(Notice(text=f"no {PAGE_FILE}: {first_line(error)}", level="warning"))

@@ -17,9 +17,9 @@ from autotune.report.text import (
     capped,
     count_text,
     memory_text,
+    plus_minus,
     printable,
     seconds_text,
-    uncertainty_text,
     with_command,
     wrapped,
 )
@@ -106,7 +106,7 @@ def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> li
     others = [p for p in ordered if p.run_memory_bytes > budget_bytes]
     if not fitting:
         others.sort(key=lambda prediction: prediction.run_memory_bytes)
-    times = f"; times{uncertainty_text(ordered[0].time_uncertainty)}" if ordered else ""
+    times = f"; times{plus_minus(ordered[0].time_uncertainty)}" if ordered else ""
     budget = memory_text(budget_bytes)
     lines = [
         f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {budget}{times}",
@@ -203,7 +203,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     facts += [("" if at else "settings", text) for at, text in enumerate(_unusual_settings(plan))]
     if number > 1:
         facts.append(("processes", f"{number}, one per device ({hardware.strategy})"))
-    took = seconds_text(expected.step_seconds) + uncertainty_text(expected.time_uncertainty)
+    took = seconds_text(expected.step_seconds) + plus_minus(expected.time_uncertainty)
     speed = f"{expected.images_per_second:.2f} images/s ({expected.evidence})"
     needs = f"{memory_text(expected.run_memory_bytes)} in the phase that needs most"
     left = memory_text(hardware.budget_bytes - expected.run_memory_bytes)
@@ -286,7 +286,7 @@ def job_text(plan: TrainingPlan) -> str:
     if (cost := plan.job_cost) is not None:
         gpus = f"{number} GPUs, each " if number > 1 else ""
         price = f", {cost:.2f} for {gpus}{expected.price_per_hour:.2f} an hour"
-    total = seconds_text(plan.job_seconds) + uncertainty_text(expected.time_uncertainty)
+    total = seconds_text(plan.job_seconds) + plus_minus(expected.time_uncertainty)
     return f"{plan.job.num_steps} steps, {total} in all{price}"
 
 
@@ -444,7 +444,7 @@ def difference_lines(found: Sequence[Difference]) -> list[str]:
         if name.endswith("_bytes") and isinstance(value, int):
             return memory_text(value)
         if name.endswith("_seconds") and isinstance(value, float):
-            return seconds_text(value) + uncertainty_text(doubt)
+            return seconds_text(value) + plus_minus(doubt)
         return f"{value:.2f}" if isinstance(value, float) else str(value)
 
     lines = []

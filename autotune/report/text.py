@@ -75,7 +75,7 @@ def smooth(before: float, value: float, number: int) -> float:
     return (1 - share) * before + share * value
 
 
-def uncertainty_text(share: float | None) -> str:
+def plus_minus(share: float | None) -> str:
     """Write ` ±25%`, to follow a predicted quantity; nothing if it was measured."""
     return "" if share is None else f" ±{share:.0%}"
 
