@@ -1,15 +1,16 @@
-"""Checkpoints of a run: safetensors files, written atomically by a thread.
+"""Checkpoints of a run, and its adapter: safetensors files, written atomically.
 
-Each carries its run's key and a digest of its content, so that nothing damaged or another's is
-resumed from. Training waits only for the copy to the host, and for the last write.
+Each checkpoint carries its run's key and a digest, so that nothing damaged or another's is resumed
+from. Training waits only for the copy to the host, and for the last write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,46 +46,35 @@ class Checkpoint:
     state: Mapping[str, Any]
 
 
-def require_same_weights(output: Path, weights: str) -> None:
-    """Raise InvalidInput if the newest checkpoint was trained on other base weights.
-
-    Only headers are read; damaged files are left to `Checkpoints.newest`.
-    """
+def _readable_metadata(output: Path) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """List the newest checkpoint first. Damaged ones are left to `Checkpoints.newest`."""
     for path in reversed(list_checkpoints(output / CHECKPOINTS).values()):
-        try:
-            before = read_header(path).metadata.get("weights") or weights
-        except (BadWeights, OSError):
-            continue
-        if before != weights:
-            raise InvalidInput(
-                f"{output} was started on other weights of the base model, though of the same "
-                "architecture",
-                hint="resume with the model it was started with: --model; or choose another folder "
-                "with --output",
-            )
+        with contextlib.suppress(BadWeights, OSError):
+            yield path, read_header(path).metadata
+
+
+def require_same_weights(output: Path, weights: str) -> None:
+    """Raise InvalidInput if the newest checkpoint was trained on other base weights."""
+    for _, metadata in _readable_metadata(output):
+        if metadata.get("weights") not in (weights, "", None):
+            started = "was started on other weights of the base model"
+            hint = "resume with its --model, or choose another folder with --output"
+            raise InvalidInput(f"{output} {started}, though of the same architecture", hint=hint)
         return
 
 
 def require_same_run(output: Path, run_key: str) -> None:
     """Raise InvalidInput if all readable checkpoints belong to another run."""
-    others = []
-    for path in list_checkpoints(output / CHECKPOINTS).values():
-        try:
-            before = read_header(path).metadata.get("run")
-        except (BadWeights, OSError):
-            continue
-        if before == run_key:
-            return
-        others.append(path)
-    if others:
-        raise _of_another_run(others[-1])
+    keys = {path: metadata.get("run") for path, metadata in _readable_metadata(output)}
+    if keys and run_key not in keys.values():
+        raise _of_another_run(next(iter(keys)))
 
 
 def _of_another_run(path: Path) -> InvalidInput:
+    started = "resume with the plan, options, images and model it was started with"
     return InvalidInput(
         f"{path} belongs to another plan, job or data, or was trained with other encoders",
-        hint="resume with the plan, options, images and model it was started with, or choose "
-        "another --output",
+        hint=f"{started}, or choose another --output",
     )
 
 
@@ -154,10 +144,7 @@ class Checkpoints:
             ) from error
 
     def newest(self, on_damaged: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
-        """Read the newest undamaged checkpoint, if there are any at all.
-
-        Raises InvalidInput if it is another run's, or all are damaged.
-        """
+        """Read the newest undamaged checkpoint; refuse another run's, and damage to all."""
         for part in self.folder.glob(".checkpoint-*.part"):
             part.unlink(missing_ok=True)  # a writer died here
         checkpoints = list_checkpoints(self.folder)
@@ -167,10 +154,8 @@ class Checkpoints:
             except (BadWeights, OSError, ValueError, KeyError) as error:
                 on_damaged(f"{path} is damaged and skipped: {first_line(error)}")
         if checkpoints:  # starting over would in time replace what may still be recovered
-            raise InvalidInput(
-                f"all checkpoints in {self.folder} are damaged",
-                hint=f"to start over, delete {self.folder} or choose another --output",
-            )
+            hint = f"to start over, delete {self.folder} or choose another --output"
+            raise InvalidInput(f"all checkpoints in {self.folder} are damaged", hint=hint)
         return None
 
     def _read(self, path: Path, step: int) -> Checkpoint:
@@ -202,19 +187,15 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
     `transformer` may be on meta. Another alpha is made up for by the second matrix. Raises
     BadWeights, or InvalidInput for an adapter of another model, rank or set of layers.
     """
-    adapted: dict[str, Any] = {
-        name: module
-        for name, module in transformer.named_modules()
-        if ADAPTER_NAME in getattr(module, "lora_A", ())
-    }
+    named: Iterator[tuple[str, Any]] = transformer.named_modules()
+    adapted = {name: part for name, part in named if ADAPTER_NAME in getattr(part, "lora_A", ())}
     layers = read_adapter(path, adapted, family.transformer_class).layers
     if different := sorted(layers.keys() ^ adapted.keys()):
         whose = "the plan does not adapt" if different[0] in layers else "it does not have"
         more = f", and {len(different) - 1} more" if len(different) > 1 else ""
         message = f"{path} adapts other layers than the plan: {different[0]}, which {whose}{more}"
-        raise InvalidInput(
-            message, hint="plan with the adapter's own --targets, for the model that it belongs to"
-        )
+        hint = "plan with the adapter's own --targets, for the model that it belongs to"
+        raise InvalidInput(message, hint=hint)
     values = {}
     for name, layer in layers.items():
         module = adapted[name]
@@ -222,36 +203,25 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
         vectors = module.lora_magnitude_vector
         magnitude = vectors[ADAPTER_NAME].weight if ADAPTER_NAME in vectors else None
         if (layer.magnitude is None) != (magnitude is None):
-            kinds = ("a LoRA", "a DoRA") if layer.magnitude is None else ("a DoRA", "a LoRA")
-            message = f"{path} is {kinds[0]}, the plan trains {kinds[1]}"
-            raise InvalidInput(
-                message, hint=f"plan with --adapter {'lora' if layer.magnitude is None else 'dora'}"
-            )
+            own, other = ("LoRA", "DoRA") if layer.magnitude is None else ("DoRA", "LoRA")
+            message = f"{path} is a {own}, the plan trains a {other}"
+            raise InvalidInput(message, hint=f"plan with --adapter {own.lower()}")
         if layer.rank != len(down):
-            raise InvalidInput(
-                f"{path} has rank {layer.rank}, the plan {len(down)}",
-                hint=f"plan --rank {layer.rank}",
-            )
+            message = f"{path} has rank {layer.rank}, the plan {len(down)}"
+            raise InvalidInput(message, hint=f"plan --rank {layer.rank}")
         if layer.down.shape != down.shape or layer.up.shape != up.shape:
-            raise InvalidInput(
-                f"{path} is for another model: {name} differs in shape",
-                hint="name that model's adapter",
-            )
+            message = f"{path} is for another model: {name} differs in shape"
+            raise InvalidInput(message, hint="name that model's adapter")
         scale = layer.alpha / layer.rank / module.scaling[ADAPTER_NAME]
         if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
-            raise BadWeights(
-                f"{path}: {name} has values that are not finite", hint="take an earlier checkpoint"
-            )
+            message = f"{path}: {name} has values that are not finite"
+            raise BadWeights(message, hint="take an earlier checkpoint")
         if magnitude is not None and layer.magnitude is not None:
-            values[f"{name}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = (
-                layer.magnitude.float().reshape_as(magnitude)
-            )
+            vector = f"{name}.lora_magnitude_vector.{ADAPTER_NAME}.weight"
+            values[vector] = layer.magnitude.float().reshape_as(magnitude)
         values[f"{name}.lora_A.{ADAPTER_NAME}.weight"] = layer.down.float()
         values[f"{name}.lora_B.{ADAPTER_NAME}.weight"] = layer.up.float() * scale
     return values
-
-
-EXPORT_FILE = "{}_lora_weights.safetensors"
 
 
 def save_trained(
@@ -263,16 +233,12 @@ def save_trained(
     training_steps: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the adapter's fp32 masters in `dtype`, atomically, with their origin as metadata.
-
-    rsLoRA's scale is written as the alpha that gives it: a LoRA to whoever reads the file.
-    """
-    dtype = dtype or torch.float32
+    """Write the adapter's fp32 masters; rsLoRA's scale becomes the alpha that any reader knows."""
     from peft.utils import get_peft_model_state_dict
 
     masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
     named = {
-        name: masters[id(p)].detach().to(dtype)
+        name: masters[id(p)].detach().to(dtype or torch.float32)
         for name, p in model.transformer.named_parameters()
         if id(p) in masters
     }
@@ -284,9 +250,7 @@ def save_trained(
         alpha=workload.lora_alpha * (workload.rank**0.5 if workload.adapter == "rslora" else 1),
         training_steps=training_steps,
     )
-    state = get_peft_model_state_dict(
-        model.transformer, state_dict=named, adapter_name=ADAPTER_NAME
-    )
+    state = get_peft_model_state_dict(model.transformer, named, adapter_name=ADAPTER_NAME)
     save_adapter(path, state, info, model.family.adapter_component)
 
 
@@ -294,7 +258,7 @@ def export_trained(adapter: Path, to: AdapterFormat) -> Path:
     """Write an adapter in another format beside itself; return that file, or its own."""
     if to == "diffusers":
         return adapter
-    written = adapter.with_name(EXPORT_FILE.format(to))
+    written = adapter.with_name(f"{to}_lora_weights.safetensors")
     write_adapter(written, read_adapter(adapter), to)
     return written
 
@@ -304,11 +268,10 @@ def judge_adapter(
 ) -> AdapterVerdict:
     """Tell which layers of an adapter file moved; those below `last_block` may stay zero."""
     norms = {name: update_norm(layer) for name, layer in read_adapter(adapter).layers.items()}
+    unmoved = [name for name, norm in norms.items() if norm == 0]
     return AdapterVerdict(
         num_layers=len(norms),
-        num_unmoved=sum(
-            norm == 0 and not name.startswith(f"{last_block}.") for name, norm in norms.items()
-        ),
+        num_unmoved=sum(not name.startswith(f"{last_block}.") for name in unmoved),
         num_not_finite=sum(not math.isfinite(norm) for norm in norms.values()),
         layer_norms={name: norm if math.isfinite(norm) else 0.0 for name, norm in norms.items()},
         base_loss=base_loss,
@@ -320,8 +283,6 @@ def update_norm(layer: LoraLayer) -> float:
     """Return the norm of up @ down * alpha / rank without the product: |UD|^2 = <U'U, DD'>."""
     down, up = layer.down.double(), layer.up.double()
     squared = float(((up.T @ up) * (down @ down.T)).sum())
-    return (
-        math.sqrt(max(squared, 0.0)) * layer.alpha / layer.rank
-        if math.isfinite(squared)
-        else math.nan
-    )
+    if not math.isfinite(squared):
+        return math.nan
+    return math.sqrt(max(squared, 0.0)) * layer.alpha / layer.rank

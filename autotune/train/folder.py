@@ -29,37 +29,15 @@ PREVIEWS = "previews"
 # With the number of steps taken, and of the prompt.
 PREVIEW_NAME = re.compile(r"step-(\d{1,9})-(\d{1,2})\.png")
 LOCK_FILE = ".lock"
-
 # Fields of a job that may differ when a run is resumed: outputs, and paths whose content other
 # digests cover.
-CHANGEABLE_FIELDS = frozenset(
-    [
-        "model",
-        "base",
-        "vae",
-        "text_encoders",
-        "revision",
-        "data",
-        "control",
-        "caption",
-        "trigger",
-        "output",
-        "cache",
-        "save_dtype",
-        "adapter_format",
-        "report_to",
-        "preview_prompts",
-        "preview_steps",
-        "preview_every",
-        "validation",
-        "validation_every",
-        "keep_best",
-        "checkpointing_steps",
-        "checkpointing_epochs",
-        "checkpoints_total_limit",
-        "checkpoints_keep_every",
-    ]
-)
+CHANGEABLE_FIELDS = frozenset((
+    "model", "base", "vae", "text_encoders", "revision", "data", "control", "caption", "trigger",
+    "output", "cache", "save_dtype", "adapter_format", "report_to", "preview_prompts",
+    "preview_steps", "preview_every", "validation", "validation_every", "keep_best",
+    "checkpointing_steps", "checkpointing_epochs", "checkpoints_total_limit",
+    "checkpoints_keep_every",
+))  # fmt: skip
 
 # Rates that do not depend on the number of steps: such a run may be made longer.
 OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
@@ -86,11 +64,10 @@ def compute_run_key(
 def claim_folder(
     plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: bool = True
 ) -> FileLock:
-    """Create the output folder or take over a resumed run's; it is locked until the lock's release.
+    """Create the output folder, or take over a resumed run's, and lock it.
 
     The operating system frees the lock of a dead process. With `lock` False the folder is only
-    checked: another process of the run holds it. Raises InvalidInput, or AutotuneError if the disk
-    has less free than is left to write of `needed_bytes`.
+    checked, for another process of the run that holds it.
     """
     folder = Path(plan.job.output)
     require_separate_output(plan.job)
@@ -105,12 +82,9 @@ def claim_folder(
                 part.unlink(missing_ok=True)
             write_plan(folder / RUN_PLAN_FILE, plan)
         hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
-        needed_bytes -= sum(
-            path.stat().st_size for path in list_checkpoints(folder / CHECKPOINTS).values()
-        )
-        require_free_disk(
-            folder, needed_bytes, "what a run writes, checkpoints and adapter,", hint=hint
-        )
+        needed_bytes -= sum(path.stat().st_size for path in checkpoints_of(folder))
+        what = "what a run writes, checkpoints and adapter,"
+        require_free_disk(folder, needed_bytes, what, hint=hint)
     except Timeout as error:
         raise InvalidInput(
             f"another run is writing to {folder} now",
@@ -118,10 +92,8 @@ def claim_folder(
         ) from error
     except OSError as error:
         folder_lock.release()
-        raise InvalidInput(
-            f"cannot write to the output folder {folder}: {error.strerror}",
-            hint="choose another with --output",
-        ) from error
+        message = f"cannot write to the output folder {folder}: {error.strerror}"
+        raise InvalidInput(message, hint="choose another with --output") from error
     except AutotuneError:
         folder_lock.release()  # here: who keeps the error keeps what this function had
         raise
@@ -136,11 +108,9 @@ def require_separate_output(job: Job) -> None:
     sources += [("data", place) for place in (list_places(job.data) if job.data else ())]
     for source, path in sources:
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
-            raise InvalidInput(
-                f"the output folder {folder} lies in the {source} folder, so what a run writes "
-                f"would be taken for {source}",
-                hint="choose another with --output",
-            )
+            why = f"so what a run writes would be taken for {source}"
+            message = f"the output folder {folder} lies in the {source} folder, {why}"
+            raise InvalidInput(message, hint="choose another with --output")
 
 
 def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
@@ -148,17 +118,14 @@ def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
     folder, other = Path(plan.job.output), "choose another folder with --output"
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
     changed: list[str] | None = None
-    with contextlib.suppress(
-        InvalidPlan
-    ):  # absent or damaged: checkpoints carry the run's key, too
+    # Absent or damaged: checkpoints carry the run's key, too.
+    with contextlib.suppress(InvalidPlan):
         before, now = list_fixed_fields(read_plan(folder / RUN_PLAN_FILE)), list_fixed_fields(plan)
         changed = [name for name in before | now if before.get(name) != now.get(name)]
     if resume and checkpoints:
         if changed:
-            raise InvalidInput(
-                f"{folder} was started with another {', '.join(changed)}",
-                hint=f"resume with the plan and options it was started with, or {other}",
-            )
+            hint = f"resume with the plan and options it was started with, or {other}"
+            raise InvalidInput(f"{folder} was started with another {', '.join(changed)}", hint=hint)
         return
     if (report := read_report(folder)) and changed == []:
         is_open_ended = plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS
@@ -170,10 +137,8 @@ def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
     if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not checkpoints):
         raise InvalidInput(f"{folder} holds the adapter of another run", hint=other)
     if checkpoints:
-        raise InvalidInput(
-            f"{folder} holds the checkpoints of a run that did not end",
-            hint=f"go on with it: add --resume; or {other}",
-        )
+        hint = f"go on with it: add --resume; or {other}"
+        raise InvalidInput(f"{folder} holds the checkpoints of a run that did not end", hint=hint)
 
 
 def finished_report(plan: TrainingPlan, dataset: Dataset) -> RunReport | None:
@@ -204,9 +169,8 @@ def comparison_file(adapter: str, number: int) -> str:
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
     """List the checkpoints in `folder` by step, oldest first."""
-    matches = (
-        (CHECKPOINT_PATTERN.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")
-    )
+    files = folder.glob("checkpoint-*")
+    matches = ((CHECKPOINT_PATTERN.fullmatch(path.name), path) for path in files)
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 

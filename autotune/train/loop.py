@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from autotune.system.process import catch_stop_signals
 from autotune.train.checkpoint import Checkpoint, Checkpoints
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, apply_settings, eager_eval
-from autotune.train.monitor import Monitor, profile_steps
+from autotune.train.monitor import MORE_TO_SPARE, Monitor, profile_steps
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.processes import Processes
 from autotune.train.step import (
@@ -45,8 +45,7 @@ EVALUATION_STEPS = 4
 
 
 class TrainingLoop:
-    """The steps of one run: the same order and noise whatever the micro-batch size, processes
-    and interruptions."""
+    """The steps of one run, equal for any micro-batch size, processes and interruptions."""
 
     def __init__(
         self,
@@ -68,9 +67,7 @@ class TrainingLoop:
         self.plan, self.model, self.encoded = plan, model, encoded
         self.processes, self.checkpoints, self.monitor = processes, checkpoints, monitor
         self.metrics, self.on_event = metrics, on_event
-        self.preview = preview
-        self.stop_reason = stop_reason
-        self.trace = trace
+        self.preview, self.stop_reason, self.trace = preview, stop_reason, trace
         self.settings, self.fallbacks = plan.frozen.settings, plan.frozen.fallbacks
         # As steps call it: wrapped, with several processes.
         self.network = model.transformer
@@ -94,29 +91,22 @@ class TrainingLoop:
             ema_decay=plan.frozen.workload.ema_decay,
         )
         self.rate = LearningRate(self.optimizer.inner, job, self.num_steps, order.epoch_steps)
-        shift = (
-            model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
-        )
-        self.noising = Noising(
-            job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise
-        )
+        given = job.timestep_shift
+        shift = model.family.shift_at if given == "by_resolution" else given
+        noise = job.timestep_sampling, job.weighting_scheme, model.noise
+        self.noising = Noising(job.seed, shift, *noise)
         self.windows = make_windows(model, encoded, order, self.noising, processes, self._to_device)
-        self.first_step = self._resume(checkpoint) if checkpoint else 0
-        known = checkpoint.state if checkpoint else {}
-        if checkpoint:
-            self.monitor.load_gradient_state(known["gradients"])
         meter = HeldOutLoss(model, held_out, self.noising, self._to_device) if held_out else None
         self.validation = Validation(
-            meter,
-            job,
-            self.num_steps,
-            self.optimizer,
-            processes,
-            checkpoints,
-            monitor,
-            self._warn,
-            known.get("validation"),
+            meter, job, self.num_steps, self.optimizer, processes, checkpoints, monitor, self._warn
         )
+        self.first_step = checkpoint.step if checkpoint else 0
+        if checkpoint:
+            state = checkpoint.state
+            self.optimizer.load_state(checkpoint.tensors, state["optimizer"])
+            self.rate.load_state(state["rate"])
+            monitor.load_gradient_state(state["gradients"])
+            self.validation.load_state(state["validation"])
         self.done = self.first_step
         # Measures memory: the second step with the settings in use.
         self.measured_step = self.first_step + 1
@@ -124,26 +114,17 @@ class TrainingLoop:
         self.warnings: list[str] = []
         self._first_finish: tuple[float, int] | None = None
 
-    def _resume(self, checkpoint: Checkpoint) -> int:
-        self.optimizer.load_state(checkpoint.tensors, checkpoint.state.get("optimizer", {}))
-        self.rate.load_state(checkpoint.state["rate"])
-        return checkpoint.step
-
     def run(self) -> None:
-        """Take every remaining step; if memory runs out, go on with the plan's next safer
-        settings."""
+        """Take every remaining step; if memory runs out, go on with safer settings of the plan."""
         is_single = self.processes.world_size == 1
         if not is_single:
             self._replicate()
         self.validation.start(self.settings.micro_batch_size)
-        if (
-            0 < self.first_step < self.num_steps
-        ):  # what stopped the run may have stopped this preview
+        # What stopped the run may have stopped this preview.
+        if 0 < self.first_step < self.num_steps:
             self._preview_if_due()
-        with (
-            catch_stop_signals(second_ends=is_single) as signal_name,
-            profile_steps(self.trace) as trace,
-        ):
+        catching = catch_stop_signals(second_ends=is_single)
+        with catching as signal_name, profile_steps(self.trace) as trace:
             self.monitor.start()
             while self.done < self.num_steps:
                 try:
@@ -174,28 +155,24 @@ class TrainingLoop:
                 stopping = self.processes.is_any(reason is not None)
                 self._save_and_preview(stopping=stopping)
                 if stopping:
+                    where = f"after step {self.done} of {self.num_steps}"
                     raise Preempted(
-                        f"stopped by {reason or 'a signal'} after step {self.done} of "
-                        f"{self.num_steps}; "
-                        "a checkpoint is written",
+                        f"stopped by {reason or 'a signal'} {where}; a checkpoint is written",
                         hint="go on from there: run the same command with --resume",
                     )
 
     def _make_loader(self) -> BatchLoader:
-        settings, processes, steps = (
-            self.settings,
-            self.processes,
-            range(self.done, self.num_steps),
-        )
-        batches = self.order.batches(
-            steps, settings.micro_batch_size, rank=processes.rank, world_size=processes.world_size
-        )
+        settings, processes = self.settings, self.processes
+        steps, size = range(self.done, self.num_steps), settings.micro_batch_size
+        rank, world_size = processes.rank, processes.world_size
+        batches = self.order.batches(steps, size, rank=rank, world_size=world_size)
+        workers, is_pinned = settings.data_workers, settings.batch_memory == "pinned"
         return BatchLoader(
             self.encoded.sample,
             batches,
             self.model.collate,
-            num_workers=settings.data_workers,
-            pin_memory=settings.batch_memory == "pinned",
+            num_workers=workers,
+            pin_memory=is_pinned,
         )
 
     def _report(self, event: StepFinished) -> None:
@@ -214,11 +191,9 @@ class TrainingLoop:
         loaded = reload_key(self.settings)
         fitting = [fallback for fallback in self.fallbacks if reload_key(fallback) == loaded]
         if not fitting:
-            raise AutotuneError(
-                f"memory ran out at step {self.done + 1}, and the plan names no safer settings "
-                "that need no reload",
-                hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
-            )
+            none = "the plan names no safer settings that need no reload"
+            message = f"memory ran out at step {self.done + 1}, and {none}"
+            raise AutotuneError(message, hint=MORE_TO_SPARE)
         self.fallbacks = tuple(fitting[1:])
         self._change_settings(fitting[0], "memory ran out")
 
@@ -242,16 +217,18 @@ class TrainingLoop:
         ending = stopping or done == self.num_steps
         is_due = ending or (every and done % every == 0)
         if is_due and self.processes.is_first:
-            self.checkpoints.save(done, self.optimizer.state(), self._state())
+            state = {
+                "rate": self.rate.state(),
+                "optimizer": self.optimizer.numbers(),
+                "gradients": self.monitor.gradient_state(),
+                "validation": self.validation.state(),
+            }
+            self.checkpoints.save(done, self.optimizer.state(), state)
         if ending:
             self.checkpoints.finish()
             self.processes.wait()
         else:
             self._preview_if_due()
-
-    def _state(self) -> dict[str, Any]:
-        own = {"gradients": self.monitor.gradient_state(), "validation": self.validation.state()}
-        return {"rate": self.rate.state(), "optimizer": self.optimizer.numbers(), **own}
 
     def _preview_if_due(self) -> None:
         every = self.job.preview_every
@@ -262,7 +239,6 @@ class TrainingLoop:
             self.processes.wait()
 
     def _timed_step(self, step: int, batches: Iterator[Batch], loader: BatchLoader) -> StepFinished:
-        """One step; the second with the settings in use also measures memory."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         take = partial(self._step, step, batches)
         if step == self.measured_step:
@@ -271,9 +247,8 @@ class TrainingLoop:
         else:
             outcome = take()
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
-        can_change = (
-            self.settings.attention not in SAFE_ATTENTION and self.processes.world_size == 1
-        )
+        is_single = self.processes.world_size == 1
+        can_change = is_single and self.settings.attention not in SAFE_ATTENTION
         # Before anything is written: the newest checkpoint is a good one.
         require_finite(outcome, step + 1, can_change_attention=can_change)
         self.rate.step(outcome.loss)
@@ -345,19 +320,14 @@ class TrainingLoop:
                 self.optimizer.discard_step()
 
     def _loss_of_one(self, network: nn.Module) -> Tensor:
-        processes, encoded, step = (
-            self.processes,
-            self.encoded,
-            min(self.done, self.num_steps - 1),
-        )
+        step = min(self.done, self.num_steps - 1)
+        rank, world_size = self.processes.rank, self.processes.world_size
         if self.windows:
             self.windows.prepare(step)
-        first = self.order.micro_batches(
-            step, 1, rank=processes.rank, world_size=processes.world_size
-        )[0]
-        sample = encoded.sample(*first.draws[0])
+        first, *_ = self.order.micro_batches(step, 1, rank=rank, world_size=world_size)
+        sample = self.encoded.sample(*first.draws[0])
         batch = self._to_device(self.model.collate([sample]))
-        position = processes.rank * (self.order.effective_batch_size // processes.world_size)
+        position = rank * (self.order.effective_batch_size // world_size)
         return self.noising.loss(self.model.family, network, batch, step, position)
 
     def _take_images(self, number: int, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -367,29 +337,24 @@ class TrainingLoop:
             yield self._to_device(batch)
 
     def _to_device(self, batch: Batch) -> Batch:
-        on_device = to_device(batch, self.model.device, self.model.dtype)
+        device, count = self.model.device, len(batch["latents"])
+        on_device = to_device(batch, device, self.model.dtype)
         if (guidance := self.job.guidance_scale) is not None:
-            on_device["guidance"] = torch.full(
-                (len(batch["latents"]),), guidance, device=self.model.device
-            )
+            on_device["guidance"] = torch.full((count,), guidance, device=device)
         return on_device
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean loss on images and noise of the steps after the last, unseen in
-        training."""
+        """Return the mean loss on images and noise of the steps after the last."""
         family, transformer, total = self.model.family, self.model.transformer, 0.0
         for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
             position = 0
             if self.windows:
                 self.windows.prepare(step)
             for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
-                batch = self._to_device(
-                    self.model.collate([self.encoded.sample(index) for index in planned.indices])
-                )
-                total += (
-                    float(self.noising.loss(family, transformer, batch, step, position))
-                    * planned.weight
-                )
+                samples = [self.encoded.sample(index) for index in planned.indices]
+                batch = self._to_device(self.model.collate(samples))
+                loss = self.noising.loss(family, transformer, batch, step, position)
+                total += float(loss) * planned.weight
                 position += len(planned.indices)
         return total / EVALUATION_STEPS

@@ -1,7 +1,6 @@
 """Metrics of a run: a line of `metrics.jsonl` per step, and a tracker's curves.
 
-wandb is used through accelerate. Its TensorBoard tracker flushes after every call, which slows
-short steps down, so TensorBoard's own writer is used.
+TensorBoard's own writer is used: accelerate's flushes after every call, which slows steps down.
 """
 
 import threading
@@ -76,39 +75,32 @@ class Metrics:
             self._tracker.finish()
 
     def add_previews(self, step: int, files: Sequence[Path]) -> None:
+        named = {f"preview {number}": file for number, file in enumerate(files, start=1)}
         with self._without_failing_tracker():
-            self._tracker.show(
-                {f"preview {number}": file for number, file in enumerate(files, start=1)}, step
-            )
+            self._tracker.show(named, step)
 
     def add(self, event: StepFinished) -> None:
         self.losses.append(event.loss)
         self.seconds.append(event.seconds)
         self._file.write(_line(event))
         self._file.flush()
+        values = zip(CURVES, NUMBERS(event), strict=True)
+        known = {name: value for name, value in values if value is not None}
         with self._without_failing_tracker():
-            values = zip(CURVES, NUMBERS(event), strict=True)
-            self._tracker.log(
-                {name: value for name, value in values if value is not None}, event.step
-            )
+            self._tracker.log(known, event.step)
 
 
 def read_metrics(
     path: Path, on_damage: Callable[[str], None] = lambda text: None
 ) -> list[StepFinished]:
-    """Read the recorded steps, up to the first damaged line.
-
-    `on_damage` hears why there are no more, unless the file ends or a kill cut the line short.
-    """
+    """Read the steps up to the first damaged line, and tell `on_damage` unless a kill cut it."""
     events: list[StepFinished] = []
     try:
         with open_regular(path) as lines:
             while line := lines.readline(MAX_LINE_BYTES):
                 if (event := _step_in(line)) is None:
-                    is_cut_short = (
-                        line.startswith(b"{") and not line.endswith(b"\n") and not lines.read(1)
-                    )
-                    if not is_cut_short:
+                    is_part = line.startswith(b"{") and not line.endswith(b"\n")
+                    if not is_part or lines.read(1):
                         where = f"{path.name} is damaged in line {len(events) + 1}"
                         on_damage(f"{where}: no step from there on is known.")
                     break
@@ -135,10 +127,8 @@ def _line(event: StepFinished) -> str:
 def require_tracker(report_to: str) -> None:
     """Raise InvalidInput if a job reports to a package that is not installed."""
     if report_to != "none" and find_spec(report_to) is None:
-        raise InvalidInput(
-            f"the job reports to {report_to}, which is not installed",
-            hint=f"pip install {report_to}, or set report_to in the plan's job to none",
-        )
+        hint = f"pip install {report_to}, or set report_to in the plan's job to none"
+        raise InvalidInput(f"the job reports to {report_to}, which is not installed", hint=hint)
 
 
 def _wandb(folder: Path, resumed_at: int) -> Tracker:
@@ -163,9 +153,8 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
 
     _mute_writers()
     # TensorBoard drops steps after the checkpoint, which the start that died may have logged.
-    writer: Any = SummaryWriter(
-        str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30
-    )
+    target, purge_step = str(folder / TRACKER_FOLDER), resumed_at + 1
+    writer: Any = SummaryWriter(target, purge_step=purge_step, flush_secs=30)
 
     def log(values: dict[str, float], step: int) -> None:
         # As one event: with `add_scalar` each value would be one, which slows a short step down.
@@ -177,11 +166,8 @@ def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
         for name, file in files.items():
             with Image.open(file) as opened:
                 size = {"width": opened.width, "height": opened.height, "colorspace": 3}
-            pictures.append(
-                Summary.Value(
-                    tag=name, image=Summary.Image(encoded_image_string=file.read_bytes(), **size)
-                )
-            )
+            image = Summary.Image(encoded_image_string=file.read_bytes(), **size)
+            pictures.append(Summary.Value(tag=name, image=image))
         writer.file_writer.add_summary(Summary(value=pictures), step)
 
     return Tracker(log, show, writer.close)

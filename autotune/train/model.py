@@ -1,11 +1,11 @@
-"""Builds what is trained: the transformer with frozen weights as the settings say, and the
-adapter."""
+"""Builds what is trained: the transformer as the settings say, and the adapter."""
 
 import contextlib
 import os
 import platform
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,9 @@ from autotune.plan.candidate import Candidate, QuantizationError
 from autotune.plan.workload import Quality, Workload
 from autotune.system.files import cache_path
 from autotune.train.processes import shard_on_arrival
+from autotune.weights import stream
 from autotune.weights.files import WeightSource
-from autotune.weights.stream import (
-    DtypePolicy,
-    Transform,
-    build_empty,
-    check_source,
-    draw_random,
-    fill_random,
-    from_pretrained_dtypes,
-    load_into,
-    stream_tensors,
-)
+from autotune.weights.stream import DtypePolicy, Transform
 
 RANDOM_SEED = 0
 # One for each shape and one for all others, again for micro-batches of one and for masks.
@@ -73,10 +64,7 @@ def load_model(
     *,
     shards: int = 1,
 ) -> TrainingModel:
-    """Load the transformer, quantize it, add the adapter and apply all other settings.
-
-    Raises BadWeights, or QualityMissed if quantization changes the weights too much.
-    """
+    """Load the transformer, quantized within the quality floor, with adapter and settings."""
     dtype = torch_dtype(settings.precision)
     transformer, error = load_transformer(model, settings, device, shards=shards)
     require_quality(error, workload.quality, settings.quantization)
@@ -113,16 +101,14 @@ def find_token_multiple(settings: Candidate, device: torch.device) -> int:
     """Return what masked sequences are padded to a multiple of, for the settings' kernel."""
     if device.type != "cuda":
         return 1
-    capability, cudnn, how = (
-        torch.cuda.get_device_capability(device),
-        cudnn_version(),
-        settings.precision,
+    kernel = cuda_kernel(
+        settings.attention,
+        masked=True,
+        precision=settings.precision,
+        capability=torch.cuda.get_device_capability(device),
+        cudnn=cudnn_version(),
     )
-    return token_multiple(
-        cuda_kernel(
-            settings.attention, masked=True, precision=how, capability=capability, cudnn=cudnn
-        )
-    )
+    return token_multiple(kernel)
 
 
 def apply_knobs(
@@ -161,15 +147,14 @@ def load_transformer(
 ) -> tuple[nn.Module, QuantizationError | None]:
     """Stream the weights in, quantizing each layer as it loads, and measure the error.
 
-    Without files the architecture gets random weights, which suffice to measure memory and time.
+    Without files they are random, which suffices to measure memory and time.
     """
     family, dtype = model.family, torch_dtype(settings.precision)
     if device.type == "cuda":
-        torch.set_float32_matmul_precision(
-            "high"
-        )  # TF32 for what stays in fp32, in trials and training alike
-    transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
-    policy = from_pretrained_dtypes(transformer, dtype)
+        # TF32 for what stays in fp32, in trials and training alike.
+        torch.set_float32_matmul_precision("high")
+    transformer = stream.build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
+    policy = stream.from_pretrained_dtypes(transformer, dtype)
     source = None if model.folder is None else model.open_transformer()
     if settings.modulation == "ahead":
         source = _leave_modulation(family, transformer, source, settings.loader, device, policy)
@@ -182,23 +167,11 @@ def load_transformer(
         transform = meter.wrap(transform)
     if settings.swapped_blocks:  # after the error is measured on the device
         transform = offload_on_arrival(family, transformer, settings.swapped_blocks, transform)
+    how: Any = {"device": str(device), "dtype_policy": policy, "transform": transform}
     if source is None:
-        fill_random(
-            transformer,
-            device=str(device),
-            seed=RANDOM_SEED,
-            dtype_policy=policy,
-            transform=transform,
-        )
-        return transformer.eval(), None
-    load_into(
-        transformer,
-        source,
-        loader=settings.loader,
-        device=str(device),
-        dtype_policy=policy,
-        transform=transform,
-    )
+        stream.fill_random(transformer, seed=RANDOM_SEED, **how)
+    else:
+        stream.load_into(transformer, source, loader=settings.loader, **how)
     return transformer.eval(), meter.result()
 
 
@@ -210,25 +183,22 @@ def _leave_modulation(
     device: torch.device,
     policy: DtypePolicy,
 ) -> WeightSource | None:
-    """Take the modulation layers out of an empty transformer; return the files of what is left.
-
-    Their own are read whenever a window needs them, or are as random as without files.
-    """
+    """Take the modulation layers out of an empty transformer, to be read for each window."""
     if source is not None:
-        check_source(transformer, source)
+        stream.check_source(transformer, source)
     ahead = take_layers(family, transformer)
     layers = ahead.tensors
     own = None if source is None else source.select(layers.__contains__)
 
-    def stream() -> Generator[tuple[str, Tensor]]:
+    def read_layers() -> Generator[tuple[str, Tensor]]:
         if own is None:
             for name, like in layers.items():
-                drawn = draw_random(name, like, device, RANDOM_SEED)
+                drawn = stream.draw_random(name, like, device, RANDOM_SEED)
                 yield name, drawn.to(policy(name, drawn.dtype))
             return
-        yield from stream_tensors(own, loader=loader, device=device, dtype_policy=policy)
+        yield from stream.stream_tensors(own, loader=loader, device=device, dtype_policy=policy)
 
-    ahead.connect(stream, policy)
+    ahead.connect(read_layers, policy)
     return None if source is None else source.select(lambda name: name not in layers)
 
 
@@ -236,7 +206,6 @@ def _leave_modulation(
 # distributions have 0.9 to 1.9% as int8 with a scale per row, 2.6% as float8 (e4m3), 9.2 to 10.4%
 # as nf4 in blocks of 64: above its limit a block has outliers that the format cannot represent.
 MAX_BLOCK_ERROR: Mapping[Quality, float] = {"exact": 0.0, "high": 0.05, "compact": 0.15}
-
 NUM_INPUTS = 32
 
 
@@ -285,12 +254,10 @@ class ErrorMeter:
 def require_quality(error: QuantizationError | None, quality: Quality, quantization: str) -> None:
     """Raise QualityMissed if the error of a block is above the quality floor's limit."""
     if error is not None and error.worst > MAX_BLOCK_ERROR[quality]:
-        raise QualityMissed(
-            f"quantized as {quantization}, block {error.worst_block} of this model is "
-            f"{error.worst:.1%} off its real "
-            f"outputs; --quality {quality} allows {MAX_BLOCK_ERROR[quality]:.0%}",
-            hint=f"make the plan again with --exclude quantization={quantization}",
-        )
+        block = f"block {error.worst_block} of this model is {error.worst:.1%} off its real outputs"
+        allowed = f"--quality {quality} allows {MAX_BLOCK_ERROR[quality]:.0%}"
+        hint = f"make the plan again with --exclude quantization={quantization}"
+        raise QualityMissed(f"quantized as {quantization}, {block}; {allowed}", hint=hint)
 
 
 def _ratio(squared_error: float, squared_norm: float) -> float:
@@ -300,9 +267,7 @@ def _ratio(squared_error: float, squared_norm: float) -> float:
 
 def _inputs(layer: nn.Linear) -> torch.Tensor:
     generator = torch.Generator().manual_seed(layer.in_features)
-    return torch.randn(NUM_INPUTS, layer.in_features, generator=generator).to(
-        layer.weight.device, layer.weight.dtype
-    )
+    return torch.randn(NUM_INPUTS, layer.in_features, generator=generator).to(layer.weight)
 
 
 @torch.no_grad()

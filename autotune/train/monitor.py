@@ -28,48 +28,34 @@ from autotune.machine.sources import available_bytes, host_available_bytes, memo
 from autotune.plan.candidate import PhasePeak
 from autotune.plan.hardware import HardwareProfile, MemoryKind, shares_host_memory
 from autotune.plan.plan import FrozenPart
-from autotune.system.lazy import torch
-from autotune.system.memory import (
-    allocated_bytes,
-    device_peak_bytes,
-    host_peak_bytes,
-    reset_host_peak,
-    trim_heap,
-)
+from autotune.system import memory
+from autotune.system.lazy import torch  # a watching process loads none
 
 # Share of the budget above which one fragmented allocation may end a run.
 ALARM_SHARE = 0.85
-
 # Runs planned to fill their budget cause a warning only this far above the plan.
 PEAK_TOLERANCE = 1.05
-
 WINDOW_STEPS = 50
 NUM_WINDOWS = 6
 # Growth over all windows, each higher than the last, that counts as a leak: a process's memory
 # wavers by less.
 LEAK_SHARE = 0.05
-
 # Spilling to the host makes steps 5 to 20 times slower.
 SPILL_FACTOR = 3.0
 # Share of a card's memory, taken by whomever, above which steps may be slow for want of it.
 NEAR_FULL = 0.9
 # The median counts: one step alone waits for a disk or another program.
 SPILL_STEPS = 5
-
 # Norms this many times the median of the steps before are spikes.
 SPIKE_FACTOR = 10.0
 SPIKE_WINDOW = 100
 MIN_SPIKE_STEPS = 20
-
 # First steps of a start that do not count as steady.
 NUM_WARMUP_STEPS = 2
-
 # The steps before them allocate and warm up.
 TRACED_STEPS = range(3, 6)
-
-EXPANDABLE = (
-    "plan again with segments that grow: autotune plan --from PLAN --pin allocator=expandable"
-)
+RETRIES = "the allocator ran out of memory and started over: steps wait for it, and may fail"
+EXPANDABLE = "grow its segments: autotune plan --from PLAN --pin allocator=expandable"
 MORE_TO_SPARE = "plan again with more to spare: autotune plan --from PLAN --reserve 2GiB"
 
 
@@ -96,24 +82,16 @@ def allocator_retries(device: torch.device) -> int:
 
 def read_memory(device: torch.device) -> MemoryReading:
     """Read a device's memory now."""
-    held = allocated_bytes(device)
+    held = memory.allocated_bytes(device)
     if device.type != "cuda":
-        return MemoryReading(held, max(held, device_peak_bytes(device) or 0))
+        return MemoryReading(held, max(held, memory.device_peak_bytes(device) or 0))
     free, total = torch.cuda.mem_get_info(device)
-    return MemoryReading(
-        held,
-        torch.cuda.max_memory_reserved(device),
-        torch.cuda.memory_reserved(device),
-        allocator_retries(device),
-        1 - free / total,
-    )
+    peak, reserved = torch.cuda.max_memory_reserved(device), torch.cuda.memory_reserved(device)
+    return MemoryReading(held, peak, reserved, allocator_retries(device), 1 - free / total)
 
 
 class Monitor:
-    """Measurements and warnings of a run's process; each warning is given once.
-
-    `can_spill` says that the driver moves memory to the host.
-    """
+    """Measurements and warnings of a run's process; each warning is given once."""
 
     def __init__(
         self,
@@ -161,10 +139,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a phase; entered again, it adds to its time and keeps its higher peak.
-
-        In nested phases memory counts for the innermost alone, time for all.
-        """
+        """Measure a phase; nested memory counts for the innermost phase alone, time for all."""
         if self._nested:
             self._record(self._nested[-1], 0.0)
         self._nested.append(name)
@@ -177,22 +152,21 @@ class Monitor:
             self._reset_peaks()  # nor is what this one has freed the next one's
 
     def _reset_peaks(self) -> None:
-        trim_heap()
+        memory.trim_heap()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        reset_host_peak()
+        memory.reset_host_peak()
 
     def _record(self, name: str, seconds: float) -> None:
-        before = self.peaks.get(name)
-        bytes_now = {
-            "device_bytes": device_peak_bytes(self.device),
-            "host_bytes": host_peak_bytes(),
-        }
-        for field, now in bytes_now.items() if before else ():
-            known = [size for size in (now, getattr(before, field)) if size is not None]
-            bytes_now[field] = max(known, default=None)
-        seconds += before.seconds if before else 0.0
-        self.peaks[name] = PhasePeak(name=name, seconds=seconds, **bytes_now)
+        device_bytes, host_bytes = memory.device_peak_bytes(self.device), memory.host_peak_bytes()
+        if before := self.peaks.get(name):
+            seconds += before.seconds
+            if device_bytes is not None:
+                device_bytes = max(device_bytes, before.device_bytes or 0)
+            host_bytes = max(host_bytes, before.host_bytes or 0)
+        self.peaks[name] = PhasePeak(
+            name=name, seconds=seconds, device_bytes=device_bytes, host_bytes=host_bytes
+        )
 
     def start(self) -> None:
         self._known_retries = self.read().allocator_retries or 0
@@ -215,24 +189,17 @@ class Monitor:
             found["growth"] = f"memory grows by {slope / 2**20:.2f} MiB per step"
         known, self._known_retries = self._known_retries, reading.allocator_retries or 0
         if self._known_retries > known:
-            found["retries"] = (
-                "the allocator ran out of memory and started over: steps wait for it, and may "
-                f"fail; {MORE_TO_SPARE}"
-            )
+            found["retries"] = f"{RETRIES}; {MORE_TO_SPARE}"
         is_full = len(self._computing) == SPILL_STEPS and reading.used_share >= NEAR_FULL
         ratio = statistics.median(self._computing) / self.planned_seconds
         if self.can_spill and is_full and ratio >= SPILL_FACTOR:
-            found["spill"] = (
-                f"steps take {ratio:.1f} times what was planned: with {reading.used_share:.0%} of "
-                "the GPU's memory taken the driver moves memory to the host; "
-                f"{NO_SPILL}, and {MORE_TO_SPARE}"
-            )
+            slow = f"steps take {ratio:.1f} times what was planned"
+            why = f"with {reading.used_share:.0%} of the GPU's memory taken the driver moves memory"
+            found["spill"] = f"{slow}: {why} to the host; {NO_SPILL}, and {MORE_TO_SPARE}"
         if slope := self._reserved_growth.add(reading.reserved_bytes or 0):
-            found["reserved"] = (
-                f"reserved memory grows by {slope / 2**20:.2f} MiB per step; if no leak is "
-                "reported, it is fragmented: "
-                f"{EXPANDABLE if self.allocator == 'default' else MORE_TO_SPARE}"
-            )
+            grows = f"reserved memory grows by {slope / 2**20:.2f} MiB per step"
+            hint = EXPANDABLE if self.allocator == "default" else MORE_TO_SPARE
+            found["reserved"] = f"{grows}; if no leak is reported, it is fragmented: {hint}"
         new = [text for name, text in found.items() if name not in self._told]
         self._told |= found.keys()
         return new
@@ -256,8 +223,7 @@ class Monitor:
         self.num_overflows = state["num_overflows"]
 
     def gpu_utilization(self) -> float | None:
-        """Return NVML's last reading, an average over about a second; a query takes
-        milliseconds."""
+        """Return NVML's last reading, an average over a second; a query takes milliseconds."""
         if self.device.type == "cuda" and time.monotonic() - self._utilization_read_at >= 1:
             self._utilization_read_at = time.monotonic()
             with contextlib.suppress(Exception):  # no NVML, or a GPU that does not support it
@@ -273,7 +239,7 @@ class Growth:
         self.floors: list[int] = []
 
     def add(self, num_bytes: int) -> float:
-        """Count a step's reading; return bytes per step if a window that ends tells of a leak.
+        """Count a step's reading; return a leak's bytes per step when a window ends.
 
         That is the median growth of the windows' minima: a preview raises memory once and for good.
         """
@@ -296,10 +262,9 @@ def profile_steps(
     """Make a profiler that writes `TRACED_STEPS` of this start to `path`, if there is one."""
     if path is None:
         return contextlib.nullcontext()
+    first, number = TRACED_STEPS.start, len(TRACED_STEPS)
     return torch.profiler.profile(
-        schedule=torch.profiler.schedule(
-            wait=TRACED_STEPS.start - 1, warmup=1, active=len(TRACED_STEPS), repeat=1
-        ),
+        schedule=torch.profiler.schedule(wait=first - 1, warmup=1, active=number, repeat=1),
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
         record_shapes=True,
     )
@@ -324,10 +289,7 @@ class HostMemoryShort(AutotuneError):
 
 
 class Watchdog:
-    """The guard of the host's memory: over trials by its methods, over a run as a context.
-
-    Its shortage ends a run at once, or inside `finishing_steps` after a checkpoint.
-    """
+    """The guard of the host's memory: over trials by its methods, over a run as a context."""
 
     def __init__(
         self,
@@ -344,8 +306,7 @@ class Watchdog:
 
     @classmethod
     def of_device(cls, kind: MemoryKind) -> Self:
-        """For a device with that kind of memory. No container's limit holds what CUDA takes of
-        shared memory."""
+        """Guard a device's host; no container's limit holds what CUDA takes of shared memory."""
         total, available = memory_bytes(), available_bytes
         if kind == "integrated":
             total, available = int(psutil.virtual_memory().total), host_available_bytes
@@ -354,13 +315,11 @@ class Watchdog:
         return cls(floor, available, has_run=shares_host_memory(kind))
 
     def find_shortage(self) -> str | None:
-        left = self.available()
-        if left >= self.floor_bytes:
+        left, floor = self.available() / 2**30, self.floor_bytes / 2**30
+        if left >= floor:
             return None
-        return (
-            f"the host had {left / 2**30:.1f} GiB left, less than the "
-            f"{self.floor_bytes / 2**30:.1f} GiB that keep it alive: the trial was ended"
-        )
+        floor_text = f"less than the {floor:.1f} GiB that keep it alive"
+        return f"the host had {left:.1f} GiB left, {floor_text}: the trial was ended"
 
     def wait_for_memory(self, wanted_bytes: int) -> None:
         """Wait until `wanted_bytes` are available, or no more memory comes back."""
@@ -377,11 +336,10 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self.has_run and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGUSR2, self._on_notice)
-            limits = (self.floor_bytes, self.floor_bytes // 2)
-            arguments = [*map(str, limits), str(self.available is host_available_bytes)]
-            self._process = subprocess.Popen(
-                [*COMMAND, *arguments], stdout=subprocess.PIPE, text=True
-            )
+            whole_host = self.available is host_available_bytes
+            arguments = map(str, (self.floor_bytes, self.floor_bytes // 2, whole_host))
+            command = [*COMMAND, *arguments]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         return self
 
     def __exit__(
@@ -437,10 +395,8 @@ def watch_parent(notice_bytes: int, floor_bytes: int, available: Callable[[], in
     while os.getppid() == run:
         left = available()
         if left < floor_bytes:
-            sys.stderr.write(
-                f"error: the host had {left / 2**20:,.0f} MiB left, so training was ended at once\n"
-                f"hint: {HINT}\n"
-            )
+            message = f"the host had {left / 2**20:,.0f} MiB left, so training was ended at once"
+            sys.stderr.write(f"error: {message}\nhint: {HINT}\n")
             os.kill(run, signal.SIGKILL)
             return
         if left < notice_bytes and not was_told:
@@ -452,8 +408,6 @@ def watch_parent(notice_bytes: int, floor_bytes: int, available: Callable[[], in
 
 
 if __name__ == "__main__":
-    watch_parent(
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        host_available_bytes if sys.argv[3] == "True" else available_bytes,
-    )
+    notice, floor, whole_host = sys.argv[1:]
+    read = host_available_bytes if whole_host == "True" else available_bytes
+    watch_parent(int(notice), int(floor), read)

@@ -13,6 +13,7 @@ from autotune.knobs.settings import build_optimizer
 from autotune.plan.job import Job
 from autotune.plan.workload import ADAMW, OptimizerChoice
 
+PLAIN = (bool, int, float, str, type(None))
 PLATEAU_FACTOR = 0.5
 # Epochs before the rate is halved: a diffusion loss is noisy, and torch's 10 rarely pass.
 PLATEAU_PATIENCE = 5
@@ -50,12 +51,9 @@ class LearningRate:
             self.losses.clear()
 
     def state(self) -> dict[str, Any]:
-        plain = (int, float, str, bool, list, type(None))
-        schedule = {
-            key: value
-            for key, value in self.schedule.state_dict().items()
-            if isinstance(value, plain)
-        }
+        plain = (*PLAIN, list)
+        state = self.schedule.state_dict().items()
+        schedule = {key: value for key, value in state if isinstance(value, plain)}
         return {"rate": self.value, "losses": self.losses, "schedule": schedule}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -65,15 +63,8 @@ class LearningRate:
             group["lr"] = state["rate"]
 
 
-PLAIN = (bool, int, float, str, type(None))
-
-
 class AdapterOptimizer:
-    """An optimizer on fp32 master copies of the adapter's parameters.
-
-    A bf16 parameter loses updates smaller than 1/256 of itself; masters accumulate them. Weight
-    decay pulls on all: an adapter has no norms or biases, for which it would be harmful.
-    """
+    """An optimizer on fp32 masters: bf16 loses updates smaller than 1/256 of a parameter."""
 
     def __init__(
         self,
@@ -90,9 +81,9 @@ class AdapterOptimizer:
             p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters
         ]
         self.max_grad_norm = max_grad_norm
-        self.inner: Any = build_optimizer(
-            choice, self.masters, learning_rate=learning_rate, weight_decay=weight_decay
-        )
+        # Decay pulls on all: an adapter has no norms or biases, for which it would be harmful.
+        rates = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+        self.inner: Any = build_optimizer(choice, self.masters, **rates)
         # Schedule-free learns at other weights than those to be used.
         self.averages_itself = hasattr(self.inner, "train") and hasattr(self.inner, "eval")
         self._set_mode(training=True)
@@ -117,11 +108,8 @@ class AdapterOptimizer:
     @property
     def loss_scale(self) -> Tensor | None:
         """Return the next loss's factor, a scalar on the device; None without a scale."""
-        return (
-            self.scaler.scale(torch.ones((), device=self.masters[0].device))
-            if self.scaler
-            else None
-        )
+        one = torch.ones((), device=self.masters[0].device)
+        return self.scaler.scale(one) if self.scaler else None
 
     def scale(self, loss: Tensor) -> Tensor:
         return self.scaler.scale(loss) if self.scaler else loss
@@ -129,16 +117,15 @@ class AdapterOptimizer:
     def step(self) -> Tensor:
         """Clip, update and clear the gradients; return their norm before clipping, unscaled.
 
-        If it is not finite nothing is updated but the scale, so that the step can be taken again.
+        If it is not finite only the scale falls, so that the step can be taken again.
         """
         self._take_gradients()
         if self.scaler:
             self.scaler.unscale_(self.inner)
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
         if self.inner.defaults.get("fused"):
-            self.inner.found_inf = (
-                ~norm.isfinite()
-            ).float()  # as GradScaler tells it: without waiting for the device
+            # As GradScaler tells it: without waiting for the device.
+            self.inner.found_inf = (~norm.isfinite()).float()
             self.inner.step()
         elif norm.isfinite():
             self.inner.step()
@@ -168,9 +155,8 @@ class AdapterOptimizer:
         if self.averages:
             self.num_updates += 1
             decay = min(self.ema_decay, (1 + self.num_updates) / (10 + self.num_updates))
-            torch._foreach_lerp_(
-                self.averages, [master.detach() for master in self.masters], 1 - decay
-            )
+            masters = [master.detach() for master in self.masters]
+            torch._foreach_lerp_(self.averages, masters, 1 - decay)
 
     def discard_step(self) -> None:
         """Drop gradients and partial state of a step that failed, so that it can be taken again."""
@@ -182,20 +168,14 @@ class AdapterOptimizer:
             self.scaler = self._make_scaler(self.scaler.state_dict())
 
     def _copy_to_parameters(self) -> None:
-        if (
-            self.parameters[0] is not self.masters[0]
-        ):  # one kernel launch for all, of which there may be a thousand
-            torch._foreach_copy_(
-                [p.data for p in self.parameters], [master.data for master in self.masters]
-            )
+        if self.parameters[0] is not self.masters[0]:
+            masters = [master.data for master in self.masters]
+            torch._foreach_copy_([parameter.data for parameter in self.parameters], masters)
 
     def live_tensors(self) -> list[Tensor]:
         values = (value for state in self.inner.state.values() for value in state.values())
-        return [
-            *self.masters,
-            *self.averages,
-            *(value for value in values if isinstance(value, Tensor)),
-        ]
+        kept = [value for value in values if isinstance(value, Tensor)]
+        return [*self.masters, *self.averages, *kept]
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -223,49 +203,39 @@ class AdapterOptimizer:
         self._copy_to_parameters()
 
     def master_state(self) -> dict[str, Tensor]:
-        return {
-            f"{number:05}.master": master.detach() for number, master in enumerate(self.masters)
-        }
+        numbered = enumerate(self.masters)
+        return {f"{number:05}.master": master.detach() for number, master in numbered}
 
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
         self._set_masters([tensors[f"{number:05}.master"] for number in range(len(self.masters))])
 
     def _values(self) -> dict[str, dict[str, Any]]:
-        """List what the optimizer keeps by parameter, and as `group`; the schedule sets the
-        rate."""
-        group = {
-            name: v
-            for name, v in self.inner.param_groups[0].items()
-            if name not in ("params", "lr", "initial_lr")
-        }
-        states = {
-            f"{n:05}": self.inner.state[m]
-            for n, m in enumerate(self.masters)
-            if m in self.inner.state
-        }
-        return {"group": group, **states}
+        """List what is kept by parameter, and as `group`; the schedule sets the rate."""
+        group, state = dict(self.inner.param_groups[0]), self.inner.state
+        for name in ("params", "lr", "initial_lr"):
+            group.pop(name, None)
+        known = [(number, master) for number, master in enumerate(self.masters) if master in state]
+        return {"group": group, **{f"{number:05}": state[master] for number, master in known}}
 
     def state(self) -> dict[str, Tensor]:
         """Return masters and the optimizer's tensors; with `numbers`, a run continues exactly."""
-        values = self._values().items()
-        found = {
-            f"{at}.{name}": v
-            for at, each in values
-            for name, v in each.items()
-            if isinstance(v, Tensor)
-        }
-        averages = {f"{number:05}.average": tensor for number, tensor in enumerate(self.averages)}
-        return {**self.master_state(), **averages, **found}
+        found = self.master_state()
+        found |= {f"{number:05}.average": tensor for number, tensor in enumerate(self.averages)}
+        for at, values in self._values().items():
+            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+            found |= {f"{at}.{name}": value for name, value in tensors.items()}
+        return found
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """Return what the optimizer keeps besides tensors, as JSON."""
-        plain = {
-            at: {n: v for n, v in each.items() if isinstance(v, PLAIN)}
-            for at, each in self._values().items()
-        }
-        own = {"average": {"num_updates": self.num_updates}} if self.averages else {}
-        own |= {"scaler": self.scaler.state_dict()} if self.scaler else {}
-        return {**own, **{at: each for at, each in plain.items() if each}}
+        found: dict[str, dict[str, Any]] = {}
+        if self.averages:
+            found["average"] = {"num_updates": self.num_updates}
+        found |= {"scaler": self.scaler.state_dict()} if self.scaler else {}
+        for at, values in self._values().items():
+            if plain := {name: v for name, v in values.items() if isinstance(v, PLAIN)}:
+                found[at] = plain
+        return found
 
     def load_state(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any] = MappingProxyType({})

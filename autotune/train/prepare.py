@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,11 @@ from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
 from autotune.knobs.settings import check_options, optimizer_bytes
 from autotune.machine.probe import probe
+from autotune.models import resolve
 from autotune.models.adapter import adapter_shapes, add_adapter, choose_layers, target_matcher
 from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES, get_family
-from autotune.models.resolve import (
-    ResolvedModel,
-    check_weights,
-    fetch_model,
-    is_fetchable,
-    is_on_hub,
-    resolve_model,
-)
+from autotune.models.resolve import ResolvedModel
 from autotune.plan.file import with_job
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.job import Job
@@ -44,8 +39,9 @@ from autotune.plan.workload import (
 )
 from autotune.system.lazy import torch
 from autotune.system.process import current_launch
-from autotune.train.checkpoint import starting_values
+from autotune.train.checkpoint import require_same_weights, starting_values
 from autotune.train.folder import check_folder, claim_folder, require_separate_output
+from autotune.train.metrics import require_tracker
 from autotune.weights.files import open_weights, read_header, weights_digest
 from autotune.weights.names import can_write
 
@@ -59,11 +55,7 @@ class RunInputs:
 
 
 def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
-    """Check the job, the output folder and a local model, and read the data, before anything slow.
-
-    Raises InvalidInput or AutotuneError.
-    """
-    from autotune.train.metrics import require_tracker
+    """Check the job, the output folder and a local model, and read the data."""
 
     job, workload = plan.job, plan.frozen.workload
     if job.data is None:
@@ -78,18 +70,17 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     check_folder(plan, resume=resume)
     if job.from_adapter is not None:
         read_header(Path(job.from_adapter))
-    model = None if is_fetchable(job.model_ref) else read_model(plan)
-    data = read_split(
-        job.data, make_options(dict(job), family, job.num_frames), job.validation, job.seed
-    )
+    model = None if resolve.is_fetchable(job.model_ref) else read_model(plan)
+    options = make_options(dict(job), family, job.num_frames)
+    data = read_split(job.data, options, job.validation, job.seed)
     check_options(workload.optimizer)  # which imports that of another name
     return RunInputs(data, model)
 
 
 def read_model(plan: TrainingPlan) -> ResolvedModel:
     """Resolve the plan's model and read the headers of all its weights."""
-    model = resolve_model(plan.job.model_ref)
-    check_weights(model)
+    model = resolve.resolve_model(plan.job.model_ref)
+    resolve.check_weights(model)
     return model
 
 
@@ -109,20 +100,15 @@ class PreparedRun:
 def prepare(
     plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool, inputs: RunInputs | None = None
 ) -> PreparedRun:
-    """Check everything that can fail before any long work.
-
-    Raises DoesNotFit, InvalidInput or AutotuneError.
-    """
-    from autotune.train.checkpoint import require_same_weights
+    """Check everything that can fail before any long work."""
 
     _require_machine(plan, hardware)
     inputs = inputs or read_inputs(plan, resume=resume)
     data, model = inputs.data, inputs.model or read_model(plan)
     job, planned = plan.job, plan.frozen.workload
     require_fit(model_misfits(plan, model.spec))
-    workload = describe_workload(
-        model, data.whole, WorkloadRequest.again(planned), drops_captions=job.caption_dropout > 0
-    )
+    request, drops_captions = WorkloadRequest.again(planned), job.caption_dropout > 0
+    workload = describe_workload(model, data.whole, request, drops_captions=drops_captions)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
     if resume:
@@ -137,13 +123,9 @@ def prepare(
 def _require_machine(
     plan: TrainingPlan, hardware: HardwareProfile, *, by_keys: bool = False
 ) -> None:
-    """Raise DoesNotFit unless all processes of this machine have their device.
-
-    `by_keys` ignores memory. One of autotune's own processes skips this: what started it has
-    looked, and by now the first may be loading.
-    """
+    """Raise DoesNotFit unless all processes here have their device; `by_keys` ignores memory."""
     launch = current_launch()
-    if launch and launch.is_own:
+    if launch and launch.is_own:  # what started it has looked, and the first may be loading by now
         return
     local = launch.local_world_size if launch else plan.frozen.hardware.num_processes
     misfits = key_misfits(plan, hardware) if by_keys else hardware_misfits(plan, hardware, local)
@@ -153,11 +135,11 @@ def _require_machine(
 def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
     """Download a hub's model and return the plan with its commit; a local one stays."""
     job = plan.job
-    if not is_on_hub(job.model_ref):
+    if not resolve.is_on_hub(job.model_ref):
         return plan
     may_change = plan.frozen.expected.evidence == "predicted"  # to settings that fit
     _require_machine(plan, hardware, by_keys=may_change)
-    return with_job(plan, revision=fetch_model(job.model_ref).revision)
+    return with_job(plan, revision=resolve.fetch_model(job.model_ref).revision)
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:
@@ -169,12 +151,9 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     if job.from_adapter is not None:  # before any long work
         add_adapter(model.family, transformer, workload, torch.float32)
         starting_values(Path(job.from_adapter), transformer, model.family)
-    num_steps = job.steps_on(epoch_size, workload.effective_batch_size)
-    num_permanent = job.checkpoints_keep_every and num_steps // max(
-        1,
-        job.checkpoint_every(epoch_size, workload.effective_batch_size)
-        * job.checkpoints_keep_every,
-    )
+    batch = workload.effective_batch_size
+    every = job.checkpoint_every(epoch_size, batch) * job.checkpoints_keep_every
+    num_permanent = job.steps_on(epoch_size, batch) // every if every else 0
     state_bytes, _ = optimizer_bytes(workload.optimizer, shapes)
     checkpoint_bytes = adapter_bytes * (1 + bool(workload.ema_decay)) + state_bytes
     num_checkpoints = job.checkpoints_total_limit + 1 + num_permanent
@@ -183,7 +162,6 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
 
 # A predicted plan assumes the other keys until trials run on the machine.
 PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
-
 # How much longer than planned a caption may be, as a share of the largest image's tokens:
 # activations grow by less than that, and a plan leaves 2% of a GPU's memory free.
 CAPTION_TOLERANCE = 0.01
@@ -193,10 +171,8 @@ def hardware_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
 ) -> tuple[str, ...]:
     """List why the plan cannot be trusted on this machine."""
-    memory = (
-        *_host_misfits(plan, hardware, num_processes),
-        *memory_misfits(plan, hardware, num_processes),
-    )
+    local = num_processes or plan.frozen.hardware.num_processes
+    memory = *_host_misfits(plan, hardware, local), *memory_misfits(plan, hardware, local)
     return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory)
 
 
@@ -205,22 +181,18 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
     planned = plan.frozen.hardware
     here = hardware.match_keys
     measured = plan.frozen.expected.evidence == "measured"
-    used = (plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_quantization)
-    stored = (*used, *(fallback.quantization for fallback in plan.frozen.fallbacks))
-    libraries = {
-        name: each.needs.library for name, each in WEIGHT_FORMATS.items() if each.needs.library
-    }
-    idle = {*libraries.values()} - {
-        libraries.get(name) for name in stored
-    }  # their versions are nothing
-    misfits = [
-        (
-            f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is "
-            f"{here.get(key) or 'none'}"
-        )
-        for key, value in planned.match_keys.items()
-        if key not in idle and here.get(key) != value and (measured or key in PREDICTED_KEYS)
-    ]
+    formats = [plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_quantization]
+    formats += [fallback.quantization for fallback in plan.frozen.fallbacks]
+    # The version of a library that no format needs is nothing.
+    used = {WEIGHT_FORMATS[name].needs.library for name in formats if name in WEIGHT_FORMATS}
+    idle = {each.needs.library for each in WEIGHT_FORMATS.values()} - used
+    misfits = []
+    for key, value in planned.match_keys.items():
+        counts = key not in idle and (measured or key in PREDICTED_KEYS)
+        if counts and here.get(key) != value:
+            made, now = value or "none", here.get(key) or "none"
+            name = KEY_NAMES.get(key, key)
+            misfits.append(f"{name}: the plan was made with {made}, here it is {now}")
     return (*misfits, *_encoder_misfits(plan, hardware.device))
 
 
@@ -231,19 +203,13 @@ def _encoder_misfits(plan: TrainingPlan, device: Device) -> tuple[str, ...]:
         return ()
     there = next((gpu for gpu in device.others if f"cuda:{gpu.index}" == encoder), None)
     if there is None:
-        why = (
-            "which trains here"
-            if encoder == device.torch_name
-            else f"this machine has {device.count} GPU(s)"
-        )
+        own = encoder == device.torch_name
+        why = "which trains here" if own else f"this machine has {device.count} GPU(s)"
         return (f"GPUs: the plan encodes {what} on {encoder}, {why}",)
     if planned is None or planned.needed_bytes <= there.budget_bytes:
         return ()
-    needed, left = planned.needed_bytes / 2**30, there.budget_bytes / 2**30
-    return (
-        f"GPUs: encoding {what} on {encoder}, {there.name}, needs {needed:.2f} GiB, {left:.2f} GiB "
-        "may be taken",
-    )
+    sizes = f"needs {_gib(planned.needed_bytes)}, {_gib(there.budget_bytes)} may be taken"
+    return (f"GPUs: encoding {what} on {encoder}, {there.name}, {sizes}",)
 
 
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
@@ -258,44 +224,38 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
             misfits.append(f"{title}: this version of autotune does not know {value!r}")
     family = FAMILIES.get(plan.frozen.workload.model.family)
     if family and (reason := cast_refusal(encoder_format, family)):
-        misfits.append(
-            f"text encoder quantization: {encoder_format} is no longer used for {family.name}: "
-            f"{reason}"
-        )
+        unused = f"{encoder_format} is no longer used for {family.name}"
+        misfits.append(f"text encoder quantization: {unused}: {reason}")
     return tuple(misfits)
 
 
-def _host_misfits(
-    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None
-) -> tuple[str, ...]:
-    number = num_processes or plan.frozen.hardware.num_processes
-    needed, there = (
-        number * (plan.frozen.expected.host_memory_bytes or 0),
-        hardware.host.available_memory_bytes,
-    )
+def _host_misfits(plan: TrainingPlan, hardware: HardwareProfile, number: int) -> tuple[str, ...]:
+    needed = number * (plan.frozen.expected.host_memory_bytes or 0)
+    there = hardware.host.available_memory_bytes
     if needed <= there:
         return ()
     together = f" for {number} processes here" if number > 1 else ""
-    have = f"{there / 2**30:.2f} GiB are available"
-    return (f"host memory: the plan needs {needed / 2**30:.2f} GiB{together}, {have}",)
+    have = f"{_gib(there)} are available"
+    return (f"host memory: the plan needs {_gib(needed)}{together}, {have}",)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def memory_misfits(
-    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
+    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int
 ) -> tuple[str, ...]:
     """List why this device has too little memory; a CPU's is shared by `num_processes`."""
-    planned = plan.frozen.hardware
     needed = plan.frozen.expected.run_memory_bytes
-    if planned.device_kind == "cpu":
-        needed *= num_processes or planned.num_processes  # they share it
+    if plan.frozen.hardware.device_kind == "cpu":
+        needed *= num_processes
     budget = hardware.device.budget_bytes
     if needed <= budget:
         return ()
     where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
-    return (
-        f"run memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} "
-        f"GiB {where}",
-    )
+    sizes = f"the plan needs {_gib(needed)}, a run may take {_gib(budget)} {where}"
+    return (f"run memory: {sizes}",)
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
@@ -312,23 +272,16 @@ def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
     misfits = []
     largest, allowed = actual.largest_bucket, planned.largest_bucket
     if largest.num_pixels > allowed.num_pixels:
-        misfits.append(
-            f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}"
-        )
+        misfits.append(f"a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
     tolerance = int(CAPTION_TOLERANCE * context.family.tokens_per_frame(allowed))
-    if actual.max_text_tokens > planned.max_text_tokens + tolerance:
-        misfits.append(
-            f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned "
-            f"{planned.max_text_tokens}"
-        )
-    controls = actual.num_control_images
-    if controls > planned.num_control_images:
-        misfits.append(
-            f"data: {controls} control images for an item, the plan is for "
-            f"{planned.num_control_images}"
-        )
+    tokens, max_tokens = actual.max_text_tokens, planned.max_text_tokens
+    if tokens > max_tokens + tolerance:
+        misfits.append(f"a caption of {tokens} tokens is longer than the planned {max_tokens}")
+    controls, max_controls = actual.num_control_images, planned.num_control_images
+    if controls > max_controls:
+        misfits.append(f"{controls} control images for an item, the plan is for {max_controls}")
     conflicts = (knob.why_not(plan.frozen.settings, context) for knob in KNOBS)
-    misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
+    misfits = [f"data: {misfit}" for misfit in (*misfits, *filter(None, conflicts))]
     share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size
     if plan.frozen.settings.micro_batch_size > share:
         misfits.append(f"processes: each gets {share} image(s) per step, less than a micro-batch")
@@ -338,10 +291,8 @@ def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
 def require_fit(misfits: tuple[str, ...]) -> None:
     """Raise DoesNotFit, naming all, if there are misfits."""
     if misfits:
-        raise DoesNotFit(
-            f"the plan does not fit: {'; '.join(misfits)}",
-            hint="make one for this machine and data: autotune plan --from PLAN",
-        )
+        hint = "make one for this machine and data: autotune plan --from PLAN"
+        raise DoesNotFit(f"the plan does not fit: {'; '.join(misfits)}", hint=hint)
 
 
 def _size(bucket: Bucket) -> str:
@@ -356,18 +307,14 @@ def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, 
         return ()
     if kind != "cuda":
         return (f"processes: {num_processes} need a GPU each, {kind} has one",)
-    if hardware.device.count < num_processes:
-        return (
-            f"processes: {num_processes} need a GPU each, {hardware.device.count} can be seen here",
-        )
+    if (count := hardware.device.count) < num_processes:
+        return (f"processes: {num_processes} need a GPU each, {count} can be seen here",)
     cards = [torch.cuda.get_device_properties(index) for index in range(num_processes)]
     kinds = {(card.name, card.total_memory // 2**30) for card in cards}
+    if len(kinds) == 1:
+        return ()
     names = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in kinds))
-    return (
-        (f"processes: they need equal GPUs, the first {num_processes} are {names}",)
-        if len(kinds) > 1
-        else ()
-    )
+    return (f"processes: they need equal GPUs, the first {num_processes} are {names}",)
 
 
 def card_misfits(
@@ -378,14 +325,11 @@ def card_misfits(
     num_processes = num_processes or planned.num_processes
     if misfits := device_misfits(num_processes, hardware):
         return misfits
-    others = range(num_processes if num_processes > 1 and hardware.device.kind == "cuda" else 0)
-    own = hardware.device.index  # which `memory_misfits` has looked at
-    return tuple(
-        misfit
-        for index in others
-        if index != own
-        for misfit in memory_misfits(plan, probe(index=index))
-    )
+    if num_processes == 1 or hardware.device.kind != "cuda":
+        return ()
+    others = [index for index in range(num_processes) if index != hardware.device.index]
+    found = [memory_misfits(plan, probe(index=index), planned.num_processes) for index in others]
+    return tuple(chain.from_iterable(found))
 
 
 # Of caption lengths.
@@ -405,37 +349,43 @@ def require_even_shares(batch: int, num_processes: int) -> None:
 def check_job(job: Job, family: Family) -> None:
     """Raise InvalidInput if the job lacks what an option needs, or its family lacks the option."""
     if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
-        raise InvalidInput(
-            f"{family.name} has no timestep shift by resolution",
-            hint=f"give a number: --timestep-shift {family.defaults.timestep_shift}",
-        )
+        hint = f"give a number: --timestep-shift {family.defaults.timestep_shift}"
+        raise InvalidInput(f"{family.name} has no timestep shift by resolution", hint=hint)
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
         raise InvalidInput(
             f"{family.name} takes no guidance in training", hint="leave --guidance out"
         )
     if job.keep_best and job.validation is None:
-        raise InvalidInput(
-            "without held-out images nothing shows which adapter is best",
-            hint="hold some out: --validation 10%",
-        )
+        hint = "hold some out: --validation 10%"
+        raise InvalidInput("without held-out images nothing shows which adapter is best", hint=hint)
     if not can_write(job.adapter_format, family.transformer_class):
-        raise InvalidInput(
-            f"{job.adapter_format} loads no adapters of {family.name} that autotune knows how to "
-            "write",
-            hint="leave --adapter-format out: diffusers loads them",
-        )
+        what = f"adapters of {family.name} that autotune knows how to write"
+        hint = "leave --adapter-format out: diffusers loads them"
+        raise InvalidInput(f"{job.adapter_format} loads no {what}", hint=hint)
     family.noise.check_weighting(job.weighting_scheme, family.name)
     family.check_num_frames(job.num_frames)
 
 
 def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
     """Return the bucket of the requested or usual size and length; refuse bad numbers."""
-
     defaults, given = family.defaults, request.given
+    num_frames = given.get("num_frames", defaults.num_frames)
+    numbers = {name: given.get(name, 1) for name in ("rank", "effective_batch_size", "text_tokens")}
+    for name, value in {**numbers, "frames": num_frames}.items():
+        if value < 1:
+            words = name.replace("_", " ")
+            hint = f"the nearest valid value is {words} 1"
+            raise InvalidInput(f"{words} must be at least 1, not {value}", hint=hint)
     width, height = request.size_px or (defaults.resolution_px, defaults.resolution_px)
-    for name in ("rank", "effective_batch_size", "text_tokens"):
-        positive(name.replace("_", " "), given.get(name, 1))
-    return checked_bucket(family, width, height, given.get("num_frames", defaults.num_frames))
+    step, max_px = family.size_multiple_px, family.max_side_px
+    for name, side in (("width", width), ("height", height)):
+        if side < step or side % step or side > max_px:
+            nearest = min(max(step, round(side / step) * step), max_px // step * step)
+            sides = f"sides are multiples of {step} px up to {max_px}"
+            message = f"a {name} of {side} px does not suit {family.name}: {sides}"
+            raise InvalidInput(message, hint=f"the nearest valid {name} is {nearest} px")
+    family.check_num_frames(num_frames)
+    return Bucket(width_px=width, height_px=height, num_frames=num_frames, num_items=1)
 
 
 def describe_workload(
@@ -445,11 +395,7 @@ def describe_workload(
     *,
     drops_captions: bool = False,
 ) -> Workload:
-    """Describe training `model` on `dataset`; `drops_captions` adds the empty caption.
-
-    Without a dataset there is one bucket, with captions of the family's usual length. Raises
-    InvalidInput for sizes, captions, targets or control images that the model does not take.
-    """
+    """Describe training `model` on `dataset`, or on one bucket of usual captions without one."""
     family, defaults = model.family, model.family.defaults
     bucket = check_overrides(family, request)
     num_controls = _num_controls(family, dataset)
@@ -467,10 +413,8 @@ def describe_workload(
     buckets = (bucket,) if dataset is None else make_buckets(dataset.items, resolution, *sides)
     lengths = sorted(_text_lengths(model, dataset, buckets, request.text_tokens, drops_captions))
     if lengths[-1] > family.max_text_tokens:
-        raise InvalidInput(
-            f"{family.name} accepts no caption of {lengths[-1]} tokens",
-            hint=f"the nearest valid length is {family.max_text_tokens} tokens",
-        )
+        hint = f"the nearest valid length is {family.max_text_tokens} tokens"
+        raise InvalidInput(f"{family.name} accepts no caption of {lengths[-1]} tokens", hint=hint)
     return Workload(
         model=model.spec,
         resolution_px=resolution,
@@ -485,10 +429,7 @@ def describe_workload(
 
 
 def _check_learning(model: ResolvedModel, request: WorkloadRequest) -> None:
-    from autotune.knobs.settings import check_options
-
-    family = model.family
-    optimizer = request.optimizer_choice
+    family, optimizer = model.family, request.optimizer_choice
     check_options(optimizer)
     if request.ema_decay and optimizer.name == "schedule-free":
         raise InvalidInput("schedule-free already averages its steps", hint="leave --ema out")
@@ -505,9 +446,8 @@ def _require_alike(family: Family, transformer: Any, targets: str) -> None:
         chosen: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
         for at, block in enumerate(blocks[1:-1], 1):
             parts = tuple(part for part, _ in block.named_modules())
-            chosen.setdefault(parts, set()).add(
-                tuple(part for part in parts if is_target(f"{name}.{at}.{part}"))
-            )
+            adapted = tuple(part for part in parts if is_target(f"{name}.{at}.{part}"))
+            chosen.setdefault(parts, set()).add(adapted)
         number += len(blocks)
         if any(len(each) > 1 for each in chosen.values()):
             hint = f"name the blocks by an option of their own: --blocks 0-{number - 1}"
@@ -535,51 +475,21 @@ def _text_lengths(
     if model.config_folder is None or dataset is None:
         return [usual, max(1, usual - 1)]  # without data, captions are assumed to differ in length
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]
-    controls = [
-        [sizes[index]] * len(item.control_paths)
-        for item, index in zip(dataset.items, assign_buckets(dataset.items, buckets), strict=True)
-        for _ in item.captions
-    ]
-    captions = [caption for item in dataset.items for caption in item.captions]
+    captions: list[str] = []
+    controls: list[list[tuple[int, int]]] = []
+    for item, index in zip(dataset.items, assign_buckets(dataset.items, buckets), strict=True):
+        captions += item.captions
+        controls += [[sizes[index]] * len(item.control_paths)] * len(item.captions)
     if drops_captions:
         captions, controls = [*captions, EMPTY_CAPTION], [*controls, controls[0]]
+    tokenizer = f"the tokenizer in {model.config_folder}"
     hint = "download the model again; a file is missing or damaged"
     try:
         lengths = model.family.count_text_tokens(model.config_folder, captions, controls)
     except (InvalidInput, ImportError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # a damaged tokenizer raises anything
-        reason = first_line(error)
-        raise InvalidInput(
-            f"the tokenizer in {model.config_folder} cannot be read: {reason}", hint=hint
-        ) from error
+        raise InvalidInput(f"{tokenizer} cannot be read: {first_line(error)}", hint=hint) from error
     if min(lengths) < 0 or not any(lengths):  # without its vocabulary it loads all the same
-        raise InvalidInput(
-            f"the tokenizer in {model.config_folder} returns no tokens for the captions", hint=hint
-        )
+        raise InvalidInput(f"{tokenizer} returns no tokens for the captions", hint=hint)
     return lengths
-
-
-def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: int = 1) -> Bucket:
-    """Return the bucket of this shape; raise InvalidInput if the family cannot take it."""
-    for name, side in (("width", width_px), ("height", height_px)):
-        step, max_px = family.size_multiple_px, family.max_side_px
-        if side < step or side % step or side > max_px:
-            nearest = min(max(step, round(side / step) * step), max_px // step * step)
-            raise InvalidInput(
-                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} "
-                f"px up to {max_px}",
-                hint=f"the nearest valid {name} is {nearest} px",
-            )
-    positive("frames", num_frames)
-    family.check_num_frames(num_frames)
-    return Bucket(width_px=width_px, height_px=height_px, num_frames=num_frames, num_items=1)
-
-
-def positive(name: str, value: int) -> int:
-    """Return `value`; raise InvalidInput if it is less than 1."""
-    if value < 1:
-        raise InvalidInput(
-            f"{name} must be at least 1, not {value}", hint=f"the nearest valid value is {name} 1"
-        )
-    return value

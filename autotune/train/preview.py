@@ -37,7 +37,6 @@ else:
 
 # Images with a shorter side are not halved when memory is short.
 MIN_HALVED_SIDE_PX = 256
-
 # Numbers of each token, or sizes in pixels, that fp16 would round.
 EXACT_INPUTS = ("timestep", "time_ids")
 
@@ -98,10 +97,8 @@ class PreviewSampler:
         if missing:
             self._encode(missing)
         for preview in missing:
-            cache.write(
-                _cache_key(preview, identity),
-                _pack(self.encoded[preview.prompt, preview.control_paths]),
-            )
+            packed = _pack(self.encoded[preview.prompt, preview.control_paths])
+            cache.write(_cache_key(preview, identity), packed)
 
     def _encode(self, previews: Sequence[Preview]) -> None:
         from autotune.data.encode import move_tensors
@@ -134,23 +131,22 @@ class PreviewSampler:
 
     def _with_device(self, model: nn.Module) -> nn.Module:
         """Give a model on meta a device: pipelines may take theirs from it."""
-        model.__class__ = type(
-            type(model).__name__, (type(model),), {"device": property(lambda _: self.device)}
-        )
+        kind, device = type(model), property(lambda _: self.device)
+        model.__class__ = type(kind.__name__, (kind,), {"device": device})
         return model
 
     def attach(self, transformer: nn.Module) -> None:
         """Build the pipeline around `transformer`; other denoisers are streamed."""
-        family = self.model.family
-        others = {
-            name: self._with_device(self.encoders.load_streamed(name, self.encoders.denoiser_dtype))
-            for name in family.other_denoisers
+        family, encoders = self.model.family, self.encoders
+        parts: dict[str, Any] = {
+            family.denoiser: transformer,
+            **dict.fromkeys(family.text_encoders),
         }
-        self.pipeline = self.encoders.build_pipeline(
-            torch_dtype=self.dtype,
-            vae=self.encoders.load_vae(torch.device("cpu")),
-            **{family.denoiser: transformer, **others, **dict.fromkeys(family.text_encoders)},
-        )
+        for name in family.other_denoisers:
+            streamed = encoders.load_streamed(name, encoders.denoiser_dtype)
+            parts[name] = self._with_device(streamed)
+        vae = encoders.load_vae(torch.device("cpu"))
+        self.pipeline = encoders.build_pipeline(torch_dtype=self.dtype, vae=vae, **parts)
 
     def sample(self, preview: Preview) -> list[Image.Image]:
         """Sample a preview's frames; if memory is short the VAE tiles, then the image is halved."""
@@ -170,23 +166,18 @@ class PreviewSampler:
         elif min(bucket.width_px, bucket.height_px) // self.divisor >= MIN_HALVED_SIDE_PX:
             self.divisor *= 2
             smaller = self._reduced(bucket)
-            self.on_warning(
-                f"memory is too short for a preview of {bucket.width_px}x{bucket.height_px} px: "
-                f"it is {smaller.width_px}x{smaller.height_px}"
-            )
+            wanted = f"a preview of {bucket.width_px}x{bucket.height_px} px"
+            now = f"it is {smaller.width_px}x{smaller.height_px}"
+            self.on_warning(f"memory is too short for {wanted}: {now}")
         else:
-            raise PreviewTooLarge(
-                "memory is too short for a preview",
-                hint="train without previews: set preview_prompts to [] in the plan's job",
-            )
+            hint = "train without previews: set preview_prompts to [] in the plan's job"
+            raise PreviewTooLarge("memory is too short for a preview", hint=hint)
 
     def _reduced(self, bucket: Bucket) -> Bucket:
-        multiple = self.model.family.size_multiple_px
-        width, height = (
-            max(multiple, side // self.divisor // multiple * multiple)
-            for side in (bucket.width_px, bucket.height_px)
-        )
-        return bucket.model_copy(update={"width_px": width, "height_px": height})
+        multiple, sides = self.model.family.size_multiple_px, ("width_px", "height_px")
+        counts = {side: getattr(bucket, side) // self.divisor // multiple for side in sides}
+        smaller = {side: max(1, count) * multiple for side, count in counts.items()}
+        return bucket.model_copy(update=smaller)
 
     def _sample(self, preview: Preview) -> list[Image.Image]:
         reduced = replace(preview, bucket=self._reduced(preview.bucket))
@@ -205,9 +196,8 @@ class PreviewSampler:
         from autotune.data.encode import move_tensors
 
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
-        self.pipeline.encode_prompt = lambda *args, **kwargs: move_tensors(
-            next(encoded), self.device
-        )
+        replay = lambda *_, **__: move_tensors(next(encoded), self.device)  # noqa: E731
+        self.pipeline.encode_prompt = replay
         return self._run(self.pipeline, preview)
 
     def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
@@ -234,21 +224,12 @@ class PreviewSampler:
         except MemoryError:  # says nothing of the file
             raise
         except Exception as error:  # decoders raise anything for damaged files
-            raise InvalidInput(
-                f"a control image cannot be decoded: {error}", hint="check the files"
-            ) from error
-        family = self.model.family
-        with self._casting(
-            [getattr(pipeline, name) for name in (family.denoiser, *family.other_denoisers)]
-        ):
-            return family.sample(
-                pipeline,
-                preview.prompt,
-                preview.bucket,
-                num_steps=preview.num_steps,
-                seed=preview.seed,
-                controls=controls,
-            )
+            message = f"a control image cannot be decoded: {error}"
+            raise InvalidInput(message, hint="check the files") from error
+        family, how = self.model.family, {"num_steps": preview.num_steps, "seed": preview.seed}
+        names = family.denoiser, *family.other_denoisers
+        with self._casting([getattr(pipeline, name) for name in names]):
+            return family.sample(pipeline, preview.prompt, preview.bucket, controls=controls, **how)
 
     @contextlib.contextmanager
     def _casting(self, transformers: Sequence[nn.Module]) -> Iterator[None]:
@@ -259,11 +240,10 @@ class PreviewSampler:
             return
 
         def cast(path: tuple[Any, ...], value: Any) -> Any:
-            is_activation = (
-                isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
-            )
-            exact = any(getattr(step, "key", None) in EXACT_INPUTS for step in path)
-            return value.to(own) if is_activation and not exact else value
+            is_exact = any(getattr(step, "key", None) in EXACT_INPUTS for step in path)
+            if is_exact or not isinstance(value, torch.Tensor) or value.ndim < 2:
+                return value
+            return value.to(own) if value.is_floating_point() else value
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return pytree.tree_map_with_path(cast, (args, kwargs))
@@ -305,15 +285,13 @@ class PreviewSampler:
         try:
             for name in others:  # diffusers would end their streaming
                 setattr(self.pipeline, name, self.transformer)
-            self.pipeline.load_lora_weights(
-                adapter.parent, weight_name=adapter.name, **family.adapter_options
-            )
+            options = {"weight_name": adapter.name, **family.adapter_options}
+            self.pipeline.load_lora_weights(adapter.parent, **options)
         except Exception as error:  # anything, for an adapter of another model
             if is_out_of_memory(error):
                 raise
-            raise InvalidInput(
-                f"{adapter} is not an adapter of this model: {first_line(error)}", hint=hint
-            ) from error
+            message = f"{adapter} is not an adapter of this model: {first_line(error)}"
+            raise InvalidInput(message, hint=hint) from error
         finally:
             for name, other in others.items():
                 setattr(self.pipeline, name, other)
@@ -329,10 +307,9 @@ def _stop(*_: object, **__: object) -> None:
 
 
 def _cache_key(preview: Preview, identity: EncoderIdentity) -> str:
-    prompt = make_prompt_entry(preview.prompt, preview.control_paths, preview.bucket, identity)
-    return entry_key(
-        "preview", prompt=prompt.key, size=(preview.bucket.width_px, preview.bucket.height_px)
-    )
+    bucket = preview.bucket
+    prompt = make_prompt_entry(preview.prompt, preview.control_paths, bucket, identity)
+    return entry_key("preview", prompt=prompt.key, size=(bucket.width_px, bucket.height_px))
 
 
 # The tensor that holds, as JSON in bytes, how an entry's other tensors nest.

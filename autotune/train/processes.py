@@ -42,10 +42,8 @@ from autotune.weights.stream import Transform
 
 # For the others' gradients: the timeout of torch's process group.
 MAX_STEP_WAIT = timedelta(minutes=10)
-
 # Between phases, while another process encodes a dataset, loads a model or samples.
 MAX_WAIT = timedelta(hours=12)
-
 T = TypeVar("T")
 
 
@@ -113,47 +111,29 @@ class Processes:
 
     def require_same(self, what: str, digest: str) -> None:
         """Raise InvalidInput unless `what` has the same digest on all processes."""
-        digests = self._gather(digest)
+        digests = [digest] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(digests, digest, group=self.waiting_group)
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
-            raise InvalidInput(
-                f"{what} of process {others[0]} differs from that of process 0",
-                hint=(
-                    "copy the plan, the data and the model to every node, and start the same "
-                    "command on each"
-                ),
-            )
-
-    def _gather(self, value: T) -> list[T]:
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            torch.distributed.all_gather_object(values, value, group=self.waiting_group)
-        return values
+            files = "copy the plan, the data and the model to every node"
+            message = f"{what} of process {others[0]} differs from that of process 0"
+            raise InvalidInput(message, hint=f"{files}, and start the same command on each")
 
     def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
-        """Wrap the transformer to average gradients, if there are several processes.
-
-        `has_unused` says that some layers of the adapter get no gradient.
-        """
+        """Wrap the transformer to average gradients; some may be `has_unused`."""
         if self.world_size == 1:
             return transformer
-        frozen = [
-            name
-            for name, parameter in transformer.named_parameters()
-            if not parameter.requires_grad
-        ]
-        buffers = [name for name, _ in transformer.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            transformer, frozen + buffers
-        )  # type: ignore[no-untyped-call]
+        named = transformer.named_parameters()
+        ignored = [name for name, parameter in named if not parameter.requires_grad]
+        ignored += [name for name, _ in transformer.named_buffers()]
+        ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(transformer, ignored)  # type: ignore[no-untyped-call]
         if (actual := num_shards_of(transformer)) != self.num_shards:
-            raise AutotuneError(
-                f"the plan shards the weights over {self.num_shards} process(es), but they are "
-                f"sharded over {actual}",
-                hint="this is a bug in autotune: please report it",
-            )
-        # Gradients are views of buckets, so memory holds them once. Buffers are frozen, so they are
-        # not sent.
+            hint = "this is a bug in autotune: please report it"
+            message = f"the weights are sharded over {actual} processes, not {self.num_shards}"
+            raise AutotuneError(message, hint=hint)
+        # Gradients are views of buckets, so memory holds them once. Buffers are frozen.
         return DistributedDataParallel(
             transformer,
             broadcast_buffers=False,
@@ -170,10 +150,7 @@ def set_device(device: torch.device) -> None:
 
 
 def init_distributed(planned: PlannedHardware, device: torch.device) -> Processes:
-    """Join the process group of the plan's processes.
-
-    Raises AutotuneError if their number is not the plan's, or the others did not come.
-    """
+    """Join the process group of the plan's processes, all of whom must come."""
     from accelerate import PartialState
 
     has_several = planned.num_processes > 1
@@ -182,20 +159,16 @@ def init_distributed(planned: PlannedHardware, device: torch.device) -> Processe
         _start_process_group("nccl" if device.type == "cuda" else "gloo", launch.endpoint)
     state = PartialState(cpu=device.type == "cpu")
     if state.num_processes != planned.num_processes:
+        ours = "start it with `autotune train`, which starts those of one machine"
         raise AutotuneError(
             f"the plan is for {planned.num_processes} processes, but {state.num_processes} run",
-            hint=(
-                "start it with `autotune train`, which starts those of one machine, or as many "
-                "with torchrun"
-            ),
+            hint=f"{ours}, or as many with torchrun",
         )
     own = state.device if has_several and device.type != "cpu" else device
     set_device(own)
     group = torch.distributed.new_group(backend="gloo", timeout=MAX_WAIT) if has_several else None
-    local_rank = launch.local_rank if launch else 0
-    return Processes(
-        state.process_index, planned.num_processes, own, planned.num_shards, local_rank, group
-    )
+    rank, local_rank = state.process_index, launch.local_rank if launch else 0
+    return Processes(rank, planned.num_processes, own, planned.num_shards, local_rank, group)
 
 
 def _start_process_group(backend: str, endpoint: str) -> None:
@@ -211,20 +184,15 @@ def _start_process_group(backend: str, endpoint: str) -> None:
             backend, store=store, rank=rank, world_size=world_size, timeout=MAX_STEP_WAIT
         )
     except (RuntimeError, OSError) as error:
+        where = "that port on the first process's host"
         raise AutotuneError(
             f"the processes did not meet at {endpoint}: {first_line(error)}",
-            hint=(
-                "make sure that all of them run, and can reach that port on the first process's "
-                "host"
-            ),
+            hint=f"make sure that all of them run, and can reach {where}",
         ) from error
 
 
 def _interface_to(host: str) -> str | None:
-    """Return the network interface by which this machine reaches a host; None if unknown.
-
-    Gloo takes the one of the machine's name, which many systems say is the loopback's.
-    """
+    """Return the interface that reaches a host: gloo would often take the loopback's."""
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probing:  # connecting it sends nothing
@@ -245,25 +213,18 @@ def explain_lost_peer() -> Iterator[None]:
         text = str(error)
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in text:
             raise
-        late = "timed out" in text.lower()
-        raise PeerLost(
-            f"another process of this run {'does not answer' if late else 'has ended'}: "
-            f"{_cause(text)}",
-            hint=(
-                "look at what the other processes and nodes printed; go on from the last "
-                "checkpoint with --resume"
-            ),
-        ) from error
-
-
-def _cause(text: str) -> str:
-    return re.sub(r"^\[[^\]]*\] *|[.] This is typically.*", "", text.strip().partition("\n")[0])
+        how = "does not answer" if "timed out" in text.lower() else "has ended"
+        # Without the place in gloo's source before it and the advice after it.
+        cause = re.sub(r"^\[[^\]]*\] *|[.] This is typically.*", "", first_line(error))
+        look = "look at what the other processes and nodes printed"
+        hint = f"{look}; go on from the last checkpoint with --resume"
+        raise PeerLost(f"another process of this run {how}: {cause}", hint=hint) from error
 
 
 def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str) -> Transform:
-    """Make a transform for loading that shards each block as soon as it is complete.
+    """Make a transform for loading that shards each block once complete, the rest at the end.
 
-    What belongs to no block is sharded at the end. Blocks must have frozen weights of one dtype.
+    Blocks must have frozen weights of one dtype.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -285,30 +246,24 @@ def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str) -
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
             del waiting[part]
         if waiting.keys() == {transformer} and not waiting[transformer]:
-            fully_shard(
-                transformer, mesh=mesh, reshard_after_forward=True
-            )  # last: it takes what no block has
+            # Last: it takes what no block has.
+            fully_shard(transformer, mesh=mesh, reshard_after_forward=True)
 
     return arrived
 
 
 def _has_tensors(module: nn.Module) -> bool:
-    buffers = (
-        value
-        for name, value in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    )
+    drawn = module._non_persistent_buffers_set
+    buffers = (value for name, value in module._buffers.items() if name not in drawn)
     return any(value is not None for value in (*module._parameters.values(), *buffers))
 
 
 def num_shards_of(transformer: nn.Module) -> int:
     """Return over how many processes every frozen weight is sharded."""
-    meshes = [
-        getattr(weight, "device_mesh", None)
-        for weight in transformer.parameters()
-        if not weight.requires_grad
-    ]
-    sizes = {1 if mesh is None else mesh.size() for mesh in meshes}
+    from torch.distributed.tensor import DTensor
+
+    frozen = (weight for weight in transformer.parameters() if not weight.requires_grad)
+    sizes = {weight.device_mesh.size() if isinstance(weight, DTensor) else 1 for weight in frozen}
     return sizes.pop() if len(sizes) == 1 else 1
 
 
@@ -321,21 +276,10 @@ train_as_child(train)
 """
 
 
-class ProcessFailed(AutotuneError):
-    """One of several training processes ended without saying why."""
-
-    def __init__(self, message: str, *, hint: str, exit_status: int = 1) -> None:
-        super().__init__(message, hint=hint)
-        self.exit_status = exit_status
-
-
 def train_in_processes(
     plan: TrainingPlan, cache_folder: Path, on_event: OnEvent, *, resume: bool, trace: bool
 ) -> RunReport:
-    """Train in as many processes of this machine as the plan says.
-
-    Raises as `train`; if a process died, with its exit status.
-    """
+    """Train in as many processes of this machine as the plan says."""
     output = Path(plan.job.output)
     with make_scratch_folder("run") as folder:
         plan_file, pipe = Path(folder) / "plan.yaml", Path(folder) / "events"
@@ -357,11 +301,12 @@ def train_in_processes(
     if isinstance(result, AutotuneError):
         raise result
     if status or result is None:
-        raise ProcessFailed(
+        failure = AutotuneError(
             f"a training process ended with status {status}",
             hint="what it printed is above; go on from the last checkpoint with --resume",
-            exit_status=status or 1,
         )
+        failure.exit_status = status or 1
+        raise failure
     return result
 
 
@@ -377,10 +322,7 @@ def _pass_on(pipe: Path, on_event: OnEvent, ended: list[RunReport | AutotuneErro
 
 
 def train_as_child(train: Callable[..., RunReport]) -> None:
-    """Train as one of the processes that `train_in_processes` started.
-
-    The first pickles its events, then its report or error, into the pipe of the starting process.
-    """
+    """Train as a process of `train_in_processes`; the first pickles events and result."""
     plan_file, pipe, cache_folder, *flags = sys.argv[1:]
     silence_progress_bars()
     own = current_launch()
@@ -392,15 +334,9 @@ def train_as_child(train: Callable[..., RunReport]) -> None:
             sent.flush()
 
         try:
-            report = train(
-                read_plan(Path(plan_file)),
-                probe(index=0),
-                Path(cache_folder),
-                send,
-                resume="--resume" in flags,
-                trace="--trace" in flags,
-            )
-            send(report)
+            plan, hardware = read_plan(Path(plan_file)), probe(index=0)
+            resume, trace = "--resume" in flags, "--trace" in flags
+            send(train(plan, hardware, Path(cache_folder), send, resume=resume, trace=trace))
         except Exception as error:
             if os.environ.get("AUTOTUNE_TRACEBACK"):
                 raise

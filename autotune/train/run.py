@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import AdapterVerdict, RunReport
 from autotune.system.files import write_text_atomic
 from autotune.system.process import preempt_on_signal
+from autotune.train import folder
 from autotune.train.checkpoint import (
     Checkpoints,
     export_trained,
@@ -37,16 +39,6 @@ from autotune.train.checkpoint import (
     require_same_run,
     save_trained,
     start_from,
-)
-from autotune.train.folder import (
-    ADAPTER_FILE,
-    CHECKPOINTS,
-    REPORT_FILE,
-    comparison_file,
-    compute_run_key,
-    finished_report,
-    list_fixed_fields,
-    preview_file,
 )
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
@@ -58,6 +50,10 @@ from autotune.train.processes import Processes, explain_lost_peer, init_distribu
 from autotune.train.sample import make_sheet, save_frames, save_image
 
 TRACE_FILE = "trace.json"
+# What a pipeline may raise that training need not end for.
+PREVIEW_ERRORS = (
+    PreviewTooLarge, InvalidInput, RuntimeError, TypeError, ValueError, LookupError
+)  # fmt: skip
 
 
 def train(
@@ -70,20 +66,9 @@ def train(
     trace: bool = False,
     inputs: RunInputs | None = None,
 ) -> RunReport:
-    """Train what the plan says on this machine; with `resume`, continue from the newest checkpoint
-    if there is one.
+    """Train what the plan says; with `resume`, from the newest checkpoint if there is one.
 
-    Writes the adapter, a report, curves and, if the job has prompts, samples with and without the
-    adapter. With `trace`, a torch.profiler trace of a few steps as well. Resuming a finished run
-    returns its report. `inputs` are what `read_inputs` has read already.
-
-    Raises:
-        DoesNotFit: the plan was made for another machine, model or class of data.
-        InvalidInput: the model or the data cannot be used, or the output folder belongs to another
-            run.
-        Preempted: a signal came; a checkpoint is written.
-        AutotuneError: the loss is no longer finite, disk or memory ran out, or the number of
-            processes is wrong.
+    Resuming a finished run returns its report. `inputs` are what `read_inputs` has read already.
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume, inputs=inputs)
@@ -91,25 +76,25 @@ def train(
     hint = "free some space, then go on from the last checkpoint: --resume"
     try:
         with reraise_disk_full(prepared.output, hint=hint), reraise_oom():
-            processes = init_distributed(
-                plan.frozen.hardware, torch.device(hardware.device.torch_name)
-            )
+            device = torch.device(hardware.device.torch_name)
+            processes = init_distributed(plan.frozen.hardware, device)
             with explain_lost_peer(), Watchdog.of_device(hardware.device.memory_kind) as watchdog:
                 on_event = on_event if processes.is_first else ignore_event
-                common = {**list_fixed_fields(plan), "weights": prepared.weights, "resume": resume}
-                processes.require_same(
-                    "the plan, its job or the model", digest_of(common)
-                )  # paths may differ
+                common = {
+                    **folder.list_fixed_fields(plan),
+                    "weights": prepared.weights,
+                    "resume": resume,
+                }
+                processes.require_same("the plan, its job or the model", digest_of(common))
+                dataset = prepared.data.training
                 if resume and (
-                    report := processes.share(lambda: finished_report(plan, prepared.data.training))
+                    report := processes.share(lambda: folder.finished_report(plan, dataset))
                 ):
                     taken = f"this run has taken all of its {report.num_steps} steps"
                     on_event(Notice(text=f"{taken}: nothing is left to do"))
                     return report
-                cache = (
-                    MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
-                )
-                run = _Run(plan, prepared, hardware, cache, on_event, processes, watchdog)
+                monitor = Monitor.of_run(processes.device, hardware, plan.frozen)
+                run = _Run(plan, prepared, cache_folder, on_event, processes, watchdog, monitor)
                 return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.lock.release()
@@ -122,22 +107,21 @@ class _Run:
         self,
         plan: TrainingPlan,
         prepared: PreparedRun,
-        hardware: HardwareProfile,
-        cache: Cache,
+        cache_folder: Path,
         on_event: OnEvent,
         processes: Processes,
         watchdog: Watchdog,
+        monitor: Monitor,
     ) -> None:
-        self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
-        self.processes, self.on_event, self.watchdog = processes, on_event, watchdog
-        self.monitor = Monitor.of_run(processes.device, hardware, plan.frozen)
+        self.plan, self.prepared, self.output = plan, prepared, prepared.output
+        self.processes, self.on_event = processes, on_event
+        self.watchdog, self.monitor = watchdog, monitor
+        self.cache = (MemoryCache if plan.job.cache == "memory" else Cache)(cache_folder)
         self.warnings: list[str] = []
-        self.adapter_file = ADAPTER_FILE
+        self.adapter_file = folder.ADAPTER_FILE
         self.metrics: Metrics | None = None
-        frozen = plan.frozen
-        self.encoders = Encoders(
-            prepared.model, frozen.caching, frozen.settings, self.processes.device
-        )
+        settings = plan.frozen.settings
+        self.encoders = Encoders(prepared.model, plan.frozen.caching, settings, processes.device)
         self.sampler = PreviewSampler(self.encoders, self._warn)
         self.previews = self._list_previews() if self.processes.is_sampler else []
 
@@ -147,43 +131,39 @@ class _Run:
             processes.share(self._require_same_run)
         with self.monitor.phase("caching"):
             encoded, held_out = self._encode()
-        run_key = compute_run_key(plan, encoded.items, encoded.entries)
+        run_key = folder.compute_run_key(plan, encoded.items, encoded.entries)
         epoch_size = sum(item.repeats for item in encoded.items)
         batch = plan.frozen.workload.effective_batch_size
         every = job.checkpoint_every(epoch_size, batch)
         processes.require_same("the data, images or captions,", run_key)
         with Checkpoints(
-            self.output / CHECKPOINTS,
+            self.output / folder.CHECKPOINTS,
             run_key,
             keep_last=job.checkpoints_total_limit,
             keep_every=job.checkpoints_keep_every * every,
             weights=self.prepared.weights,
         ) as checkpoints:
             # Refused before anything is loaded.
-            checkpoint = (
-                processes.share(lambda: checkpoints.newest(self._notify)) if resume else None
-            )
+            newest = partial(checkpoints.newest, self._notify)
+            checkpoint = processes.share(newest) if resume else None
             first_step = checkpoint.step if checkpoint else 0
             num_steps = job.steps_on(epoch_size, batch)
             if first_step > num_steps:
+                more = f"resume with --steps {first_step} or more"
                 raise InvalidInput(
                     f"{first_step} steps were taken already, and the run is to take {num_steps}",
-                    hint=f"resume with --steps {first_step} or more, or choose another folder with "
-                    "--output",
+                    hint=f"{more}, or choose another folder with --output",
                 )
             with self.monitor.phase("loading"):
                 trained = self._load()
                 processes.wait()
-            self.on_event(
-                PhaseStarted(name=f"training from step {first_step}" if checkpoint else "training")
-            )
+            name = f"training from step {first_step}" if checkpoint else "training"
+            self.on_event(PhaseStarted(name=name))
             if processes.is_first:
                 self.metrics = Metrics(self.output, first_step, job.report_to, self._warn)
             metrics = self.metrics
-            with (
-                contextlib.closing(metrics) if metrics else contextlib.nullcontext(),
-                self.monitor.phase("training"),
-            ):
+            closing = contextlib.closing(metrics) if metrics else contextlib.nullcontext()
+            with closing, self.monitor.phase("training"):
                 loop = TrainingLoop(
                     plan,
                     trained,
@@ -201,10 +181,8 @@ class _Run:
                 )
                 with self.watchdog.finishing_steps():
                     loop.run()
-        with (
-            eager_eval(trained.transformer),
-            preempt_on_signal(second_ends=processes.world_size == 1),
-        ):
+        is_single = processes.world_size == 1
+        with eager_eval(trained.transformer), preempt_on_signal(second_ends=is_single):
             report = self._finish(loop, started)
         return processes.share(lambda: report)
 
@@ -217,15 +195,14 @@ class _Run:
             items, entries = list_entries(
                 encoders, training, buckets, self.cache, caption_dropout=drop, flip=flip
             )
-            require_same_run(self.output, compute_run_key(self.plan, items, entries))
+            require_same_run(self.output, folder.compute_run_key(self.plan, items, entries))
 
     def _load(self) -> TrainingModel:
         self.on_event(PhaseStarted(name="loading the transformer"))
-        processes, settings = self.processes, self.plan.frozen.settings
-        model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
-        trained = load_model(
-            model, workload, settings, processes.device, seed, shards=processes.num_shards
-        )
+        device, shards = self.processes.device, self.processes.num_shards
+        settings, seed = self.plan.frozen.settings, self.plan.job.seed
+        model, workload = self.prepared.model, self.prepared.workload
+        trained = load_model(model, workload, settings, device, seed, shards=shards)
         if (started_from := self.plan.job.from_adapter) is not None:
             start_from(Path(started_from), trained.transformer, trained.family)
         if self.previews:
@@ -233,8 +210,7 @@ class _Run:
         return trained
 
     def _list_previews(self) -> list[Preview]:
-        """Give each prompt the control images of the item with that caption, or the first
-        item's."""
+        """Give each prompt the controls of the item with that caption, or of the first."""
         job, items = self.plan.job, self.prepared.data.training.items
         bucket, steps = self.prepared.workload.largest_bucket, job.preview_steps
         controls = {item.caption: item.control_paths for item in reversed(items)}
@@ -244,7 +220,7 @@ class _Run:
         ]
 
     def _encode(self) -> tuple[EncodedDataset, EncodedDataset | None]:
-        """Encode on the first process of each node; the others wait, then read the cache."""
+        """Encode training and held-out data, on each node's first process while others wait."""
         if not self.processes.is_first_of_node:
             self.processes.wait()
         if self.previews:
@@ -253,17 +229,20 @@ class _Run:
         for line in self.prepared.data.training.problem_summary:
             self._notify(line)
         self.on_event(PhaseStarted(name="encoding captions and images"))
+
+        def report_progress(done: int, total: int) -> None:
+            self.on_event(Progressed(name="encoding", done=done, total=total))
+
+        job = self.plan.job
         encoded = encode_dataset(
             self.encoders,
             self.prepared.data.whole,
             self.prepared.workload.buckets,
             self.cache,
-            caption_dropout=self.plan.job.caption_dropout,
-            flip=self.plan.job.flip,
-            mask_floor=self.plan.job.mask_floor,
-            on_progress=lambda done, total: self.on_event(
-                Progressed(name="encoding", done=done, total=total)
-            ),
+            caption_dropout=job.caption_dropout,
+            flip=job.flip,
+            mask_floor=job.mask_floor,
+            on_progress=report_progress,
         )
         for problem in encoded.problems:
             self._notify(f"left out: {problem.file}: {problem.message}")
@@ -286,7 +265,7 @@ class _Run:
                 with self.monitor.phase("previews"), eager_eval(self.sampler.transformer):
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
-                    path = self.output / preview_file(step, number)
+                    path = self.output / folder.preview_file(step, number)
                     self._save_frames(frames, path, preview, f"after step {step}")
                     written.append(path)
         if self.metrics and written:
@@ -296,9 +275,8 @@ class _Run:
 
     def _save_compared(self, name: str, number: int, frames: list[Image]) -> None:
         if self.processes.is_first:
-            self._save_frames(
-                frames, self.output / comparison_file(name, number), self.previews[number], name
-            )
+            path = self.output / folder.comparison_file(name, number)
+            self._save_frames(frames, path, self.previews[number], name)
 
     def _save_frames(self, frames: list[Image], path: Path, preview: Preview, adapter: str) -> None:
         fps = self.prepared.model.family.defaults.frames_per_second
@@ -308,14 +286,7 @@ class _Run:
     def _drop_failing_previews(self) -> Iterator[None]:
         try:
             yield
-        except (
-            PreviewTooLarge,
-            InvalidInput,
-            RuntimeError,
-            TypeError,
-            ValueError,
-            LookupError,
-        ) as error:
+        except PREVIEW_ERRORS as error:
             is_ours = isinstance(error, AutotuneError)
             if self.processes.num_shards > 1 or (not is_ours and is_out_of_memory(error)):
                 raise
@@ -330,16 +301,15 @@ class _Run:
         self.on_event(Notice(text=message, level="warning"))
 
     def _finish(self, loop: TrainingLoop, started: float) -> RunReport:
-        transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
+        transformer, adapter = loop.model.transformer, self.output / folder.ADAPTER_FILE
         loop.optimizer.turn_to_average()
         kept_step = loop.validation.keep_best()
         if self.processes.is_first:  # before anything that may still fail
             with self.monitor.phase("saving"):
-                workload = self.plan.frozen.workload
-                dtype = torch_dtype(self.plan.job.save_dtype)
-                model, optimizer, digest = loop.model, loop.optimizer, self.plan.digest
+                job, workload, digest = self.plan.job, self.plan.frozen.workload, self.plan.digest
+                model, optimizer, dtype = loop.model, loop.optimizer, torch_dtype(job.save_dtype)
                 save_trained(adapter, model, optimizer, workload, digest, kept_step, dtype)
-                self.adapter_file = export_trained(adapter, self.plan.job.adapter_format).name
+                self.adapter_file = export_trained(adapter, job.adapter_format).name
         adapter_loss = self._known(loop.evaluate(), "with")
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = self._known(loop.evaluate(), "without")
@@ -350,12 +320,13 @@ class _Run:
         verdict = None
         if self.processes.is_first:
             last_block = loop.model.family.last_block(transformer)
-            verdict = judge_adapter(
-                adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss
-            )
+            losses = {"base_loss": base_loss, "adapter_loss": adapter_loss}
+            verdict = judge_adapter(adapter, last_block=last_block, **losses)
         report = self._report(loop, verdict, kept_step, time.monotonic() - started)
         if self.processes.is_first:
-            write_text_atomic(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
+            write_text_atomic(
+                self.output / folder.REPORT_FILE, report.model_dump_json(indent=1) + "\n"
+            )
         return report
 
     def _known(self, loss: float, which: str) -> float | None:
@@ -375,31 +346,25 @@ class _Run:
         save_image(make_sheet(self.previews, pairs), self.output / "samples.png", facts)
 
     def _report(
-        self,
-        loop: TrainingLoop,
-        verdict: AdapterVerdict | None,
-        kept_step: int,
-        total_seconds: float,
+        self, loop: TrainingLoop, verdict: AdapterVerdict | None, kept_step: int, seconds: float
     ) -> RunReport:
-        metrics = loop.metrics
+        metrics, monitor = loop.metrics, self.monitor
         losses, earlier = (metrics.losses, metrics.seconds) if metrics else ([], [])
-        seconds = self.monitor.seconds
-        steady = sorted(seconds[NUM_WARMUP_STEPS:] or seconds or earlier) or [0.0]
-        rare = (
-            len(steady) // 20
-        )  # outliers are left out, while steps of longer captions count as they are
+        steady = sorted(monitor.seconds[NUM_WARMUP_STEPS:] or monitor.seconds or earlier) or [0.0]
+        rare = len(steady) // 20  # outliers; steps of longer captions count as they are
         step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
-        waited = self.monitor.data_seconds
+        waited = monitor.data_seconds
         waits = statistics.fmean(waited[NUM_WARMUP_STEPS:] or waited or [0.0])
-        forecast = self.plan.frozen.forecast
-        expected, utilization = self.plan.frozen.expected, self.monitor.utilization
+        expected, forecast = self.plan.frozen.expected, self.plan.frozen.forecast
+        speed = loop.order.effective_batch_size / step_seconds if step_seconds else 0.0
+        utilization = monitor.utilization
         return RunReport(
             plan_digest=self.plan.digest,
             num_steps=loop.num_steps,
             resumed_at=loop.first_step,
-            total_seconds=total_seconds,
+            total_seconds=seconds,
             expected_step_seconds=expected.step_seconds,
             measured_step_seconds=step_seconds,
             data_seconds=waits,
@@ -407,18 +372,16 @@ class _Run:
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,
             expected_phases=expected.phases,
-            phases=tuple(self.monitor.peaks.values()),
-            images_per_second=loop.order.effective_batch_size / step_seconds
-            if step_seconds
-            else 0.0,
+            phases=tuple(monitor.peaks.values()),
+            images_per_second=speed,
             gpu_utilization=statistics.fmean(utilization) if utilization else None,
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=(*loop.warnings, *self.warnings),
             settings=loop.settings,
-            gradient_spikes=self.monitor.num_spikes,
-            nonfinite_gradients=self.monitor.num_nonfinite,
-            overflowed_gradients=self.monitor.num_overflows,
+            gradient_spikes=monitor.num_spikes,
+            nonfinite_gradients=monitor.num_nonfinite,
+            overflowed_gradients=monitor.num_overflows,
             quantization_error=loop.model.quantization_error,
             validation=loop.validation.result(kept_step),
             adapter=self.adapter_file,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -83,9 +83,8 @@ def save_clip(
 
     rate = Fraction(fps).limit_denominator(1001)
     with atomic_write(path) as part, av.open(str(part), "w", format="mp4") as container:
-        container.metadata["comment"] = json.dumps(
-            {name: str(value) for name, value in facts.items()}
-        )
+        texts = {name: str(value) for name, value in facts.items()}
+        container.metadata["comment"] = json.dumps(texts)
         stream = container.add_stream("libx264", rate=rate, options={"crf": CLIP_QUALITY})
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = "yuv420p"
@@ -127,18 +126,14 @@ def read_sample_inputs(
     on_event: OnEvent = ignore_event,
     require: Callable[[TrainingPlan], None] = lambda plan: None,
 ) -> SampleInputs:
-    """Read what sampling from a run's folder or a plan file takes; a hub's model is fetched.
-
-    Raises InvalidInput, InvalidPlan or AutotuneError. `require` may refuse a plan before the fetch.
-    """
+    """Read what sampling takes; `require` may refuse a plan before its model is fetched."""
     if not run.exists():
         raise InvalidInput(f"there is no run and no plan at {run}", hint="check the path")
     folder = run.parent if run.is_file() else run
     adapter = None if run.is_file() else run / ADAPTER_FILE
     if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
-        raise InvalidInput(
-            f"{run} holds no trained adapter", hint="name the output folder of `autotune train`"
-        )
+        hint = "name the output folder of `autotune train`"
+        raise InvalidInput(f"{run} holds no trained adapter", hint=hint)
     missing = [path for path in request.control_paths if not path.is_file()]
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
@@ -154,9 +149,8 @@ def read_sample_inputs(
     file = request.output or folder / f"sample-{request.seed}{suffix}"
     require_writable(file)
     if file.suffix == ".mp4" and not has_video_decoder():
-        raise InvalidInput(
-            "an mp4 is written with PyAV, which is not installed", hint=INSTALL_VIDEO
-        )
+        message = "an mp4 is written with PyAV, which is not installed"
+        raise InvalidInput(message, hint=INSTALL_VIDEO)
     if not adapter:
         require(plan)
     model = fetch_model(plan.job.model_ref)
@@ -185,10 +179,8 @@ def sample_run(
     encoders = Encoders(model, frozen.caching, settings, device)
     sampler = PreviewSampler(encoders, lambda text: on_event(Notice(text=text, level="warning")))
     steps, bucket = request.num_steps or plan.job.preview_steps, frozen.workload.largest_bucket
-    previews = [
-        Preview(request.prompt, bucket, steps, request.seed + number, request.control_paths)
-        for number in range(request.count)
-    ]
+    first = Preview(request.prompt, bucket, steps, request.seed, request.control_paths)
+    previews = [replace(first, seed=first.seed + number) for number in range(request.count)]
     sampler.encode_prompts(previews[:1], Cache(cache_folder))
     encoders.release()
     transformer, _ = load_transformer(model, settings, device)

@@ -31,10 +31,9 @@ TINY = 1e-9
 
 @dataclass(frozen=True)
 class Noising:
-    """The noise of each image and the weight of its loss.
+    """The noise of each image and the weight of its loss, as in Stable Diffusion 3.
 
-    Density and shift of noise levels are those of Stable Diffusion 3 (Esser et al. 2024, sections
-    3.1 and 5.3.2).
+    Esser et al. 2024, sections 3.1 and 5.3.2.
     """
 
     seed: int = 0
@@ -45,8 +44,7 @@ class Noising:
     process: NoiseProcess = FLOW_MATCHING
 
     def draw(self, step: int, position: int, shape: Sequence[int]) -> tuple[Tensor, float]:
-        """Draw an image's noise (channels, frames, height, width) and level, by seed, step and
-        position alone.
+        """Draw noise of `shape` and a level, by seed, step and position alone.
 
         So a run is the same whatever its micro-batch size, processes and interruptions.
         """
@@ -55,30 +53,25 @@ class Noising:
         return torch.randn(*shape, generator=generator), level
 
     def level_at(self, step: int, position: int, shape: Sequence[int]) -> float:
-        return self._level(
-            torch.Generator().manual_seed(_seed_at(self.seed, step, position)), shape
-        )
+        generator = torch.Generator().manual_seed(_seed_at(self.seed, step, position))
+        return self._level(generator, shape)
 
     def _level(self, generator: torch.Generator, shape: Sequence[int]) -> float:
         if (self.process.lowest_share, self.process.highest_share) != (0.0, 1.0):
             return self.level_of_quantile(float(torch.rand((), generator=generator)), shape)
         if self.sampling == "uniform":
             return self._shifted(float(torch.rand((), generator=generator)), shape)
-        return self._shifted(
-            1 / (1 + math.exp(-float(torch.randn((), generator=generator)))), shape
-        )
+        normal = float(torch.randn((), generator=generator))
+        return self._shifted(1 / (1 + math.exp(-normal)), shape)
 
     def level_of_quantile(self, quantile: float, shape: Sequence[int]) -> float:
         """Return the level that this share of all draws, in (0, 1), is below."""
-        lowest, highest = (
-            self._share_below(end, shape)
-            for end in (self.process.lowest_share, self.process.highest_share)
-        )
+        lowest = self._share_below(self.process.lowest_share, shape)
+        highest = self._share_below(self.process.highest_share, shape)
         whole = min(max(lowest + quantile * (highest - lowest), TINY), 1 - TINY)
-        is_uniform = self.sampling == "uniform"
-        return self._shifted(
-            whole if is_uniform else 1 / (1 + math.exp(-NormalDist().inv_cdf(whole))), shape
-        )
+        if self.sampling != "uniform":
+            whole = 1 / (1 + math.exp(-NormalDist().inv_cdf(whole)))
+        return self._shifted(whole, shape)
 
     def _share_below(self, level: float, shape: Sequence[int]) -> float:
         """Return the share of draws below a level of flow matching, if the process let all pass."""
@@ -86,9 +79,9 @@ class Noising:
             return level
         shift = self.shift(shape) if callable(self.shift) else self.shift
         plain = level / (shift - (shift - 1) * level)
-        return (
-            plain if self.sampling == "uniform" else NormalDist().cdf(math.log(plain / (1 - plain)))
-        )
+        if self.sampling == "uniform":
+            return plain
+        return NormalDist().cdf(math.log(plain / (1 - plain)))
 
     def _shifted(self, level: float, shape: Sequence[int]) -> float:
         shift = self.shift(shape) if callable(self.shift) else self.shift
@@ -102,9 +95,8 @@ class Noising:
         draws = [self.draw(step, position + i, clean.shape[1:]) for i in range(len(clean))]
         noise = _send(torch.stack([noise for noise, _ in draws]).to(clean.dtype), clean.device)
         levels = _send(torch.tensor([level for _, level in draws]), clean.device)
-        return denoising_loss(
-            family, transformer, batch, noise, levels, self.process, self.weighting
-        )
+        kind = self.process, self.weighting
+        return denoising_loss(family, transformer, batch, noise, levels, *kind)
 
 
 def _send(drawn: Tensor, device: torch.device) -> Tensor:
@@ -113,19 +105,16 @@ def _send(drawn: Tensor, device: torch.device) -> Tensor:
 
 
 def _seed_at(seed: int, step: int, position: int) -> int:
-    return (
-        (seed * 1_000_003 + step) * 1_000_003 + position
-    ) % 2**63  # large seeds overflow torch's 64 bits
+    # Large seeds would overflow torch's 64 bits.
+    return ((seed * 1_000_003 + step) * 1_000_003 + position) % 2**63
 
 
 def _seed_dropout(device: torch.device, seed: int) -> None:
     """Seed one device's masks; `torch.manual_seed` would take 90 us, for all devices."""
-    generator = (
-        torch.cuda.default_generators[device.index or 0]
-        if device.type == "cuda"
-        else torch.default_generator
-    )
-    generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
@@ -146,13 +135,9 @@ class StepOutcome:
 
     @property
     def overflowed(self) -> bool:
-        """Tell if the scaled gradient alone overflowed fp16: nothing was updated, the scale
-        fell."""
-        return (
-            self.loss_scale is not None
-            and math.isfinite(self.loss)
-            and not math.isfinite(self.gradient_norm)
-        )
+        """Tell if only the scaled gradient overflowed fp16: the scale fell, no weight moved."""
+        is_only_gradient = math.isfinite(self.loss) and not math.isfinite(self.gradient_norm)
+        return self.loss_scale is not None and is_only_gradient
 
 
 def optimizer_step(
@@ -174,18 +159,16 @@ def optimizer_step(
     processes before it, and `average` makes the loss its mean over all. DDP averages gradients in
     the backward pass of the last micro-batch.
     """
-    total = torch.zeros(
-        (), device=optimizer.masters[0].device
-    )  # sent from the host, it would wait for the device
+    # Made there: sent from the host, it would wait for the device.
+    total = torch.zeros((), device=optimizer.masters[0].device)
     position, end = first_position, first_position + effective_batch_size
     unsynchronized = getattr(transformer, "no_sync", contextlib.nullcontext)
     for batch in micro_batches:
         size = len(batch["latents"])
         with contextlib.nullcontext() if position + size == end else unsynchronized():
             _seed_dropout(batch["latents"].device, _seed_at(-1 - noising.seed, step, position))
-            loss = noising.loss(family, transformer, batch, step, position) * (
-                size / effective_batch_size
-            )
+            loss = noising.loss(family, transformer, batch, step, position)
+            loss = loss * (size / effective_batch_size)
             optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
         position += size
         total = total + loss.detach()
@@ -203,27 +186,20 @@ def optimizer_step(
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Tensor]:
     """List what stays on the device between steps: weights, masters and the optimizer's state."""
-    attributes = attribute_tensors(transformer)
-    return [
-        *transformer.parameters(),
-        *transformer.buffers(),
-        *attributes,
-        *optimizer.live_tensors(),
-    ]
+    weights = *transformer.parameters(), *transformer.buffers(), *attribute_tensors(transformer)
+    return [*weights, *optimizer.live_tensors()]
 
 
 LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
 CHECK_WEIGHTS = (
-    "no rate has had an effect yet: `autotune weights inspect FILE` counts weights "
-    "that are not "
-    "finite"
+    "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are "
+    "not finite"
 )
 TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
 # Losses that need a smaller one have gradients that fp16 has no numbers for.
 MIN_LOSS_SCALE = 1.0
 # Gradients that overflow after eight halvings are more likely wrong than large.
 LOW_LOSS_SCALE = 2.0**8
-
 # Both take any mask; what they make not finite, no other backend would.
 SAFE_ATTENTION = ("_native_efficient", "_native_math")
 
@@ -239,10 +215,7 @@ def find_safe_attention(device_kind: str) -> str:
 
 
 def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: bool) -> None:
-    """Raise what a step's numbers, counted from 1, leave no way around.
-
-    GradientNotFinite if another attention backend may help, else AutotuneError.
-    """
+    """Raise GradientNotFinite if other attention may help, AutotuneError if nothing would."""
     scale, hint = outcome.loss_scale, LOWER_LEARNING_RATE if number > 1 else CHECK_WEIGHTS
     if scale is not None:
         hint = f"{TRAIN_IN_FP32}; else {hint}"
@@ -251,9 +224,8 @@ def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: b
         raise AutotuneError(f"the loss is {outcome.loss} at step {number}{why}", hint=hint)
     if scale is not None and outcome.overflowed:
         if scale < MIN_LOSS_SCALE:
-            raise AutotuneError(
-                f"gradients overflow fp16 at step {number}, unscaled ones too", hint=hint
-            )
+            message = f"gradients overflow fp16 at step {number}, unscaled ones too"
+            raise AutotuneError(message, hint=hint)
         if scale > LOW_LOSS_SCALE or not can_change_attention:
             return
     if not math.isfinite(outcome.gradient_norm):
@@ -294,17 +266,12 @@ class ModulationWindows:
         if window == self._held:
             return
         started = time.perf_counter()
-        steps = range(window * self.num_steps, (window + 1) * self.num_steps)
-        draws = [
-            (
-                image,
-                self.noising.level_at(step, self.first_position + position, image.latents_shape),
-            )
-            for step in steps
-            for position, image in enumerate(self.images(step))
-        ]
+        inputs, levels = [], []
+        for number in range(window * self.num_steps, (window + 1) * self.num_steps):
+            for position, image in enumerate(self.images(number), self.first_position):
+                inputs.append(image.inputs)
+                levels.append(self.noising.level_at(number, position, image.latents_shape))
         self._held = -1  # an error may leave half a window
-        inputs, levels = [image.inputs for image, _ in draws], [level for _, level in draws]
         collected = collect_conditionings(self.model, self.ahead, inputs, levels, self.place)
         self.ahead.hold(collected, self.num_steps * self.images_per_step)
         self._held, self.share_seconds = window, (time.perf_counter() - started) / self.num_steps
@@ -329,9 +296,8 @@ def make_windows(
     def condition(draw: Draw) -> ConditionedImage:
         if draw not in known:  # so that each is read once in a run, and its prompt not kept
             sample = encoded.sample(*draw)
-            known[draw] = ConditionedImage(
-                tuple(sample["latents"].shape), pick_inputs(model, sample)
-            )
+            shape = tuple(sample["latents"].shape)
+            known[draw] = ConditionedImage(shape, pick_inputs(model, sample))
         return known[draw]
 
     def images(step: int) -> list[ConditionedImage]:
@@ -348,10 +314,7 @@ def collect_conditionings(
     levels: Sequence[float],
     place: Callable[[Batch], Batch],
 ) -> dict[bytes, Tensor]:
-    """Compute what images with these `ConditionedImage.inputs` and levels condition blocks on.
-
-    The transformer is called without blocks, for the smallest image and one token of text each.
-    """
+    """Call the transformer without blocks, on the smallest images, for what blocks depend on."""
     family, transformer, device = model.family, model.transformer, model.device
     side = family.size_multiple_px
     smallest = Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)

@@ -1,7 +1,6 @@
 """The loss on held-out images, with and without the adapter, always at the same noise.
 
-Levels lie at even quantiles of those that training draws. Passes take no gradients, so they need
-less memory than a step does.
+Levels lie at even quantiles of those that training draws.
 """
 
 import contextlib
@@ -11,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
 
 from autotune.data.encode import EncodedDataset
 from autotune.errors import is_out_of_memory
@@ -36,9 +34,8 @@ NOISE_STEP = 10**12
 NOT_FINITE = "the loss on held-out images is not finite"
 
 
-@dataclass(frozen=True)
-class _Draw:
-    index: int
+class _Draw(NamedTuple):
+    item: int
     number: int
     level: float
 
@@ -65,9 +62,8 @@ class HeldOutLoss:
         for index in sorted(range(count), key=lambda index: groups[index]):
             shape = self.encoded.sample(index)["latents"].shape
             for number in range(rounds):
-                level = self.noising.level_of_quantile(
-                    (number + (index + 0.5) / count) / rounds, shape
-                )
+                share = (number + (index + 0.5) / count) / rounds
+                level = self.noising.level_of_quantile(share, shape)
                 draws.append(_Draw(index, number * count + index, level))
         return draws
 
@@ -75,55 +71,44 @@ class HeldOutLoss:
     def measure(self, micro_batch_size: int) -> list[float]:
         """Return the loss of each draw, with the adapter as it is."""
         losses: list[float] = []
+        by_group = groupby(self._draws, key=lambda draw: self.encoded.groups[draw.item])
         with eager_eval(self.model.transformer), self._modulations():
-            for _, of_group in groupby(
-                self._draws, key=lambda draw: self.encoded.groups[draw.index]
-            ):
+            for _, of_group in by_group:
                 group = list(of_group)
                 for start in range(0, len(group), micro_batch_size):
                     losses += self._losses(group[start : start + micro_batch_size])
         return losses
 
     def measure_base(self, micro_batch_size: int) -> list[float]:
-        with _adapter_disabled(self.model.transformer):
+        transformer = self.model.transformer
+        trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+        transformer.disable_adapters()  # type: ignore[operator]
+        try:
             return self.measure(micro_batch_size)
+        finally:
+            transformer.enable_adapters()  # type: ignore[operator]
+            for parameter in trained:  # disabling freezes them, too
+                parameter.requires_grad_(True)
 
     def _losses(self, draws: Sequence[_Draw]) -> list[float]:
         family, noising = self.model.family, self.noising
-        batch = self.place(self.model.collate([self.encoded.sample(draw.index) for draw in draws]))
+        batch = self.place(self.model.collate([self.encoded.sample(draw.item) for draw in draws]))
         clean = batch["latents"]
         noises = [noising.draw(NOISE_STEP, draw.number, clean.shape[1:])[0] for draw in draws]
-        noise, levels = (
-            torch.stack(noises).to(clean),
-            torch.tensor([draw.level for draw in draws], device=clean.device),
-        )
-        transformer, process, weighting = self.model.transformer, noising.process, noising.weighting
-        found: list[float] = image_losses(
-            family, transformer, batch, noise, levels, process, weighting
-        ).tolist()
-        return found
+        noise = torch.stack(noises).to(clean)
+        levels = torch.tensor([draw.level for draw in draws], device=clean.device)
+        transformer, kind = self.model.transformer, (noising.process, noising.weighting)
+        losses = image_losses(family, transformer, batch, noise, levels, *kind)
+        return cast("list[float]", losses.tolist())
 
     def _modulations(self) -> contextlib.AbstractContextManager[None]:
         """Compute the modulations of all draws at once, if they are computed ahead of steps."""
         if (ahead := find_modulation_ahead(self.model.transformer)) is None:
             return contextlib.nullcontext()
-        inputs = [pick_inputs(self.model, self.encoded.sample(draw.index)) for draw in self._draws]
+        inputs = [pick_inputs(self.model, self.encoded.sample(draw.item)) for draw in self._draws]
         levels = [draw.level for draw in self._draws]
-        return ahead.holding_also(
-            collect_conditionings(self.model, ahead, inputs, levels, self.place)
-        )
-
-
-@contextlib.contextmanager
-def _adapter_disabled(transformer: nn.Module) -> Iterator[None]:
-    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-    transformer.disable_adapters()  # type: ignore[operator]
-    try:
-        yield
-    finally:
-        transformer.enable_adapters()  # type: ignore[operator]
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        collected = collect_conditionings(self.model, ahead, inputs, levels, self.place)
+        return ahead.holding_also(collected)
 
 
 @dataclass
@@ -131,7 +116,6 @@ class ValidationHistory:
     """Mean losses that a run has measured so far, the base's without the adapter."""
 
     base_loss: float
-    """Without the adapter."""
     best_loss: float = math.inf
     best_step: int = 0
     # None if the last was not finite.
@@ -147,31 +131,20 @@ class ValidationHistory:
         return is_best
 
 
+@dataclass
 class Validation:
-    """The measurements of a run, and the best adapter.
+    """The measurements of a run, and the best adapter."""
 
-    `state` is what an earlier start of the run got from the method of that name.
-    """
-
-    def __init__(
-        self,
-        meter: HeldOutLoss | None,
-        job: Job,
-        num_steps: int,
-        optimizer: AdapterOptimizer,
-        processes: Processes,
-        checkpoints: Checkpoints,
-        monitor: Monitor,
-        on_warning: Callable[[str], None],
-        state: dict[str, Any] | None,
-    ) -> None:
-        self.meter, self.job, self.num_steps, self.optimizer = meter, job, num_steps, optimizer
-        self.processes, self.checkpoints, self.monitor = processes, checkpoints, monitor
-        self.on_warning = on_warning
-        self.history: ValidationHistory | None = None
-        self._told = False
-        if meter and state and state["images"] == meter.digest:
-            self.history = ValidationHistory(**state["history"])
+    meter: HeldOutLoss | None
+    job: Job
+    num_steps: int
+    optimizer: AdapterOptimizer
+    processes: Processes
+    checkpoints: Checkpoints
+    monitor: Monitor
+    on_warning: Callable[[str], None]
+    history: ValidationHistory | None = None
+    _told: bool = False
 
     def start(self, micro_batch_size: int) -> None:
         with self._measuring() as meter:
@@ -180,9 +153,8 @@ class Validation:
                 if math.isfinite(base):
                     self.history = ValidationHistory(base)
                 else:
-                    self.on_warning(
-                        f"{NOT_FINITE} without the adapter; the run goes on without measurements"
-                    )
+                    goes_on = "the run goes on without measurements"
+                    self.on_warning(f"{NOT_FINITE} without the adapter; {goes_on}")
 
     def measure_after(self, event: StepFinished, micro_batch_size: int) -> StepFinished:
         """Return the event of a step with the loss after it, if it is to be measured then."""
@@ -198,10 +170,8 @@ class Validation:
                 if self.history.final_loss is None and not self._told:
                     self._told = True
                     self.on_warning(f"{NOT_FINITE} after step {event.step}")
-                return event.changed(
-                    validation_loss=self.history.final_loss,
-                    base_validation_loss=self.history.base_loss,
-                )
+                final, base = self.history.final_loss, self.history.base_loss
+                return event.changed(validation_loss=final, base_validation_loss=base)
         return event
 
     @contextlib.contextmanager
@@ -216,10 +186,8 @@ class Validation:
         except Exception as error:
             if processes.num_shards > 1 or not is_out_of_memory(error):
                 raise
-            self.on_warning(
-                "memory is too short to measure the loss on held-out images; the run goes on "
-                "without"
-            )
+            what = "to measure the loss on held-out images; the run goes on without"
+            self.on_warning(f"memory is too short {what}")
             self.history = None
         processes.wait()
 
@@ -239,6 +207,10 @@ class Validation:
         if self.meter is None or self.history is None:
             return None
         return {"images": self.meter.digest, "history": asdict(self.history)}
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        if self.meter and state and state["images"] == self.meter.digest:
+            self.history = ValidationHistory(**state["history"])
 
     def result(self, kept_step: int) -> ValidationResult | None:
         if self.meter is None or self.history is None or not self.history.best_step:
