@@ -12,15 +12,8 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from autotune.demo.world import (
-    COLORS,
-    GROUNDS,
-    KNOWN_SHAPES,
-    SIZE_PX,
-    Scene,
-    draw_centered,
-    score_image,
-)
+from autotune.demo import world
+from autotune.demo.world import COLORS, GROUNDS, SIZE_PX, Scene, draw_centered
 from autotune.errors import InvalidInput
 from autotune.models.registry import get_family
 from autotune.system.files import atomic_write, write_text_atomic
@@ -39,18 +32,16 @@ def draw_picture(
     font = ImageFont.load_default(FONT_PX)
     lines = -(-len(rows) // 2)
     titles_at = 5 * GAP_PX + SMALL_PX
-    picture = Image.new(
-        "RGB", (2 * BLOCK_PX, titles_at + 3 * GAP_PX + lines * (SIDE_PX + GAP_PX)), PAPER
-    )
+    height = titles_at + 3 * GAP_PX + lines * (SIDE_PX + GAP_PX)
+    picture = Image.new("RGB", (2 * BLOCK_PX, height), PAPER)
     draw = ImageDraw.Draw(picture)
 
     def put(image: Image.Image, left: int, top: int, side: int) -> None:
         picture.paste(image.resize((side, side), Image.Resampling.BICUBIC), (left, top))
         draw.rectangle((left - 1, top - 1, left + side, top + side), outline="#dddddd")
 
-    draw.text(
-        (GAP_PX, GAP_PX // 2), f"taught with these {len(taught)} pictures", fill=MUTED, font=font
-    )
+    title = f"taught with these {len(taught)} pictures"
+    draw.text((GAP_PX, GAP_PX // 2), title, fill=MUTED, font=font)
     for number, image in enumerate(taught):
         put(image, GAP_PX + number * (SMALL_PX + GAP_PX - 1), 3 * GAP_PX, SMALL_PX)
     for number, (prompt, *images) in enumerate(rows):
@@ -97,23 +88,15 @@ class ConceptFidelity:
 def taught_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
     """Draw the twelve pictures: the shape in four colors on three grounds."""
     rng = random.Random(5)
-    return [
-        draw_centered(rng, shape, color, ground)
-        for color, ground in product(TAUGHT_COLORS, TAUGHT_GROUNDS)
-    ]
+    pairs = product(TAUGHT_COLORS, TAUGHT_GROUNDS)
+    return [draw_centered(rng, shape, color, ground) for color, ground in pairs]
 
 
 def unseen_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
-    """Draw the shape in all other colors and grounds, shuffled.
-
-    Those with even numbers are reported; rates and steps were chosen by the odd ones.
-    """
+    """Draw the shape in all other colors and grounds; even ones are reported, odd ones tuned by."""
     rng = random.Random(6)
-    combinations = [
-        (color, ground)
-        for color, ground in product(COLORS, GROUNDS)
-        if color not in TAUGHT_COLORS or ground not in TAUGHT_GROUNDS
-    ]
+    taught = set(product(TAUGHT_COLORS, TAUGHT_GROUNDS))
+    combinations = [pair for pair in product(COLORS, GROUNDS) if pair not in taught]
     rng.shuffle(combinations)
     return [draw_centered(rng, shape, *combination) for combination in combinations]
 
@@ -127,13 +110,12 @@ def known_scenes() -> tuple[list[Scene], list[Scene], list[Scene]]:
     taught = list(product(TAUGHT_COLORS, TAUGHT_GROUNDS))
     others = [pair for pair in product(COLORS, GROUNDS) if pair not in taught]
     parts: tuple[list[Scene], list[Scene], list[Scene]] = ([], [], [])
-    for shape in KNOWN_SHAPES:
+    for shape in world.KNOWN_SHAPES:
         same, different = rng.sample(taught, len(taught)), rng.sample(others, len(others))
         rest = [*same[6:], *different[2:]]
         rng.shuffle(rest)
-        for part, pairs in zip(
-            parts, ([*same[:6], *different[:2]], rest[:3], rest[3:6]), strict=True
-        ):
+        drawn = [*same[:6], *different[:2]], rest[:3], rest[3:6]
+        for part, pairs in zip(parts, drawn, strict=True):
             part += [draw_centered(rng, shape, color, ground) for color, ground in pairs]
     for part in parts:
         rng.shuffle(part)
@@ -146,10 +128,8 @@ def write_images(
     """Write images with their captions beside them, each to be seen `repeats` times per epoch."""
     folder.mkdir(parents=True)
     if repeats > 1:
-        lines = [
-            json.dumps({"file_name": f"{number:02d}.png", "repeats": repeats})
-            for number in range(len(images))
-        ]
+        names = (f"{number:02d}.png" for number in range(len(images)))
+        lines = [json.dumps({"file_name": name, "repeats": repeats}) for name in names]
         (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for number, (scene, image) in enumerate(zip(scenes, images, strict=True)):
         image.save(folder / f"{number:02d}.png")
@@ -169,10 +149,7 @@ def sample_images(
     images: list[Image.Image] = []
     for start in range(0, len(captions), 40):
         part = list(captions[start : start + 40])
-        generators = [
-            torch.Generator().manual_seed(first_seed + start + number)
-            for number in range(len(part))
-        ]
+        seeds = range(first_seed + start, first_seed + start + len(part))
         images += pipeline(
             prompt=part,
             negative_prompt=[" "] * len(part),
@@ -180,7 +157,7 @@ def sample_images(
             num_inference_steps=20,
             width=SIZE_PX,
             height=SIZE_PX,
-            generator=generators,
+            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         ).images
     return images
 
@@ -196,10 +173,11 @@ def show_to_vae(pipeline: Any, images: Sequence[Image.Image]) -> list[Image.Imag
 
 def score_images(scenes: Sequence[Scene], images: Sequence[Image.Image]) -> list[float]:
     """Score images made from the captions of scenes of one figure each."""
-    return [
-        score_image(image, scene.figures[0].shape, scene.figures[0].color, scene.ground)
-        for scene, image in zip(scenes, images, strict=True)
-    ]
+    scores = []
+    for scene, image in zip(scenes, images, strict=True):
+        (figure,) = scene.figures
+        scores.append(world.score_image(image, figure.shape, figure.color, scene.ground))
+    return scores
 
 
 def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
@@ -221,17 +199,14 @@ def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
         return round(sum(scores[part]) / sum(best[part]), 3)
 
     parts = slice(len(new)), slice(len(new), None)
-    fidelity = ConceptFidelity(
-        *(share(scores, part) for part in parts for scores in (first, second))
-    )
+    shares = (share(scores, part) for part in parts for scores in (first, second))
+    fidelity = ConceptFidelity(*shares)
     prompts = [
         {"prompt": caption, "before": round(b, 3), "after": round(a, 3), "through_vae": round(v, 3)}
         for caption, b, a, v in zip(captions, first, second, best, strict=True)
     ]
-    write_text_atomic(
-        result / "concept.json",
-        json.dumps({"concept_fidelity": asdict(fidelity), "prompts": prompts}, indent=1) + "\n",
-    )
+    found = {"concept_fidelity": asdict(fidelity), "prompts": prompts}
+    write_text_atomic(result / "concept.json", json.dumps(found, indent=1) + "\n")
     shown = [0, 4, 7, 11, len(new), len(new) + 5]
     rows = [(captions[number], before[number], after[number]) for number in shown]
     with atomic_write(result / "concept.png") as part:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageColor, ImageDraw
 
 Array = np.ndarray[Any, Any]
 
@@ -97,28 +97,23 @@ def _overlaps(coverage: Array, box: tuple[int, int, int, int]) -> dict[str, floa
     left, top = left - (side - (right - left)) // 2, top - (side - (bottom - top)) // 2
     found = Image.fromarray(coverage).crop((left, top, left + side, top + side))
     seen = np.asarray(found.resize((GRID, GRID), Image.Resampling.BILINEAR))
-    return {
-        shape: float(
-            np.minimum(seen, _template(shape)).sum() / np.maximum(seen, _template(shape)).sum()
-        )
-        for shape in (*KNOWN_SHAPES, *NEW_SHAPES)
-    }
+    overlaps = {}
+    for shape in (*KNOWN_SHAPES, *NEW_SHAPES):
+        template = _template(shape)
+        overlaps[shape] = float(np.minimum(seen, template).sum() / np.maximum(seen, template).sum())
+    return overlaps
 
 
 @cache
 def _template(shape: str) -> Array:
-    image = Image.new("L", (GRID * 8, GRID * 8))
-    ImageDraw.Draw(image).polygon(
-        [(x * GRID * 8, y * GRID * 8) for x, y in outline(shape)], fill=255
-    )
+    image, side = Image.new("L", (GRID * 8, GRID * 8)), GRID * 8
+    ImageDraw.Draw(image).polygon([(x * side, y * side) for x, y in outline(shape)], fill=255)
     return np.asarray(image.reduce(8), dtype=np.float32) / 255
 
 
 def _nearest(color: Array, names: dict[str, str]) -> str:
     def distance(name: str) -> float:
-        return float(
-            np.linalg.norm(color - np.array([int(names[name][i : i + 2], 16) for i in (1, 3, 5)]))
-        )
+        return float(np.linalg.norm(color - np.array(ImageColor.getrgb(names[name]))))
 
     return min(names, key=distance)
 
@@ -135,22 +130,12 @@ def _runs(filled: Sequence[bool] | Any) -> list[slice]:
 
 SIZE_PX = 64
 COLORS = {
-    "red": "#d62728",
-    "blue": "#1f77b4",
-    "green": "#2ca02c",
-    "orange": "#ff7f0e",
-    "purple": "#8e44ad",
-    "yellow": "#f2d21b",
-    "pink": "#ff8fc8",
-    "cyan": "#17becf",
-}
+    "red": "#d62728", "blue": "#1f77b4", "green": "#2ca02c", "orange": "#ff7f0e",
+    "purple": "#8e44ad", "yellow": "#f2d21b", "pink": "#ff8fc8", "cyan": "#17becf",
+}  # fmt: skip
 GROUNDS = {
-    "white": "#ffffff",
-    "gray": "#bbbbbb",
-    "black": "#101010",
-    "sand": "#eedcb4",
-    "navy": "#1b2a55",
-}
+    "white": "#ffffff", "gray": "#bbbbbb", "black": "#101010", "sand": "#eedcb4", "navy": "#1b2a55"
+}  # fmt: skip
 # What the small world's model was trained on.
 KNOWN_SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star")
 NEW_SHAPES = ("heart", "arrow")
@@ -182,16 +167,13 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        names = " and ".join(
-            f"{'an' if figure.color == 'orange' else 'a'} {figure.color} {figure.shape}"
-            for figure in self.figures
-        )
+        named = (f"{figure.color} {figure.shape}" for figure in self.figures)
+        names = " and ".join(f"{'an' if name.startswith('o') else 'a'} {name}" for name in named)
         return f"{names} on a {self.ground} background" + (f", {self.place}" if self.place else "")
 
     def draw(self) -> Image.Image:
-        image = Image.new(
-            "RGB", (SIZE_PX * OVERSAMPLING, SIZE_PX * OVERSAMPLING), GROUNDS[self.ground]
-        )
+        side = SIZE_PX * OVERSAMPLING
+        image = Image.new("RGB", (side, side), GROUNDS[self.ground])
         draw = ImageDraw.Draw(image)
         for figure in self.figures:
             place = (figure.left, figure.top, figure.size)
@@ -221,19 +203,9 @@ def outline(shape: str) -> Points:
         case "cross":
             a, b = 0.32, 0.68
             points = [
-                (a, 0),
-                (b, 0),
-                (b, a),
-                (1, a),
-                (1, b),
-                (b, b),
-                (b, 1),
-                (a, 1),
-                (a, b),
-                (0, b),
-                (0, a),
-                (a, a),
-            ]
+                (a, 0), (b, 0), (b, a), (1, a), (1, b), (b, b),
+                (b, 1), (a, 1), (a, b), (0, b), (0, a), (a, a),
+            ]  # fmt: skip
         case "star":
             points = _around(10, [0.5, 0.21], quarter)
         case "heart":
@@ -251,19 +223,17 @@ def outline(shape: str) -> Points:
 
 
 def _around(count: int, radii: list[float], phase: float) -> Points:
-    angles = [phase + 2 * math.pi * step / count for step in range(count)]
-    return [
-        (radii[step % len(radii)] * math.cos(angle), radii[step % len(radii)] * math.sin(angle))
-        for step, angle in enumerate(angles)
-    ]
+    points = []
+    for step in range(count):
+        radius, angle = radii[step % len(radii)], phase + 2 * math.pi * step / count
+        points.append((radius * math.cos(angle), radius * math.sin(angle)))
+    return points
 
 
 def _filling(points: Points) -> Points:
-    lows, highs = (tuple(pick(axis) for axis in zip(*points, strict=True)) for pick in (min, max))
-    return [
-        ((x - lows[0]) / (highs[0] - lows[0]), (y - lows[1]) / (highs[1] - lows[1]))
-        for x, y in points
-    ]
+    xs, ys = zip(*points, strict=True)
+    left, top, width, height = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
+    return [((x - left) / width, (y - top) / height) for x, y in points]
 
 
 def _scaled(points: Points, left: float, top: float, size: float) -> Points:
