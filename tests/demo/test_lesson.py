@@ -1,5 +1,4 @@
-"""The whole program teaches a real model a shape that it has never seen, or fails here. Judged
-by geometry."""
+"""The demo teaches a real model a shape that it has never seen, judged by geometry."""
 
 import json
 from dataclasses import asdict
@@ -11,15 +10,32 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL import Image
 from safetensors import safe_open
 
-from autotune.demo.lesson import SMALL_WORLD, ConceptFidelity, judge_lesson
+from autotune.demo import lesson
+from autotune.demo.lesson import SMALL_WORLD, ConceptFidelity, judge_lesson, make_demo
+from autotune.errors import InvalidInput
 from tests.conftest import autotune, autotune_here
+
+
+def test_the_demo_writes_its_model_and_images_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reminders, *others = lesson.known_scenes()
+    monkeypatch.setattr(lesson, "known_scenes", lambda: (reminders[:2], *others))
+    made = make_demo(tmp_path / "demo")
+    captions = [path.read_text().strip() for path in sorted(made.images.rglob("*.txt"))]
+    taught = [scene.caption for scene in lesson.taught_scenes()]
+    assert captions == [*taught, *(scene.caption for scene in reminders[:2])]
+    own = [Image.open(made.images / "known" / f"0{number}.png") for number in (0, 1)]
+    assert sum(lesson.score_images(reminders[:2], own)) > 0.5
+    assert (made.model / "model_index.json").is_file()
+    with pytest.raises(InvalidInput, match="is not empty"):
+        make_demo(tmp_path / "demo")
 
 
 def has_learned(found: ConceptFidelity) -> bool:
     """What the demo promises, with a margin for other machines' rounding."""
-    return (
-        found.before < 0.1 and found.after > 0.6 and found.others_after > found.others_before - 0.2
-    )
+    keeps = found.others_after > found.others_before - 0.2
+    return found.before < 0.1 and found.after > 0.6 and keeps
 
 
 @pytest.fixture(scope="module")

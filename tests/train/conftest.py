@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,26 @@ from autotune.data.dataset import read_dataset
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset
 from autotune.events import StepFinished
 from autotune.models.resolve import ResolvedModel, resolve_model
-from autotune.plan.candidate import CachingSettings
+from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
-from autotune.train.checkpoint import Checkpoints
+from autotune.plan.run import RunReport
+from autotune.train.checkpoint import Checkpoints, save_trained
 from autotune.train.folder import compute_run_key
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, load_model
 from autotune.train.monitor import Monitor
 from autotune.train.processes import Processes
+from autotune.train.run import train
+from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.events import steps_to
-from tests.train.small import machine, make_plan, write_model_and_images
+from tests.train.small import SETTINGS, machine, make_plan, write_model_and_images
 
 CPU = torch.device("cpu")
+PROMPT = "a red circle on a white background"
 
 
 class Killed(Exception):
@@ -47,9 +52,27 @@ class Bench:
     trained: TrainingModel
     encoded: EncodedDataset
     initial: list[torch.Tensor]
+    workload: dict[str, Any] = field(default_factory=dict)
+    """What plans have changed of their workload."""
 
     def plan(self, **job: Any) -> TrainingPlan:
-        return make_plan(self.model_folder, self.images, self.hardware, **job)
+        plan = make_plan(self.model_folder, self.images, self.hardware, **job)
+        changed = plan.frozen.workload.changed(**self.workload)
+        return seal(plan.job, plan.frozen.changed(workload=changed))
+
+    def changed(self, settings: Candidate = SETTINGS, **workload: Any) -> "Bench":
+        """The same with a model of its own."""
+        bench = replace(self, workload=workload)
+        trained = load_model(self.resolved, bench.plan().frozen.workload, settings, CPU, 3)
+        return replace(bench, trained=trained, initial=values_of(trained.adapter))
+
+    def train(self, plan: TrainingPlan, *arguments: Any, **options: Any) -> RunReport:
+        return train(plan, self.hardware, self.cache, *arguments, **options)
+
+    def sample(self, run: Path, **request: Any) -> Path:
+        asked = SampleRequest(PROMPT, seed=5, **request)
+        (written,) = sample_run(read_sample_inputs(run, asked), self.hardware, self.cache)
+        return written
 
     def loop(
         self,
@@ -62,17 +85,14 @@ class Bench:
         held_out: int = 0,
         monitor: Monitor | None = None,
     ) -> TrainingLoop:
-        """Run until the end, or until the process would have been killed in the given step; resumes
-        what is there.
+        """Resume what is there and run until the end, or until the process would have been killed.
 
         So many of the images are held out if the plan's job names a validation, and else only left
         out.
         """
         items = self.encoded.items
         training = self.encoded.select(items[held_out:].__contains__)
-        validation = (
-            self.encoded.select(items[:held_out].__contains__) if plan.job.validation else None
-        )
+        others = self.encoded.select(items[:held_out].__contains__)
         for parameter, value in zip(self.trained.adapter, self.initial, strict=True):
             parameter.data.copy_(value)
 
@@ -81,20 +101,15 @@ class Bench:
             if event.step == kill_after:
                 raise Killed
 
-        key = compute_run_key(plan, training.items, training.entries)
-        keep_every = plan.job.checkpoints_keep_every * plan.job.checkpointing_steps
+        job, key = plan.job, compute_run_key(plan, training.items, training.entries)
+        every = job.checkpoints_keep_every * job.checkpointing_steps
         with Checkpoints(
-            folder / "checkpoints",
-            key,
-            keep_last=plan.job.checkpoints_total_limit,
-            keep_every=keep_every,
+            folder / "checkpoints", key, keep_last=job.checkpoints_total_limit, keep_every=every
         ) as checkpoints:
             checkpoint = checkpoints.newest()
-            metrics = Metrics(
-                folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none"
-            )
+            metrics = Metrics(folder, checkpoint.step if checkpoint else 0, report_to="none")
             loop = TrainingLoop(
-                plan, self.trained, training, checkpoint, validation,
+                plan, self.trained, training, checkpoint, others if job.validation else None,
                 processes=Processes(0, 1, CPU), checkpoints=checkpoints, metrics=metrics,
                 on_event=steps_to(step), monitor=monitor or Monitor(CPU), preview=preview,
             )  # fmt: skip
@@ -103,10 +118,29 @@ class Bench:
         return loop
 
 
+def values_of(parameters: list[Any]) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def save(loop: TrainingLoop, file: Path) -> Path:
+    """Write the adapter as a run that ends after this loop does."""
+    plan = loop.plan
+    work, digest = plan.frozen.workload, plan.digest
+    save_trained(file, loop.model, loop.optimizer, work, digest, loop.num_steps)
+    return file
+
+
+def kill_at(step: int) -> Callable[[object], None]:
+    def kill(event: StepFinished) -> None:
+        if event.step == step:
+            raise Killed
+
+    return steps_to(kill)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Small models gain nothing from several threads, and lose much where other work wants the
-    cores."""
+    """Small models lose much with several threads if other work wants the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -115,21 +149,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    folder = tmp_path_factory.mktemp("bench")
-    model_folder, images = write_model_and_images(folder)
+def make_bench(folder: Path, family: str = "qwen-image") -> Bench:
+    model_folder, images = write_model_and_images(folder, family)
     hardware, resolved = machine(), resolve_model(ModelRef.of(model_folder))
     plan = make_plan(model_folder, images, hardware)
-    encoded = encode_dataset(
-        Encoders(resolved, CachingSettings(), plan.frozen.settings, CPU),
-        read_dataset(images),
-        plan.frozen.workload.buckets,
-        Cache(folder / "cache"),
-        caption_dropout=0.1,
-    )
-    trained = load_model(resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)
-    initial = [parameter.detach().clone() for parameter in trained.adapter]
-    return Bench(
-        model_folder, images, folder / "cache", hardware, resolved, trained, encoded, initial
-    )
+    settings, work, cache = plan.frozen.settings, plan.frozen.workload, folder / "cache"
+    encoders = Encoders(resolved, CachingSettings(), settings, CPU)
+    data = read_dataset(images)
+    encoded = encode_dataset(encoders, data, work.buckets, Cache(cache), caption_dropout=0.1)
+    trained = load_model(resolved, work, settings, CPU, plan.job.seed)
+    initial = values_of(trained.adapter)
+    return Bench(model_folder, images, cache, hardware, resolved, trained, encoded, initial)
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return make_bench(tmp_path_factory.mktemp("bench"))

@@ -1,5 +1,4 @@
-"""Kinds of adapters, parts of a model and averages of steps: trained, saved, loaded by
-diffusers, gone on with."""
+"""Kinds of adapters: trained, saved, loaded by diffusers, and gone on with."""
 
 import dataclasses
 import math
@@ -10,22 +9,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from autotune.errors import InvalidInput
 from autotune.models.adapter import adapter_shapes, add_adapter, block_numbers, choose_layers
 from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
-from autotune.plan.file import seal
-from autotune.plan.plan import TrainingPlan
+from autotune.plan.job import Job
 from autotune.plan.workload import WorkloadRequest
-from autotune.train.checkpoint import save_trained, start_from
+from autotune.train.checkpoint import start_from, starting_values, update_norm
+from autotune.train.folder import ADAPTER_FILE
 from autotune.train.loop import TrainingLoop
-from autotune.train.model import load_model
+from autotune.train.model import apply_settings, eager_eval, load_model
 from autotune.train.prepare import describe_workload
-from autotune.weights.adapters import read_adapter
+from autotune.weights.adapters import Adapter, read_adapter, write_adapter
+from autotune.weights.names import LoraLayer
 from tests.builders import workload
 from tests.cost.tiny_models import TINY
-from tests.train.conftest import CPU, Bench
+from tests.train.conftest import CPU, Bench, save, values_of
 
 CHANGES: dict[str, dict[str, Any]] = {
     "rslora": {"adapter": "rslora"},
@@ -48,52 +49,24 @@ def test_the_shapes_of_an_adapter_are_known_without_making_it(name: str, adapter
         assert expected == Counter(tuple(parameter.shape) for parameter in made)
 
 
-@dataclasses.dataclass(frozen=True)
-class ChangedBench(Bench):
-    """Its plans are for another adapter."""
-
-    changes: dict[str, Any]
-
-    def plan(self, **job: Any) -> TrainingPlan:
-        plan = super().plan(**job)
-        return seal(
-            plan.job, plan.frozen.changed(workload=plan.frozen.workload.changed(**self.changes))
-        )
-
-
-@pytest.fixture(params=CHANGES)
-def changed(request: pytest.FixtureRequest, bench: Bench) -> ChangedBench:
-    fields = {field.name: getattr(bench, field.name) for field in dataclasses.fields(bench)}
-    plan = ChangedBench(**fields, changes=CHANGES[request.param]).plan()
-    trained = load_model(
-        bench.resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed
-    )
-    initial = [parameter.detach().clone() for parameter in trained.adapter]
-    return ChangedBench(
-        **{**fields, "trained": trained, "initial": initial}, changes=CHANGES[request.param]
-    )
-
-
-def saved(loop: TrainingLoop, plan: TrainingPlan, file: Path) -> Path:
+def saved(loop: TrainingLoop, file: Path) -> Path:
     loop.optimizer.turn_to_average()
-    save_trained(
-        file, loop.model, loop.optimizer, plan.frozen.workload, plan.digest, loop.num_steps
-    )
-    return file
+    return save(loop, file)
 
 
 @pytest.mark.quick("dora")
+@pytest.mark.parametrize("kind", CHANGES)
 def test_it_goes_on_to_the_bit_and_diffusers_computes_with_the_file_what_was_trained(
-    changed: ChangedBench, tmp_path: Path
+    bench: Bench, tmp_path: Path, kind: str
 ) -> None:
-    plan = changed.plan(num_steps=4, checkpointing_steps=1, learning_rate=1e-2)
-    whole = saved(changed.loop(plan, tmp_path / "whole"), plan, tmp_path / "whole.safetensors")
-    changed.loop(plan, tmp_path / "cut", kill_after=3)
+    changed = bench.changed(**CHANGES[kind])
+    plan = changed.plan(num_steps=3, checkpointing_steps=1, learning_rate=1e-2)
+    whole = saved(changed.loop(plan, tmp_path / "whole"), tmp_path / "whole.safetensors")
+    changed.loop(plan, tmp_path / "cut", kill_after=2)
     loop = changed.loop(plan, tmp_path / "cut")
-    resumed = saved(loop, plan, tmp_path / "resumed.safetensors")
+    resumed = saved(loop, tmp_path / "resumed.safetensors")
     assert whole.read_bytes() == resumed.read_bytes()
     loss = loop.evaluate()
-    transformer = loop.model.transformer
     work, family = plan.frozen.workload, changed.resolved.family
     again = load_model(changed.resolved, work, plan.frozen.settings, CPU, seed=1)
     start_from(resumed, again.transformer, again.family)
@@ -105,20 +78,14 @@ def test_it_goes_on_to_the_bit_and_diffusers_computes_with_the_file_what_was_tra
     assert loop.evaluate() == pytest.approx(loss, rel=1e-5)
     stock.transformer.disable_adapters()
     assert loop.evaluate() != pytest.approx(loss, rel=1e-5)
-    loop.model = dataclasses.replace(loop.model, transformer=transformer)
 
 
-@pytest.mark.quick("rslora")
-def test_the_scale_of_rslora_is_told_as_an_alpha(changed: ChangedBench, tmp_path: Path) -> None:
+def test_the_scale_of_rslora_is_told_as_an_alpha(bench: Bench, tmp_path: Path) -> None:
+    changed = bench.changed(adapter="rslora")
     plan = changed.plan(num_steps=1)
-    work = plan.frozen.workload
-    file = saved(changed.loop(plan, tmp_path / "run"), plan, tmp_path / "one.safetensors")
-    scale = math.sqrt(work.rank) if work.adapter == "rslora" else 1.0
-    assert {layer.alpha for layer in read_adapter(file).layers.values()} == {
-        work.lora_alpha * scale
-    }
-    has_norms = any(name.endswith("lora_magnitude_vector") for name in load_file(file))
-    assert has_norms == (work.adapter == "dora")
+    file = saved(changed.loop(plan, tmp_path), tmp_path / "one.safetensors")
+    alpha = plan.frozen.workload.lora_alpha * math.sqrt(plan.frozen.workload.rank)
+    assert {layer.alpha for layer in read_adapter(file).layers.values()} == {alpha}
 
 
 def test_layers_are_chosen_by_pattern_and_block() -> None:
@@ -131,7 +98,6 @@ def test_layers_are_chosen_by_pattern_and_block() -> None:
         for name in ("attn.to_q", "img_mlp.net.0.proj", "img_mlp.net.2")
     ]
     assert block_numbers("0-1,3", 4) == {0, 1, 3}
-    assert choose_layers(family, model, "attention") == family.target_sets["attention"]
     for targets, blocks, what in (
         ("to_z", "all", "no layer"),
         ("attention", "2-4", "not blocks"),
@@ -142,12 +108,108 @@ def test_layers_are_chosen_by_pattern_and_block() -> None:
 
 
 def test_patterns_that_tell_blocks_apart_are_refused(bench: Bench) -> None:
-    family = get_family("qwen-image")
-    deep = dataclasses.replace(
-        bench.resolved, config={**bench.resolved.config, "num_layers": 5}, folder=None
-    )
+    config = {**bench.resolved.config, "num_layers": 5}
+    deep = dataclasses.replace(bench.resolved, config=config, folder=None)
     with pytest.raises(InvalidInput, match="names different layers in different blocks") as caught:
         describe_workload(deep, None, WorkloadRequest(targets="transformer_blocks.2.attn.to_q"))
     assert "--blocks" in caught.value.hint
     work = describe_workload(deep, None, WorkloadRequest(targets="to_q", adapted_blocks="2"))
-    assert len(add_adapter(family, build_on_meta(family, deep.config), work, torch.float32)) == 2
+    transformer = build_on_meta(deep.family, config)
+    assert len(add_adapter(deep.family, transformer, work, torch.float32)) == 2
+
+
+def test_dropout_changes_what_is_learned_and_never_what_is_evaluated(
+    bench: Bench, tmp_path: Path
+) -> None:
+    dropping = bench.changed(lora_dropout=0.5)
+    loop = dropping.loop(dropping.plan(num_steps=2), tmp_path / "dropping")
+    plain = bench.loop(bench.plan(num_steps=2), tmp_path / "plain")
+    assert not all(map(torch.equal, loop.optimizer.masters, plain.optimizer.masters))
+    for one, other in zip(bench.trained.adapter, dropping.trained.adapter, strict=True):
+        one.data.copy_(other)
+    assert loop.evaluate() != pytest.approx(plain.evaluate(), rel=1e-6)
+    with eager_eval(dropping.trained.transformer):
+        assert loop.evaluate() == pytest.approx(plain.evaluate(), rel=1e-6)
+
+
+def test_interruptions_and_recomputed_blocks_meet_the_same_dropout(
+    bench: Bench, tmp_path: Path
+) -> None:
+    dropping = bench.changed(lora_dropout=0.5)
+    plan = dropping.plan(num_steps=3, checkpointing_steps=1)
+    whole = values_of(dropping.loop(plan, tmp_path / "whole").optimizer.masters)
+    torch.rand(7)
+    dropping.loop(plan, tmp_path / "cut", kill_after=2)
+    resumed = values_of(dropping.loop(plan, tmp_path / "cut").optimizer.masters)
+    apply_settings(dropping.trained, plan.frozen.settings.changed(checkpointed_blocks=3))
+    recomputed = dropping.loop(plan, tmp_path / "recomputed").optimizer.masters
+    assert all(map(torch.equal, whole, resumed))
+    assert all(map(torch.equal, whole, recomputed))
+
+
+@pytest.fixture
+def empty(bench: Bench) -> Any:
+    """A transformer with an adapter, without weights."""
+    transformer = build_on_meta(bench.resolved.family, bench.resolved.config)
+    work = bench.plan().frozen.workload
+    add_adapter(bench.resolved.family, transformer, work, torch.float32)
+    return transformer
+
+
+def layers_of(transformer: nn.Module, rank: int, alpha: float) -> dict[str, LoraLayer]:
+    adapted = {
+        name: module
+        for name, module in transformer.named_modules()
+        if "default" in getattr(module, "lora_A", ())
+    }
+    return {
+        name: LoraLayer(torch.randn(rank, m.in_features), torch.randn(m.out_features, rank), alpha)
+        for name, m in adapted.items()
+    }
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfyui", "kohya"])
+def test_an_adapter_of_any_format_and_alpha_starts_as_the_same_update(
+    bench: Bench, empty: Any, form: Any, tmp_path: Path
+) -> None:
+    made, family = layers_of(empty, 2, 7.0), bench.resolved.family
+    write_adapter(tmp_path / "a.safetensors", Adapter(made, {}), form, family.transformer_class)
+    values = starting_values(tmp_path / "a.safetensors", empty, family)
+    for name, layer in made.items():
+        up, down = (values[f"{name}.lora_{half}.default.weight"] for half in "BA")
+        scaling = empty.get_submodule(name).scaling["default"]
+        torch.testing.assert_close(up @ down * scaling, layer.up @ layer.down * 3.5)
+
+
+def test_an_adapter_of_other_rank_or_layers_is_refused(
+    bench: Bench, empty: Any, tmp_path: Path
+) -> None:
+    file, layers = tmp_path / "a.safetensors", layers_of(empty, 3, 3.0)
+    write_adapter(file, Adapter(layers, {}), "diffusers")
+    with pytest.raises(InvalidInput, match="has rank 3, the plan 2"):
+        starting_values(file, empty, bench.resolved.family)
+    layers.pop(min(layers))
+    write_adapter(file, Adapter(layers, {}), "diffusers")
+    with pytest.raises(InvalidInput, match="adapts other layers than the plan"):
+        starting_values(file, empty, bench.resolved.family)
+
+
+def test_a_run_goes_on_from_the_adapter_of_another_and_saves_as_asked(
+    bench: Bench, empty: Any, tmp_path: Path
+) -> None:
+    first, output = layers_of(empty, 2, 2.0), tmp_path / "second"
+    write_adapter(tmp_path / "first.safetensors", Adapter(first, {}), "diffusers")
+    given = {"from_adapter": str(tmp_path / "first.safetensors"), "adapter_format": "kohya"}
+    plan = bench.plan(num_steps=1, save_dtype="bf16", output=str(output), **given)
+    report = bench.train(plan)
+    tensors = load_file(output / ADAPTER_FILE).values()
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    assert Job.model_fields["save_dtype"].default == "bf16", "as peers save, unless said"
+    assert report.adapter == "kohya_lora_weights.safetensors"
+    for_kohya, second = output / report.adapter, read_adapter(output / ADAPTER_FILE).layers
+    assert all(key.startswith("lora_unet_transformer_blocks_") for key in load_file(for_kohya))
+    norms = {key: update_norm(layer) for key, layer in second.items()}
+    exported = read_adapter(for_kohya).layers
+    assert norms == {key: update_norm(layer) for key, layer in exported.items()}
+    expected = {key: update_norm(layer) for key, layer in first.items()}
+    assert norms == pytest.approx(expected, rel=0.05)

@@ -1,10 +1,8 @@
-"""Training in fp16: a loss scale that finds itself, steps that overflow, resuming, and what runs
-beside it in fp32."""
+"""Training in fp16: a loss scale that finds itself, steps that overflow, resuming."""
 
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,13 @@ from autotune.events import StepFinished
 from autotune.knobs.settings import ROUNDING
 from autotune.plan.candidate import CachingSettings
 from autotune.train.loop import TrainingLoop
-from autotune.train.model import apply_settings, load_model
+from autotune.train.model import apply_settings
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.preview import PreviewSampler
 from tests.train.conftest import CPU, Bench
 from tests.train.small import SETTINGS
+from tests.train.test_loop import adamw
+from tests.train.test_resume import same
 
 FP16 = SETTINGS.changed(precision="fp16")
 
@@ -30,18 +30,11 @@ FP16 = SETTINGS.changed(precision="fp16")
 @pytest.fixture(scope="module")
 def half(bench: Bench) -> Bench:
     """The same model in fp16, with the same adapter at its start."""
-    trained = load_model(
-        bench.resolved, bench.plan().frozen.workload, FP16, CPU, bench.plan().job.seed
-    )
-    return replace(
-        bench,
-        trained=trained,
-        initial=[parameter.detach().clone() for parameter in trained.adapter],
-    )
+    return bench.changed(FP16)
 
 
-def overflows(monkeypatch: pytest.MonkeyPatch, at: Callable[[int], bool]) -> None:
-    """Makes the backward passes of some micro-batches overflow, by their number in this process."""
+def overflow(monkeypatch: pytest.MonkeyPatch, at: Callable[[int], bool]) -> None:
+    """Makes the backward passes of some micro-batches overflow, by their number."""
     scale, calls = AdapterOptimizer.scale, [0]
 
     def scaled(self: AdapterOptimizer, loss: Tensor) -> Tensor:
@@ -51,53 +44,43 @@ def overflows(monkeypatch: pytest.MonkeyPatch, at: Callable[[int], bool]) -> Non
     monkeypatch.setattr(AdapterOptimizer, "scale", scaled)
 
 
-def run(bench: Bench, folder: Path, **options: Any) -> tuple[TrainingLoop, list[StepFinished]]:
+def run(
+    bench: Bench, folder: Path, kill_after: int | None = None, **job: Any
+) -> tuple[TrainingLoop, list[StepFinished]]:
     steps: list[StepFinished] = []
-    kill_after = options.pop("kill_after", None)
-    plan = bench.plan(settings=FP16, checkpointing_steps=1, preview_prompts=(), **options)
+    plan = bench.plan(settings=FP16, checkpointing_steps=1, **job)
     apply_settings(bench.trained, FP16)  # a run before may have changed its attention
     return bench.loop(plan, folder, on_step=steps.append, kill_after=kill_after), steps
 
 
 def test_fp16_learns_what_fp32_learns(bench: Bench, half: Bench, tmp_path: Path) -> None:
     expected: list[StepFinished] = []
-    plain = bench.loop(bench.plan(preview_prompts=()), tmp_path / "fp32", on_step=expected.append)
+    plain = bench.loop(bench.plan(), tmp_path / "fp32", on_step=expected.append)
     loop, steps = run(half, tmp_path / "fp16")
-    assert all(parameter.dtype == torch.float16 for parameter in loop.optimizer.parameters)
-    assert all(master.dtype == torch.float32 for master in loop.optimizer.masters)
+    assert {parameter.dtype for parameter in loop.optimizer.parameters} == {torch.float16}
+    assert {master.dtype for master in loop.optimizer.masters} == {torch.float32}
     assert [step.loss_scale for step in steps] == [2.0**16] * 6
-    assert [step.loss for step in steps] == pytest.approx(
-        [step.loss for step in expected], rel=0.01
+    losses, norms = (
+        [getattr(step, name) for step in expected] for name in ("loss", "gradient_norm")
     )
-    norms = [step.gradient_norm for step in steps]
-    assert norms == pytest.approx(
-        [step.gradient_norm for step in expected], rel=ROUNDING["fp16"][0]
-    )
-    pairs = zip(loop.optimizer.masters, plain.optimizer.masters, strict=True)
+    assert [step.loss for step in steps] == pytest.approx(losses, rel=0.01)
+    assert [step.gradient_norm for step in steps] == pytest.approx(norms, rel=ROUNDING["fp16"][0])
     found, wanted = (
-        torch.cat([master.detach().flatten() for master in each])
-        for each in zip(*pairs, strict=True)
+        torch.cat([master.detach().flatten() for master in each.optimizer.masters])
+        for each in (loop, plain)
     )
-    assert (
-        float((found - wanted).norm() / wanted.norm()) < 0.1
-    )  # Adam moves by the sign of tiny gradients, too
+    # Adam moves by the sign of tiny gradients, too.
+    assert float((found - wanted).norm() / wanted.norm()) < 0.1
 
 
 def test_an_overflow_skips_the_step_and_is_counted(
     half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overflows(monkeypatch, lambda call: call == 2)  # the second step, which has two micro-batches
-    loop, steps = run(half, tmp_path)
-    assert [step.gradient_norm is None for step in steps] == [
-        False,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
-    assert [step.loss_scale for step in steps] == [2.0**16] + [2.0**15] * 5
-    assert [step.overflowed_gradients for step in steps] == [0, 1, 1, 1, 1, 1]
+    overflow(monkeypatch, lambda call: call == 2)  # the second step, which has two micro-batches
+    loop, steps = run(half, tmp_path, num_steps=3)
+    assert [step.gradient_norm is None for step in steps] == [False, True, False]
+    assert [step.loss_scale for step in steps] == [2.0**16] + [2.0**15] * 2
+    assert [step.overflowed_gradients for step in steps] == [0, 1, 1]
     assert steps[-1].nonfinite_gradients == steps[-1].gradient_spikes == 0
     assert not loop.warnings
     assert loop.settings == FP16  # no other attention is tried
@@ -105,9 +88,7 @@ def test_an_overflow_skips_the_step_and_is_counted(
 
 def test_the_scale_recovers_after_steps_without_an_overflow() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer = AdapterOptimizer(
-        [parameter], learning_rate=0.1, weight_decay=0.0, max_grad_norm=1.0
-    )
+    optimizer = adamw(parameter)
     assert optimizer.scaler
     optimizer.scaler.set_growth_interval(2)
     scales = []
@@ -123,33 +104,25 @@ def test_the_scale_recovers_after_steps_without_an_overflow() -> None:
     assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**16]
 
 
-@pytest.mark.slow
 def test_a_killed_run_with_an_overflow_ends_in_the_same_bits(
     half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        overflows(patch, lambda call: call == 2)
-        whole, expected = run(half, tmp_path / "whole")
+        overflow(patch, lambda call: call == 2)
+        whole, _ = run(half, tmp_path / "whole", num_steps=4)
     with monkeypatch.context() as patch:
-        overflows(patch, lambda call: call == 2)
-        run(half, tmp_path / "killed", kill_after=3)
-    ended, steps = run(half, tmp_path / "killed")
-    assert steps[0].step == 3
+        overflow(patch, lambda call: call == 2)
+        run(half, tmp_path / "killed", 3, num_steps=4)
+    ended, steps = run(half, tmp_path / "killed", num_steps=4)
+    assert [step.step for step in steps] == [3, 4]
     assert steps[-1].overflowed_gradients == 1
-    assert [(s.step, s.loss, s.loss_scale) for s in steps] == [
-        (s.step, s.loss, s.loss_scale) for s in expected[2:]
-    ]
-    left, right = ended.optimizer.state(), whole.optimizer.state()
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert same(ended, whole)
     assert ended.optimizer.numbers() == whole.optimizer.numbers()
 
 
 def test_a_step_that_ran_out_of_memory_can_be_taken_again_with_its_scale() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    optimizer = AdapterOptimizer(
-        [parameter], learning_rate=0.1, weight_decay=0.0, max_grad_norm=1.0
-    )
+    optimizer = adamw(parameter)
     optimizer.scale((parameter.float() / 8).sum()).backward()  # type: ignore[no-untyped-call]
     optimizer.inner.step = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError())
     with contextlib.suppress(torch.OutOfMemoryError):
@@ -181,9 +154,7 @@ def test_a_kernel_whose_gradients_overflow_at_any_scale_is_replaced(
     assert "a gradient was not finite at step 8" in loop.warnings[0]
 
 
-def test_activations_that_overflow_are_an_error_at_once(
-    half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_that_overflow_are_an_error_at_once(half: Bench, tmp_path: Path) -> None:
     hook = half.trained.transformer.register_forward_hook(
         lambda module, args, output: (output[0] * 1e9,)
     )
@@ -203,18 +174,11 @@ def test_levels_and_sizes_reach_a_transformer_in_fp16_as_they_are(bench: Bench) 
             seen.update(given, hidden=hidden)
             return hidden
 
-    sampler, recorder = (
-        PreviewSampler(Encoders(bench.resolved, CachingSettings(), FP16, CPU)),
-        Recorder(),
-    )
+    sampler = PreviewSampler(Encoders(bench.resolved, CachingSettings(), FP16, CPU))
     sizes, levels = torch.tensor([[2049.0, 4097.0]]), torch.tensor([[998.77, 0.0]])
+    recorder, added = Recorder(), {"time_ids": sizes, "text_embeds": torch.ones(1, 2)}
     with sampler._casting([recorder]):
-        recorder(
-            torch.ones(1, 2),
-            timestep=levels,
-            added={"time_ids": sizes, "text_embeds": torch.ones(1, 2)},
-            rest=None,
-        )
+        recorder(torch.ones(1, 2), timestep=levels, added=added, rest=None)
     assert seen["timestep"] is levels
     assert seen["added"]["time_ids"] is sizes
     assert seen["hidden"].dtype == seen["added"]["text_embeds"].dtype == torch.float16

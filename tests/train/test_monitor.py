@@ -1,11 +1,15 @@
-"""What a run watches of memory: leaks, the budget, phases, and what running out of it is called."""
+"""What a run and the process next to it watch: leaks, the budget, slow steps, the host's memory."""
 
+import json
 import math
 import mmap
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,21 +19,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput, reraise_oom
-from autotune.system import memory
+from autotune.events import StepFinished
 from autotune.system.memory import library_bytes, resident_bytes
+from autotune.train import monitor as monitor_module
+from autotune.train.folder import checkpoints_of
 from autotune.train.metrics import read_metrics
 from autotune.train.monitor import (
+    MIN_SPIKE_STEPS,
     NUM_WINDOWS,
     SPILL_STEPS,
     WINDOW_STEPS,
     Growth,
+    HostMemoryShort,
     MemoryReading,
     Monitor,
+    Watchdog,
 )
 from tests import builders
 from tests.builders import GIB
+from tests.events import steps_to
 from tests.train.conftest import CPU, Bench
-from tests.train.test_fit import planned
+from tests.train.test_prepare import planned
 
 FULL = MemoryReading(0, 0, 20 * GIB, 0, 0.97)
 ROOMY = MemoryReading(0, 0, 16 * GIB, 0, 0.7)
@@ -58,9 +68,8 @@ def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_mo
 
 def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_drivers_setting() -> None:
     (warning,) = told([FULL] * 3 * SPILL_STEPS, seconds=6.0, can_spill=True)
-    assert warning.startswith(
-        "steps take 6.0 times what was planned: with 97% of the GPU's memory taken"
-    )
+    slow = "steps take 6.0 times what was planned: with 97% of the GPU's memory taken"
+    assert warning.startswith(slow)
     assert "Prefer No Sysmem Fallback" in warning
 
 
@@ -82,12 +91,6 @@ def test_after_a_fallback_slow_steps_are_no_spill_and_earlier_retries_are_known(
     assert [monitor.check(retried, 6.0, 0.0) for _ in range(9)] == [[]] * 9
 
 
-def test_an_allocator_that_started_over_is_told_once() -> None:
-    retried = replace(FULL, allocator_retries=2)
-    (warning,) = told([ROOMY, ROOMY, retried, retried, replace(FULL, allocator_retries=3)])
-    assert "the allocator ran out of memory and started over" in warning
-
-
 def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not() -> None:
     def reserved(until: int) -> list[MemoryReading]:
         steps = range(WINDOW_STEPS * (NUM_WINDOWS + 2))
@@ -106,28 +109,40 @@ def test_only_some_drivers_spill_and_only_a_measured_plan_is_a_reference(
     memory_kind: str, system: str, can_spill: bool
 ) -> None:
     here, frozen = builders.hardware(), planned().frozen
+    device, host = here.device, here.host
     here = here.changed(
-        device=here.device.changed(memory_kind=memory_kind),
-        host=here.host.changed(memory_model=system),
+        device=device.changed(memory_kind=memory_kind), host=host.changed(memory_model=system)
     )
-    measured, predicted = (
-        frozen.changed(expected=frozen.expected.changed(evidence=evidence))
-        for evidence in ("measured", "predicted")
-    )
-    monitor = Monitor.of_run(CPU, here, measured)
-    assert (monitor.can_spill, monitor.planned_seconds < math.inf) == (can_spill, True)
-    assert Monitor.of_run(CPU, here, predicted).planned_seconds == math.inf
+    for evidence in ("measured", "predicted"):
+        expected = frozen.expected.changed(evidence=evidence)
+        monitor = Monitor.of_run(CPU, here, frozen.changed(expected=expected))
+        assert monitor.can_spill == can_spill
+        assert (monitor.planned_seconds < math.inf) == (evidence == "measured")
 
 
-def test_a_run_warns_of_retries_records_them_and_goes_on(bench: Bench, tmp_path: Path) -> None:
+def test_a_run_warns_of_retries_once_records_them_and_goes_on(bench: Bench, tmp_path: Path) -> None:
     readings = iter([ROOMY, *[replace(FULL, allocator_retries=1)] * 9])
-    loop = bench.loop(
-        bench.plan(num_steps=4), tmp_path, monitor=Monitor(CPU, read=lambda: next(readings))
-    )
+    monitor = Monitor(CPU, read=lambda: next(readings))
+    loop = bench.loop(bench.plan(num_steps=2), tmp_path, monitor=monitor)
     (warning,) = loop.warnings
-    assert "started over" in warning
+    assert "the allocator ran out of memory and started over" in warning
     row = read_metrics(tmp_path / "metrics.jsonl")[-1]
-    assert (row.step, row.reserved_bytes, row.allocator_retries) == (4, 20 * GIB, 1)
+    assert (row.step, row.reserved_bytes, row.allocator_retries) == (2, 20 * GIB, 1)
+
+
+def test_spikes_of_the_gradient_are_counted_over_all_starts() -> None:
+    monitor = Monitor(CPU)
+    for _ in range(MIN_SPIKE_STEPS - 1):
+        monitor.add_gradient(1.0)
+    monitor.add_gradient(50.0)  # too early to tell
+    assert monitor.num_spikes == 0
+    monitor.add_gradient(9.0)
+    monitor.add_gradient(11.0)
+    assert monitor.num_spikes == 1
+    again = Monitor(CPU)
+    again.load_gradient_state(json.loads(json.dumps(monitor.gradient_state())))
+    again.add_gradient(11.0)
+    assert again.num_spikes == 2
 
 
 def growth(floors: Iterable[int]) -> float:
@@ -165,63 +180,104 @@ def test_a_phase_inside_another_counts_its_memory_apart() -> None:
     assert inner - outer > 200 * 2**20
 
 
-def test_resident_memory_is_what_the_system_says() -> None:
-    """Without shared libraries, which other processes have, too."""
+def test_resident_memory_is_what_the_system_says_without_shared_libraries() -> None:
     before = resident_bytes()
     with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, whatever was freed before
         for _ in range(64):
             block.write(b"x" * 2**20)
         assert resident_bytes() - before == pytest.approx(len(block), rel=0.1)
-        assert resident_bytes() == pytest.approx(
-            psutil.Process().memory_info().rss - library_bytes(), rel=0.01
-        )
+        expected = psutil.Process().memory_info().rss - library_bytes()
+        assert resident_bytes() == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(("look_seconds", "max_looks"), [(0.01, 101), (0.5, 5)])
-def test_looks_at_libraries_take_little_of_a_run(
-    monkeypatch: pytest.MonkeyPatch, look_seconds: float, max_looks: int
+def test_only_memory_that_runs_out_is_told_as_that() -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError("cannot allocate")):
+        with pytest.raises(AutotuneError, match="memory ran out") as told, reraise_oom():
+            raise error
+        assert "--reserve" in told.value.hint
+    for other in (RuntimeError("shapes differ"), InvalidInput("out of memory?", hint="no")):
+        with pytest.raises(type(other)) as raised, reraise_oom():
+            raise other
+        assert raised.value is other
+
+
+PLENTY, SHORT = 100, 9
+READER = """
+import sys
+from pathlib import Path
+from autotune.train.monitor import watch_parent
+watch_parent(int(sys.argv[1]), int(sys.argv[2]), lambda: int(Path({path!r}).read_text() or 100))
+"""
+STUCK = """
+import json, sys, time
+from autotune.train import monitor
+monitor.COMMAND = json.loads(sys.argv[1])
+with monitor.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
+    time.sleep(1)
+    open(sys.argv[2], "w").write("1")
+    while True:
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with the bytes that the watchdog takes for available."""
+    path = tmp_path / "available"
+    path.write_text(str(PLENTY))
+    command = (sys.executable, "-c", READER.format(path=str(path)))
+    monkeypatch.setattr(monitor_module, "COMMAND", command)
+    monkeypatch.setattr(Watchdog, "of_device", lambda kind: Watchdog(10, has_run=kind == "host"))
+    return path
+
+
+def test_a_run_on_a_host_short_of_memory_writes_a_checkpoint_and_can_go_on(
+    bench: Bench, tmp_path: Path, available: Path
 ) -> None:
-    """Linux goes through all pages of a process, which takes long if it is large."""
-    now, looks = 0.0, 0
+    plan = bench.plan(num_steps=400, checkpointing_steps=0, output=str(tmp_path / "out"))
+    taken: list[int] = []
 
-    def look() -> int:
-        nonlocal now, looks
-        now, looks = now + look_seconds, looks + 1
-        return 0
+    def take(event: StepFinished) -> None:
+        taken.append(event.step)
+        if event.step == 3:
+            available.write_text(str(SHORT))
 
-    monkeypatch.setattr(memory, "_recent_library_bytes", {})
-    monkeypatch.setattr(memory, "library_bytes", look)
-    monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: now))
-    while now < 100:
-        resident_bytes()
-        now += 0.05
-    assert 1 < looks <= max_looks
-
-
-@pytest.mark.slow
-def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:
-    held: list[int] = []
-    bench.loop(
-        bench.plan(num_steps=120, checkpointing_steps=20),
-        tmp_path,
-        on_step=lambda event: held.append(event.memory_bytes),
-    )
-    assert max(held[-20:]) < 1.01 * max(held[40:60])
+    before = signal.getsignal(signal.SIGUSR2)
+    words = r"GiB left, .*stopped by a shortage of host memory"
+    with pytest.raises(HostMemoryShort, match=words) as end:
+        bench.train(plan, steps_to(take))
+    assert (end.value.exit_status, "--resume" in end.value.hint) == (1, True)
+    (checkpoint,) = checkpoints_of(tmp_path / "out")
+    assert checkpoint.stem == f"checkpoint-{taken[-1]:06}"
+    assert signal.getsignal(signal.SIGUSR2) == before
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError("cannot allocate")]
-)
-def test_memory_that_runs_out_outside_of_steps_is_no_bug_of_ours(error: Exception) -> None:
-    with pytest.raises(AutotuneError, match="memory ran out") as told, reraise_oom():
-        raise error
-    assert "--reserve" in told.value.hint
+def test_a_run_that_is_still_loading_ends_at_once(
+    bench: Bench, tmp_path: Path, available: Path
+) -> None:
+    available.write_text(str(SHORT))
+    plan = bench.plan(num_steps=10**6, output=str(tmp_path / "out"))
+    with pytest.raises(HostMemoryShort):
+        bench.train(plan)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("shapes differ"), InvalidInput("out of memory?", hint="no")]
-)
-def test_other_errors_are_not_taken_for_short_memory(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, reraise_oom():
-        raise error
-    assert raised.value is error
+def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortage(
+    available: Path,
+) -> None:
+    def read() -> None:
+        available.write_text(str(SHORT))
+        try:
+            time.sleep(60)
+        except Exception as error:
+            raise OSError("unreadable") from error
+
+    with pytest.raises(HostMemoryShort, match="training was ended"), Watchdog.of_device("host"):
+        read()
+
+
+def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available: Path) -> None:
+    command = [sys.executable, "-c", STUCK, json.dumps(monitor_module.COMMAND), str(available)]
+    stuck = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert stuck.returncode == -signal.SIGKILL
+    words = "error: the host had 0 MiB left, so training was ended at once\nhint: close other"
+    assert stuck.stderr.startswith(words)

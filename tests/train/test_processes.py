@@ -1,5 +1,4 @@
-"""Several processes learn what one learns: started here, or by torchrun, with a home and an output
-folder for each."""
+"""Several processes learn what one learns: started here, or by torchrun on nodes of their own."""
 
 import contextlib
 import os
@@ -22,7 +21,6 @@ from autotune.plan.file import seal, write_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.run import RunReport
 from autotune.train import prepare as prepare_module
-from autotune.train.checkpoint import save_trained
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import _require_machine, prepare
@@ -31,79 +29,67 @@ from tests import builders
 from tests.conftest import autotune_here
 from tests.forked import start_forked
 from tests.system.test_launching import launched
-from tests.train.conftest import CPU, Bench
-from tests.train.test_fit import planned
-
-NUM_STEPS = 12
+from tests.train.conftest import CPU, Bench, save, values_of
+from tests.train.test_prepare import planned
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Processes as torchrun would start them, one on each of several nodes, without paying for
-    their imports."""
+    """Two processes as torchrun would start them on two nodes, without paying for imports."""
 
     folder: Path
     plan: TrainingPlan
 
-    def start(
-        self, *flags: str, number: int = 2, step_wait_seconds: float | None = None
-    ) -> list[ForkServerProcess]:
+    def start(self, *flags: str, step_wait_seconds: float | None = None) -> list[ForkServerProcess]:
         write_plan(self.folder / "plan.yaml", self.plan)
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
+            meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
         words = ("--progress", "none", "train", self.folder / "plan.yaml", *flags, "--output")
         started = []
-        for rank in range(number):
+        for rank in (0, 1):
             home = {"XDG_CACHE_HOME": self.folder / f"home-{rank}"}
-            environment = launched(RANK=rank, WORLD_SIZE=number, **place, **home)
-            started.append(
-                start_forked(
-                    (*words, self.output(rank)),
-                    self.log(rank),
-                    environment=environment,
-                    step_wait_seconds=step_wait_seconds,
-                )
+            process = start_forked(
+                (*words, self.output(rank)),
+                self.folder / f"log-{rank}",
+                environment=launched(RANK=rank, WORLD_SIZE=2, **meet, **home),
+                step_wait_seconds=step_wait_seconds,
             )
+            started.append(process)
         return started
 
     def output(self, rank: int) -> Path:
         return self.folder / f"output-{rank}"
 
-    def log(self, rank: int) -> Path:
-        return self.folder / f"log-{rank}"
+    def log(self, rank: int = 0) -> str:
+        return (self.folder / f"log-{rank}").read_text()
 
     def wait_for_step(self, step: int, started: list[ForkServerProcess]) -> None:
         deadline = time.monotonic() + 120
         while len(read_metrics(self.output(0) / "metrics.jsonl")) < step:
-            assert all(process.is_alive() for process in started), self.log(0).read_text()
+            assert all(process.is_alive() for process in started), self.log()
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def finish(
-        self, started: list[ForkServerProcess], within_seconds: float = 120
-    ) -> list[int | None]:
+    def finish(self, started: list[ForkServerProcess], seconds: float = 240) -> list[int | None]:
         """Exit statuses, once all have ended."""
-        deadline = time.monotonic() + within_seconds
+        deadline = time.monotonic() + seconds
         for process in started:
             process.join(max(0.0, deadline - time.monotonic()))
-        try:
-            return [process.exitcode for process in started]
-        finally:
-            for process in started:
-                process.kill()
+        statuses = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+        return statuses
 
 
-def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) -> list[float]:
-    """Compare weights with those of one process; returns its losses."""
-    folder, losses = several.parent.parent, list[float]()
+def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) -> None:
+    """Compare losses and weights with those of one process."""
+    losses: list[float] = []
+    folder = several.parent.parent
     one = bench.loop(plan, folder / "one", on_step=lambda event: losses.append(event.loss))
-    file, work = folder / "one.safetensors", plan.frozen.workload
-    save_trained(file, one.model, one.optimizer, work, plan.digest, plan.job.num_steps)
-    left, right = load_file(several), load_file(file)
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
-    return losses
+    rows = read_metrics(several.parent / "metrics.jsonl")
+    assert [row.loss for row in rows] == pytest.approx(losses, abs=1e-5)
+    left, right = load_file(several), load_file(save(one, folder / "one.safetensors"))
+    torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -114,9 +100,8 @@ def test_processes_started_here_stopped_and_resumed_end_with_the_weights_of_one(
     plan = bench.plan(num_processes=2, num_steps=24, output=str(output), checkpointing_steps=10)
     write_plan(tmp_path / "plan.yaml", plan)
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
-    stopped = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    stopped = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
     deadline = time.monotonic() + 120
     while len(read_metrics(output / "metrics.jsonl")) < 3:
         assert stopped.poll() is None, stopped.stderr.read()
@@ -127,9 +112,8 @@ def test_processes_started_here_stopped_and_resumed_end_with_the_weights_of_one(
     assert stopped.returncode == 75, errors
     assert errors.count("hint: go on from there") == 1, errors
     assert "Traceback" not in errors
-    two = subprocess.run(
-        [*command, "--resume"], capture_output=True, text=True, check=False, timeout=600
-    )
+    command.append("--resume")
+    two = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("loss on fresh noise") == 1  # the first process alone reports
     assert_one_learns_the_same(bench, plan, output / ADAPTER_FILE)
@@ -139,26 +123,29 @@ def test_processes_started_here_stopped_and_resumed_end_with_the_weights_of_one(
 def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(
     bench: Bench, tmp_path: Path
 ) -> None:
-    plan = bench.plan(num_processes=2, num_steps=NUM_STEPS, checkpointing_steps=2)
+    plan = bench.plan(num_processes=2, num_steps=12, checkpointing_steps=2)
     two = Nodes(tmp_path, plan)
     started = two.start()
     two.wait_for_step(5, started)
     os.kill(started[1].pid or 0, signal.SIGKILL)
-    killed_at = time.monotonic()
-    assert two.finish(started)[0] == 1
-    assert time.monotonic() - killed_at < 60
-    assert "error: another process of this run has ended" in two.log(0).read_text()
-    assert two.finish(two.start("--resume")) == [0, 0], two.log(0).read_text()
+    assert two.finish(started, 60)[0] == 1
+    assert "error: another process of this run has ended" in two.log()
+    assert two.finish(two.start("--resume")) == [0, 0], two.log()
     assert not (two.output(1) / ADAPTER_FILE).exists()
-    text = two.log(0).read_text() + two.log(1).read_text()
+    text = two.log(0) + two.log(1)
     assert text.count("loss on fresh noise") == 1
     assert "find_unused_parameters" not in text
-    losses = assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
-    assert [row.loss for row in read_metrics(two.output(0) / "metrics.jsonl")] == pytest.approx(
-        losses, abs=1e-5
-    )
+    assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
 
 
+def test_sharded_weights_learn_what_one_process_learns(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=3)
+    two = Nodes(tmp_path, plan)
+    assert two.finish(two.start()) == [0, 0], two.log()
+    assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
+
+
+@pytest.mark.slow
 def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=12, checkpointing_steps=10)
     two = Nodes(tmp_path, plan)
@@ -166,77 +153,53 @@ def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_
     two.wait_for_step(3, stopped)
     for process in stopped:
         process.terminate()
-    assert two.finish(stopped, 240) == [75, 75], two.log(0).read_text()
-    assert two.finish(two.start("--resume"), 240) == [0, 0], two.log(0).read_text()
+    assert two.finish(stopped) == [75, 75], two.log()
+    assert two.finish(two.start("--resume")) == [0, 0], two.log()
     assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
 
 
 @pytest.mark.slow
-def test_weights_sharded_over_two_nodes_go_on_with_an_adapter_and_are_measured_on_images_held_out(
+def test_sharded_weights_go_on_with_an_adapter_and_are_measured_on_images_held_out(
     bench: Bench, tmp_path: Path
 ) -> None:
     before = bench.loop(bench.plan(num_steps=2), tmp_path / "before")
-    workload, earlier, held_out = (
-        before.plan.frozen.workload,
-        tmp_path / "earlier.safetensors",
-        tmp_path / "held-out",
-    )
-    save_trained(earlier, before.model, before.optimizer, workload, "sha256:0", 2)
-    begun = replace(
-        bench, initial=[parameter.detach().clone() for parameter in bench.trained.adapter]
-    )
+    earlier, held_out = save(before, tmp_path / "earlier.safetensors"), tmp_path / "held-out"
+    begun = replace(bench, initial=values_of(bench.trained.adapter))
     held_out.mkdir()
     Image.new("RGB", (40, 40), "teal").save(held_out / "a.png")
     (held_out / "a.txt").write_text("a red circle")
-    own = {
-        "validation": str(held_out),
-        "validation_every": 2,
-        "keep_best": True,
-        "from_adapter": str(earlier),
-    }
+    own = {"validation": str(held_out), "validation_every": 2, "from_adapter": str(earlier)}
     plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=4, **own)
     two = Nodes(tmp_path, plan)
-    assert two.finish(two.start()) == [0, 0], two.log(0).read_text() + two.log(1).read_text()
-    losses: list[float] = []
-    one = begun.loop(
-        plan.changed(job=plan.job.changed(validation=None)),
-        tmp_path / "one",
-        on_step=lambda e: losses.append(e.loss),
-    )
+    assert two.finish(two.start()) == [0, 0], two.log(0) + two.log(1)
     rows = read_metrics(two.output(0) / "metrics.jsonl")
-    assert [row.loss for row in rows] == pytest.approx(losses, abs=1e-5)
     assert [row.step for row in rows if row.validation_loss is not None] == [2, 4]
-    assert two.log(0).read_text().count("loss on 1 held-out image") == 1
+    assert two.log().count("loss on 1 held-out image") == 1
     report = RunReport.model_validate_json((two.output(0) / "report.json").read_bytes())
     assert report.validation is not None
-    if report.validation.kept_step == 4:
-        save_trained(tmp_path / ADAPTER_FILE, one.model, one.optimizer, workload, plan.digest, 4)
-        left, right = load_file(two.output(0) / ADAPTER_FILE), load_file(tmp_path / ADAPTER_FILE)
-        assert all(torch.allclose(left[name], right[name], rtol=1e-3, atol=1e-5) for name in right)
+    unmeasured = plan.changed(job=plan.job.changed(validation=None))
+    assert_one_learns_the_same(begun, unmeasured, two.output(0) / ADAPTER_FILE)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_noticed(bench: Bench, tmp_path: Path) -> None:
-    two = Nodes(tmp_path, bench.plan(num_processes=2, num_steps=NUM_STEPS))
+    two = Nodes(tmp_path, bench.plan(num_processes=2, num_steps=12))
     started = two.start(step_wait_seconds=3)
     two.wait_for_step(3, started)
     os.kill(started[1].pid or 0, signal.SIGSTOP)
-    assert two.finish(started[:1], within_seconds=60) == [1]
-    assert "error: another process of this run does not answer" in two.log(0).read_text()
+    assert two.finish(started[:1], 60) == [1]
+    assert "error: another process of this run does not answer" in two.log()
     started[1].kill()
 
 
-def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> None:
+def test_another_number_of_processes_than_planned_is_refused(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
         init_distributed(bench.plan(num_processes=2).frozen.hardware, CPU)
-
-
-def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(
-    bench: Bench, tmp_path: Path
-) -> None:
+    output = str(tmp_path)
     with pytest.raises(InvalidInput, match="an effective batch of 4 cannot be shared evenly by 3"):
-        prepare(bench.plan(num_processes=3, output=str(tmp_path)), bench.hardware, resume=False)
+        prepare(bench.plan(num_processes=3, output=output), bench.hardware, resume=False)
     with pytest.raises(DoesNotFit, match="each gets 1 image"):
-        prepare(bench.plan(num_processes=4, output=str(tmp_path)), bench.hardware, resume=False)
+        prepare(bench.plan(num_processes=4, output=output), bench.hardware, resume=False)
 
 
 def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_takes_it(
@@ -245,9 +208,9 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     plan = planned()
     needed = plan.frozen.expected.run_memory_bytes
     free, full = (builders.hardware(budget_bytes=size) for size in (needed, needed - 1))
-    used = full.model_copy(update={"device": full.device.model_copy(update={"index": 1})})
-    pair = plan.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})
-    plan = seal(plan.job, plan.frozen.model_copy(update={"hardware": pair}))
+    used = full.changed(device=full.device.changed(index=1))
+    pair = plan.frozen.hardware.changed(num_processes=2, strategy="ddp")
+    plan = seal(plan.job, plan.frozen.changed(hardware=pair))
     monkeypatch.setattr(prepare_module, "device_misfits", lambda number, hardware: ())
     monkeypatch.setattr(prepare_module, "probe", lambda index: (free, used)[index])
     monkeypatch.setattr("autotune.api.read_machine", lambda: free)

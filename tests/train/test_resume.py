@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.plan.file import read_plan, write_plan
-from autotune.train import checkpoint
-from autotune.train.checkpoint import Checkpoints, save_trained
+from autotune.train import checkpoint, validation
+from autotune.train.checkpoint import Checkpoints
 from autotune.train.folder import ADAPTER_FILE, claim_folder, list_checkpoints
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics
@@ -27,129 +27,115 @@ from autotune.train.prepare import prepare
 from autotune.weights.files import find_weights, open_weights, weights_digest
 from tests.forked import autotune_forked, start_forked
 from tests.search.machines import wait_until
-from tests.train.conftest import Bench, Killed
+from tests.train.conftest import Bench, Killed, save
 
-STEPS = 5
+STEPS = 4
 
 
 def same(one: TrainingLoop, other: TrainingLoop) -> bool:
     left, right = one.optimizer.state(), other.optimizer.state()
-    return left.keys() == right.keys() and all(
-        torch.equal(left[name], right[name]) for name in left
-    )
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def best_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / "best.safetensors")
 
 
 @pytest.mark.quick("cosine")
 @pytest.mark.parametrize("schedule", ["cosine", "plateau"])
-def test_any_row_of_kills_ends_in_the_same_bits(
-    bench: Bench, tmp_path: Path, schedule: str
+def test_any_row_of_kills_ends_in_the_same_bits_and_measurements(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
-    plan = bench.plan(
-        num_steps=STEPS, checkpointing_steps=1, lr_scheduler=schedule, caption_dropout=0.1
-    )
-    whole = bench.loop(plan, tmp_path / "whole")
+    monkeypatch.setattr(validation, "VALIDATION_DRAWS", 4)
+    job = {"num_steps": STEPS, "lr_scheduler": schedule, "caption_dropout": 0.1}
+    job |= {"validation": "40%", "validation_every": 2, "keep_best": True}
+    whole = bench.loop(bench.plan(**job, checkpointing_steps=1), tmp_path, held_out=2)
+    expected = read_metrics(tmp_path / "metrics.jsonl")
+    assert [event.validation_loss is not None for event in expected] == [False, True] * 2
 
-    @settings(max_examples=6)
-    @given(kills=st.lists(st.integers(1, STEPS), max_size=3), every=st.integers(1, 3))
+    @settings(max_examples=4)
+    @given(kills=st.lists(st.integers(1, STEPS), max_size=2), every=st.integers(1, 3))
     def check(kills: list[int], every: int) -> None:
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            again = bench.plan(
-                num_steps=STEPS,
-                checkpointing_steps=every,
-                lr_scheduler=schedule,
-                caption_dropout=0.1,
-            )
+            folder, plan = Path(name), bench.plan(**job, checkpointing_steps=every)
             for kill in kills:
-                bench.loop(again, folder, kill_after=kill)
-            ended = bench.loop(again, folder)
+                bench.loop(plan, folder, kill_after=kill, held_out=2)
+            ended = bench.loop(plan, folder, held_out=2)
             assert same(ended, whole)
-            record, expected = (
-                read_metrics(place / "metrics.jsonl") for place in (folder, tmp_path / "whole")
-            )
-            assert [(e.step, e.loss, e.learning_rate) for e in record] == [
-                (e.step, e.loss, e.learning_rate) for e in expected
-            ]
+            assert ended.validation.history == whole.validation.history
+            assert ended.monitor.gradient_state() == whole.monitor.gradient_state()
+            found, best = best_of(folder), best_of(tmp_path)
+            assert all(torch.equal(value, found[key]) for key, value in best.items())
+            steps = read_metrics(folder / "metrics.jsonl")
+            for one, other in zip(steps, expected, strict=True):
+                assert (one.step, one.loss) == (other.step, other.loss)
+                assert one.learning_rate == other.learning_rate
+                assert one.validation_loss == other.validation_loss
 
     check()
 
 
-@pytest.mark.quick("flip")
 @pytest.mark.parametrize("damage", ["truncate", "flip", "state", "run", "part"])
-def test_a_damaged_checkpoint_is_left_out_for_the_one_before(
-    bench: Bench, tmp_path: Path, damage: str
-) -> None:
-    plan = bench.plan(num_steps=4, checkpointing_steps=1)
-    whole = bench.loop(plan, tmp_path / "whole")
-    bench.loop(plan, tmp_path / "cut", kill_after=4)
-    newest = tmp_path / "cut" / "checkpoints" / "checkpoint-000003.safetensors"
-    data = newest.read_bytes()
-    if damage == "truncate":
-        newest.write_bytes(data[: len(data) // 2])
-    elif damage == "flip":
-        newest.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    elif damage in (
-        "state",
-        "run",
-    ):  # both stand in the header, and beside them what still looks sound
-        found = re.search(
-            {"state": rb'\\"rate\\": .*?(\d)', "run": rb'"run":"sha256:(\w)'}[damage], data
-        )
-        assert found
-        newest.write_bytes(
-            data[: found.start(1)] + (b"7" if found[1] != b"7" else b"6") + data[found.end(1) :]
-        )
-    else:
-        newest.unlink()
-        newest.with_name(f".{newest.name}.x.part").write_bytes(data[:100])
-    ended = bench.loop(plan, tmp_path / "cut")
-    assert ended.first_step == 2
-    assert same(ended, whole)
-    assert not list(newest.parent.glob(".*"))
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before(tmp_path: Path, damage: str) -> None:
+    told: list[str] = []
+    with Checkpoints(tmp_path, "sha256:1", keep_last=9) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"a": torch.full((9,), float(step))}, {"rate": 5})
+            checkpoints.finish()
+        newest = list_checkpoints(tmp_path)[2]
+        data = newest.read_bytes()
+        if damage == "truncate":
+            newest.write_bytes(data[: len(data) // 2])
+        elif damage == "flip":
+            newest.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        elif damage == "part":
+            newest.unlink()
+            newest.with_name(f".{newest.name}.x.part").write_bytes(data[:100])
+        else:  # in the header, next to what still looks sound
+            pattern = rb'\\"rate\\": (\d)' if damage == "state" else rb'"run":"sha256:(\d)'
+            found = re.search(pattern, data)
+            assert found
+            newest.write_bytes(data[: found.start(1)] + b"7" + data[found.end(1) :])
+        loaded = checkpoints.newest(told.append)
+    assert loaded
+    assert (loaded.step, loaded.state) == (1, {"rate": 5})
+    assert torch.equal(loaded.tensors["a"], torch.ones(9))
+    assert len(told) == (damage != "part")
+    assert not list(tmp_path.glob(".*"))
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(
-    bench: Bench, tmp_path: Path
-) -> None:
-    plan = bench.plan(num_steps=2, checkpointing_steps=1)
-    bench.loop(plan, tmp_path)
-    for path in (tmp_path / "checkpoints").iterdir():
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, "key", keep_last=2) as checkpoints:
+        checkpoints.save(1, {"a": torch.ones(9)}, {})
+        checkpoints.finish()
+        path = list_checkpoints(tmp_path)[1]
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InvalidInput, match="are damaged") as caught:
-        bench.loop(plan, tmp_path)
+        with pytest.raises(InvalidInput, match="are damaged") as caught:
+            checkpoints.newest()
     assert "to start over, delete" in caught.value.hint
 
 
-@pytest.mark.quick("{'seed': 4}")
-@pytest.mark.parametrize(
-    "change", [{"learning_rate": 2e-3}, {"seed": 4}, {"lr_scheduler": "linear"}]
-)
-def test_a_checkpoint_of_another_job_is_refused(
-    bench: Bench, tmp_path: Path, change: dict[str, object]
-) -> None:
-    bench.loop(bench.plan(num_steps=2), tmp_path)
+def test_a_checkpoint_of_another_job_is_refused(bench: Bench, tmp_path: Path) -> None:
+    bench.loop(bench.plan(num_steps=1), tmp_path)
     with pytest.raises(InvalidInput, match="another plan, job or data"):
-        bench.loop(bench.plan(num_steps=2, **change), tmp_path)
+        bench.loop(bench.plan(num_steps=1, seed=4), tmp_path)
 
 
 def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: Path) -> None:
-    bench.loop(bench.plan(num_steps=2), tmp_path / "longer")
-    longer = bench.loop(bench.plan(num_steps=4), tmp_path / "longer")
-    assert longer.first_step == 2
-    assert same(longer, bench.loop(bench.plan(num_steps=4), tmp_path / "whole"))
+    bench.loop(bench.plan(num_steps=1), tmp_path / "longer")
+    longer = bench.loop(bench.plan(num_steps=2), tmp_path / "longer")
+    assert longer.first_step == 1
+    assert same(longer, bench.loop(bench.plan(num_steps=2), tmp_path / "whole"))
 
 
-@pytest.mark.quick("SIGTERM")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_finishes_the_step_and_writes_a_checkpoint(
-    bench: Bench, tmp_path: Path, number: int
-) -> None:
-    plan, outside = bench.plan(num_steps=4), signal.signal(number, signal.default_int_handler)
+def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench: Bench, tmp_path: Path) -> None:
+    number, plan = signal.SIGTERM, bench.plan(num_steps=4)
+    outside = signal.signal(number, signal.default_int_handler)
     try:
         with pytest.raises(Preempted, match="after step 2 of 4") as stopped:
             bench.loop(
                 plan,
-                tmp_path / "cut",
+                tmp_path,
                 on_step=lambda event: os.kill(os.getpid(), number) if event.step == 2 else None,
             )
         assert signal.getsignal(number) is signal.default_int_handler
@@ -157,7 +143,7 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(
         signal.signal(number, outside)  # the tests themselves may run under nohup
     assert stopped.value.exit_status == 75
     assert "--resume" in stopped.value.hint
-    assert same(bench.loop(plan, tmp_path / "cut"), bench.loop(plan, tmp_path / "whole"))
+    assert list(list_checkpoints(tmp_path / "checkpoints")) == [2]
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
@@ -169,22 +155,20 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
         raise OSError(28, "No space left on device")
 
     def fill(step: int) -> None:
-        if step == 2:
-            wait_until(
-                lambda: 1 in list_checkpoints(tmp_path / "checkpoints")
-            )  # written by a thread
+        if step == 2:  # the first is written by a thread
+            wait_until(lambda: 1 in list_checkpoints(tmp_path / "checkpoints"))
             monkeypatch.setattr(checkpoint, "save_file", full)
 
     with pytest.raises(AutotuneError, match="No space left"):
         bench.loop(plan, tmp_path, on_step=lambda event: fill(event.step))
-    monkeypatch.undo()
-    assert bench.loop(plan, tmp_path).first_step == 1
+    assert list(list_checkpoints(tmp_path / "checkpoints")) == [1]
 
 
-def test_newest_and_every_mth_checkpoint_are_kept(bench: Bench, tmp_path: Path) -> None:
-    kept = {"checkpoints_total_limit": 2, "checkpoints_keep_every": 3}
-    bench.loop(bench.plan(num_steps=7, checkpointing_steps=1, **kept), tmp_path)
-    assert list(list_checkpoints(tmp_path / "checkpoints")) == [3, 6, 7]
+def test_newest_and_every_mth_checkpoint_are_kept(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, "key", keep_last=2, keep_every=3) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, {"a": torch.ones(1)}, {})
+    assert list(list_checkpoints(tmp_path)) == [3, 6, 7]
 
 
 def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,76 +189,47 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
-    plan_file = tmp_path / "plan.yaml"
-    write_plan(
-        plan_file, bench.plan(num_steps=24, checkpointing_steps=1, output=str(tmp_path / "cut"))
-    )
+    plan_file, output = tmp_path / "plan.yaml", tmp_path / "cut"
+    write_plan(plan_file, bench.plan(num_steps=12, checkpointing_steps=1, output=str(output)))
     process = start_forked(("train", plan_file), tmp_path / "log")
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "cut").glob("checkpoints/checkpoint-00000[3-9]*")):
+    while not list(output.glob("checkpoints/checkpoint-00000[3-9]*")):
         assert process.is_alive(), (tmp_path / "log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    ranks = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-    }  # left over: accelerate would meet others
-    resumed = autotune_forked("train", plan_file, "--resume", "--json", environment=ranks)
+    left_over = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # accelerate would meet others
+    resumed = autotune_forked("train", plan_file, "--resume", "--json", environment=left_over)
     assert resumed.returncode == 0, resumed.stderr
-    assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 24
-    plan = read_plan(plan_file)
-    whole = bench.loop(plan, tmp_path / "whole")
-    save_trained(
-        tmp_path / "whole.safetensors",
-        whole.model,
-        whole.optimizer,
-        plan.frozen.workload,
-        plan.digest,
-        24,
-    )
-    left, right = (
-        load_file(tmp_path / "cut" / ADAPTER_FILE),
-        load_file(tmp_path / "whole.safetensors"),
-    )
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 12
+    whole = bench.loop(read_plan(plan_file), tmp_path / "whole")
+    expected = load_file(save(whole, tmp_path / "whole.safetensors"))
+    found = load_file(output / ADAPTER_FILE)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_other_base_weights_of_the_same_architecture_are_refused(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """Moved, resharded or started by an older version, the same weights go on."""
     output = tmp_path / "out"
     weights = weights_digest(open_weights(bench.model_folder / "transformer"))
     moved = shutil.copytree(bench.model_folder, tmp_path / "moved")
     other = shutil.copytree(bench.model_folder, tmp_path / "other")
-    changed = load_file(find_weights(other / "transformer"))
-    save_file(
-        {name: 1.001 * tensor for name, tensor in changed.items()},
-        find_weights(other / "transformer"),
-    )
-    for known in (weights, None):
-        with Checkpoints(output / "checkpoints", "key", keep_last=1, weights=known) as checkpoints:
-            checkpoints.save(1, {"a": torch.zeros(1)}, {})
-        with Checkpoints(output / "checkpoints", "key", keep_last=1) as checkpoints:
-            assert checkpoints.newest()
-        for model in (bench.model_folder, moved):
-            prepare(
-                bench.plan(model=str(model), output=str(output)), bench.hardware, resume=True
-            ).lock.release()
-        if known:
-            with pytest.raises(InvalidInput, match="other weights of the base model"):
-                prepare(
-                    bench.plan(model=str(other), output=str(output)), bench.hardware, resume=True
-                )
+    file = find_weights(other / "transformer")
+    save_file({name: 1.001 * tensor for name, tensor in load_file(file).items()}, file)
+    with Checkpoints(output / "checkpoints", "key", keep_last=1, weights=weights) as checkpoints:
+        checkpoints.save(1, {"a": torch.zeros(1)}, {})
+    same_weights = bench.plan(model=str(moved), output=str(output))
+    prepare(same_weights, bench.hardware, resume=True).lock.release()
+    with pytest.raises(InvalidInput, match="other weights of the base model"):
+        prepare(bench.plan(model=str(other), output=str(output)), bench.hardware, resume=True)
 
 
 def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench: Bench, tmp_path: Path) -> None:
-    plan = bench.plan(num_steps=4, checkpointing_steps=1, preview_every=2)
+    plan = bench.plan(num_steps=3, checkpointing_steps=1, preview_every=2)
     previews: list[int] = []
 
     def killed(step: int) -> None:
@@ -286,22 +241,19 @@ def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench: Bench, tmp_p
 
 
 def test_what_a_killed_run_left_half_written_is_removed(bench: Bench, tmp_path: Path) -> None:
-    parts = [
-        tmp_path / "out" / folder / ".file.0123456789abcdef.part"
-        for folder in ("", "previews", "checkpoints")
-    ]
+    folders = [tmp_path / name for name in ("", "previews", "checkpoints")]
+    parts = [folder / ".file.0123456789abcdef.part" for folder in folders]
     for part in parts:
-        part.parent.mkdir(parents=True, exist_ok=True)
+        part.parent.mkdir(exist_ok=True)
         part.write_bytes(b"half")
-    prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False).lock.release()
+    prepare(bench.plan(output=str(tmp_path)), bench.hardware, resume=False).lock.release()
     assert not any(part.exists() for part in parts)
 
 
 def test_a_further_process_of_a_run_writes_nothing_and_sweeps_nothing(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """Else the first process, which sweeps while others check, would take what they write for
-    leftovers."""
+    """Else the first process would take what others write for leftovers."""
     plan = bench.plan(output=str(tmp_path))
     first = claim_folder(plan, resume=False, needed_bytes=0)
     (tmp_path / ".run-plan.yaml.0123456789abcdef.part").write_bytes(b"half")
@@ -312,11 +264,10 @@ def test_a_further_process_of_a_run_writes_nothing_and_sweeps_nothing(
 
 
 def test_equal_runs_write_equal_bytes(bench: Bench, tmp_path: Path) -> None:
-    plan, work = bench.plan(num_steps=2), bench.plan().frozen.workload
-    files = [tmp_path / name / ADAPTER_FILE for name in ("one", "other")]
-    for file in files:
-        loop = bench.loop(plan, file.parent)
-        save_trained(file, loop.model, loop.optimizer, work, plan.digest, loop.num_steps)
-    assert files[0].read_bytes() == files[1].read_bytes()
-    checkpoints = [list_checkpoints(file.parent / "checkpoints")[2].read_bytes() for file in files]
+    adapters, checkpoints = [], []
+    for name in ("one", "other"):
+        loop = bench.loop(bench.plan(num_steps=2), tmp_path / name)
+        adapters.append(save(loop, tmp_path / name / ADAPTER_FILE).read_bytes())
+        checkpoints.append(list_checkpoints(tmp_path / name / "checkpoints")[2].read_bytes())
+    assert adapters[0] == adapters[1]
     assert checkpoints[0] == checkpoints[1]

@@ -1,5 +1,4 @@
-"""The step learns the same whatever the split into micro-batches; draws depend on nothing but
-their place."""
+"""The step learns the same for any split into micro-batches; draws depend on their place."""
 
 import copy
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import Noising, optimizer_step
+from tests.train.test_loop import adamw
 
 
 class Scaled:
@@ -32,17 +32,8 @@ def _run(sizes, dtype=torch.float32, steps=2):
     outcomes = []
     for step in range(steps):
         batches = [{"latents": part.to(dtype)} for part in LATENTS.split(list(sizes))]
-        outcomes.append(
-            optimizer_step(
-                Scaled(),
-                model,
-                optimizer,
-                batches,
-                effective_batch_size=4,
-                noising=Noising(7, 2.0),
-                step=step,
-            )
-        )
+        how = {"effective_batch_size": 4, "noising": Noising(7, 2.0), "step": step}
+        outcomes.append(optimizer_step(Scaled(), model, optimizer, batches, **how))
     return model, outcomes
 
 
@@ -65,9 +56,8 @@ def test_a_step_equals_one_written_out():
     loss = 0.0
     for clean, (noise, sigma) in zip(LATENTS, draws, strict=True):
         noisy = (1 - sigma) * clean + sigma * noise
-        predicted = torch.einsum("oc,cthw->othw", expected.weight, noisy) + expected.bias.view(
-            3, 1, 1, 1
-        )
+        predicted = torch.einsum("oc,cthw->othw", expected.weight, noisy)
+        predicted = predicted + expected.bias.view(3, 1, 1, 1)
         loss = loss + ((predicted - (noise - clean)) ** 2).mean() / 4
     loss.backward()
     norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
@@ -81,9 +71,7 @@ def test_a_step_equals_one_written_out():
 
 def test_bf16_parameters_keep_small_updates():
     parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    optimizer = AdapterOptimizer(
-        [parameter], learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1e9
-    )
+    optimizer = adamw(parameter, learning_rate=1e-4, max_grad_norm=1e9)
     for _ in range(100):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()

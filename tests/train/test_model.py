@@ -1,0 +1,158 @@
+"""The frozen weights: the error of quantizing them, and what each format trains and samples."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from autotune.data.video import read_facts
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+
+from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.quantized_layers import quantize_inside
+from autotune.plan.candidate import QuantizationError
+from autotune.report.run import error_lines
+from autotune.train import model as model_module
+from autotune.train.folder import ADAPTER_FILE
+from autotune.train.model import (
+    MAX_BLOCK_ERROR,
+    ErrorMeter,
+    QualityMissed,
+    load_transformer,
+    require_quality,
+)
+from autotune.train.run import train
+from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
+from tests.builders import BITSANDBYTES, storages
+from tests.data.pictures import write_pictures, write_video
+from tests.small import write_small_pipeline
+from tests.train.conftest import CPU, PROMPT, Bench, Killed, kill_at
+from tests.train.small import SETTINGS, machine, make_plan
+
+
+def blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    made = [
+        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False)) for _ in range(3)
+    ]
+    return [block.requires_grad_(False) for block in made]
+
+
+def measured(made: list[nn.Module], choice: str) -> QuantizationError:
+    meter, quantize = ErrorMeter(made), quantize_inside(made, choice)
+    assert quantize is not None
+    transform = meter.wrap(quantize)
+    for block in made:
+        for name, layer in block.named_modules():
+            transform(name, layer)
+    result = meter.result()
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("choice", "least", "most"),
+    [
+        ("torchao-int8", 0.003, 0.012),
+        ("torchao-fp8", 0.02, 0.035),
+        ("int8-matmul", 0.005, 0.015),
+        ("fp8-matmul", 0.03, 0.045),
+        pytest.param("bnb-nf4", 0.07, 0.11, marks=BITSANDBYTES),
+    ],
+)
+def test_ordinary_weights_stay_within_what_their_format_can_do(
+    choice: str, least: float, most: float
+) -> None:
+    error = measured(blocks(), choice)
+    assert least < error.overall <= error.worst < most
+    assert most < MAX_BLOCK_ERROR[WEIGHT_FORMATS[choice].quality]
+
+
+def test_a_block_beyond_the_floor_is_refused_by_name() -> None:
+    bad = QuantizationError(overall=0.04, worst=0.2, worst_block=1)
+    with pytest.raises(QualityMissed, match="block 1") as caught:
+        require_quality(bad, "high", "torchao-int8")
+    assert "--exclude quantization=torchao-int8" in caught.value.hint
+    require_quality(QuantizationError(overall=0.1, worst=0.1, worst_block=0), "compact", "bnb-nf4")
+    require_quality(None, "exact", "none")
+
+
+def test_the_meter_agrees_with_a_plain_comparison() -> None:
+    layer = blocks()[0][2]
+    inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(64))
+    before = layer(inputs)
+    error = measured([layer], "torchao-int8")
+    expected = float((layer(inputs) - before).norm() / before.norm())
+    assert error.overall == pytest.approx(expected, rel=1e-3)
+
+
+def test_layers_of_swapped_blocks_are_measured_before_they_leave_the_device(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home: set[int] = set()
+    measure, move = model_module._outputs, nn.Linear.to
+    devices: list[str] = []
+
+    def moved(layer: nn.Linear, *to: object, **how: object) -> nn.Linear:
+        home.add(id(layer))
+        return move(layer, *to, **how)
+
+    def outputs(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        devices.append("host" if id(layer) in home else "device")
+        return measure(layer, inputs)
+
+    monkeypatch.setattr(nn.Linear, "to", moved)
+    monkeypatch.setattr(model_module, "_outputs", outputs)
+    swapping = {"quantization": "torchao-int8", "checkpointed_blocks": 1, "swapped_blocks": 1}
+    load_transformer(bench.resolved, SETTINGS.changed(**swapping), CPU)
+    assert home
+    assert set(devices) == {"device"}
+
+
+@pytest.mark.quick("torchao-int8")
+@pytest.mark.parametrize("storage", storages())
+def test_each_format_trains_samples_and_goes_on_to_the_bit(
+    bench: Bench, tmp_path: Path, storage: str
+) -> None:
+    compact = bench.changed(quality="compact")
+    settings = SETTINGS.changed(quantization=storage, checkpointed_blocks=1)
+    job = {"settings": settings, "num_steps": 3, "checkpointing_steps": 1}
+    watched, broken = tmp_path / "watched", tmp_path / "broken"
+    previews = {"preview_prompts": (PROMPT,), "preview_every": 1}
+    report = compact.train(compact.plan(output=str(watched), **job, **previews))
+    assert report.verdict is not None
+    assert report.verdict.num_unmoved == report.verdict.num_not_finite == 0
+    assert report.quantization_error is not None
+    (line,) = error_lines(report.quantization_error, storage)
+    assert "off their real outputs" in line
+    plan = compact.plan(output=str(broken), **job)
+    with pytest.raises(Killed):
+        compact.train(plan, kill_at(2))
+    assert compact.train(plan, resume=True).resumed_at in (1, 2)
+    one, other = (load_file(folder / ADAPTER_FILE) for folder in (watched, broken))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert Image.open(compact.sample(broken)).size == (32, 32)
+
+
+def test_a_run_on_videos_and_images_writes_clips(tmp_path: Path) -> None:
+    data, run, hardware, prompt = tmp_path / "data", tmp_path / "run", machine(), "a red fox"
+    write_pictures(data, (32, 32))
+    write_video(data / "fox.mp4", 20, size=(32, 32))
+    Image.new("L", (32, 32), 128).save(data / "fox.mask.png")
+    write_small_pipeline("wan-2.1", tmp_path / "model", [prompt])
+    plan = make_plan(
+        tmp_path / "model", data, hardware, num_frames=5, num_steps=2, caption=prompt, flip=True,
+        shuffle_tags=2, loss_mask="files", cache="memory", output=str(run), preview_every=0,
+        preview_prompts=(prompt,),
+    )  # fmt: skip
+    assert sorted(bucket.num_frames for bucket in plan.frozen.workload.buckets) == [1, 5]
+    assert train(plan, hardware, tmp_path / "cache").num_steps == 2
+    assert not list((tmp_path / "cache").glob("*"))
+    inputs = read_sample_inputs(run, SampleRequest(prompt, num_steps=2))
+    written = sample_run(inputs, hardware, tmp_path)
+    assert [path.name for path in written] == ["sample-0.mp4"]
+    for clip in (*(run / f"sample_{name}_adapter.mp4" for name in ("with", "without")), *written):
+        facts = read_facts(clip)
+        assert (facts.width_px, facts.height_px, round(facts.duration_seconds * 16)) == (32, 32, 5)
+        assert clip.with_suffix(".png").exists() == (clip not in written)

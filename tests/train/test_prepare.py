@@ -1,0 +1,116 @@
+"""Plans fit a machine on which their settings mean something, and work."""
+
+import pytest
+
+from autotune.plan.candidate import CachingSettings
+from autotune.plan.file import seal
+from autotune.plan.hardware import Capability, HardwareProfile, OtherGpu
+from autotune.plan.plan import EncoderGpu, TrainingPlan
+from autotune.plan.workload import Bucket
+from autotune.train.prepare import data_misfits, hardware_misfits
+from tests import builders
+from tests.plan.test_file import make_plan
+
+
+def planned(storage: str = "none", **settings: object) -> TrainingPlan:
+    plan = make_plan()
+    changes = {
+        "hardware": plan.frozen.hardware.model_copy(update={"match_keys": {}}),
+        "settings": builders.candidate(**settings),
+        "caching": CachingSettings(text_encoder_quantization=storage),
+    }
+    return seal(plan.job, plan.frozen.model_copy(update=changes))
+
+
+@pytest.mark.parametrize("part", ["text_encoder_device", "vae_device"])
+def test_the_gpu_that_encodes_must_be_another_one_with_room(part: str) -> None:
+    sizes = {"total_memory_bytes": 24 * 10**9, "budget_bytes": 22 * 10**9}
+    gpu = EncoderGpu(name="x", needed_bytes=10**10, **sizes)
+    plan, here = planned(), builders.hardware()
+    hardware = plan.frozen.hardware.changed(encoder_gpu=gpu)
+    caching = CachingSettings(**{part: "cuda:1"})
+    plan = seal(plan.job, plan.frozen.changed(hardware=hardware, caching=caching))
+
+    def beside(index: int, budget_bytes: int, own: int = 0) -> HardwareProfile:
+        total_bytes = 24 * builders.GIB
+        there = OtherGpu(
+            index=index, name="small", total_memory_bytes=total_bytes, budget_bytes=budget_bytes
+        )
+        return here.changed(device=here.device.changed(index=own, count=2, others=(there,)))
+
+    assert hardware_misfits(plan, beside(1, 10**10)) == ()
+    small = "small, needs 9.31 GiB, 8.38 GiB may be taken"
+    assert small in hardware_misfits(plan, beside(1, 9 * 10**9))[0]
+    assert "which trains here" in hardware_misfits(plan, beside(0, 10**11, own=1))[0]
+    assert "this machine has 1 GPU(s)" in hardware_misfits(plan, here)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "closed"),
+    [
+        ({"attention": "flash"}, "attention.flash"),
+        ({"quantization": "bnb-nf4"}, "quantization.bnb-nf4"),
+        ({"precision": "bf16"}, "precision.bf16"),
+        ({"compile": "block"}, "compile"),
+        ({"storage": "bnb-nf4"}, "quantization.bnb-nf4"),
+    ],
+)
+def test_what_does_not_work_here_is_named_with_the_reason(
+    settings: dict[str, str], closed: str
+) -> None:
+    capability = Capability(name=closed, available=False, reason="package: not there")
+    here = builders.hardware().model_copy(update={"capabilities": (capability,)})
+    (misfit,) = hardware_misfits(planned(**settings), here)
+    assert next(iter(settings.values())) in misfit
+    assert "package: not there" in misfit
+    assert hardware_misfits(planned(**settings), builders.hardware()) == ()
+
+
+@pytest.mark.parametrize("name", ["quantization", "attention", "optimizer", "batch_memory"])
+def test_an_unknown_name_is_refused_rather_than_taken_for_another(name: str) -> None:
+    (misfit,) = hardware_misfits(planned(**{name: "newer"}), builders.hardware())
+    assert name in misfit
+    assert "'newer'" in misfit
+
+
+def test_a_plan_fits_under_another_driver_and_not_under_another_major_version_of_cuda() -> None:
+    here, plan = builders.hardware(), make_plan()
+    same = {"fingerprint": here.fingerprint, "match_keys": here.match_keys}
+    hardware = plan.frozen.hardware.changed(**same)
+    plan = seal(plan.job, planned().frozen.model_copy(update={"hardware": hardware}))
+    driver, cuda = (
+        here.changed(versions=here.versions.changed(**{key: value}))
+        for key, value in {"driver": "595.10", "cuda_runtime": "12.9"}.items()
+    )
+    assert driver.fingerprint != here.fingerprint
+    assert hardware_misfits(plan, driver) == ()
+    (misfit,) = hardware_misfits(plan, cuda)
+    assert "CUDA major version" in misfit
+
+
+@pytest.mark.parametrize(
+    ("side_px", "more", "fits"), [(1024, 40, True), (1024, 41, False), (128, 1, False)]
+)
+def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(
+    side_px: int, more: int, fits: bool
+) -> None:
+    bucket = Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=4)
+    work = builders.workload(buckets=(bucket,), max_text_tokens=64)
+    plan = planned()
+    plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
+    longer = work.model_copy(update={"max_text_tokens": 64 + more})
+    context = builders.context(builders.hardware(), longer)
+    assert (data_misfits(plan, context) == ()) == fits
+
+
+def test_a_host_with_too_little_memory_for_its_processes_does_not_fit() -> None:
+    plan, here = planned(), builders.hardware()
+    expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes // 4)
+    several = plan.frozen.hardware.changed(num_processes=4, strategy="ddp")
+    plan = seal(plan.job, plan.frozen.changed(expected=expected, hardware=several))
+    assert hardware_misfits(plan, here) == hardware_misfits(plan, here, 1) == ()
+    needs = "the plan needs 96.00 GiB for 8 processes here, 48.00 GiB are available"
+    assert hardware_misfits(plan, here, 8) == (f"host memory: {needs}",)
+    poor = here.changed(device=here.device.changed(budget_bytes=1))
+    kinds = [misfit.partition(":")[0] for misfit in hardware_misfits(plan, poor, 8)]
+    assert kinds == ["host memory", "run memory"]
