@@ -9,10 +9,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
+from autotune.data.pixels import read_facts
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside
 from autotune.plan.candidate import QuantizationError
-from autotune.report.run import error_lines
+from autotune.report.run import error_text
 from autotune.train import model as model_module
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import (
@@ -124,7 +125,7 @@ def test_each_format_trains_samples_and_goes_on_to_the_bit(
     assert report.verdict is not None
     assert report.verdict.num_unmoved == report.verdict.num_not_finite == 0
     assert report.quantization_error is not None
-    (line,) = error_lines(report.quantization_error, storage)
+    line = error_text(report.quantization_error, storage)
     assert "off their real outputs" in line
     plan = compact.plan(output=str(broken), **job)
     with pytest.raises(Killed):
