@@ -85,7 +85,7 @@ from autotune.system.process import (
     silence_progress_bars,
     started_by_launcher,
 )
-from autotune.train.metrics_server import serve_metrics
+from autotune.train.metrics import serve_metrics
 from autotune.weights.adapters import read_adapter, write_adapter
 from autotune.weights.files import read_header
 from autotune.weights.tensors import FileSummary, inspect_file

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput, first_line
-from autotune.events import StepFinished
+from autotune.events import Event, OnEvent, RunStarted, StepFinished
 from autotune.system.files import open_regular, write_text_atomic
 
 METRICS_FILE = "metrics.jsonl"
@@ -191,3 +191,44 @@ TRACKERS: dict[str, Callable[[Path, int], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
 }
+
+
+@contextmanager
+def serve_metrics(port: int, on_event: OnEvent) -> Iterator[OnEvent]:
+    """Serve each known number of a step to Prometheus, on this machine's loopback alone.
+
+    What the context gives passes events on to `on_event`.
+    """
+    if find_spec("prometheus_client") is None:
+        hint = "install it: pip install 'lora-autotune[metrics]'"
+        raise InvalidInput("serving metrics needs prometheus_client", hint=hint)
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    registry, gauges = CollectorRegistry(), dict[str, Gauge]()
+
+    def keep(name: str, text: str | None, value: float) -> None:
+        if name not in gauges:
+            gauges[name] = Gauge(f"autotune_{name}", text or name, registry=registry)
+        gauges[name].set(value)
+
+    def listen(event: Event) -> None:
+        on_event(event)
+        if isinstance(event, RunStarted):
+            promised = event.plan.frozen.expected.run_memory_bytes
+            keep("promised_memory_bytes", "Memory that the plan promised.", promised)
+        elif isinstance(event, StepFinished):
+            for name, field in StepFinished.model_fields.items():
+                if isinstance(value := getattr(event, name), int | float):
+                    keep(name, field.description, value)
+
+    try:
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    except (OSError, OverflowError) as error:
+        message = f"metrics cannot be served at port {port}: {error}"
+        raise InvalidInput(message, hint="name another: --metrics-port PORT") from error
+    try:
+        yield listen
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

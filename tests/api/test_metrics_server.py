@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from autotune.errors import InvalidInput
 from autotune.events import Event, RunStarted
-from autotune.train.metrics_server import serve_metrics
+from autotune.train.metrics import serve_metrics
 from tests.report.page.pages import golden_plan, steps_of
 
 
