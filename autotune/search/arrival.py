@@ -25,7 +25,7 @@ from autotune.search.next import search_cost_seconds
 from autotune.search.problem import PlannerBackend, TrialFunction
 from autotune.search.winner import choose_winner, score_trials
 from autotune.system.process import started_by_launcher
-from autotune.train.prepare import key_misfits, model_misfits, require_fit
+from autotune.train.prepare import key_misfits, require_fit, require_model
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 
@@ -84,7 +84,7 @@ def verify_prediction(
     """
     require_fit(key_misfits(plan, hardware))
     backend, model = backend or PlannerBackend(), resolve_model(plan.job.model_ref)
-    require_fit(model_misfits(plan, model.spec))
+    require_model(plan, model)
     planned, caching = plan.frozen.hardware, plan.frozen.caching
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)

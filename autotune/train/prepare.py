@@ -29,14 +29,7 @@ from autotune.plan.file import with_job
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.workload import (
-    Bucket,
-    Learning,
-    ModelSpec,
-    Workload,
-    WorkloadRequest,
-    quantiles_of,
-)
+from autotune.plan.workload import Bucket, Learning, Workload, WorkloadRequest, quantiles_of
 from autotune.system.lazy import torch
 from autotune.system.process import current_launch
 from autotune.train.checkpoint import require_same_weights, starting_values
@@ -106,7 +99,7 @@ def prepare(
     inputs = inputs or read_inputs(plan, resume=resume)
     data, model = inputs.data, inputs.model or read_model(plan)
     job, planned = plan.job, plan.frozen.workload
-    require_fit(model_misfits(plan, model.spec))
+    require_model(plan, model)
     request, drops_captions = WorkloadRequest.again(planned), job.caption_dropout > 0
     workload = describe_workload(model, data.whole, request, drops_captions=drops_captions)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
@@ -258,12 +251,12 @@ def memory_misfits(
     return (f"run memory: {sizes}",)
 
 
-def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
-    """List why the plan is not for this model: only the architecture matters."""
-    planned = plan.frozen.workload.model
-    if planned.architecture == model.architecture:
-        return ()
-    return (f"model: the plan is for the architecture of {planned.name}, {model.name} has another",)
+def require_model(plan: TrainingPlan, model: ResolvedModel) -> None:
+    """Raise DoesNotFit if the plan is not for a model of this architecture."""
+    planned, given = plan.frozen.workload.model, model.spec
+    if planned.architecture != given.architecture:
+        what = f"the plan is for the architecture of {planned.name}, {given.name} has another"
+        require_fit((f"model: {what}",))
 
 
 def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:

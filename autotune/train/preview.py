@@ -138,10 +138,8 @@ class PreviewSampler:
     def attach(self, transformer: nn.Module) -> None:
         """Build the pipeline around `transformer`; other denoisers are streamed."""
         family, encoders = self.model.family, self.encoders
-        parts: dict[str, Any] = {
-            family.denoiser: transformer,
-            **dict.fromkeys(family.text_encoders),
-        }
+        parts: dict[str, Any] = dict.fromkeys(family.text_encoders)
+        parts[family.denoiser] = transformer
         for name in family.other_denoisers:
             streamed = encoders.load_streamed(name, encoders.denoiser_dtype)
             parts[name] = self._with_device(streamed)
@@ -196,7 +194,10 @@ class PreviewSampler:
         from autotune.data.encode import move_tensors
 
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
-        replay = lambda *_, **__: move_tensors(next(encoded), self.device)  # noqa: E731
+
+        def replay(*_: object, **__: object) -> Any:
+            return move_tensors(next(encoded), self.device)
+
         self.pipeline.encode_prompt = replay
         return self._run(self.pipeline, preview)
 
@@ -296,10 +297,8 @@ class PreviewSampler:
             for name, other in others.items():
                 setattr(self.pipeline, name, other)
         if not getattr(self.transformer, "peft_config", None):
-            raise AutotuneError(
-                f"{adapter} could not be loaded back",
-                hint="this is a bug in autotune: please report it",
-            )
+            bug = "this is a bug in autotune: please report it"
+            raise AutotuneError(f"{adapter} could not be loaded back", hint=bug)
 
 
 def _stop(*_: object, **__: object) -> None:

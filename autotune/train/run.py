@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL.Image import Image
@@ -191,10 +192,8 @@ class _Run:
         training, buckets = self.prepared.data.training, self.prepared.workload.buckets
         if training.num_unverified == 0:
             job, encoders = self.plan.job, self.encoders
-            drop, flip = job.caption_dropout, job.flip
-            items, entries = list_entries(
-                encoders, training, buckets, self.cache, caption_dropout=drop, flip=flip
-            )
+            how: Any = {"caption_dropout": job.caption_dropout, "flip": job.flip}
+            items, entries = list_entries(encoders, training, buckets, self.cache, **how)
             require_same_run(self.output, folder.compute_run_key(self.plan, items, entries))
 
     def _load(self) -> TrainingModel:

@@ -1,4 +1,4 @@
-"""The loop and its step: rates, weights of losses, gradients, and what is done when a step fails."""
+"""The loop and its step: rates, weights of losses, gradients, and steps that fail."""
 
 import contextlib
 import math
