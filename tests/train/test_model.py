@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from autotune.data.video import read_facts
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
