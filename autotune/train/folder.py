@@ -86,10 +86,8 @@ def claim_folder(
         what = "what a run writes, checkpoints and adapter,"
         require_free_disk(folder, needed_bytes, what, hint=hint)
     except Timeout as error:
-        raise InvalidInput(
-            f"another run is writing to {folder} now",
-            hint="wait for its end, or choose another folder with --output",
-        ) from error
+        hint = "wait for its end, or choose another folder with --output"
+        raise InvalidInput(f"another run is writing to {folder} now", hint=hint) from error
     except OSError as error:
         folder_lock.release()
         message = f"cannot write to the output folder {folder}: {error.strerror}"

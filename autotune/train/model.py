@@ -101,14 +101,9 @@ def find_token_multiple(settings: Candidate, device: torch.device) -> int:
     """Return what masked sequences are padded to a multiple of, for the settings' kernel."""
     if device.type != "cuda":
         return 1
-    kernel = cuda_kernel(
-        settings.attention,
-        masked=True,
-        precision=settings.precision,
-        capability=torch.cuda.get_device_capability(device),
-        cudnn=cudnn_version(),
-    )
-    return token_multiple(kernel)
+    capability, cudnn = torch.cuda.get_device_capability(device), cudnn_version()
+    how: Any = {"precision": settings.precision, "capability": capability, "cudnn": cudnn}
+    return token_multiple(cuda_kernel(settings.attention, masked=True, **how))
 
 
 def apply_knobs(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -134,12 +134,8 @@ class Processes:
             message = f"the weights are sharded over {actual} processes, not {self.num_shards}"
             raise AutotuneError(message, hint=hint)
         # Gradients are views of buckets, so memory holds them once. Buffers are frozen.
-        return DistributedDataParallel(
-            transformer,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=has_unused,
-        )
+        how: Any = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+        return DistributedDataParallel(transformer, find_unused_parameters=has_unused, **how)
 
 
 def set_device(device: torch.device) -> None:
@@ -159,11 +155,9 @@ def init_distributed(planned: PlannedHardware, device: torch.device) -> Processe
         _start_process_group("nccl" if device.type == "cuda" else "gloo", launch.endpoint)
     state = PartialState(cpu=device.type == "cpu")
     if state.num_processes != planned.num_processes:
-        ours = "start it with `autotune train`, which starts those of one machine"
-        raise AutotuneError(
-            f"the plan is for {planned.num_processes} processes, but {state.num_processes} run",
-            hint=f"{ours}, or as many with torchrun",
-        )
+        hint = "start it with `autotune train`, or as many processes with torchrun"
+        message = f"the plan is for {planned.num_processes} processes"
+        raise AutotuneError(f"{message}, but {state.num_processes} run", hint=hint)
     own = state.device if has_several and device.type != "cpu" else device
     set_device(own)
     group = torch.distributed.new_group(backend="gloo", timeout=MAX_WAIT) if has_several else None
@@ -184,11 +178,9 @@ def _start_process_group(backend: str, endpoint: str) -> None:
             backend, store=store, rank=rank, world_size=world_size, timeout=MAX_STEP_WAIT
         )
     except (RuntimeError, OSError) as error:
-        where = "that port on the first process's host"
-        raise AutotuneError(
-            f"the processes did not meet at {endpoint}: {first_line(error)}",
-            hint=f"make sure that all of them run, and can reach {where}",
-        ) from error
+        hint = "make sure that all run, and can reach that port on the first process's host"
+        message = f"the processes did not meet at {endpoint}: {first_line(error)}"
+        raise AutotuneError(message, hint=hint) from error
 
 
 def _interface_to(host: str) -> str | None:
@@ -301,10 +293,8 @@ def train_in_processes(
     if isinstance(result, AutotuneError):
         raise result
     if status or result is None:
-        failure = AutotuneError(
-            f"a training process ended with status {status}",
-            hint="what it printed is above; go on from the last checkpoint with --resume",
-        )
+        hint = "what it printed is above; go on from the last checkpoint with --resume"
+        failure = AutotuneError(f"a training process ended with status {status}", hint=hint)
         failure.exit_status = status or 1
         raise failure
     return result

@@ -150,11 +150,9 @@ class _Run:
             first_step = checkpoint.step if checkpoint else 0
             num_steps = job.steps_on(epoch_size, batch)
             if first_step > num_steps:
-                more = f"resume with --steps {first_step} or more"
-                raise InvalidInput(
-                    f"{first_step} steps were taken already, and the run is to take {num_steps}",
-                    hint=f"{more}, or choose another folder with --output",
-                )
+                hint = f"resume with --steps {first_step} or more, or choose another --output"
+                taken = f"{first_step} steps were taken already"
+                raise InvalidInput(f"{taken}, and the run is to take {num_steps}", hint=hint)
             with self.monitor.phase("loading"):
                 trained = self._load()
                 processes.wait()

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,23 +179,6 @@ def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
 def test_shift_by_resolution_is_the_pipelines() -> None:
     assert get_family("flux1-dev").defaults.shift_at(4096) == pytest.approx(3.1582, rel=1e-3)
     assert get_family("qwen-image").defaults.shift_at(8192) == pytest.approx(2.4596, rel=1e-3)
-
-
-def test_a_plans_guidance_reaches_the_model() -> None:
-    seen: list[float] = []
-
-    class Stub:
-        config = SimpleNamespace(guidance_embeds=True)
-
-        def __call__(self, **inputs: Any) -> tuple[Tensor]:
-            seen.append(float(inputs["guidance"][0]))
-            return (inputs["hidden_states"],)
-
-    batch = {"prompt_embeds": torch.zeros(1, 4, 8), "pooled_prompt_embeds": torch.zeros(1, 8)}
-    for more in ({}, {"guidance": torch.tensor([3.5])}):
-        inputs: Any = (Stub(), torch.zeros(1, 16, 1, 4, 4), torch.zeros(1), {**batch, **more})
-        get_family("flux1-dev").predict(*inputs)
-    assert seen == [1.0, 3.5]
 
 
 def test_checkpoints_go_by_epochs(bench: Bench, tmp_path: Path) -> None:

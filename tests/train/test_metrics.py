@@ -69,22 +69,6 @@ def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path:
     assert second.losses == [1.0, 0.5, 1 / 3]
 
 
-def test_trackers_draw_what_is_known_of_a_step(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics = Metrics(tmp_path, resumed_at=0, report_to="tensorboard")
-    metrics.add(finished_step(1))
-    known = {"gpu_utilization": 0.9, "validation_loss": 0.4, "base_validation_loss": 0.5}
-    metrics.add(finished_step(2).changed(**known))
-    metrics.close()
-    curves = EventAccumulator(str(tmp_path / "tensorboard"))
-    curves.Reload()
-    assert [point.step for point in curves.Scalars("loss")] == [1, 2]
-    for name, value in known.items():
-        (point,) = curves.Scalars(name)
-        assert (point.step, point.value) == (2, pytest.approx(value))
-
-
 def test_wandb_keeps_curves_and_previews_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import mmap
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +18,6 @@ from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput, reraise_oom
 from autotune.events import StepFinished
-from autotune.system.memory import library_bytes, resident_bytes
 from autotune.train import monitor as monitor_module
 from autotune.train.folder import checkpoints_of
 from autotune.train.metrics import read_metrics
@@ -178,16 +175,6 @@ def test_a_phase_inside_another_counts_its_memory_apart() -> None:
     assert outer is not None
     assert inner is not None
     assert inner - outer > 200 * 2**20
-
-
-def test_resident_memory_is_what_the_system_says_without_shared_libraries() -> None:
-    before = resident_bytes()
-    with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, whatever was freed before
-        for _ in range(64):
-            block.write(b"x" * 2**20)
-        assert resident_bytes() - before == pytest.approx(len(block), rel=0.1)
-        expected = psutil.Process().memory_info().rss - library_bytes()
-        assert resident_bytes() == pytest.approx(expected, rel=0.01)
 
 
 def test_only_memory_that_runs_out_is_told_as_that() -> None:

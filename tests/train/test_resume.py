@@ -261,13 +261,3 @@ def test_a_further_process_of_a_run_writes_nothing_and_sweeps_nothing(
     claim_folder(plan, resume=False, needed_bytes=0, lock=False)
     first.release()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_equal_runs_write_equal_bytes(bench: Bench, tmp_path: Path) -> None:
-    adapters, checkpoints = [], []
-    for name in ("one", "other"):
-        loop = bench.loop(bench.plan(num_steps=2), tmp_path / name)
-        adapters.append(save(loop, tmp_path / name / ADAPTER_FILE).read_bytes())
-        checkpoints.append(list_checkpoints(tmp_path / name / "checkpoints")[2].read_bytes())
-    assert adapters[0] == adapters[1]
-    assert checkpoints[0] == checkpoints[1]
