@@ -64,7 +64,7 @@ def test_compiled_blocks_learn_the_same(
     torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.quick("2")
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("checkpointed", [0, 1, 2])
 def test_buckets_and_captions_compile_a_block_at_most_twice(
     bench: Bench, checkpointed: int, monkeypatch: pytest.MonkeyPatch
@@ -80,9 +80,9 @@ def test_buckets_and_captions_compile_a_block_at_most_twice(
     family, transformer = bench.resolved.family, bench.trained.transformer
     work = bench.plan().frozen.workload.changed(text_padding="exact")
     apply_settings(bench.trained, settings_with(checkpointed).changed(compile="block"))
-    for width, height in ((32, 32), (64, 32), (32, 96)):
+    for width, height in ((32, 32), (64, 32)):
         bucket = Bucket(width_px=width, height_px=height, num_frames=1, num_items=2)
-        for length in (9, 7, 4):
+        for length in (9, 4):
             shape = (work, bucket, [length] * 2, torch.float32)
             samples = synthetic_samples(family, bench.resolved.config, *shape)
             loss = Noising().loss(family, transformer, family.collate(samples), 0, 0)

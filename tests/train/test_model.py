@@ -117,7 +117,7 @@ def test_each_format_trains_samples_and_goes_on_to_the_bit(
 ) -> None:
     compact = bench.changed(quality="compact")
     settings = SETTINGS.changed(quantization=storage, checkpointed_blocks=1)
-    job = {"settings": settings, "num_steps": 3, "checkpointing_steps": 1}
+    job = {"settings": settings, "num_steps": 2, "checkpointing_steps": 1}
     watched, broken = tmp_path / "watched", tmp_path / "broken"
     previews = {"preview_prompts": (PROMPT,), "preview_every": 1}
     report = compact.train(compact.plan(output=str(watched), **job, **previews))
@@ -129,7 +129,7 @@ def test_each_format_trains_samples_and_goes_on_to_the_bit(
     plan = compact.plan(output=str(broken), **job)
     with pytest.raises(Killed):
         compact.train(plan, kill_at(2))
-    assert compact.train(plan, resume=True).resumed_at in (1, 2)
+    assert compact.train(plan, resume=True).resumed_at == 1
     one, other = (load_file(folder / ADAPTER_FILE) for folder in (watched, broken))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert Image.open(compact.sample(broken)).size == (32, 32)
