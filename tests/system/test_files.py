@@ -1,13 +1,27 @@
-"""Writing whole or not at all, and never over what is no file."""
+"""Files are whole or absent, untrusted ones bounded; scratch folders go; URLs tell no password."""
 
 import errno
 import os
+import signal
 import stat
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from autotune.system.files import read_bounded, require_writable, write_text_atomic
+from autotune.system.files import (
+    MIN_AGE_SECONDS,
+    describe_url,
+    is_clear_url,
+    make_scratch_folder,
+    quote_error,
+    read_bounded,
+    require_writable,
+    write_text_atomic,
+)
 
 
 def test_only_files_are_replaced(tmp_path: Path) -> None:
@@ -19,17 +33,11 @@ def test_only_files_are_replaced(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="not a regular file"):
                 write(place)
     assert pipe.is_fifo()
+    require_writable(tmp_path / "plan.yaml")
     assert sorted(tmp_path.iterdir()) == [folder, pipe]
 
 
-def test_asking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
-    require_writable(tmp_path / "plan.yaml")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_need_not_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on some network file systems."""
     real = os.fsync
 
@@ -43,7 +51,7 @@ def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
     assert (tmp_path / "file").read_text() == "text"
 
 
-def test_reading_never_waits_never_goes_on_and_never_fills_memory(tmp_path: Path) -> None:
+def test_reading_is_bounded(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to("loop")
@@ -62,3 +70,94 @@ def test_reading_never_waits_never_goes_on_and_never_fills_memory(tmp_path: Path
         assert caught.value.strerror
     (tmp_path / "whole").write_bytes(bytes(1024))
     assert read_bounded(tmp_path / "whole", 1024) == bytes(1024)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def grow_old(folder: Path) -> None:
+    then = time.time() - 2 * MIN_AGE_SECONDS
+    os.utime(folder, (then, then))
+
+
+def made_by_a_child() -> tuple[int, Path]:
+    """A process that waits beside its folder."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        folder = make_scratch_folder("test")
+        (Path(folder.name) / "file").write_text("left")
+        os.write(writing, folder.name.encode())
+        signal.pause()
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        return child, Path(os.fsdecode(pipe.read1(4096)))
+
+
+@pytest.mark.usefixtures("place")
+def test_folders_of_killed_processes_go() -> None:
+    child, left = made_by_a_child()
+    grow_old(left)
+    with make_scratch_folder("test") as own:
+        assert (left / "file").exists(), "its process lives"
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        grow_old(Path(own))
+        make_scratch_folder("test").cleanup()
+        assert not left.exists()
+        assert Path(own).is_dir()
+    assert not Path(own).exists()
+
+
+def test_links_files_and_young_folders_stay(place: Path) -> None:
+    target = place / "precious"
+    target.mkdir()
+    (place / "autotune-scratch-link").symlink_to(target)
+    (place / "autotune-scratch-file").write_text("")
+    young = place / "autotune-scratch-young"
+    young.mkdir()
+    for path in (target, place / "autotune-scratch-file"):
+        grow_old(path)
+    make_scratch_folder("test").cleanup()
+    assert target.is_dir()
+    assert young.is_dir(), "it may not be locked yet"
+    assert (place / "autotune-scratch-file").exists()
+
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://team/profiles", "s3://team/profiles"),
+        ("postgresql+psycopg://me:hunter2@host:5432/db", "postgresql+psycopg://***@host:5432/db"),
+        ("https://me:[hunter2@host/x", "https://***@host/x"),
+        ("https://host/x?token=hunter2", "https://host/x***"),
+        ("https://host/x;token=hunter2?a", "https://host/x***"),
+        ("https://me:p@hunter2@host/x", "https://***"),
+        ("https://me:p#hunter2@host/x", "https://***"),
+        ("https:/me:hunter2@host/x", "***"),
+        ("me:hunter2@host/x", "***"),
+        ("hunter2", "***"),
+    ],
+)
+def test_only_what_cannot_be_a_secret_is_shown(url: str, shown: str) -> None:
+    assert describe_url(url) == shown
+    assert is_clear_url(url) == (shown not in ("https://***", "***"))
+
+
+MARKS = st.text(alphabet="@:/?#;=&%[] ", max_size=4)
+
+
+@given(
+    st.lists(MARKS, min_size=5, max_size=5),
+    st.sampled_from(["https://", "https:/", "s3://", "", "postgresql://"]),
+)
+def test_no_password_is_shown(marks: list[str], scheme: str) -> None:
+    first, second, third, fourth, fifth = marks
+    url = f"{scheme}{first}me{second}:{third}{SECRET}{fourth}@{fifth}host/db"
+    assert SECRET not in describe_url(url)
+    assert SECRET not in quote_error(OSError(f"cannot reach {SECRET}"), url)

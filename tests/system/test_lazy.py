@@ -1,5 +1,4 @@
-"""Libraries that load when something of them is first used: once, for all threads, and with
-their own error."""
+"""Libraries load when they are first used: once, for all threads, and with their own error."""
 
 import sys
 import threading
@@ -15,8 +14,7 @@ NAME = "a_library_of_this_test"
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A library that notes each time it is loaded, and takes long enough for a second thread to
-    come."""
+    """Notes each time it is loaded, and takes long enough for a second thread to come."""
     loads = tmp_path / "loads"
     text = f"import time\nopen({str(loads)!r}, 'a').write('x')\ntime.sleep(0.1)\nVALUE = object()\n"
     (tmp_path / f"{NAME}.py").write_text(text)
@@ -26,7 +24,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop(NAME, None)
 
 
-def test_it_is_loaded_when_it_is_used_and_once(library: Path) -> None:
+def test_a_library_is_loaded_once_when_used(library: Path) -> None:
     first, second = lazy_module(NAME), lazy_module(NAME)
     assert NAME not in sys.modules
     assert first.VALUE is second.VALUE is first.VALUE is sys.modules[NAME].VALUE
@@ -35,14 +33,14 @@ def test_it_is_loaded_when_it_is_used_and_once(library: Path) -> None:
         _ = first.NOTHING
 
 
-def test_what_is_not_installed_is_the_usual_error_each_time_it_is_used() -> None:
+def test_an_absent_library_is_the_usual_error() -> None:
     absent = lazy_module("no_library_has_this_name")
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError, match="no_library_has_this_name"):
             _ = absent.anything
 
 
-def test_two_threads_that_use_it_at_once_get_the_whole_of_one(library: Path) -> None:
+def test_two_threads_get_the_whole_of_one(library: Path) -> None:
     named, both, seen = lazy_module(NAME), threading.Barrier(2), []
 
     def use() -> None:

@@ -22,10 +22,10 @@ os.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is mapped")
-def test_a_fork_counts_no_less_than_a_process_that_imported_by_itself() -> None:
-    """A trial is a fork, a training run is not, and the one's figures are promised for the
-    other."""
+def test_a_fork_counts_no_less_than_its_parent() -> None:
+    """A trial is a fork, a training run is not, and one's figures are promised for the other."""
     result = subprocess.run(
         [sys.executable, "-c", A_FORK], capture_output=True, text=True, check=True, timeout=600
     )
@@ -33,9 +33,8 @@ def test_a_fork_counts_no_less_than_a_process_that_imported_by_itself() -> None:
     assert fork == pytest.approx(parent, rel=0.03)
 
 
-def test_what_is_measured_may_let_go_of_what_was_live() -> None:
-    """Swapped blocks are replaced in the middle of a step; a list of what was live before would
-    keep one of them."""
+def test_measured_work_may_free_live_tensors() -> None:
+    """Block swap does; a list of what was live before would keep one."""
     weights = [torch.zeros(4)]
     reference = weakref.ref(weights[0])
 
