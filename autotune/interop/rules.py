@@ -1,8 +1,8 @@
 """Rules that relate keys of another trainer to names of autotune's, each read in both directions.
 
-They are made of a trainer's data: `value_tables` of values that mean the same, and `key_rules` of
-the kinds in `KINDS`. A name is an option of `autotune.plan` (of the workload or the job), a field
-of `Candidate`, or `caching.FIELD`.
+They are made of a trainer's data: `value_tables` of values that mean the same, and `key_rules`,
+made by the functions below or in `targets`. A name is an option of `autotune.plan`, a field of
+`Candidate`, or `caching.FIELD`.
 """
 
 import json
@@ -473,13 +473,3 @@ def share_of_blocks(key: str, switch: str = "") -> Rule:
         return {switch: share > 0, key: share or None} if switch else {key: share}
 
     return Rule((key, *filter(None, [switch])), ("swapped_blocks",), read, write)
-
-
-KINDS: Mapping[str, Callable[..., Rule]] = {
-    one.__name__: one
-    for one in (
-        *(choice, one_of_list, first_prompt, resolution, batch, duration, schedule, min_snr),
-        *(weight_decay_among, checkpointing, swapping, share_of_blocks),
-    )
-}
-"""Key rules but those for adapted layers, by the name that data has for them."""

@@ -1,7 +1,7 @@
 """Adapted layers, which are compared by name.
 
 A trainer's way of choosing them is applied to the names of all layers of the model, and related to
-the nearest target set. The kinds of rules here are those of `rules.KINDS` for adapted layers.
+the nearest target set. The rules here are those of `key_rules` for adapted layers.
 """
 
 import ast
@@ -63,6 +63,11 @@ def convolutions(family: Family) -> frozenset[str]:
     return _layers("convolutions", family.transformer_class)
 
 
+def all_layers(family: Family) -> frozenset[str]:
+    """Return names of all layers that a trainer may adapt."""
+    return linear_layers(family) | convolutions(family)
+
+
 def layers_of(family: Family, targets: str) -> frozenset[str]:
     """Return the layers that a target set, or patterns, adapt."""
     return frozenset(filter(target_matcher(family, targets), linear_layers(family)))
@@ -99,34 +104,35 @@ Selects = Callable[[str], bool]
 
 
 def _by_ends(ends: Sequence[str]) -> Selects:
-    return lambda name: any(name == end or name.endswith(f".{end}") for end in ends)
+    return lambda name: any(f".{name}".endswith(f".{end}") for end in ends)
 
 
-def _by_parts(only: Sequence[str], ignored: Sequence[str] = ()) -> Selects:
-    return lambda name: (
-        any(part in name for part in only) and not any(part in name for part in ignored)
-    )
+def _by_parts(parts: Sequence[str]) -> Selects:
+    return lambda name: any(part in name for part in parts)
 
 
 def _targets(
     keys: Sequence[str],
     selects: Callable[[Values, Context], Selects],
-    write: Callable[[Values, Context], Values],
-    arguments: Sequence[str] | None = None,
+    write: Callable[[frozenset[str], Context], Values],
+    arguments: Sequence[str] = (),
 ) -> Rule:
-    """`arguments` are those of `network_args` that the trainer understands."""
+    """`write` gets the layers that are wanted; `arguments` are those of `network_args` that the
+    trainer understands."""
 
     def read(values: Values, context: Context) -> Values:
-        layers = linear_layers(context.family) | convolutions(context.family)
-        chosen = frozenset(filter(selects(values, context), layers))
+        chosen = frozenset(filter(selects(values, context), all_layers(context.family)))
         name, difference = find_target_set(context.family, chosen)
         lost = [f"the nearest set of layers {difference}"] if difference else []
         given = _network_arguments(values) if arguments else {}
-        if others := ", ".join(one for one in given if one not in (arguments or ())):
+        if others := ", ".join(one for one in given if one not in arguments):
             lost.append(f"{others}: {NO_ARGUMENT}")
         return {"targets": name, **({LOST: "; ".join(lost)} if lost else {})}
 
-    return Rule(tuple(keys), ("targets",), read, write)
+    def write_wanted(ours: Values, context: Context) -> Values:
+        return write(layers_of(context.family, ours["targets"]), context)
+
+    return Rule(tuple(keys), ("targets",), read, write_wanted)
 
 
 def targets_by_parts(
@@ -155,21 +161,22 @@ def targets_by_parts(
 
     def selects(values: Values, context: Context) -> Selects:
         family = context.family
-        is_chosen = _by_parts(values.get(only) or ("",), values.get(ignored) or ())
+        is_chosen = _by_parts(values.get(only) or ("",))
+        is_ignored = _by_parts(values.get(ignored) or ())
         is_inside = _by_parts(blocks.get(family.transformer_class, ["transformer_blocks"]))
         everywhere, others = values.get(inside) is False, convolutions(family)
 
         def is_adapted(layer: str) -> bool:
             name = name_of(family, layer)
             is_kind = layer not in others or values.get(convolution_rank) or "shortcut" in layer
-            return bool(is_kind) and is_chosen(name) and (everywhere or is_inside(name))
+            is_placed = everywhere or is_inside(name)
+            return bool(is_kind) and is_placed and is_chosen(name) and not is_ignored(name)
 
         return is_adapted
 
-    def write(ours: Values, context: Context) -> Values:
+    def write(wanted: frozenset[str], context: Context) -> Values:
         """The first of four ways that adapts what is wanted, the shortest first."""
-        family, wanted = context.family, layers_of(context.family, ours["targets"])
-        every = linear_layers(family) | convolutions(family)
+        family, every = context.family, all_layers(context.family)
         by_name: Values = {only: sorted({_in_block(name_of(family, one)) for one in wanted})}
         unwanted = filter(selects(by_name, context), every - wanted)
         roots = sorted({name_of(family, layer).partition(".")[0] for layer in unwanted})
@@ -192,9 +199,9 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
         own = next(names for of, names in usual.items() if context.family.name.startswith(of))
         return _by_ends(given or own.split())
 
-    def write(ours: Values, context: Context) -> Values:
+    def write(wanted: frozenset[str], context: Context) -> Values:
         """A layer whose short name another also has is named for each block."""
-        wanted, every = layers_of(context.family, ours["targets"]), linear_layers(context.family)
+        every = linear_layers(context.family)
         found: list[str] = []
         for name in sorted(wanted):
             end = _in_block(name)
@@ -222,11 +229,9 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
     def selects(values: Values, context: Context) -> Selects:
         return by(str(values.get(key) or ""), bool(values.get(is_pattern)))
 
-    def write(ours: Values, context: Context) -> Values:
-        family, wanted = context.family, layers_of(context.family, ours["targets"])
+    def write(wanted: frozenset[str], context: Context) -> Values:
         parts = ",".join(sorted(set(map(_in_block, wanted))))
-        every = linear_layers(family) | convolutions(family)
-        is_exact = set(filter(by(parts, False), every)) == wanted
+        is_exact = set(filter(by(parts, False), all_layers(context.family))) == wanted
         patterns = ",".join(f"^{in_any_block(layer)}$" for layer in sorted(wanted))
         return {key: parts if is_exact else patterns, is_pattern: not is_exact, preset: "custom"}
 
@@ -264,15 +269,16 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
         included = given.get("include_patterns", [include])
         layers = linear_layers(family, in_blocks=family.name != everywhere)
         names = {layer: _original_name(family, layer) for layer in layers}
-        return lambda layer: (
-            layer in names
-            and (not any_of(excluded, names[layer]) or any_of(included, names[layer]))
-        )
+        chosen = {
+            layer
+            for layer, name in names.items()
+            if not any_of(excluded, name) or any_of(included, name)
+        }
+        return chosen.__contains__
 
-    def write(ours: Values, context: Context) -> Values:
-        wanted = layers_of(context.family, ours["targets"])
-        every = linear_layers(context.family)
-        names = {layer: _original_name(context.family, layer) for layer in every}
+    def write(wanted: frozenset[str], context: Context) -> Values:
+        family = context.family
+        names = {layer: _original_name(family, layer) for layer in linear_layers(family)}
         others = {name for layer, name in names.items() if layer not in wanted}
         found = set()
         for name in (names[layer] for layer in wanted):
@@ -305,28 +311,18 @@ def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
 
         return is_adapted
 
-    def write(ours: Values, context: Context) -> Values:
-        family, targets = context.family, ours["targets"]
+    def write(wanted: frozenset[str], context: Context) -> Values:
+        family = context.family
         if context.is_discrete:
             own = {layer for layer in linear_layers(family) if ".attentions." in layer}
-            if layers_of(family, targets) != own:
+            if wanted != own:
                 what = "it adapts all layers of the UNet's transformers"
                 raise CannotExpress(f"{what}; use --targets attention+mlp+proj")
             return {"network_args": None}
-        if targets == "attention":
+        if wanted == layers_of(family, "attention"):
             what = "in its single blocks attention and MLP are one layer"
             raise CannotExpress(f"{what}; use --targets attention+mlp")
         off = ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"]
-        return {"network_args": off if targets == "attention+mlp" else None}
+        return {"network_args": off if wanted == layers_of(family, "attention+mlp") else None}
 
     return _targets(["network_args"], selects, write, (*layers, "conv_dim", "conv_alpha"))
-
-
-TARGET_KINDS: Mapping[str, Callable[..., Rule]] = {
-    one.__name__: one
-    for one in (
-        *(targets_by_parts, targets_by_ends, targets_by_filter),
-        *(targets_by_patterns, targets_by_ranks),
-    )
-}
-"""By the name that data has for it."""

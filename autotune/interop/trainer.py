@@ -11,19 +11,9 @@ from functools import cache
 from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
+from autotune.interop import rules, targets
 from autotune.interop.files import Document
-from autotune.interop.rules import (
-    KINDS,
-    MIN_SNR_NAMES,
-    Context,
-    Rule,
-    Values,
-    parse_settings,
-    read_data,
-    same,
-    value_table,
-)
-from autotune.interop.targets import TARGET_KINDS
+from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings, read_data
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.registry import find_published
@@ -223,16 +213,15 @@ def _load(name: str) -> Trainer:
         for why, keys in data[kind].items()
         for key, _, off in (word.partition("=") for word in keys.split())
     ]
-    made = [value_table(keys, rows) for keys, rows in data["value_tables"].items()]
+    made = [rules.value_table(keys, rows) for keys, rows in data["value_tables"].items()]
     for kind, arguments in data["key_rules"].items():
-        make = {**KINDS, **TARGET_KINDS}[kind]
+        make = getattr(targets if kind.startswith("targets_") else rules, kind)
         several = isinstance(arguments, list) and isinstance(arguments[0], list)
         for one in arguments if several else [arguments]:
-            if isinstance(one, dict):
-                made.append(make(**one))
-            else:
-                made.append(make(*(one if isinstance(one, list) else [one])))
-    made += map(same, data["same"].split())
+            named = one if isinstance(one, dict) else {}
+            listed = one if isinstance(one, list) else [] if named else [one]
+            made.append(make(*listed, **named))
+    made += map(rules.same, data["same"].split())
     known = data.keys() & {field.name for field in fields(Trainer)}
     read = {key: _as_read(key, data[key]) for key in known}
     read |= {"models": tuple(_known_models(data)), "rules": tuple(made)}
