@@ -212,12 +212,11 @@ def _verdict_file(
 
 
 def _read_verdicts(path: Path) -> dict[str, Capability]:
-    """None if the file is absent or damaged: they are then found again."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         capabilities = map(Capability.model_validate_json, lines)
         return {capability.name: capability for capability in capabilities}
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # absent or damaged: they are found again
         return {}
 
 

@@ -80,7 +80,6 @@ class PlannerBackend:
     trials: Callable[[ModelRef, CostModel], AbstractContextManager[TrialFunction]] = (
         run_in_child_processes
     )
-    """Starts trials of the model that is named."""
     find_matches: Callable[[HardwareProfile, Workload, int], StoreMatches] = find_matches
     """Looks up records for the machine, the work of one process and the bytes that it may take."""
     autotune_version: str = __version__
@@ -89,7 +88,6 @@ class PlannerBackend:
     check_gradients: Callable[
         [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile
     ] = check_gradients
-    """Adds to the machine's profile which choices compute right on it."""
     rehearse: Callable[[ModelRef, CostModel, Candidate, float], TrialResult | None] = (
         rehearse_in_child_process
     )
@@ -255,12 +253,11 @@ def _choose_strategy(
         space = expand_block_counts(_drop_too_heavy(request, space, cost), cost)
         return cost, drop_beyond_host(space, cost)
     space = drop_beyond_host(drop_block_swap(expand_block_counts(space, cost), number), cost)
-    try:
-        lighter = _drop_too_heavy(request, space, cost)
-        if _fits(lighter, cost):
-            return cost, lighter
-    except NothingFits:
-        pass
+    with contextlib.suppress(NothingFits):
+        light, budget = _drop_too_heavy(request, space, cost), cost.budget_bytes
+        fitting = [each for each in light.candidates if cost.weight_bytes(each) <= budget]
+        if fitting and min_required_bytes(fitting, cost) <= budget:
+            return cost, light
     plain, why = keep_shardable(space), None
     if cost.workload.adapter == "dora":
         why = "DoRA cannot be trained on weights sharded over them"
@@ -271,12 +268,6 @@ def _choose_strategy(
         raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
     cost = cost.with_parallel(Parallel("fsdp2", number))
     return cost, _drop_too_heavy(request, plain, cost)
-
-
-def _fits(space: SearchSpace, cost: CostModel) -> bool:
-    budget = cost.budget_bytes
-    light = [candidate for candidate in space.candidates if cost.weight_bytes(candidate) <= budget]
-    return bool(light) and min_required_bytes(light, cost) <= budget
 
 
 def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -> SearchSpace:

@@ -53,11 +53,10 @@ IDENTITY, ENDED = "identity", "ended"
 def open_study(
     problem: PlanningProblem, autotune_version: str, on_event: OnEvent
 ) -> Iterator[Study]:
-    """The study of a problem, new or as other workers left it: under the user's name, else in a
-    file in the cache folder.
+    """Open the study of a problem: under the user's name, else in a file in the cache folder.
 
-    Raises: InvalidInput: the URL cannot be used, or the study is about another request or machine.
-    AutotuneError: the storage failed.
+    Raises InvalidInput if the URL cannot be used or the study is about another request or machine,
+    AutotuneError if the storage failed.
     """
     request, device = problem.request, problem.hardware.device
     key: dict[str, object] = {
@@ -88,7 +87,8 @@ def open_study(
             raise
         path.unlink(missing_ok=True)  # damaged, or of another Optuna: it is measured again
         study = _load_study(url, problem)
-    if request.study is None and (number := len(take_snapshot(study).results)):
+    number = 0 if request.study else len(take_snapshot(study).results)
+    if number:
         known = "one trial" if number == 1 else f"{number} trials"
         text = f"an interrupted search continues: {known} known (--fresh forgets them)"
         on_event(Notice(text=text))
@@ -107,13 +107,11 @@ def _load_study(url: str, problem: PlanningProblem) -> Study:
         storage = _connect(url)
         if name is None:
             number = max(1, len(optuna.get_all_study_names(storage)))
-            last = optuna.create_study(
-                storage=storage, study_name=f"search {number}", load_if_exists=True
-            )
+            name = f"search {number}"
+            last = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
             is_over = ENDED in last.user_attrs or published_plan(last) is not None
             if is_over or (problem.request.interrupted == "forgotten" and last.trials):
-                number += 1
-            name = f"search {number}"
+                name = f"search {number + 1}"
         study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
         take_snapshot(study)  # raises if its results are damaged
         stored = study.user_attrs.get(IDENTITY) or identity
@@ -322,16 +320,13 @@ def run_search(
 
 
 def memoize(
-    study: Study,
-    what: str,
-    candidate: Candidate,
-    measure: Callable[[Candidate], TrialResult | None],
+    study: Study, what: str, candidate: Candidate, measure: Callable[[Candidate], Any]
 ) -> TrialResult | None:
     """Read what an interrupted search measured of a candidate, or measure and store it."""
     key = f"{what} {digest_of(candidate.model_dump(mode='json'))[-16:]}"
     if (stored := study.user_attrs.get(key)) is not None:
         return TrialResult.model_validate_json(stored)
-    found = measure(candidate)
+    found: TrialResult | None = measure(candidate)
     if found is not None:
         study.set_user_attr(key, found.model_dump_json())
     return found

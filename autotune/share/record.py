@@ -22,12 +22,10 @@ from autotune.plan.hardware import HardwareProfile, Rate, Versions
 from autotune.plan.plan import Expected, TrainingPlan
 from autotune.plan.workload import Workload
 
-MAX_RECORD_BYTES = 1 << 18
-"""A record of 8 trials has about 4 KiB."""
+MAX_RECORD_BYTES = 1 << 18  # a record of 8 trials has about 4 KiB
 MAX_TRIALS = 512
 MAX_TEXT_LENGTH = 160
-MIN_CONCLUSIVE_TRIALS = 3
-"""A search of fewer trials has compared next to nothing: its winner is no answer for others."""
+MIN_CONCLUSIVE_TRIALS = 3  # of fewer trials the winner is no answer for others
 EXPECTED_FIELDS = ("evidence", "step_seconds", "peak_memory_bytes", "process_memory_bytes")
 """What a job takes and its machine costs stay private."""
 TRIAL_FIELDS = (
@@ -46,8 +44,7 @@ TRIAL_FIELDS = (
 """A message may hold a path, and the loss tells about the data."""
 LONG_DIGITS, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE][+-]?(?:\d{3}|[3-9]\d)")
 """Numbers that measure nothing and that arithmetic might choke on."""
-SPILL_RATIO = 1.02
-"""Peak over total memory: above it the step would have spilled."""
+SPILL_RATIO = 1.02  # peak over total memory: above it the step would have spilled
 
 
 class DamagedRecord(InvalidInput):
@@ -84,11 +81,9 @@ class Record(Frozen):
     trials: tuple[TrialResult, ...] = Field(min_length=1, max_length=MAX_TRIALS)
     search_seconds: float = Field(ge=0)
     calibration: tuple[Residual | None, ...] = Field(default=(), max_length=MAX_TRIALS)
-    """For each trial, how far it was from the cost model of this version; None for those that
-    did not run."""
+    """For each trial that ran, how far it was from the cost model of this version."""
     conclusive: bool = True
-    """Whether the settings are the best for this work: False if the search was cut short, or knobs
-    were pinned or had values excluded."""
+    """Whether the search was neither cut short nor restricted by pins or exclusions."""
 
     @model_validator(mode="after")
     def _is_evidence(self) -> "Record":
@@ -108,11 +103,9 @@ class Record(Frozen):
     def content(self) -> bytes:
         """The canonical JSON: sorted keys, no spaces, no line ends that a tool could convert."""
         data = self.model_dump(mode="json")
-        separators = (",", ":")
-        text = json.dumps(
-            data, sort_keys=True, separators=separators, ensure_ascii=False, allow_nan=False
-        )
-        return text.encode()
+        return json.dumps(
+            data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        ).encode()
 
     @property
     def name(self) -> str:

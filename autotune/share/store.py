@@ -34,10 +34,8 @@ from autotune.system.files import (
 
 KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
 """Path of a record inside a store; no other path is ever read or written."""
-MAX_RECORDS = 100_000
-"""Limit on one store."""
-BATCH_SIZE = 64
-"""Files read at once; object stores transfer them in parallel."""
+MAX_RECORDS = 100_000  # in one store
+BATCH_SIZE = 64  # files read at once; object stores transfer them in parallel
 
 
 class StoreUnreachable(AutotuneError):

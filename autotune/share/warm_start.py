@@ -46,18 +46,13 @@ MAX_CONSIDERED = 500  # records opened for one search
 MAX_SOURCES = 3  # records of similar machines that a search stands on
 MAX_FIRST_CANDIDATES = 2  # settings that won on similar machines and are tried first
 MAX_RESIDUALS = 32  # of a record: a search makes far fewer trials, and each slows every prediction
-DECAY_DISTANCE = 10.0
-"""Distance at which a record weighs 1/e. It corrects predictions, not times, so it carries over
-between machines whose rates differ."""
-MEMORY_TOLERANCE = 0.03
+DECAY_DISTANCE = 10.0  # at which a record weighs 1/e: predictions are corrected, not times
+MEMORY_TOLERANCE = 0.03  # up to which a local trial reproduces a measurement, relative
 TIME_TOLERANCE, NOISY_TIME_TOLERANCE = 0.10, 0.30
-"""Relative differences up to which a local trial reproduces a measurement."""
-MAX_LOG_RESIDUAL = math.log(10.0)
-"""True trials on a busy CPU have been 4 times as slow as predicted; what is further off teaches
-nothing."""
-MAX_LOG_TIME_ERROR = math.log(3.0)
-"""Between the step time that a record leads to expect and a local trial's: above it the record is
-dropped."""
+MAX_LOG_RESIDUAL = math.log(10.0)  # true trials on a busy CPU were 4 times as slow as predicted
+MAX_LOG_TIME_ERROR = math.log(
+    3.0
+)  # from the time that a record leads to expect until it is dropped
 BUDGET_MARGIN = 1.1
 """Share of the budget that settings that ran elsewhere may be predicted to take, and still be
 tried first: predictions are that far off at most in 95 of 100 cases, and trials have a cap."""
