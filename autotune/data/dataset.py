@@ -18,23 +18,21 @@ from pydantic import Field
 from autotune.data.batches import assign_buckets, make_buckets
 from autotune.data.items import (
     DEFAULT_OPTIONS,
+    MASK_SUFFIX,
     METADATA,
     REMARKS,
     DatasetOptions,
     Item,
     ItemReader,
+    Media,
     PrintableStr,
     Problem,
     file_digest,
-    read_metadata,
-)
-from autotune.data.media import (
-    MASK_SUFFIX,
-    Media,
     find_masks,
     find_media,
     find_runs,
     find_unsupported,
+    read_metadata,
 )
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt

@@ -6,6 +6,7 @@ nothing outside of the file is opened, whatever a file asks for.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import stat
 import threading
@@ -20,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from autotune.data.media import ANIMATION_SUFFIXES
 from autotune.plan.job import ClipChoice, Crop
 from autotune.system.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
+ANIMATION_SUFFIXES = frozenset({".gif", ".webp"})
 EXIF_ORIENTATION = 0x0112
 TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
 
@@ -61,6 +64,11 @@ DEFAULT_DELAY_SECONDS = 0.1  # how long browsers show a frame that names 10 ms o
 
 _large_image = threading.Lock()
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our limit is lower
+
+
+def has_video_decoder() -> bool:
+    """Return whether PyAV is installed, which decodes video files."""
+    return importlib.util.find_spec("av") is not None
 
 
 def open_image(path: Path, *, animated: bool = False) -> Image.Image:

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from autotune.data.cache import Cache
-from autotune.data.media import has_video_decoder
+from autotune.data.pixels import has_video_decoder
 from autotune.errors import InvalidInput, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
 from autotune.knobs.settings import configure_allocator
