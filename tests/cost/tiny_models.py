@@ -11,13 +11,8 @@ from autotune.models.sdxl import UNET
 from autotune.plan.hardware import Device, HardwareProfile, Host, Versions
 from autotune.plan.workload import Bucket, ModelSpec, Workload
 
-QWEN = {
-    "num_layers": 5,
-    "attention_head_dim": 32,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 48,
-    "axes_dims_rope": (8, 12, 12),
-}
+HEADS = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 48}
+QWEN = {**HEADS, "num_layers": 5, "axes_dims_rope": (8, 12, 12)}
 KANDINSKY = {
     "in_visual_dim": 16,
     "out_visual_dim": 16,
@@ -39,28 +34,20 @@ WAN = {
     "ffn_dim": 512,
     "text_dim": 48,
 }
-FLUX2 = {
-    "num_layers": 4,
-    "num_single_layers": 5,
-    "attention_head_dim": 32,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 48,
-    "axes_dims_rope": (8, 8, 8, 8),
-}
-FLUX1 = {
-    "num_layers": 4,
-    "num_single_layers": 5,
-    "attention_head_dim": 32,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 48,
-    "axes_dims_rope": (8, 12, 12),
-}
+FLUX = {**HEADS, "num_layers": 4, "num_single_layers": 5}
+FLUX1 = {**FLUX, "axes_dims_rope": (8, 12, 12), "pooled_projection_dim": 16}
+FLUX2 = {**FLUX, "axes_dims_rope": (8, 8, 8, 8)}
 TINY: dict[str, dict[str, Any]] = {
     "qwen-image": QWEN,
     "qwen-image-edit": QWEN,
-    "flux1-dev": {**FLUX1, "pooled_projection_dim": 16, "guidance_embeds": True},
-    "flux1-kontext": {**FLUX1, "pooled_projection_dim": 16, "guidance_embeds": True},
-    "chroma": {**FLUX1, "approximator_hidden_dim": 64, "approximator_layers": 2},
+    "flux1-dev": {**FLUX1, "guidance_embeds": True},
+    "flux1-kontext": {**FLUX1, "guidance_embeds": True},
+    "chroma": {
+        **FLUX,
+        "axes_dims_rope": (8, 12, 12),
+        "approximator_hidden_dim": 64,
+        "approximator_layers": 2,
+    },
     "z-image": {
         "dim": 64,
         "n_heads": 2,
@@ -73,26 +60,15 @@ TINY: dict[str, dict[str, Any]] = {
     "flux2-klein": {**FLUX2, "guidance_embeds": False},
     "flux2-dev": FLUX2,
     "sd3.5": {
+        **HEADS,
         "num_layers": 5,
-        "attention_head_dim": 32,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 48,
         "caption_projection_dim": 64,
         "pooled_projection_dim": 16,
         "pos_embed_max_size": 32,
         "dual_attention_layers": (0, 1, 2),
         "qk_norm": "rms_norm",
     },
-    "sdxl": {
-        **UNET,
-        "block_out_channels": (32, 64, 64),
-        "transformer_layers_per_block": (1, 2, 5),
-        "attention_head_dim": (1, 2, 2),
-        "norm_num_groups": 8,
-        "cross_attention_dim": 48,
-        "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 64,
-    },
+    "sdxl": {**UNET, **FAMILIES["sdxl"].tiny_config, "transformer_layers_per_block": (1, 5)},
     "krea-2": {
         "num_layers": 5,
         "attention_head_dim": 32,
@@ -119,9 +95,8 @@ TINY: dict[str, dict[str, Any]] = {
         "rope_type": "split",
         "use_prompt_embeddings": False,
         "perturbed_attn": True,
-        **dict.fromkeys(
-            ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True
-        ),
+        **dict.fromkeys(("gated_attn", "cross_attn_mod"), True),
+        **dict.fromkeys(("audio_gated_attn", "audio_cross_attn_mod"), True),
         **{"num_attention_heads": 4, "attention_head_dim": 32, "cross_attention_dim": 128},
         **{
             "audio_num_attention_heads": 4,
@@ -138,26 +113,17 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def cpu() -> HardwareProfile:
-    return HardwareProfile(
-        device=Device(
-            kind="cpu",
-            index=0,
-            name="cpu",
-            memory_kind="host",
-            memory_kind_reason="",
-            budget_bytes=1 << 34,
-            budget_reason="",
-        ),
-        host=Host(
-            cpu="cpu",
-            logical_cores=2,
-            memory_bytes=1 << 34,
-            available_memory_bytes=1 << 34,
-            system="Linux",
-            memory_model="linux",
-        ),
-        versions=Versions(python="3.11"),
+    memory = {"memory_kind": "host", "memory_kind_reason": "", "budget_reason": ""}
+    device = Device(kind="cpu", index=0, name="cpu", budget_bytes=1 << 34, **memory)
+    host = Host(
+        cpu="cpu",
+        logical_cores=2,
+        memory_bytes=1 << 34,
+        available_memory_bytes=1 << 34,
+        system="Linux",
+        memory_model="linux",
     )
+    return HardwareProfile(device=device, host=host, versions=Versions(python="3.11"))
 
 
 def gpu(name: str) -> HardwareProfile:
@@ -168,14 +134,10 @@ def workload_of(name: str, **changes: Any) -> Workload:
     family, config = FAMILIES[name], TINY.get(name, {})
     config = changes.pop("config", config)
     frames = 1 + family.frames_per_latent if family.can_train_clips else 1
+    blocks = num_blocks(family, config)
+    known = {"family": name, "architecture": "tiny", "num_parameters": 1, "name": name}
     values: dict[str, Any] = {
-        "model": ModelSpec(
-            family=name,
-            architecture="tiny",
-            num_parameters=1,
-            num_blocks=num_blocks(family, config),
-            name=name,
-        ),
+        "model": ModelSpec(num_blocks=blocks, **known),
         "resolution_px": 96,
         "buckets": (Bucket(width_px=96, height_px=64, num_frames=frames, num_items=3),),
         "max_text_tokens": 12,
