@@ -324,6 +324,8 @@ class WarmStart:
     @cached_property
     def first_candidates(self) -> list[Candidate]:
         """Candidates to try before all others."""
+        if not self.sources:
+            return []
         settings = dict.fromkeys(item.record.settings for item in self.sources)
         limit, predict = BUDGET_MARGIN * self.budget_bytes, self.cost.predict_uncalibrated
         fitting = [each for each in settings if predict(each).run_memory_bytes <= limit]
