@@ -135,7 +135,6 @@ def _find_misfits(candidates: Sequence[Candidate], cost: CostModel) -> dict[Cand
 
 
 def _find_wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
-    """Why what it computes is not the same on this machine."""
     for name, rule_of in GRADIENT_TOLERANCES.items():
         value = getattr(candidate, name)
         rule = rule_of(value)

@@ -21,8 +21,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.system.files import shipped_path
 
-BYTES_PER_PARAMETER = 2
-"""Bytes of a published weight, in bf16."""
+BYTES_PER_PARAMETER = 2  # bytes of a published weight, in bf16
 ComparisonOrder = Literal["cost", "hours", "name"]
 
 

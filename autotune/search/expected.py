@@ -220,7 +220,6 @@ def _best_of(rows: Sequence[_Row], key: Callable[[_Row], float]) -> dict[tuple[s
 
 
 def _pareto_front(rows: Sequence[_Row]) -> list[_Row]:
-    """Those that nothing beats in both memory and time."""
     front: list[_Row] = []
     for row in sorted(rows, key=lambda row: (row.seconds, row.run_bytes)):
         if not front or row.run_bytes < front[-1].run_bytes:
@@ -236,7 +235,6 @@ def _nearest_beyond(beyond: Sequence[_Row], chosen: _Row) -> list[_Row]:
 
 
 def _spread(rows: Sequence[_Row], number: int) -> list[_Row]:
-    """So many of them, evenly, ends included."""
     if number >= len(rows):
         return list(rows)
     if number < 2:

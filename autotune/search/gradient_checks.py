@@ -44,10 +44,8 @@ from autotune.weights.stream import build_empty, cast_as_loaded, fill_random
 MAX_TEXT_TOKENS = 40
 """With the 24 tokens of the small picture 64: cuDNN's kernel has returned gradients that are not
 finite where a mask meets a length of 64 modulo 128."""
-RANK = 4
-"""Rank of the adapter: how it is multiplied does not depend on it."""
-TIMEOUT_SECONDS = 300.0
-"""Compiling blocks takes a minute or two on a CPU."""
+RANK = 4  # rank of the adapter: how it is multiplied does not depend on it
+TIMEOUT_SECONDS = 300.0  # compiling blocks takes a minute or two on a CPU
 TRANSIENT_OUTCOMES = ("timeout", "oom", "host_oom")
 """Outcomes that say more about the moment than about the choice: they are not saved."""
 NUM_UPDATES = 3
@@ -62,8 +60,7 @@ class GradientRequest:
     """Compares a candidate's adapter gradients; gives their relative error, a float."""
 
     family: str
-    config: Mapping[str, Any]
-    """Constructor arguments of the tiny transformer."""
+    config: Mapping[str, Any]  # constructor arguments of the tiny transformer
     workload: Workload
     candidate: Candidate
     device: str

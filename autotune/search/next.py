@@ -99,7 +99,6 @@ class SearchLimits:
     max_seconds: float | None = None
     """Seconds of trials, all workers' together; None for a share of the run, at least a minute."""
     num_steps: int = 1
-    """Steps of the planned run."""
 
     def allowed_seconds(self, step_seconds: float) -> float:
         """Limit the seconds of trials for a run whose steps take `step_seconds`."""

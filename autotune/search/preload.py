@@ -46,5 +46,4 @@ gc.collect()  # what is garbage by now would be kept for good
 # time
 gc.freeze()
 
-DONE = True
-"""Read by the worker: the fork server itself would swallow a failing import."""
+DONE = True  # read by the worker: the fork server itself would swallow a failing import

@@ -39,7 +39,6 @@ from autotune.system.version import __version__
 from autotune.train.prepare import device_misfits
 
 TrialFunction = Callable[[Candidate], TrialResult]
-"""Tries a candidate for a few steps."""
 
 GIB = 2**30
 SMALLER_SIDES = (0.75, 0.5)  # shares of the resolution's side that are tried
@@ -99,20 +98,14 @@ class PlanningProblem:
     """What a search works on."""
 
     request: PlanRequest
-    hardware: HardwareProfile
-    """The whole machine."""
-    global_workload: Workload
-    """The work of all processes that train together."""
-    workload: Workload
-    """The work of one process and its device."""
+    hardware: HardwareProfile  # the whole machine
+    global_workload: Workload  # the work of all processes that train together
+    workload: Workload  # the work of one process and its device
     space: SearchSpace
-    cost: CostModel
-    """Cost model of one process, before any trial."""
+    cost: CostModel  # cost model of one process, before any trial
     job: Job
     notes: tuple[str, ...] = ()
-    """What the user should know about how the request was understood."""
-    left_out: tuple[str, ...] = ()
-    """What is wrong with files of the data folder, one line each."""
+    left_out: tuple[str, ...] = ()  # what is wrong with files of the data folder, one line each
 
     @classmethod
     def build(
@@ -206,7 +199,6 @@ class PlanningProblem:
 
 
 def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
-    """Raise NothingFits if the host is too small for any run."""
     host = cost.hardware.host
     if shares_host_memory(cost.hardware.device.memory_kind) or not space.candidates:
         return

@@ -91,11 +91,9 @@ class ResolvedRequest:
     request: PlanRequest
     model: ResolvedModel
     dataset: Dataset | None
-    workload: Workload
-    """The work of all processes that train together."""
+    workload: Workload  # the work of all processes that train together
     job: Job
     notes: tuple[str, ...]
-    """What the user should know about how the request was understood."""
 
     @classmethod
     def build(

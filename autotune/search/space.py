@@ -30,8 +30,7 @@ pass that keeps all; less than one block makes no step."""
 NUM_STEPS = 30
 """Values of each number of blocks that are looked at: steps of 3%, finer than `MAX_STEP`."""
 
-KnobValue = tuple[str, str]
-"""A knob and one of its values, as text."""
+KnobValue = tuple[str, str]  # a knob and one of its values, as text
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,8 @@ class SearchSpace:
     candidates: tuple[Candidate, ...]
     choices: Mapping[str, tuple[Choice, ...]]
     """Admitted values by knob, and the value of each plain setting."""
-    rejected: Mapping[str, tuple[Rejected, ...]]
-    """Excluded values by knob, with reasons."""
-    pinnable: Mapping[str, tuple[Choice, ...]]
-    """Those among the excluded values that may be pinned."""
+    rejected: Mapping[str, tuple[Rejected, ...]]  # excluded values by knob, with reasons
+    pinnable: Mapping[str, tuple[Choice, ...]]  # those among the excluded values that may be pinned
 
     def admits(self, candidate: Candidate) -> bool:
         """Tell if each of its values may be tried, or asked for, if not all together."""
@@ -265,8 +262,7 @@ def _exclude(value: str, choices: Choices) -> Choices:
 class Mixtures:
     """Predicted mixtures of one setting of the other knobs."""
 
-    numbers: Integers
-    """(mixtures, 3): numbers of blocks in the order of `BLOCK_COUNTS`."""
+    numbers: Integers  # (mixtures, 3): numbers of blocks in the order of `BLOCK_COUNTS`
     num_bytes: Floats
     seconds: Floats
 

@@ -176,7 +176,6 @@ def _connect(url: str) -> RDBStorage:
 
 @contextmanager
 def _translate_errors(url: str, kept: str = "") -> Iterator[None]:
-    """Turn the storage's errors into ours, without the password."""
     try:
         yield
     except AutotuneError:
@@ -201,8 +200,7 @@ class StudySnapshot(NamedTuple):
 
     results: tuple[TrialResult, ...]
     running: tuple[Candidate, ...]
-    has_waiting: bool
-    """Whether candidates of workers that died wait to be tried again."""
+    has_waiting: bool  # whether candidates of workers that died wait to be tried again
 
 
 def take_snapshot(study: Study) -> StudySnapshot:

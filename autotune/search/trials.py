@@ -51,20 +51,15 @@ from autotune.system.process import fork_server_context, redirect_output
 from autotune.train.monitor import POLL_SECONDS, SPILL_FACTOR, Watchdog
 from autotune.train.processes import set_device
 
-NUM_STEADY_STEPS = 3
-"""Timed steps of a trial; the median of three shrugs off one disturbance."""
-TRIAL_TIMEOUT_SECONDS = 600.0
-"""Limit on one trial, loading included."""
+NUM_STEADY_STEPS = 3  # timed steps of a trial; the median of three shrugs off one disturbance
+TRIAL_TIMEOUT_SECONDS = 600.0  # limit on one trial, loading included
 CPU_SPARE_BYTES = 1 << 30
 """On a CPU a child may take this much more than its budget, for the profiler's list of a step's
 allocations (some 300 MiB for eight micro-batches of six blocks) and files that it maps: the
 parent compares what the process took with the budget afterwards."""
-NEAR_BUDGET = 0.85
-"""Share of the budget: settings that need less do not spill."""
-CLEARLY_SLOWER = 1.25
-"""Times the best median: finishing the trial would not change the order."""
-NUM_SPREADS = 4.0
-"""Interquartile ranges of the best trial's steps that count as noise."""
+NEAR_BUDGET = 0.85  # share of the budget: settings that need less do not spill
+CLEARLY_SLOWER = 1.25  # times the best median: finishing the trial would not change the order
+NUM_SPREADS = 4.0  # interquartile ranges of the best trial's steps that count as noise
 CAP_SLACK_BYTES = 1 << 30
 """CUDA's allocator holds a whole request against the cap, though an expandable segment has part
 of it already (c10/cuda/CUDACachingAllocator.cpp, `alloc_block`): the largest tensors of a step
@@ -77,8 +72,7 @@ class MemoryLimits:
 
     device: str
     cap_bytes: int
-    reserve_bytes: int
-    """Part of a card's free memory that is left alone when the child starts."""
+    reserve_bytes: int  # part of a card's free memory that is left alone when the child starts
 
 
 @dataclass
@@ -205,7 +199,6 @@ class ProcessTrialRunner:
         return result
 
     def _exceeded(self, result: TrialResult) -> str | None:
-        """Why the process took more of the host's memory than it may, in whichever phase."""
         allowed, taken = self.budget_bytes, {"trial": result.host_memory_bytes or 0}
         if result.phases:
             allowed += self.resident_bytes

@@ -47,8 +47,7 @@ class Score:
     candidate: Candidate
     step_seconds: float
     peak_memory_bytes: int
-    failure: str | None = None
-    """None if it runs; then the figures hold."""
+    failure: str | None = None  # None if it runs; then the figures hold
 
     def value(self, objective: Objective) -> float:
         """Return what the objective wants little of: seconds or bytes."""
@@ -118,7 +117,6 @@ def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None
 
 
 def _inexactness(score: Score) -> float:
-    """Relative error of gradients that weight format and precision may bring."""
     rules = (GRADIENT_TOLERANCES[name](getattr(score.candidate, name)) for name in LOSSY)
     return sum(rule.tolerance for rule in rules if rule)
 
@@ -274,8 +272,7 @@ def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candida
 class Payback:
     """What compiling saves and takes, measured or predicted."""
 
-    saved_seconds: float
-    """Of a step; negative if compiled steps are slower."""
+    saved_seconds: float  # of a step; negative if compiled steps are slower
     startup_seconds: float
     num_steps: int
 

@@ -85,8 +85,7 @@ WORDS_PER_TOKEN = 0.5  # of the rehearsed caption: tokenizers split unusual word
 class Failure(AutotuneError):
     """How a request ended without a result; sent to the parent as training's errors are."""
 
-    partial: TrialResult | None = None
-    """The last partial result that the child reported."""
+    partial: TrialResult | None = None  # the last partial result that the child reported
 
     def __init__(
         self, outcome: Outcome, message: str, *, host_memory_bytes: int | None = None
@@ -132,7 +131,6 @@ class TrialRequest:
     candidate: Candidate
     device: str
     num_steps: int
-    """Steady optimizer steps to time."""
     prune_above_seconds: float | None = None
     """Two steady steps slower than this end the trial: other candidates are clearly faster."""
 
@@ -158,8 +156,7 @@ class RehearsalRequest(TrialRequest):
     """
 
     caching: CachingSettings
-    max_seconds: float
-    """Training takes no further step after this long."""
+    max_seconds: float  # training takes no further step after this long
     scratch_folder: str | None = None
     """Folder to write in, which the parent removes, however the child ends."""
 
@@ -182,12 +179,9 @@ class LoadedModel:
     """A model in memory, shared by candidates that differ only in settings that need no reload."""
 
     model: TrainingModel
-    largest: list[Sample]
-    """One effective batch in the largest shapes: it decides memory."""
-    typical: list[Sample]
-    """The same in the usual shapes, or the same list: it decides speed."""
-    initial: list[torch.Tensor]
-    """Values of the adapter that every candidate begins with."""
+    largest: list[Sample]  # one effective batch in the largest shapes: it decides memory
+    typical: list[Sample]  # the same in the usual shapes, or the same list: it decides speed
+    initial: list[torch.Tensor]  # values of the adapter that every candidate begins with
     windows: ModulationWindows | None
     """Of modulations that are computed ahead; None if their layers are resident."""
     seconds: float

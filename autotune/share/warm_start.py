@@ -115,8 +115,7 @@ class StoreMatches:
 
     records: tuple[MatchedRecord, ...]
     """Exact ones first, then by distance; newer before older, of one day the fastest."""
-    refused: tuple[str, ...]
-    """Records that cannot be true or cannot be read: one line each."""
+    refused: tuple[str, ...]  # records that cannot be true or cannot be read: one line each
 
 
 def find_matches(
@@ -242,10 +241,8 @@ class Fact(NamedTuple):
     """Something that shades a measurement without deciding whether it counts."""
 
     value: str | float | None
-    weight: float
-    """How much it shifts step time and memory: a judgment."""
-    tolerance: float = 0.0
-    """Relative difference of a quantity up to which two count as the same."""
+    weight: float  # how much it shifts step time and memory: a judgment
+    tolerance: float = 0.0  # relative difference of a quantity up to which two count as the same
 
 
 def _machine_facts(machine: Machine, rate_tolerance: float) -> dict[str, Fact]:
