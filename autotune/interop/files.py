@@ -255,11 +255,10 @@ MUSUBI_SCRIPTS = {
 
 def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
     name, encoders, flag = MUSUBI_SCRIPTS[values["network_module"].removeprefix("networks.lora_")]
-    data = _in_file(values, _is_data)
-    folder = str(data["datasets[].image_directory"])
-    if "datasets[].target_frames" in data:
-        data["datasets[].video_directory"] = data.pop("datasets[].image_directory")
-    data["datasets[].cache_directory"] = f"{folder.rstrip('/')}-cache"
+    values, folder = dict(values), str(values["datasets[].image_directory"])
+    if "datasets[].target_frames" in values:
+        values["datasets[].video_directory"] = values.pop("datasets[].image_directory")
+    values["datasets[].cache_directory"] = f"{folder.rstrip('/')}-cache"
     own = _in_file(values, lambda key: not _is_data(key) and key != flag)
     if values["blocks_to_swap"]:
         own |= {"block_swap_h2d_only": True, "block_swap_ring_size": 2}
@@ -276,7 +275,7 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
     encode = cache("text_encoder_outputs", *paths, *stored)
     before = [cache("latents", "--vae", FILL_IN), encode]
     script = f"src/musubi_tuner/{name}_train_network.py"
-    return _kohya(title, values, head, script, train, data, *before)
+    return _kohya(title, values, head, script, train, *before)
 
 
 def _sd_scripts(title: str, values: Values, head: str) -> Mapping[str, str]:
@@ -285,17 +284,11 @@ def _sd_scripts(title: str, values: Values, head: str) -> Mapping[str, str]:
     files = ("pretrained_model_name_or_path", "clip_l", "t5xxl", "ae") if is_flux else ()
     own = _in_file(values, lambda key: not _is_data(key) and key not in files)
     train = dict.fromkeys(files, FILL_IN) | own
-    return _kohya(title, values, head, script, train, _in_file(values, _is_data))
+    return _kohya(title, values, head, script, train)
 
 
 def _kohya(
-    title: str,
-    values: Values,
-    head: str,
-    script: str,
-    train: Values,
-    data: Values,
-    *before: list[str],
+    title: str, values: Values, head: str, script: str, train: Values, *before: list[str]
 ) -> Mapping[str, str]:
     words = ["--num_cpu_threads_per_process", "1", "--mixed_precision"]
     run = _launcher(values, *words, str(values["mixed_precision"]))
@@ -303,7 +296,7 @@ def _kohya(
     given = {key: value for key, value in train.items() if value is not False}
     return {
         "train.toml": head + _toml_text(given),
-        "data.toml": _toml_text(data),
+        "data.toml": _toml_text(_in_file(values, _is_data)),
         "run.sh": _shell(title, values, *before, run),
     }
 
@@ -384,6 +377,7 @@ def _json_text(values: Any) -> str:
 
 
 def _toml_text(values: Values) -> str:
+    """JSON's plain values are TOML's, too, but for escapes beyond the basic plane."""
     lines: list[str] = []
 
     def add(section: Mapping[str, Any], path: str) -> None:
@@ -394,20 +388,13 @@ def _toml_text(values: Values) -> str:
             elif isinstance(value, dict):
                 inner.append((f"[{path}{name}]", value, name))
             else:
-                lines.append(f"{name} = {_toml(value)}")
+                lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
         for title, one, name in inner:
             lines.extend(["", title])
             add(one, f"{path}{name}.")
 
     add(_nest(values), "")
     return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _toml(value: Any) -> str:
-    """JSON's texts are TOML's, but for characters beyond the basic plane."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)
 
 
 def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "") -> str:

@@ -8,7 +8,7 @@ made by the functions below or in `targets`. A name is an option of `autotune.pl
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -105,6 +105,11 @@ def boolean(value: Any) -> bool:
     return value
 
 
+def texts(value: Any) -> tuple[str, ...]:
+    """Convert a value, or each in a list."""
+    return tuple(map(str, value if isinstance(value, list | tuple) else [value]))
+
+
 # A name takes a whole number unless it is here.
 VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("data", "control", "caption", "trigger", "attention"), text),
@@ -112,9 +117,7 @@ VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("max_grad_norm", "guidance_scale", "caption_dropout"), number),
     **dict.fromkeys(("caching.text_encoder_streamed", "flip"), boolean),
     "swapped_blocks": lambda value: str(whole(value)),
-    "preview_prompts": lambda value: tuple(
-        map(str, value if isinstance(value, list | tuple) else [value])
-    ),
+    "preview_prompts": texts,
 }
 
 
@@ -264,12 +267,11 @@ def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False)
 
 def first_prompt(key: str) -> Rule:
     """Relate the prompt of previews, if a trainer samples a single one."""
-    return Rule(
-        (key,),
-        ("preview_prompts",),
-        lambda values, _: {"preview_prompts": (str(values[key]),)},
-        lambda ours, _: {key: next(iter(ours.get("preview_prompts") or ()), None)},
-    )
+
+    def write(ours: Values, context: Context) -> Values:
+        return {key: next(iter(ours.get("preview_prompts") or ()), None)}
+
+    return replace(same(f"preview_prompts={key}"), write=write)
 
 
 def resolution(written: str, *others: str) -> Rule:
@@ -455,10 +457,7 @@ def swapping(key: str, limits: Mapping[str, int]) -> Rule:
             raise CannotExpress(f"it swaps no more than {limit} blocks of {context.family.name}")
         return {key: blocks}
 
-    def read(values: Values, context: Context) -> Values:
-        return {"swapped_blocks": str(whole(values[key]))}
-
-    return Rule((key,), ("swapped_blocks",), read, write)
+    return replace(same(f"swapped_blocks={key}"), write=write)
 
 
 def share_of_blocks(key: str, switch: str = "") -> Rule:
