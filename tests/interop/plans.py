@@ -21,9 +21,7 @@ SETTINGS = {"micro_batch_size": 1, "checkpointed_blocks": 0}
 def plan_of(model: str, **changes: Any) -> TrainingPlan:
     """A plan with these values, by the names of the job, the workload, the settings or
     `caching.FIELD`."""
-    found = find_published(model)
-    assert found is not None
-    family, published = found
+    family, published = find_published(model)
     defaults = family.defaults
 
     def of(kind: Any) -> dict[str, Any]:
@@ -33,34 +31,29 @@ def plan_of(model: str, **changes: Any) -> TrainingPlan:
     job = {
         **{"model": model, "data": "photos", "num_steps": 2000, "learning_rate": 1e-4},
         **{"weight_decay": 1e-3, "max_grad_norm": 1.0, "seed": 42, "preview_steps": 25},
-        "timestep_shift": defaults.timestep_shift,
-        "timestep_sampling": defaults.timestep_sampling,
+        **{name: getattr(defaults, name) for name in ("timestep_shift", "timestep_sampling")},
         **{"guidance_scale": defaults.training_guidance, "num_frames": frames, **of(Job)},
     }
-    blocks = next(number for name, number in NUM_BLOCKS.items() if model.startswith(name))
+    spec = ModelSpec(
+        **{"family": family.name, "architecture": "sha256:0", "name": published.hub_id},
+        num_parameters=published.num_parameters,
+        num_blocks=next(n for name, n in NUM_BLOCKS.items() if model.startswith(name)),
+    )
+    bucket = Bucket(width_px=side, height_px=side, num_frames=frames, num_items=20)
     workload = {
-        "model": ModelSpec(
-            family=family.name,
-            architecture="sha256:0",
-            num_parameters=published.num_parameters,
-            num_blocks=blocks,
-            name=published.hub_id,
-        ),
-        "resolution_px": side,
-        "buckets": (Bucket(width_px=side, height_px=side, num_frames=frames, num_items=20),),
+        **{"model": spec, "resolution_px": side, "buckets": (bucket,), "targets": "attention"},
         **{"max_text_tokens": 256, "text_padding": "masked", "rank": 16, "lora_alpha": 16.0},
-        "targets": "attention",
         **{"effective_batch_size": 4, **of(Workload)},
     }
     caching = {name[8:]: value for name, value in changes.items() if name.startswith("caching.")}
     hardware = PlannedHardware(
-        device_name="card",
-        device_kind="cuda",
-        fingerprint="0",
-        match_keys={},
-        total_memory_bytes=24 << 30,
-        budget_bytes=22 << 30,
+        **{"device_name": "card", "device_kind": "cuda", "fingerprint": "0", "match_keys": {}},
+        **{"total_memory_bytes": 24 << 30, "budget_bytes": 22 << 30},
         versions=Versions(python="3.12", torch="2.13.0"),
+    )
+    expected = Expected(
+        **{"evidence": "predicted", "step_seconds": 1.0, "images_per_second": 4.0},
+        **{"peak_memory_bytes": 20 << 30, "process_memory_bytes": 1 << 30},
     )
     frozen = FrozenPart(
         schema_version=2,
@@ -69,15 +62,7 @@ def plan_of(model: str, **changes: Any) -> TrainingPlan:
         workload=Workload(**workload),
         settings=Candidate(**{**SETTINGS, **of(Candidate)}),
         caching=CachingSettings(**caching),
-        expected=Expected(
-            evidence="predicted",
-            step_seconds=1.0,
-            images_per_second=4.0,
-            peak_memory_bytes=20 << 30,
-            process_memory_bytes=1 << 30,
-        ),
-        reasons=(),
-        search_seconds=0,
-        trials=(),
+        expected=expected,
+        **{"reasons": (), "search_seconds": 0, "trials": ()},
     )
     return seal(Job(**job), frozen)
