@@ -1,7 +1,6 @@
 """The whole algorithm on one screen, `make_plan`: from a request and a machine to a frozen plan.
 
-model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner
-──> plan
+    request ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
 
 If the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the
 plan says so.
@@ -108,12 +107,12 @@ def make_plan(
         plan = published_plan(study) if is_named else None
         if plan is None:
             warm_start = _find_warm_start(problem, backend, on_event)
-            lab = _Lab(problem, backend, study, on_event)
+            search = _Search(problem, backend, study, on_event)
             try:
-                trials = lab.search(warm_start)
+                trials = search.explore(warm_start)
                 if not warm_start.is_reproduced(trials):
-                    trials = lab.try_compiled(trials)
-                trials = lab.confirm(trials)  # here: phases of another machine do not count
+                    trials = search.try_compiled(trials)
+                trials = search.confirm(trials)  # here: phases of another machine do not count
             except KeyboardInterrupt:
                 known = take_snapshot(study).results
                 if not any(trial.outcome == "ok" for trial in known):
@@ -169,7 +168,7 @@ def _find_warm_start(
 
 
 @dataclass(frozen=True)
-class _Lab:
+class _Search:
     """Each step takes the trials so far and returns them with its own."""
 
     problem: PlanningProblem
@@ -177,10 +176,10 @@ class _Lab:
     study: optuna.Study
     on_event: OnEvent
 
-    def search(self, warm_start: WarmStart) -> Trials:
+    def explore(self, warm_start: WarmStart) -> Trials:
         """Try candidates until no other is worth a trial, and a smaller one to fall back on."""
         problem, study = self.problem, self.study
-        search = ResidualSearch(
+        sampler = ResidualSearch(
             problem.space,
             problem.cost,
             problem.budget_bytes,
@@ -200,9 +199,9 @@ class _Lab:
 
             is_enough = warm_start.is_reproduced
             trials = run_search(
-                search, run_trial, problem.limits, on_trial, is_enough=is_enough, study=study
+                sampler, run_trial, problem.limits, on_trial, is_enough=is_enough, study=study
             )
-            trials = self.try_doubtful_again(search, trials, run)
+            trials = self.try_doubtful_again(sampler, trials, run)
             if is_enough(trials):
                 return trials
             fallback = winner.choose_untried_fallback(trials, problem)
@@ -210,11 +209,11 @@ class _Lab:
         return (*trials, result) if result else trials
 
     def try_doubtful_again(
-        self, search: ResidualSearch, trials: Trials, run: TrialFunction
+        self, sampler: ResidualSearch, trials: Trials, run: TrialFunction
     ) -> Trials:
         """Replace what contradicts the others by a faster repetition: noise only slows."""
         repeated: set[Candidate] = set()
-        while (doubtful := search.find_doubtful(trials)) and doubtful.candidate not in repeated:
+        while (doubtful := sampler.find_doubtful(trials)) and doubtful.candidate not in repeated:
             repeated.add(doubtful.candidate)
             again = self.try_once("again", doubtful.candidate, run)
             if again is None or again.outcome != "ok":
