@@ -1,6 +1,6 @@
 """The whole algorithm on one screen, `make_plan`: from a request and a machine to a frozen plan.
 
-    request ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
+    request ──> search space ──> trials, each chosen by what the last taught ──> winner ──> plan
 
 If the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the
 plan says so.
