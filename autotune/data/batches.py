@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from autotune.models.family import Batch, Sample
 
 FLIP_SHARE = 0.5  # share of images that are mirrored, with `flip`
-PLANNED_STEPS = 32
-"""Steps planned at once: planning a single step right after a model pass took four times as
-long."""
+PLANNED_STEPS = 32  # planning a single step right after a model pass took four times as long
 
 
 class Draw(NamedTuple):
@@ -72,10 +70,8 @@ class BatchOrder:
     repeats: tuple[int, ...]  # number of times that each item is seen per epoch
     effective_batch_size: int  # images per optimizer step, over all processes
     seed: int
-    caption_dropout: float = 0.0
-    """Probability that a caption is dropped, drawn anew each time an image is seen."""
-    num_captions: tuple[int, ...] = ()
-    """Captions of each item, one of which is drawn each time; empty if each has one."""
+    caption_dropout: float = 0.0  # drawn anew each time an image is seen
+    num_captions: tuple[int, ...] = ()  # of each item, one of which is drawn; empty for one each
     flip: bool = False
 
     @cached_property

@@ -37,9 +37,7 @@ FORMAT = "1"  # version of what an entry holds; with a new one, older entries ar
 STALE_SECONDS = 3600.0  # age above which a temporary file belongs to a writer that died
 TOUCH_SECONDS = 60.0
 """Resolution of the time of last use: updating it at every read would take longer than reading."""
-SAMPLE_BYTES = 1024**2
-"""Read from each end of a file to recognize it: hashing a 16 GB text encoder would take half a
-minute."""
+SAMPLE_BYTES = 1024**2  # of each end of a file: hashing a 16 GB text encoder takes half a minute
 
 CHOOSE_FOLDER = "choose another cache folder with XDG_CACHE_HOME"
 MAKE_ROOM = f"free some space, or {CHOOSE_FOLDER}"
@@ -216,8 +214,7 @@ class CacheEntry:
     """An encoded caption, or the encoded pixels of one image or clip."""
 
     key: str
-    paths: tuple[Path, ...]
-    """Files of the pixels, or the control images that an edit model's text encoder reads."""
+    paths: tuple[Path, ...]  # of the pixels, or control images for an edit model's text encoder
     digests: tuple[str, ...]  # SHA-256 of each of these files, as the key contains them
     bucket: Bucket  # shape that the files are resized to
     caption: str | None = None
@@ -237,8 +234,7 @@ class ItemEntries:
 
     prompts: tuple[CacheEntry, ...]
     empty_prompt: CacheEntry | None  # None unless captions may be dropped
-    latents: Mapping[str, CacheEntry]
-    """By name in the sample: `latents`, and `control_latents_1` ... for its control images."""
+    latents: Mapping[str, CacheEntry]  # by name in the sample: `latents`, `control_latents_1` ...
     flipped_latents: Mapping[str, CacheEntry]
     """The same mirrored; empty unless images may be flipped."""
     mask_key: str | None = None

@@ -241,18 +241,14 @@ def _drop_duplicates(
 class DataFolder(Frozen):
     """One folder of a job's data."""
 
-    path: Place
-    """The folder; a relative one is relative to the file that lists it."""
+    path: Place  # the folder; a relative one is relative to the file that lists it
     repeats: int = Field(default=1, ge=1, le=1000)
     """Times that each image is seen per epoch, times what its folder or `metadata.jsonl` says."""
-    weight: float = Field(default=1.0, gt=0, le=100)
-    """Factor of the loss on its images."""
-    caption: str | None = None
-    """Caption of images that have none; the job's by default."""
+    weight: float = Field(default=1.0, gt=0, le=100)  # factor of the loss on its images
+    caption: str | None = None  # caption of images that have none; the job's by default
     trigger: str | None = None
     """Word put in front of every caption that lacks it; the job's by default."""
-    control: Place | None = None
-    """Folder of control images, by the same stems."""
+    control: Place | None = None  # folder of control images, by the same stems
     regularization: bool = False
     """Whether its images show what the model shall not forget: captions get no trigger."""
 
@@ -411,8 +407,7 @@ class DataReport(Frozen):
     buckets: tuple[Bucket, ...]
     max_upscaling: float = MAX_UPSCALING
     max_crop: float = MAX_CROP
-    num_enlarged: int = NaturalInt
-    """Images enlarged by more than `max_upscaling`."""
+    num_enlarged: int = NaturalInt  # images enlarged by more than `max_upscaling`
     cropped: tuple[PrintableStr, ...]
     """Names of images that lose more than `max_crop` of their area."""
     caption_words: tuple[int, int, int] | None = None

@@ -64,7 +64,6 @@ class Encoders:
         self.model, self.caching, self.device, self.loader = model, caching, device, settings.loader
         self.dtype = torch_dtype(encoder_precision(settings.precision))
         self.denoiser_dtype = torch_dtype(settings.precision)
-        """What the transformer that they serve computes in."""
         self.vae_device = self._device_at(caching.vae_device)
         self._text_device = self._device_at(caching.text_encoder_device)
         self._pipeline: Any = None

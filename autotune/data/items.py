@@ -64,14 +64,11 @@ class DatasetOptions:
     trigger: str | None = None  # word put in front of every caption that lacks it
     control: Path | None = None
     """Folder of control images, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ..."""
-    num_frames: int = 1
-    """Above 1, videos and subfolders of images are clips of up to so many frames."""
-    shorter_clips: tuple[int, ...] = ()
-    """Frames that a clip may have as well if it is too short for `num_frames`."""
+    num_frames: int = 1  # above 1, videos and subfolders of images are clips of up to so many
+    shorter_clips: tuple[int, ...] = ()  # frames of clips that are too short for `num_frames`
     frames_per_second: float = 24.0
     clips: ClipChoice = "head"
-    shuffle_tags: int = 0
-    """Orders of a caption's tags that it is seen in; 0 or 1 for the written one alone."""
+    shuffle_tags: int = 0  # orders of a caption's tags; 0 or 1 for the written one alone
     keep_tags: int = 0
     seed: int = 0
     crop: Crop = "center"
@@ -136,12 +133,10 @@ class Item:
     height_px: int
     control_paths: tuple[Path, ...] = ()
     repeats: int = 1
-    frame_paths: tuple[Path, ...] = ()
-    """The frames of a clip in order; empty for an image or a video."""
+    frame_paths: tuple[Path, ...] = ()  # of a clip in order; empty for an image or a video
     span: ClipSpan | None = None
     other_captions: tuple[str, ...] = ()
-    mask_path: Path | None = None
-    """File whose brightness, or whose alpha if it is the image itself, weighs the loss."""
+    mask_path: Path | None = None  # its brightness, or the image's own alpha, weighs the loss
     crop: Crop = "center"
     weight: float = 1.0
 
@@ -197,13 +192,11 @@ def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tup
             frames[path.parent].append(path)
         else:
             frames[path] = [path]
-    media = (
-        Media(
-            path.relative_to(folder).as_posix(), path, tuple(sorted(files, key=_natural_sort_key))
-        )
-        for path, files in frames.items()
-    )
-    return tuple(sorted(media, key=lambda one: one.name))
+    found = []
+    for path, own in frames.items():
+        ordered = tuple(sorted(own, key=_natural_sort_key))
+        found.append(Media(path.relative_to(folder).as_posix(), path, ordered))
+    return tuple(sorted(found, key=lambda one: one.name))
 
 
 def _readable_suffixes(*, clips: bool) -> frozenset[str]:
@@ -214,11 +207,11 @@ def _readable_suffixes(*, clips: bool) -> frozenset[str]:
 def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) -> dict[str, str]:
     """Find media files that are not read, by name, with what to do about each."""
     suffixes = (VIDEO_SUFFIXES | OTHER_VIDEOS | OTHER_IMAGES) - _readable_suffixes(clips=clips)
-    paths = (path for path in _list_files(folder, exclude) if path.suffix.lower() in suffixes)
-    return {
-        path.relative_to(folder).as_posix(): _explain_unsupported(path, clips=clips)
-        for path in paths
-    }
+    found = {}
+    for path in _list_files(folder, exclude):
+        if path.suffix.lower() in suffixes:
+            found[path.relative_to(folder).as_posix()] = _explain_unsupported(path, clips=clips)
+    return found
 
 
 def _explain_unsupported(path: Path, *, clips: bool) -> str:

@@ -33,9 +33,7 @@ ANIMATION_SUFFIXES = frozenset({".gif", ".webp"})
 EXIF_ORIENTATION = 0x0112
 TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)  # values of the EXIF orientation that swap width and height
 
-FORMATS = ("PNG", "JPEG", "WEBP")
-"""Pillow goes by a file's content, whatever its name: one of its other decoders would start
-Ghostscript."""
+FORMATS = ("PNG", "JPEG", "WEBP")  # one of Pillow's other decoders would start Ghostscript
 ANIMATED_FORMATS = ("GIF", "WEBP")
 
 CENTERING = {"center": (0.5, 0.5), "top": (0.5, 0.0)}
@@ -48,9 +46,7 @@ LARGE_PIXELS = 1 << 24
 """Images from this size on are decoded one at a time, whatever the number of threads."""
 BAND_PIXELS = 1 << 20  # pixels that are converted at a time
 
-DEMUXERS = "mov,matroska,avi"
-"""ffmpeg's readers of the formats that are offered; some of its others follow addresses that a
-file names."""
+DEMUXERS = "mov,matroska,avi"  # some of ffmpeg's others follow addresses that a file names
 MAX_SOURCE_FRAMES = 1 << 20  # frames of a file: five hours at 60 a second
 MAX_ANIMATION_PIXELS = 1 << 32
 """Pixels of all frames together: 2,000 frames of 1080p. Pillow decodes them all for their times."""
@@ -256,15 +252,13 @@ def choose_spans(
 
 def read_clip(path: Path, span: ClipSpan) -> Iterator[Image.Image]:
     """Yield for each time of a clip the frame that is shown then. Raises OSError or others."""
-    times = [
-        span.start_seconds + (number + 0.5) / span.frames_per_second
-        for number in range(span.num_frames)
-    ]
+    rate = span.frames_per_second
+    times = [span.start_seconds + (number + 0.5) / rate for number in range(span.num_frames)]
     given = 0
     with closing(_frames(path, span.start_seconds)) as frames:
         for shown, following in pairwise(chain(frames, [None])):
             assert shown is not None
-            last_end = shown.seconds + shown.duration_seconds + 1 / span.frames_per_second
+            last_end = shown.seconds + shown.duration_seconds + 1 / rate
             end = following.seconds if following else last_end
             if times[given] < end:
                 image = shown.to_rgb()
@@ -350,17 +344,14 @@ def _open_video(path: Path) -> Iterator[tuple[Any, Any]]:
     import av
 
     _require_regular(path)
-    options = {
-        "format_whitelist": DEMUXERS,
-        "protocol_whitelist": "",
-        "max_pixels": str(MAX_PIXELS),
-    }
+    limit = {"max_pixels": str(MAX_PIXELS)}
+    options = {"format_whitelist": DEMUXERS, "protocol_whitelist": ""} | limit
     with path.open("rb") as file, av.open(file, options=options) as container:
         if not container.streams.video:
             raise OSError("it has no pictures")
         stream = container.streams.video[0]
         _require_small(stream.codec_context)
-        stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}
+        stream.codec_context.options = limit
         stream.codec_context.thread_count = DECODER_THREADS
         stream.thread_type = "AUTO"
         yield container, stream

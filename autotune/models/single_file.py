@@ -19,8 +19,6 @@ from autotune.weights.stream import check_part, check_source
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 """Endings of files that people have models in."""
-OPTIONS = {"vae": ("--vae", "vae"), "text_encoder": ("--text-encoder", "text_encoders")}
-"""By component: the option that names its file, and its folder below ComfyUI's `models`."""
 NOT_KNOWN = (
     "a DiT or UNet of `autotune models` is understood; if it is one of other sizes, name its "
     "folder: --base"
@@ -211,7 +209,8 @@ def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[s
 
 def where_usually(file: Path, name: str) -> str:
     """Name a component's option, and where such a file usually lies beside `file` in ComfyUI."""
-    option, place = OPTIONS["vae" if name == "vae" else "text_encoder"]
+    is_vae = name == "vae"
+    option, place = ("--vae", "vae") if is_vae else ("--text-encoder", "text_encoders")
     above = (parent for parent in file.absolute().parents if parent.name == "models")
     models = next(above, Path("models"))
     return f"name its file: {option} FILE; in a ComfyUI folder it usually lies in {models / place}"

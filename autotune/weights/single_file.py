@@ -35,8 +35,7 @@ PART_PREFIXES: Mapping[str, tuple[str, ...]] = {
 }
 """Those of the other components: Stability's and ComfyUI's."""
 
-SCALES = (".scale_weight", ".weight_scale")
-"""Endings of the scales of fp8 weights, in ComfyUI's older and newer files."""
+SCALES = (".scale_weight", ".weight_scale")  # of fp8 weights, in ComfyUI's older and newer files
 UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 """Endings of what such files hold for 8-bit products of activations."""
 DROPPED = frozenset({"norm_final.weight"})

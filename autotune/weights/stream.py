@@ -45,10 +45,8 @@ Rename = Callable[[str], str]
 
 MAX_TENSORS = 100_000
 """Far above any model: constructors build whatever number a file says, so many within seconds."""
-MAX_COMPUTED_TENSOR_BYTES = 1 << 31
-"""Limit for one tensor that a constructor computes: Stable Diffusion 3.5 Medium's table of
-positions takes 1.8 GB."""
-MAX_COMPUTED_BYTES = 1 << 33
+MAX_COMPUTED_TENSOR_BYTES = 1 << 31  # Stable Diffusion 3.5 Medium computes positions of 1.8 GB
+MAX_COMPUTED_BYTES = 1 << 33  # for all tensors, one after the other: the same computes 7.2 GB
 TRIM_EVERY_BYTES = 4 << 20
 """Bytes of converted tensors after which free memory and mapped pages return to the system."""
 

@@ -313,8 +313,7 @@ class TensorSummary(Frozen):
     """One tensor of a file."""
 
     name: str
-    dtype: str
-    """The format's name, e.g. `BF16`."""
+    dtype: str  # the format's name, e.g. `BF16`
     shape: tuple[int, ...]
     size_bytes: int = NaturalInt
     num_nan: int | None = None
