@@ -138,7 +138,7 @@ def doctor() -> tuple[Finding, ...]:
         >>> for finding in autotune.doctor():
         ...     print(finding.severity, finding.what)
     """
-    return findings(read_doctor_facts(System(torch=False)))
+    return findings(read_doctor_facts(System(with_torch=False)))
 
 
 def findings(facts: DoctorFacts) -> tuple[Finding, ...]:

@@ -22,6 +22,7 @@ import psutil
 import pynvml
 from huggingface_hub import constants
 
+from autotune.system.lazy import torch
 from autotune.system.process import usable_cores
 
 
@@ -99,11 +100,9 @@ class NvmlSource:
         raise Unavailable(f"no device with UUID {name}")
 
     def _get(
-        self, function: str, convert: Callable[[Any], object] = lambda value: value, *arguments: int
+        self, function: str, convert: Callable[[Any], object] = lambda value: value, *more: int
     ) -> Query:
-        return lambda index: convert(
-            getattr(self._nvml(), function)(self._handle(index), *arguments)
-        )
+        return lambda index: convert(getattr(self._nvml(), function)(self._handle(index), *more))
 
     def _memory(self, index: int) -> Any:
         nvml = self._nvml()
@@ -118,9 +117,8 @@ class NvmlSource:
         held = {process.pid: process.usedGpuMemory for process in processes}
         held.pop(os.getpid(), None)
         if None in held.values():
-            raise Unavailable(
-                f"{len(held)} other processes, whose memory the driver does not report"
-            )
+            why = "other processes, whose memory the driver does not report"
+            raise Unavailable(f"{len(held)} {why}")
         return sum(held.values())
 
     def _links(self, index: int) -> list[tuple[int, str]]:
@@ -193,14 +191,14 @@ def _watts(milliwatts: float) -> float:
 class System:
     """This machine, or in tests a fake one. The doctor asks without torch."""
 
-    def __init__(self, *, torch: bool = True) -> None:
+    def __init__(self, *, with_torch: bool = True) -> None:
         driver = DriverSource()
         self._sources: dict[str, Mapping[str, Query]] = {
             "os": OS_QUERIES,
             # The doctor examines all GPUs, in NVML's order, including those hidden from CUDA.
-            "nvml": NvmlSource(driver.uuid if torch else None).queries,
+            "nvml": NvmlSource(driver.uuid if with_torch else None).queries,
             "driver": driver.queries,
-            "torch": TORCH_QUERIES if torch else {},
+            "torch": TORCH_QUERIES if with_torch else {},
         }
 
     def query(self, source: str, name: str, index: int = 0) -> object:
@@ -222,14 +220,7 @@ class System:
             raise Unavailable(f"{type(error).__name__}: {error}".split("\n")[0][:200]) from error
 
 
-def _torch() -> Any:
-    import torch  # only queries about it need it: the doctor works without
-
-    return torch
-
-
 def _torch_kind() -> str:
-    torch = _torch()
     if torch.version.hip is not None:
         return "rocm"
     if torch.cuda.is_available():
@@ -240,20 +231,20 @@ def _torch_kind() -> str:
 def _cuda() -> Any:
     if _torch_kind() != "cuda":
         raise Unavailable("torch sees no CUDA device")
-    return _torch().cuda
+    return torch.cuda
 
 
 def _property(name: str) -> Query:
     return lambda index: getattr(_cuda().get_device_properties(index), name)
 
 
-# torch is imported at the first query.
+# The first query imports torch; the doctor asks none.
 TORCH_QUERIES: Mapping[str, Query] = {
     "kind": lambda _: _torch_kind(),
     "count": lambda _: _cuda().device_count(),
-    "cuda": lambda _: _require(_torch().version.cuda, "this torch is built without CUDA"),
+    "cuda": lambda _: _require(torch.version.cuda, "this torch is built without CUDA"),
     "cudnn": lambda _: _require(cudnn_version(), "no cuDNN"),
-    "recommended_bytes": lambda _: _torch().mps.recommended_max_memory(),
+    "recommended_bytes": lambda _: torch.mps.recommended_max_memory(),
     "name": _property("name"),
     "capability": lambda index: _cuda().get_device_capability(index),
     "sm_count": _property("multi_processor_count"),
@@ -273,7 +264,7 @@ def _require(value: object, otherwise: str) -> object:
 def cudnn_version() -> str | None:
     """Return the version of cuDNN that torch loads, if any. torch says 91002 for 9.10.2 and 8902
     for 8.9.2: the base changed with cuDNN 9."""
-    number = _torch().backends.cudnn.version()
+    number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if number is None:
         return None
     base = 10_000 if number >= 90_000 else 1000
@@ -285,16 +276,16 @@ def _package(name: str) -> str:
     `torchvision_needs` is the torch that an installed torchvision was built for."""
     if name == "torchvision_needs":
         needs = importlib.metadata.requires("torchvision") or []
-        torch = next((need for need in needs if need.startswith("torch==")), None)
-        return str(_require(torch, "any torch"))
+        found = next((need for need in needs if need.startswith("torch==")), None)
+        return str(_require(found, "any torch"))
     if name in ("torch_cuda", "torch_hip"):
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
             raise Unavailable("torch is not installed")
         text = (Path(spec.origin).parent / "version.py").read_text()
         pattern = rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'"
-        found = re.search(pattern, text, re.MULTILINE)
-        return str(_require(found and found.group(1), "this torch is built without it"))
+        match = re.search(pattern, text, re.MULTILINE)
+        return str(_require(match and match.group(1), "this torch is built without it"))
     return importlib.metadata.version(name)
 
 

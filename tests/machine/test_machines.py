@@ -350,7 +350,7 @@ def test_the_first_source_that_makes_sense_wins():
 
 @pytest.mark.parametrize(("name", "status"), [("cpu-only-torch", 1), ("gb10", 0), ("h200", 0)])
 def test_the_doctor_exits_with_one_where_something_blocks(monkeypatch, name, status):
-    monkeypatch.setattr(doctor, "System", lambda torch: machine(name))
+    monkeypatch.setattr(doctor, "System", lambda with_torch: machine(name))
     result = CliRunner().invoke(app, ["doctor", "--json"])
     severities = [finding["severity"] for finding in json.loads(result.stdout)]
     assert result.exit_code == status == int("blocks" in severities)

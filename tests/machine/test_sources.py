@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def query(name, source="os"):
-    return System(torch=False).query(source, name)
+    return System(with_torch=False).query(source, name)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_small_container_keeps_a_share_of_its_own_memory(
     large = SimpleNamespace(total=512 * GIB, available=400 * GIB)
     monkeypatch.setattr(sources.psutil, "virtual_memory", lambda: large)
     limit(groups, 2 * GIB, used=GIB // 4)
-    host = read_host(Reader(System(torch=False)))
+    host = read_host(Reader(System(with_torch=False)))
     total, free = host.memory_bytes, host.available_memory_bytes
     assert (total, free) == (2 * GIB, 2 * GIB - GIB // 4)
     assert compute_budget("host", total, free, None)[0] == int(1.5 * GIB)
