@@ -1,6 +1,7 @@
 """What a plan promises of its settings, and which predictions it keeps for a report: pure."""
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,9 @@ class _Row(NamedTuple):
     step_bytes: int
     run_bytes: int
     fits: bool
+
+
+_seconds, _run_bytes = operator.attrgetter("seconds"), operator.attrgetter("run_bytes")
 
 
 def _row_of(prediction: Prediction, budget_bytes: int) -> _Row:
@@ -244,11 +248,3 @@ def _spread(rows: Sequence[_Row], number: int) -> list[_Row]:
 
 def _rounded(value: float) -> float:
     return float(f"{float(f'{value:.{EXACT_DIGITS}g}'):.{DIGITS}g}")
-
-
-def _seconds(row: _Row) -> float:
-    return row.seconds
-
-
-def _run_bytes(row: _Row) -> int:
-    return row.run_bytes
