@@ -1,8 +1,6 @@
 """Small image folders for the tests of the data room."""
 
-from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 
 import av
 import numpy as np
@@ -11,13 +9,13 @@ from PIL import Image
 CAPTIONS = ("a red fox in the snow", "a blue house by the sea", "two green pears")
 
 
-def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
+def picture(seed, width=64, height=64):
     """Noise: no two alike, and nothing that compresses."""
     rng = np.random.default_rng(seed)
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def write_pictures(folder: Path, *sizes: tuple[int, int], first: int = 0) -> Path:
+def write_pictures(folder, *sizes, first=0):
     """`000.png`, `001.png` ... of these sizes with a caption each."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (width, height) in enumerate(sizes, start=first):
@@ -30,15 +28,7 @@ STEP = 5
 """Difference of brightness between a video's frames."""
 
 
-def write_video(
-    path: Path,
-    num_frames: int,
-    *,
-    fps: int = 24,
-    size: tuple[int, int] = (64, 48),
-    codec: str = "libx264",
-    times_ms: Sequence[int] = (),
-) -> Path:
+def write_video(path, num_frames, *, fps=24, size=(64, 48), codec="libx264", times_ms=()):
     """A video whose frame k has the brightness k * `STEP`; with `times_ms`, each frame is shown
     at its own time."""
     path.parent.mkdir(parents=True, exist_ok=True)

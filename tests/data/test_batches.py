@@ -27,7 +27,7 @@ from autotune.plan.workload import Bucket
 
 
 @st.composite
-def orders(draw: st.DrawFn, max_items: int = 25) -> BatchOrder:
+def orders(draw, max_items=25):
     items = draw(
         st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=max_items)
     )

@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -22,7 +21,7 @@ TENSORS = {
 }
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -101,7 +100,7 @@ def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(tmp_
 
 
 def test_a_disk_that_fills_up_leaves_nothing_half_written(tmp_path, monkeypatch):
-    def full(tensors: object, path: Path, metadata: object) -> None:
+    def full(tensors, path, metadata):
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 

@@ -1,8 +1,6 @@
 """Each way to place a text encoder gives the plain pipeline's embeddings, or close ones where it
 is quantized."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -31,7 +29,7 @@ def small(request, small_pipelines):
     return found
 
 
-def encoders_of(small: Small, caching: CachingSettings, loader: str = "safetensors") -> Encoders:
+def encoders_of(small, caching, loader="safetensors"):
     return Encoders(
         resolve_model(ModelRef.of(small.folder)),
         caching,
@@ -41,7 +39,7 @@ def encoders_of(small: Small, caching: CachingSettings, loader: str = "safetenso
 
 
 @torch.no_grad()
-def embeddings(small: Small, pipeline: Any) -> dict[str, torch.Tensor]:
+def embeddings(small, pipeline):
     return small.family.encode_caption(pipeline, CAPTIONS[0], small.controls(small.bucket))
 
 

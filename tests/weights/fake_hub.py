@@ -4,11 +4,9 @@ fail on purpose."""
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ ABSENT = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not fou
 class FakeHub:
     """Repositories by name; `requests` are what was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.repos: dict[str, Path] = {}
         self.gated: set[str] = set()
         """Described to everyone, as the real hub does; files need an accepted license."""
@@ -29,7 +27,7 @@ class FakeHub:
         self.requests: list[tuple[str, str, str | None]] = []
 
     @property
-    def downloads(self) -> list[str]:
+    def downloads(self):
         return [
             path.split(f"/resolve/{COMMIT}/")[1]
             for verb, path, _ in self.requests
@@ -37,7 +35,7 @@ class FakeHub:
         ]
 
 
-def describe_file(path: Path, name: str) -> dict[str, Any]:
+def describe_file(path, name):
     """An entry of the hub's listing: large files have a SHA-256, others git's SHA-1."""
     content = path.read_bytes()
     entry = {"type": "file", "path": name, "size": len(content)}
@@ -52,23 +50,23 @@ def describe_file(path: Path, name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def fake_hub() -> Iterator[tuple[FakeHub, str]]:
+def fake_hub():
     """The hub, and its address for HF_ENDPOINT."""
     hub = FakeHub()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             self.answer()
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.answer()
 
-        def log_message(self, *arguments: Any) -> None:
+        def log_message(self, *arguments):
             return
 
-        def answer(self) -> None:
+        def answer(self):
             path = self.path.split("?")[0]
             hub.requests.append((self.command, path, self.headers.get("Range")))
             name = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
@@ -81,7 +79,7 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
             else:
                 self.send_file(hub.repos[name], path.split(f"/resolve/{COMMIT}/")[-1])
 
-        def describe(self, name: str, path: str) -> None:
+        def describe(self, name, path):
             revision = path.rsplit("/revision/", maxsplit=1)[-1] if "/revision/" in path else "main"
             if revision not in ("main", COMMIT):
                 self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -95,7 +93,7 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
             info = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
             self.reply(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
 
-        def send_file(self, folder: Path, file: str) -> None:
+        def send_file(self, folder, file):
             if not (folder / file).is_file():
                 self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
                 return
@@ -119,7 +117,7 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
                 headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             self.reply(206 if start else 200, content[start:], headers)
 
-        def reply(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        def reply(self, status, content, headers):
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -139,7 +137,7 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
 
 
 @contextmanager
-def hub_in_this_process(cache: Path) -> Iterator[FakeHub]:
+def hub_in_this_process(cache):
     """huggingface_hub, already imported, asks the fake hub and keeps files in `cache`."""
     from huggingface_hub import constants
 

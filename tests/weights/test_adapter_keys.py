@@ -1,22 +1,17 @@
-"""The names of layers in adapter files, against tables of what each program calls them, taken
-from its own source."""
+"""The names of layers in adapter files, against tables of each program's, from its own source."""
 
 import re
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
-from autotune.models.family import Family, build_on_meta
+from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES
-from autotune.plan.workload import Workload
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.names import (
     FLUX1_CLASS,
@@ -34,77 +29,61 @@ CASES = [(family, targets) for family in FAMILIES.values() for targets in family
 
 
 @cache
-def table(program: str) -> Mapping[str, Any]:
-    return yaml.safe_load((TABLES / f"{program}.yaml").read_text())  # type: ignore[no-any-return]
+def table(program):
+    return yaml.safe_load((TABLES / f"{program}.yaml").read_text())
 
 
-def parts_of(program: str, model: str, key: str) -> list[str]:
-    """The layers of diffusers that the program's own layer of this name consists of, by the
-    table."""
+def parts_of(program, model, key):
+    """The layers of diffusers in the program's own layer of this name, by the table."""
     for pattern, parts in table(program)[model]["layers"].items():
         if match := re.fullmatch(re.escape(pattern).replace(r"\#", r"(\d+)"), key):
             return [part.replace("#", match[1]) if match.groups() else part for part in parts]
     raise AssertionError(f"{program} has no layer {key}")
 
 
-def make_layers(family: Family, targets: str) -> dict[str, LoraLayer]:
+def make_layers(family, targets):
     """An adapter of a small model, not zero, of another alpha than rank."""
     config = {**family.transformer_config, **family.tiny_config}
-    if (
-        family.name == "sdxl"
-    ):  # with the published stages, as the place of a layer is part of its name
+    if family.name == "sdxl":  # the place of a layer among the published stages is in its name
         config |= {
-            **{
-                name: family.transformer_config[name]
-                for name in ("down_block_types", "up_block_types")
-            },
+            "down_block_types": family.transformer_config["down_block_types"],
+            "up_block_types": family.transformer_config["up_block_types"],
             "block_out_channels": (32, 64, 64),
             "transformer_layers_per_block": (1, 2, 2),
             "attention_head_dim": (1, 1, 1),
             "layers_per_block": 2,
         }
     transformer = build_on_meta(family, config)
-    work: Workload = workload(rank=2, lora_alpha=3.0, targets=targets)
+    work = workload(rank=2, lora_alpha=3.0, targets=targets)
     add_adapter(family, transformer, work, torch.float32)
     generator = torch.Generator().manual_seed(0)
     made = {}
     for name, module in transformer.named_modules():
         if "default" in getattr(module, "lora_A", ()):
-            shapes = [
-                getattr(module, part)["default"].weight.shape for part in ("lora_A", "lora_B")
-            ]
-            made[name] = LoraLayer(
-                *(torch.randn(shape, generator=generator) for shape in shapes), 3.0
-            )
+            parts = (module.lora_A["default"], module.lora_B["default"])
+            down, up = (torch.randn(part.weight.shape, generator=generator) for part in parts)
+            made[name] = LoraLayer(down, up, 3.0)
     return made
 
 
-def update(layer: LoraLayer) -> Tensor:
+def update(layer):
     return layer.up @ layer.down * (layer.alpha / layer.rank)
 
 
-def check_against_table(
-    program: str, model: str, tensors: Mapping[str, Tensor], made: Mapping[str, LoraLayer]
-) -> None:
+def check_against_table(program, model, tensors, made):
     """The program finds every layer, and adds to its rows what was trained for them."""
     found = set()
     for key in {re.sub(r"\.(lora_(up|down|A|B)\.weight|alpha)$", "", name) for name in tensors}:
-        down, up = (
-            next(
-                tensors[f"{key}.{name}.weight"]
-                for name in names
-                if f"{key}.{name}.weight" in tensors
-            )
-            for names in (("lora_down", "lora_A"), ("lora_up", "lora_B"))
-        )
+        is_kohya = f"{key}.lora_up.weight" in tensors
+        names = ("lora_down", "lora_up") if is_kohya else ("lora_A", "lora_B")
+        down, up = (tensors[f"{key}.{name}.weight"] for name in names)
         whole = update(LoraLayer(down, up, tensors[f"{key}.alpha"].item()))
         row = 0
         for part in parts_of(program, model, key):
             width = whole.shape[1] * (4 if part.endswith("mlp") else 1)
             expected = update(made[part]) if part in made else torch.zeros(width, whole.shape[1])
-            if (
-                part.endswith("norm1_context.linear") and len(expected) == 2 * width
-            ):  # ComfyUI's swap_scale_shift
+            if part.endswith("norm1_context.linear") and len(expected) == 2 * width:
+                # ComfyUI's swap_scale_shift
                 expected = torch.cat(expected.chunk(2)[::-1])
             torch.testing.assert_close(whole[row : row + len(expected)], expected)
             row += len(expected)
@@ -123,9 +102,9 @@ def test_each_program_finds_every_layer_of_every_family_by_its_own_name(family, 
     adapter = Adapter(made, {}, family.denoiser)
     if model not in table(program):
         with pytest.raises(InvalidInput, match=f"what {program} calls the layers"):
-            serialize_adapter(adapter, program, model)  # type: ignore[arg-type]
+            serialize_adapter(adapter, program, model)
         return
-    tensors, metadata = serialize_adapter(adapter, program, model)  # type: ignore[arg-type]
+    tensors, metadata = serialize_adapter(adapter, program, model)
     check_against_table(program, model, tensors, made)
     back = parse_adapter(tensors, metadata, list(made), model)
     assert back.component == family.denoiser
@@ -148,7 +127,7 @@ def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(program):
-    known = {name for name in (*LAYOUTS, *KEPT_NAMES) if can_write(program, name)}  # type: ignore[arg-type]
+    known = {name for name in (*LAYOUTS, *KEPT_NAMES) if can_write(program, name)}
     assert known == table(program).keys() == {each.transformer_class for each in FAMILIES.values()}
     prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
     for model, layout in LAYOUTS.items():

@@ -25,7 +25,7 @@ print([FastLoader().why_not(torch.device(name)) for name in ("cuda", "cpu")])
 """
 
 
-def asked(*library: str) -> str:
+def asked(*library):
     command = [sys.executable, "-c", ASK, *library]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

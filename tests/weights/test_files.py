@@ -14,7 +14,6 @@ from autotune.weights.files import (
     CorruptFile,
     PickledWeights,
     TruncatedFile,
-    WeightFile,
     open_weights,
     read_header,
 )
@@ -23,7 +22,7 @@ from tests.weights.conftest import raw_file, write_raw
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def parse(content: bytes) -> WeightFile:
+def parse(content):
     with tempfile.TemporaryDirectory() as folder:
         return read_header(write_raw(Path(folder), "x.safetensors", content))
 

@@ -164,7 +164,7 @@ def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(hub, repo, 
 
 
 def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(repo, monkeypatch):
-    def full(*_: object, **__: object) -> str:
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "blob")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", full)

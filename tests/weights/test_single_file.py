@@ -2,14 +2,12 @@
 written from."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from autotune.models.registry import FAMILIES
 from autotune.weights.files import BadWeights, ModelMismatch, open_weights
@@ -33,14 +31,12 @@ FLOAT8_STEP = 2.0**-3
 """Of e4m3's mantissa; half of it is the most that rounding changes a value."""
 
 
-def saved(path: Path, state: dict[str, Tensor]) -> Path:
+def saved(path, state):
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
     return path
 
 
-def loaded(
-    file: Path, family: str, like: nn.Module, *, loader: str = "safetensors"
-) -> dict[str, Tensor]:
+def loaded(file, family, like, *, loader="safetensors"):
     config = dict(like.config)  # type: ignore[arg-type, call-overload]
     model = build_empty(lambda: FAMILIES[family].build_transformer(config))
     source = view_as(open_weights(file), model)
@@ -155,7 +151,7 @@ VAES: dict[str, tuple[str, dict[str, Any], Callable[[State], State]]] = {
 }
 
 
-def make(of: str, seed: int) -> Any:
+def make(of, seed):
     torch.manual_seed(seed)
     kind, config, _ = VAES[of]
     model = getattr(diffusers, kind)(**config)
