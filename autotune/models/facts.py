@@ -68,12 +68,10 @@ class ModulationLayers:
     2023)."""
 
     owners: str
-    """Regular expression for the names of modules that each have one `SiLU` and one `Linear`:
-    the Linear, applied to the activated conditioning, is a modulation layer. Nothing else may
-    use the conditioning."""
+    """Regular expression for the names of modules that each have one `SiLU` and one `Linear`, the
+    modulation layer, applied to the activated conditioning. Nothing else may use that."""
     embedders: tuple[str, ...]
-    """Modules whose outputs (items, features) add up to the conditioning, in the order that they
-    are called."""
+    """Modules whose outputs (items, features) add up to the conditioning, in order of calls."""
     inputs: tuple[str, ...] = ()
     """Tensors of a sample that it depends on, besides noise level and guidance."""
 
@@ -113,8 +111,7 @@ class Defaults:
     """Between diffusers' 1e-4 and torch's 1e-2."""
     effective_batch_size: int = 4
     preview_calls: int = 2
-    """Calls of the transformer per denoising step: with and without the prompt, unless guidance
-    is an input of it."""
+    """Calls per denoising step: with and without the prompt, unless guidance is an input."""
     num_frames: int = 1
     """Frames of a clip if there is no data yet."""
     frames_per_second: float = 24.0
@@ -135,18 +132,14 @@ class Defaults:
         return math.exp(start + (end - start) * (tokens - low) / (high - low))
 
     def batch_for(self, num_processes: int) -> int:
-        """Return the effective batch, made larger where so many processes could not share it
-        evenly."""
+        """Return the effective batch, made larger if so many processes cannot share it evenly."""
         return -(-self.effective_batch_size // num_processes) * num_processes
 
     def num_steps(self, num_images: int) -> int:
-        """Return the optimizer steps for a data set of this size: each image is seen about a
-        hundred times.
-
-        At least 500 images are seen and at most 4,000 steps made: the ends of what ai-toolkit's
-        example configurations call a good range, with the upper one in steps of our effective
-        batch, since it is images that a large set is short of.
-        """
+        """Return the optimizer steps for a data set of this size."""
+        # 500 views and 4,000 steps are the ends of what ai-toolkit's example configurations call a
+        # good range; the upper one in steps of our effective batch, since it is images that a
+        # large set is short of.
         views = max(500, VIEWS_PER_IMAGE * num_images)
         return min(4000, math.ceil(views / self.effective_batch_size))
 
@@ -162,8 +155,7 @@ class Parts:
     vae_config: Config = field(default_factory=dict)
     """Constructor arguments of the published autoencoder."""
     decoder_parameters: int = 0
-    """Number of parameters of all other models that decode, which are on the device while a
-    preview is sampled."""
+    """Number of parameters of all other models that decode, on the device with previews."""
 
 
 @dataclass(frozen=True)

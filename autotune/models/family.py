@@ -1,11 +1,8 @@
 """The questions that a model family must answer, so that everything else can stay ignorant of model
-names.
+names. To add one: docs/adding-a-family.md.
 
-A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, how
-noise is mixed in and what the denoiser is called with. It knows nothing of devices, memory or
-search. To add one: docs/adding-a-family.md.
-
-The model that is trained is called the transformer throughout, though a family's may be a UNet.
+A family knows its own pipeline, and nothing of devices, memory or search. The model that is trained
+is called the transformer throughout, though a family's may be a UNet.
 """
 
 from __future__ import annotations
@@ -63,13 +60,11 @@ class Family(ABC):
     pipeline_class: ClassVar[str]
     """Class name in diffusers, as in `model_index.json`."""
     pipeline_config: ClassVar[Config] = {}
-    """Values of `model_index.json` that tell families of one pipeline class apart; None is
-    absent, null or false."""
+    """Values of `model_index.json` that tell families of one class apart; None: absent or false."""
     components: ClassVar[tuple[str, ...]] = COMPONENTS
     """Folders of a complete pipeline in the diffusers layout."""
     connectors: ClassVar[tuple[str, ...]] = ()
-    """Those that `encode_prompt` needs besides text encoders: they are loaded, quantized and
-    released with them."""
+    """Those that `encode_prompt` needs besides text encoders, and that are treated as they are."""
     decoders: ClassVar[tuple[str, ...]] = ("vae",)
     """Those that the pipeline calls after the last step."""
     noise: ClassVar[NoiseProcess] = FLOW_MATCHING
@@ -81,11 +76,9 @@ class Family(ABC):
     transformer_class: ClassVar[str]
     """Class name in diffusers."""
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
-    """Keys of published configurations that the class no longer takes and that never had an
-    effect."""
+    """Keys of published configurations that the class no longer takes, and that had no effect."""
     tiny_config: ClassVar[Config]
-    """Changes to a configuration that make it tiny but leave its class, head size and every kind
-    of block."""
+    """Changes that make a configuration tiny but leave its head size and every kind of block."""
     experts: ClassVar[Mapping[str, Family]] = {}
     """The family as it trains each of several transformers for parts of the noise, by name."""
     expert: ClassVar[str | None] = None
@@ -93,8 +86,7 @@ class Family(ABC):
     other_denoisers: ClassVar[tuple[str, ...]] = ()
     """The components that denoise in its place where the noise is not its own."""
     adapter_options: ClassVar[Config] = {}
-    """Options of `load_lora_weights` that load an adapter's file into the component that is
-    trained."""
+    """Options of `load_lora_weights` that load an adapter into the component that is trained."""
 
     # Its layers.
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
@@ -102,11 +94,9 @@ class Family(ABC):
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]]
     """Named sets of adapted layers, each in the form that peft's `target_modules` takes."""
     modulation: ClassVar[ModulationLayers | None] = None
-    """The modulation layers, if they hold a large share of the weights; else `excluded` says why
-    it does not pay."""
+    """The modulation layers, if they hold a large share of the weights; else see `excluded`."""
     attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()
-    """The attention processors that `norm_rope` can take the place of; if there are none,
-    `excluded` says why."""
+    """The attention processors that `norm_rope` can take the place of; if none, see `excluded`."""
     excluded: ClassVar[Mapping[str, str]] = {}
     """Knobs that stay at their defaults with this family, and why."""
     fp16_overflow: ClassVar[str] = ""
@@ -144,8 +134,7 @@ class Family(ABC):
     encode_options: ClassVar[Config] = {}
     """Arguments of `encode_prompt` besides the prompt."""
     max_text_tokens: ClassVar[int]
-    """Maximum length of an encoded caption: the pipeline cuts it there, or the transformer has
-    no more positions."""
+    """Length at which the pipeline cuts an encoded caption, or the transformer's positions end."""
     separates_prompts: ClassVar[bool] = False
     """Whether the transformer takes each prompt of a batch by itself, at its own length."""
     masks_padding: ClassVar[bool] = False
@@ -328,10 +317,8 @@ class Family(ABC):
     def encode_caption(
         self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
     ) -> Sample:
-        """Encode what the transformer is conditioned on: the caption at its own length, in the
-        pipeline's template.
-
-        It has no padding, so what is cached is exact and needs no mask.
+        """Encode what the transformer is conditioned on: the caption in the pipeline's template,
+        without padding, so that what is cached is exact and needs no mask.
 
         `controls` are the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what
         they show is part of the prompt. Families without control images ignore them.
@@ -345,11 +332,8 @@ class Family(ABC):
     def count_text_tokens(
         self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
     ) -> list[int]:
-        """Count the tokens of each encoded caption, with the tokenizer in the model's `folder`
-        alone: no encoder is loaded. By default all have the maximum length.
-
-        `controls` holds for each caption the sizes of its control images.
-        """
+        """Count the tokens of each encoded caption, whose control images have these sizes, with the
+        tokenizer in the model's `folder` alone. By default all have the maximum length."""
         return [self.max_text_tokens] * len(captions)
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
@@ -404,15 +388,11 @@ class Family(ABC):
     @abstractmethod
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         """Call the transformer; returns what it predicts, in the shape of `noisy` (batch, channels,
-        frames, height, width).
-
-        `levels` (batch,) are the noise process's, of fp32. A `guidance` (batch,) in `batch` takes
-        the place of the default's.
-        """
+        frames, height, width). `levels` (batch,) are the noise process's, of fp32."""
 
     def guidance_input(self, transformer: Any, levels: Tensor, batch: Batch) -> Tensor | None:
-        """Return the guidance (batch,) for a transformer that takes it as an input: the batch's,
-        or the default's."""
+        """Return the guidance (batch,) for a transformer that takes it as an input: that of the
+        batch, or the default."""
         if not unwrap_model(transformer).config.guidance_embeds:
             return None
         default = levels.new_full(levels.shape, self.defaults.training_guidance or 1.0)

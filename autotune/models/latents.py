@@ -69,8 +69,8 @@ def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
 
 @cache
 def image_processor(kind: str) -> Any:
-    """Make a processor class of Qwen's vision models, `Qwen2VLProcessor` or `Qwen3VLProcessor`,
-    that needs no torchvision: the stock one builds a processor of videos, which nobody shows it."""
+    """Make a `Qwen2VLProcessor` or `Qwen3VLProcessor` that needs no torchvision: the stock one
+    builds a processor of videos, which nobody shows it."""
     import transformers
     from transformers.processing_utils import ProcessorMixin
 

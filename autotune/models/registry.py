@@ -42,8 +42,7 @@ class Families(Mapping[str, Family]):
         return len(self._all())
 
     def add(self, family: Family) -> None:
-        """Add a family to this process. Trials run in others: what a plan is to train needs an
-        entry point.
+        """Add a family to this process. Trials run in others, and need an entry point.
 
         Raises TypeError if it is no family, and ValueError if there is another one of its name, or
         of its pipelines, by which folders are recognized.

@@ -60,7 +60,7 @@ NAME_BASE = (
 
 
 def build_spec(family: Family, config: Config, name: str) -> ModelSpec:
-    """Build what a plan records of a model called `name`. Raises InvalidInput as `build_on_meta`,
+    """Build the record in plans of a model called `name`. Raises InvalidInput as `build_on_meta`,
     or if it has no blocks."""
     return _build_spec(family, json.dumps(dict(config), default=dict)).changed(name=name)
 
@@ -105,19 +105,16 @@ class ResolvedModel:
     base: str | None = None
     """Folder or hub id that the other parts come from, if there is such a file."""
     part_files: Mapping[str, Path] = field(default_factory=dict)
-    """Files and folders of weights of the VAE and text encoders that are not in `folder`, by
-    component."""
+    """Weights of the VAE and text encoders that are not in `folder`, by component."""
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """What a plan records of it. Raises InvalidInput if the configuration builds no
-        transformer with blocks."""
+        """The record of it in plans. Raises InvalidInput as `build_spec`."""
         return build_spec(self.family, self.config, self.name)
 
     @property
     def noise(self) -> NoiseProcess:
-        """The noise process that the scheduler in its folder decides. Raises InvalidInput if that
-        is unusable."""
+        """The process that its scheduler decides. Raises InvalidInput if that is unusable."""
         if self.config_folder is None:
             return self.family.noise
         path = self.config_folder / "scheduler" / "scheduler_config.json"
@@ -138,8 +135,7 @@ class ResolvedModel:
 
     @property
     def transformer_file(self) -> Path:
-        """The folder or file of the transformer's weights. Raises InvalidInput if they are not
-        on this machine."""
+        """The folder or file of the transformer's weights. Raises InvalidInput as `weights`."""
         return self.file or self.weights / self.family.denoiser
 
     def open_transformer(self) -> WeightSource:
@@ -280,8 +276,7 @@ def is_single_file(ref: ModelRef) -> bool:
 
 
 def check_weights(model: ResolvedModel) -> None:
-    """Read the headers of all weights in the model's folder, so that damage shows now, not after an
-    hour of work.
+    """Read the headers of all weights, so that damage shows now, not after an hour of work.
 
     Raises InvalidInput if the weights are not on this machine, or the scheduler's configuration
     cannot be read; BadWeights if a file is missing, cut off or damaged.
@@ -295,13 +290,9 @@ def check_weights(model: ResolvedModel) -> None:
 
 
 def read_parts(model: ResolvedModel) -> Parts | None:
-    """Read what the models around the transformer are, from headers and configurations in its
-    folder.
-
-    Without a folder those of the published model, if it is that one; else None.
-
-    Raises InvalidInput if the folder's VAE cannot be built.
-    """
+    """Read the models around the transformer from headers and configurations in its folder; without
+    one they are those of the published model, or unknown. Raises InvalidInput if the folder's VAE
+    cannot be built."""
     family, folder = model.family, model.folder
     if folder is None:
         specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)
@@ -405,8 +396,7 @@ def _base_of(ref: ModelRef) -> ModelRef | None:
 def _resolve_single_file(
     ref: ModelRef, locate: Callable[[ModelRef, FindParts], Path | None]
 ) -> ResolvedModel:
-    """The model in a file, with its other parts in the folder that `locate` finds for its base,
-    if it does."""
+    # `locate` finds the folder of its base, if that is here.
     source = open_single_file(_expand(ref.name))
     file = Path(os.path.realpath(source.path))
     vae, encoders = named_parts(source.path, ref)
@@ -487,8 +477,7 @@ def _fetch_base(base: ModelRef, find: FindParts | None) -> Path | None:
 
 
 def _fetch_index(ref: ModelRef) -> tuple[Family, str]:
-    """The family of a repository on the hub, which says itself what its parts are unless it is
-    known, and its revision."""
+    """Family and revision of a repository, whose own index says its parts if it is unknown."""
     found, repo, revision = _parse_name(ref)
     if found:
         return found[0], revision or "main"

@@ -33,7 +33,6 @@ class Small:
 
     @property
     def transformer(self) -> Any:
-        """What is trained."""
         return getattr(self.pipeline, self.family.denoiser)
 
     @property
@@ -44,9 +43,8 @@ class Small:
 
     def pixels(self, bucket: Bucket, seed: int = 0) -> torch.Tensor:
         """Smooth random pixels (3, frames, height, width) in [-1, 1]."""
-        coarse = torch.rand(
-            3, bucket.num_frames, 4, 4, generator=torch.Generator().manual_seed(seed)
-        )
+        generator = torch.Generator().manual_seed(seed)
+        coarse = torch.rand(3, bucket.num_frames, 4, 4, generator=generator)
         size = (bucket.height_px, bucket.width_px)
         return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
 
@@ -74,19 +72,14 @@ class Small:
         return torch.tensor([self.family.noise.level(share) for share in shares])
 
     def workload(self, targets: str = "attention") -> Workload:
-        """For an adapter of rank 4."""
-        return describe_workload(
-            resolve_model(ModelRef.of(self.folder)),
-            None,
-            WorkloadRequest(rank=4, lora_alpha=4.0, targets=targets),
-        )
+        request = WorkloadRequest(rank=4, lora_alpha=4.0, targets=targets)
+        return describe_workload(resolve_model(ModelRef.of(self.folder)), None, request)
 
     def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:
         """A copy of the transformer with an adapter that is not zero."""
         transformer = copy.deepcopy(self.transformer)
-        parameters = add_adapter(
-            self.family, transformer, self.workload(targets), torch.float32, seed=1
-        )
+        workload = self.workload(targets)
+        parameters = add_adapter(self.family, transformer, workload, torch.float32, seed=1)
         generator = torch.Generator().manual_seed(2)
         for parameter in parameters:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05

@@ -38,9 +38,8 @@ def test_resolves_from_its_folder(small: Small) -> None:
 def test_shapes_are_as_announced(small: Small) -> None:
     sample = small.sample()
     config = resolve_model(ModelRef.of(small.folder)).config
-    announced = small.family.sample_shapes(
-        config, small.bucket, len(sample["prompt_embeds"]), num_controls=small.family.max_controls
-    )
+    num_tokens, num_controls = len(sample["prompt_embeds"]), small.family.max_controls
+    announced = small.family.sample_shapes(config, small.bucket, num_tokens, num_controls)
     assert {name: tuple(tensor.shape) for name, tensor in sample.items()} == announced
 
 
@@ -101,15 +100,12 @@ def test_target_sets_nest_and_cover_all_linears(small: Small) -> None:
 
 
 def _layers_with_a_part(small: Small) -> set[str]:
-    """Those that what is predicted depends on: not those of sound beside a picture, say."""
+    """All but those of sound beside a picture, say."""
     transformer = copy.deepcopy(small.transformer).requires_grad_(True)
     batch = small.family.collate([small.sample()])
     small.family.predict(transformer, batch["latents"], small.levels(0.5), batch).sum().backward()
-    return {
-        name
-        for name, layer in transformer.named_modules()
-        if getattr(layer, "weight", None) is not None and layer.weight.grad is not None
-    }
+    used = [name for name, each in transformer.named_parameters() if each.grad is not None]
+    return {name.removesuffix(".weight") for name in used}
 
 
 @pytest.mark.quick(*KINDS)
@@ -166,11 +162,9 @@ def test_padding_what_is_masked_changes_nothing(small: Small) -> None:
 
 @pytest.mark.quick(*KINDS)
 def test_bf16_trains(small: Small) -> None:
-    """Loaded as a run loads it: modules that must stay in fp32 do, and everything still fits
-    together."""
-    transformer = type(small.transformer).from_pretrained(
-        small.folder / small.family.denoiser, torch_dtype=torch.bfloat16
-    )
+    """Loaded as a run loads it: modules that must stay in fp32 do."""
+    kind, folder = type(small.transformer), small.folder / small.family.denoiser
+    transformer = kind.from_pretrained(folder, torch_dtype=torch.bfloat16)
     parameters = add_adapter(small.family, transformer, small.workload(), torch.bfloat16)
     batch, noise = batch_and_noise(small)
     levels = small.levels(0.3, 0.8)
@@ -227,10 +221,9 @@ def test_checkpointing_gives_equal_gradients(small: Small) -> None:
 def test_samples_are_deterministic_and_sized(small: Small) -> None:
     controls = [Image.new("RGB", (40, 56), "green")] * small.family.max_controls
     bucket = Bucket(width_px=64, height_px=32, num_frames=small.bucket.num_frames, num_items=1)
+    options = {"num_steps": 2, "controls": controls}
     runs = [
-        small.family.sample(
-            small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=seed, controls=controls
-        )
+        small.family.sample(small.pipeline, CAPTIONS[0], bucket, seed=seed, **options)
         for seed in (0, 0, 1)
     ]
     assert [len(run) for run in runs] == [bucket.num_frames] * 3

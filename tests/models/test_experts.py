@@ -39,16 +39,12 @@ def test_each_expert_draws_what_falls_to_it_of_all_levels(shift: float, sampling
         assert drawn.min() >= process.lowest_share - 1e-6
         assert drawn.max() <= process.highest_share + 1e-6
         quartiles = torch.tensor([0.25, 0.5, 0.75])
-        torch.testing.assert_close(
-            drawn.quantile(quartiles), inside.quantile(quartiles), atol=0.03, rtol=0
-        )
+        difference = drawn.quantile(quartiles) - inside.quantile(quartiles)
+        assert float(difference.abs().max()) < 0.03
 
 
-def test_the_job_tells_the_expert_and_the_folder_its_boundary(
-    small_pipelines: Any, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(small_pipelines(NAME).folder, folder)
+def test_the_folder_tells_an_experts_boundary(small_pipelines: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(small_pipelines(NAME).folder, tmp_path / "model")
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.75}))
     high, low = (
@@ -109,7 +105,6 @@ def test_previews_use_both_transformers(small_pipelines: Any, tmp_path: Path, ex
 
 
 def test_both_transformers_of_a_preview_in_fp16(small_pipelines: Any) -> None:
-    """The pipeline around them stays in fp32."""
     small: Small = small_pipelines(NAME)
     model = resolve_model(ModelRef(name=str(small.folder), expert="high-noise"))
     settings = SETTINGS.changed(precision="fp16")

@@ -16,18 +16,13 @@ from tests.builders import BITSANDBYTES
 FORMATS = ["none", "torchao-int8", "torchao-fp8", "int8-matmul", "fp8-matmul"]
 
 
-def pair(
-    weight_format="none", *, alpha=16.0, dropout=0.0, dtype=torch.float32, bias=True, **options
-):
-    """The same adapted layer with peft's forward pass and with ours; both of the adapter's
-    halves are not zero."""
+def pair(weight_format="none", *, alpha=16.0, dropout=0.0, dtype=torch.float32):
+    """The same adapted layer with peft's forward pass and with ours; none of its halves is zero."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128, bias=bias)).to(dtype).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(64, 128)).to(dtype).requires_grad_(False)
     if transform := quantize_inside([model], weight_format):
         model[0] = transform("0", model[0]) or model[0]
-    config = LoraConfig(
-        r=16, lora_alpha=alpha, lora_dropout=dropout, target_modules=["0"], **options
-    )
+    config = LoraConfig(r=16, lora_alpha=alpha, lora_dropout=dropout, target_modules=["0"])
     inject_adapter_in_model(config, model)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -38,13 +33,13 @@ def pair(
     return model, ours
 
 
-def run(model, shape=(2, 5, 64), *, of_input=True, seed=1):
-    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-    torch.manual_seed(seed)
-    x = torch.randn(shape, dtype=dtype).requires_grad_(of_input)
+def run(model, *, of_input=True):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    dtype = parameters[0].dtype
+    torch.manual_seed(1)
+    x = torch.randn(2, 5, 64, dtype=dtype).requires_grad_(of_input)
     out = model(x)
     out.backward(torch.randn(out.shape, dtype=dtype))
-    parameters = [p for p in model.parameters() if p.requires_grad]
     return [out.detach(), *([x.grad] if of_input else []), *(p.grad for p in parameters)]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers import DDPMScheduler
+from diffusers.training_utils import compute_snr
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,12 +11,8 @@ from autotune.models.noise import FLOW_MATCHING, DiscreteDiffusion
 
 STABLE_DIFFUSION = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = {
-    "epsilon": {**STABLE_DIFFUSION, "prediction_type": "epsilon"},
-    "v_prediction": {
-        **STABLE_DIFFUSION,
-        "prediction_type": "v_prediction",
-        "rescale_betas_zero_snr": True,
-    },
+    "epsilon": STABLE_DIFFUSION,
+    "v_prediction": {**STABLE_DIFFUSION, "rescale_betas_zero_snr": True},
 }
 CLEAN, NOISE = torch.randn(2, 3, 4, 1, 5, 5, generator=torch.Generator().manual_seed(0))
 LEVELS = torch.tensor([0.0, 499.0, 999.0])
@@ -23,32 +20,23 @@ LEVELS = torch.tensor([0.0, 499.0, 999.0])
 
 @pytest.mark.parametrize("prediction", SCHEDULERS)
 def test_discrete_process_is_the_schedulers(prediction):
-    scheduler = DDPMScheduler(**SCHEDULERS[prediction])
-    process = DiscreteDiffusion.from_scheduler(
-        {**scheduler.config, "_class_name": "EulerDiscreteScheduler"}
-    )
-    torch.testing.assert_close(
-        process.add_noise(CLEAN, NOISE, LEVELS),
-        scheduler.add_noise(CLEAN, NOISE, LEVELS.long()),
-        rtol=1e-4,
-        atol=1e-6,
-    )
-    expected = (
-        NOISE if prediction == "epsilon" else scheduler.get_velocity(CLEAN, NOISE, LEVELS.long())
-    )
-    torch.testing.assert_close(process.target(CLEAN, NOISE, LEVELS), expected, rtol=1e-4, atol=1e-6)
+    scheduler = DDPMScheduler(**SCHEDULERS[prediction], prediction_type=prediction)
+    process, steps = DiscreteDiffusion.from_scheduler(scheduler.config), LEVELS.long()
+    noisy = scheduler.add_noise(CLEAN, NOISE, steps)
+    close = {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(process.add_noise(CLEAN, NOISE, LEVELS), noisy, **close)
+    velocity = scheduler.get_velocity(CLEAN, NOISE, steps)
+    expected = NOISE if prediction == "epsilon" else velocity
+    torch.testing.assert_close(process.target(CLEAN, NOISE, LEVELS), expected, **close)
 
 
 @pytest.mark.parametrize("prediction", SCHEDULERS)
 def test_min_snr_limits_the_weight_of_clean_images(prediction):
-    from diffusers.training_utils import compute_snr
-
-    process = DiscreteDiffusion.from_scheduler(SCHEDULERS[prediction])
-    ratio = compute_snr(DDPMScheduler(**SCHEDULERS[prediction]), LEVELS[:2].long())
-    divisor = ratio if prediction == "epsilon" else ratio + 1
-    torch.testing.assert_close(
-        process.weights(LEVELS[:2], "min_snr"), ratio.clamp(max=5.0) / divisor
-    )
+    scheduler = DDPMScheduler(**SCHEDULERS[prediction], prediction_type=prediction)
+    process = DiscreteDiffusion.from_scheduler(scheduler.config)
+    ratio = compute_snr(scheduler, LEVELS[:2].long())
+    expected = ratio.clamp(max=5.0) / (ratio if prediction == "epsilon" else ratio + 1)
+    torch.testing.assert_close(process.weights(LEVELS[:2], "min_snr"), expected)
 
 
 @given(st.floats(0, 1))

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +26,6 @@ def test_collate_pads_and_masks_only_where_lengths_differ(lengths):
     samples = [
         {
             "latents": torch.full((2, 1, 2, 2), float(i)),
-            "pooled_prompt_embeds": torch.full((3,), float(i)),
             "prompt_embeds": torch.full((length, 4), i + 1.0),
         }
         for i, length in enumerate(lengths)
@@ -39,14 +37,6 @@ def test_collate_pads_and_masks_only_where_lengths_differ(lengths):
         assert torch.equal(batch["prompt_embeds"][i, :length], samples[i]["prompt_embeds"])
         assert not batch["prompt_embeds"][i, length:].any()
         assert torch.equal(batch["latents"][i], samples[i]["latents"])
-        assert torch.equal(batch["pooled_prompt_embeds"][i], samples[i]["pooled_prompt_embeds"])
         if "prompt_mask" in batch:
             assert batch["prompt_mask"].dtype == torch.bool
             assert batch["prompt_mask"][i].tolist() == [k < length for k in range(max(lengths))]
-
-
-def test_samples_of_two_buckets_do_not_collate():
-    prompt = torch.zeros(3, 4)
-    samples = [{"latents": torch.zeros(2, 1, 2, side), "prompt_embeds": prompt} for side in (2, 4)]
-    with pytest.raises(RuntimeError):
-        collate(samples)

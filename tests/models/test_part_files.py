@@ -58,8 +58,7 @@ def test_a_full_checkpoint_needs_of_its_base_tokenizers_and_configurations_alone
     small_pipelines: Any, tmp_path: Path
 ) -> None:
     whole = small_pipelines("sdxl").folder
-    base = tmp_path / "base"
-    shutil.copytree(whole, base)
+    base = shutil.copytree(whole, tmp_path / "base")
     file = in_one_file("sdxl", base, tmp_path / "unet.safetensors")
     state = within(load_file(file), "model.diffusion_model.")
     for part, layout in SDXL.items():
@@ -75,8 +74,7 @@ def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(
     small_pipelines: Any, tmp_path: Path
 ) -> None:
     whole = small_pipelines("flux1-dev").folder
-    base = tmp_path / "base"
-    shutil.copytree(whole, base)
+    base = shutil.copytree(whole, tmp_path / "base")
     file = in_one_file("flux1-dev", base, tmp_path / "flux1.safetensors")
     vae = write(ldm_vae(take(base, "vae")), tmp_path / "ae.safetensors")
     clip = {

@@ -30,6 +30,12 @@ def record(transformer, argument, monkeypatch):
     return seen
 
 
+def preview(small, width, height, controls=()):
+    bucket = Bucket(width_px=width, height_px=height, num_frames=1, num_items=1)
+    options = {"num_steps": 2, "seed": 0, "controls": controls}
+    return small.family.sample(small.pipeline, CAPTIONS[0], bucket, **options)[0]
+
+
 @given(sides, sides)
 @settings(max_examples=100)
 def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, height):
@@ -80,11 +86,7 @@ def test_previews_see_controls_at_the_trained_size(small_pipelines, name, monkey
     small = small_pipelines(name)
     seen = record(small.transformer, "img_shapes", monkeypatch)
     before = edit.calculate_dimensions, plus.VAE_IMAGE_SIZE
-    bucket = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
-    control = Image.new("RGB", (64, 64))
-    small.family.sample(
-        small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[control]
-    )
+    preview(small, 64, 64, controls=[Image.new("RGB", (64, 64))])
     assert all(list(shapes[0]) == [(1, 4, 4), (1, 4, 4)] for shapes in seen)
     assert len(seen) == 4  # guidance calls the transformer twice a step
     assert (edit.calculate_dimensions, plus.VAE_IMAGE_SIZE) == before
@@ -93,21 +95,14 @@ def test_previews_see_controls_at_the_trained_size(small_pipelines, name, monkey
 def test_preview_of_kontext_sees_the_control_at_the_trained_size(small_pipelines, monkeypatch):
     small = small_pipelines("flux1-kontext")
     seen = record(small.transformer, "img_ids", monkeypatch)
-    bucket = Bucket(width_px=32, height_px=64, num_frames=1, num_items=1)
-    control = Image.new("RGB", (200, 100))
-    (image,) = small.family.sample(
-        small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[control]
-    )
+    image = preview(small, 32, 64, controls=[Image.new("RGB", (200, 100))])
     assert image.size == (32, 64)
-    assert all(
-        ids.tolist() == [[n, y, x] for n in (0, 1) for y in range(4) for x in range(2)]
-        for ids in seen
-    )
+    expected = [[n, y, x] for n in (0, 1) for y in range(4) for x in range(2)]
+    assert all(ids.tolist() == expected for ids in seen)
 
 
 def test_preview_of_chroma_masks_padding(small_pipelines, monkeypatch):
     small = small_pipelines("chroma")
-    bucket = Bucket(width_px=32, height_px=32, num_frames=1, num_items=1)
     options = {"num_inference_steps": 2, "width": 32, "height": 32, "output_type": "np"}
     options["guidance_scale"] = small.family.defaults.sampling_guidance
 
@@ -118,10 +113,10 @@ def test_preview_of_chroma_masks_padding(small_pipelines, monkeypatch):
 
     with monkeypatch.context() as patch:
         masks = record(small.transformer, "attention_mask", patch)
-        (preview,) = small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0)
+        image = preview(small, 32, 32)
     # Some attention backends refuse any; guidance calls the transformer twice a step.
     assert masks == [None] * 4
-    ours, as_it_is = torch.tensor(np.asarray(preview), dtype=torch.float32), stock()
+    ours, as_it_is = torch.tensor(np.asarray(image), dtype=torch.float32), stock()
     mask_padding(small.pipeline, monkeypatch)
     torch.testing.assert_close(ours, stock(), rtol=0, atol=0.51)
     assert not torch.allclose(ours, as_it_is, rtol=0, atol=0.51)

@@ -48,10 +48,9 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         latent_channels=16,
     ).eval()
     vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     return {
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
-            shift=3.0, use_dynamic_shifting=True
-        ),
+        "scheduler": scheduler,
         "vae": vae,
         "text_encoder": text_encoder,
         "tokenizer": tokenizer,

@@ -217,7 +217,6 @@ def t5_encoder(tokenizer: Any, hidden_size: int, *, is_umt5: bool = False) -> An
 
 
 def image_vae(family: Family) -> Any:
-    """An autoencoder as the family's, but for its width and depth."""
     small = {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1, "norm_num_groups": 8}
     # Random weights then make latents of about unit variance, as published ones do.
     config = {**family.parts.vae_config, **small, "scaling_factor": 3.0}
