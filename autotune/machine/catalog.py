@@ -101,40 +101,27 @@ class CatalogGpu(Frozen):
         return self.dense_tflops.get(self.training_dtype, 0.0)
 
     @property
-    def _reached_bf16(self) -> float | None:
-        """FLOP/s of large bf16 products. Cards that accumulate in fp32 at half rate are not limited
-        by power: those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak."""
-        if "bf16" in self.measured_tflops:
-            return self.measured_tflops["bf16"] * 1e12
-        peak, half = self.dense_tflops.get("bf16"), self.dense_tflops.get("fp16_fp16_accumulate", 0)
-        return peak * 1e12 if peak is not None and half > 1.5 * peak else None
-
-    @property
     def datasheet(self) -> Datasheet:
         """The figures that profiles contain."""
-        names = ("bf16", "tf32", "fp32", "int8", "fp8")
-        peaks: dict[str, Any] = {
-            f"{name}_flops_per_second": _flops(self.dense_tflops.get(name)) for name in names
-        }
-        if "bf16" not in self.dense_tflops:
-            peaks["fp16_flops_per_second"] = _flops(self.dense_tflops.get("fp16"))
-            peaks["reached_fp16_flops_per_second"] = _flops(self.measured_tflops.get("fp16"))
+        names = {"bf16", "tf32", "fp32", "int8", "fp8", self.training_dtype}
+        flops = {name: tera * 1e12 for name, tera in self.dense_tflops.items()}
+        reached = {name: tera * 1e12 for name, tera in self.measured_tflops.items()}
+        # Cards that accumulate in fp32 at half rate are not limited by power: those measured reach
+        # 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak.
+        if "bf16" in flops and flops.get("fp16_fp16_accumulate", 0) > 1.5 * flops["bf16"]:
+            reached.setdefault("bf16", flops["bf16"])
         lane = PCIE_BYTES_PER_LANE.get(self.pcie_generation or 0)
         link = None if self.host_gb_per_second is None else self.host_gb_per_second * 1e9
         return Datasheet(
             id=self.id,
-            **peaks,
-            reached_bf16_flops_per_second=self._reached_bf16,
+            **{f"{name}_flops_per_second": flops.get(name) for name in names},
+            **{f"reached_{self.training_dtype}_flops_per_second": reached.get(self.training_dtype)},
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,
             pcie_bytes_per_second=link or (None if lane is None else self.pcie_lanes * lane),
             power_watts=self.power_watts,
             confidence=self.confidence,
             source=self.source,
         )
-
-
-def _flops(tera: float | None) -> float | None:
-    return None if tera is None else tera * 1e12
 
 
 @cache
