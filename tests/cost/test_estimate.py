@@ -30,27 +30,18 @@ def test_a_vae_elsewhere_is_priced_in_memory_and_time():
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     here, there = built(vae_device="training"), built(vae_device="cpu")
     vae = here.model.vae_cost(candidate.precision)
-    cache = [
-        {phase.name: phase for phase in own.predict(candidate).phases}["cache"]
-        for own in (here, there)
-    ]
-    working = [phase.breakdown.transient_bytes for phase in cache]
-    assert working == [vae.encode_transient_bytes, 0]
+    cache = [own.predict(candidate).phases[1] for own in (here, there)]
+    assert [each.breakdown.transient_bytes for each in cache] == [vae.encode_transient_bytes, 0]
     on_host = there.tables.encoder_size.bytes_at("cpu", there.caching)
     assert on_host == vae.weight_bytes + vae.encode_transient_bytes
     assert there.host_memory_bytes(candidate) > on_host
+    counts = {"num_steps": 1, "num_images": 1, "num_previews": 0}
     seconds = [
-        job_time(
-            own, own.predict(candidate), num_steps=1, num_images=1, num_previews=0
-        ).cache_seconds
-        for own in (here, there)
+        job_time(own, own.predict(candidate), **counts).cache_seconds for own in (here, there)
     ]
-    host = there.hardware.host
-    cores = host.physical_cores or host.logical_cores
-    assert seconds[1] - seconds[0] == pytest.approx(
-        vae.encode_flops / (5e10 * cores)
-        - vae.encode_bytes_moved / here.tables.rates_of(candidate).bandwidth
-    )
+    cores = there.hardware.host.physical_cores or there.hardware.host.logical_cores
+    moving = vae.encode_bytes_moved / here.tables.rates_of(candidate).bandwidth
+    assert seconds[1] - seconds[0] == pytest.approx(vae.encode_flops / (5e10 * cores) - moving)
     assert seconds[1] > 10 * seconds[0]
 
 
@@ -59,21 +50,11 @@ def plans_for(attention="native", size=1, **changes):
     buckets = tuple(
         Bucket(width_px=96, height_px=side, num_frames=1, num_items=15) for side in (64, 96)
     )
-    quantiles = (10, 100, 200)
-    work = workload_of(
-        "qwen-image",
-        buckets=buckets,
-        max_text_tokens=200,
-        text_token_quantiles=quantiles,
-        **changes,
-    )
+    tokens = {"max_text_tokens": 200, "text_token_quantiles": (10, 100, 200)}
+    work = workload_of("qwen-image", buckets=buckets, **tokens, **changes)
     own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
-    return [
-        plan_seconds(
-            own, Candidate(micro_batch_size=size, checkpointed_blocks=k, attention=attention)
-        )
-        for k in (0, 1)
-    ]
+    values = {"micro_batch_size": size, "attention": attention}
+    return [plan_seconds(own, Candidate(checkpointed_blocks=k, **values)) for k in (0, 1)]
 
 
 def test_cudnn_plans_attention_once_a_length():

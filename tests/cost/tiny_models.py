@@ -68,7 +68,16 @@ TINY: dict[str, dict[str, Any]] = {
         "dual_attention_layers": (0, 1, 2),
         "qk_norm": "rms_norm",
     },
-    "sdxl": {**UNET, **FAMILIES["sdxl"].tiny_config, "transformer_layers_per_block": (1, 5)},
+    "sdxl": {
+        **UNET,
+        "block_out_channels": (32, 64, 64),
+        "transformer_layers_per_block": (1, 2, 5),
+        "attention_head_dim": (1, 2, 2),
+        "norm_num_groups": 8,
+        "cross_attention_dim": 48,
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 64,
+    },
     "krea-2": {
         "num_layers": 5,
         "attention_head_dim": 32,
