@@ -257,8 +257,7 @@ def assign_buckets(items: Sequence[Item], buckets: Sequence[Bucket]) -> tuple[in
     return tuple(chosen)
 
 
-EXTRA_BATCHES = 1
-"""Batches queued beyond one per thread, so that one slow batch does not stall the step."""
+EXTRA_BATCHES = 1  # queued beyond one per thread, so that one slow batch does not stall the step
 
 
 @dataclass

@@ -271,9 +271,8 @@ def make_item_entries(
         latents[name] = _make_latents_entry((path,), bucket, identity, digest)
     flipped = {}
     if with_flipped:
-        paths = item.pixel_paths
-        entry = _make_latents_entry(paths, bucket, identity, digest, item, flipped=True)
-        flipped["latents"] = entry
+        own = (item.pixel_paths, bucket, identity, digest, item)
+        flipped["latents"] = _make_latents_entry(*own, flipped=True)
     empty = prompts.pop() if with_empty else None
     return ItemEntries(tuple(prompts), empty, latents, flipped)
 

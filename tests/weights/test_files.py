@@ -159,9 +159,8 @@ def tensor(start=0):
 def shards(folder, weight_map):
     write_raw(folder, f"{STEM}-1.safetensors", raw_file({"b": tensor(0), "a": tensor(2)}, bytes(4)))
     write_raw(folder, f"{STEM}-2.safetensors", raw_file({"c": tensor()}, bytes(2)))
-    write_raw(
-        folder, f"{STEM}.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode()
-    )
+    index = json.dumps({"weight_map": weight_map}).encode()
+    write_raw(folder, f"{STEM}.safetensors.index.json", index)
     return folder
 
 
@@ -171,13 +170,6 @@ GOOD = {"a": f"{STEM}-1.safetensors", "b": f"{STEM}-1.safetensors", "c": f"{STEM
 def test_shards_are_one_source_in_reading_order(tmp_path):
     source = open_weights(shards(tmp_path, GOOD))
     assert list(source.locations) == ["b", "a", "c"]
-
-
-def test_tensors_outside_the_index_are_not_part_of_the_model(tmp_path):
-    source = open_weights(
-        shards(tmp_path, {"c": f"{STEM}-2.safetensors", "a": f"{STEM}-1.safetensors"})
-    )
-    assert list(source.locations) == ["a", "c"]
 
 
 @pytest.mark.parametrize(
@@ -195,14 +187,14 @@ def test_the_plain_file_wins_over_a_variant(tmp_path):
     assert list(open_weights(tmp_path).locations) == ["plain"]
 
 
+ELSEWHERE = ["../x", "/etc/passwd", "sub/x", "..\\x", "C:x", "x\0"]
+
+
 @pytest.mark.parametrize(
-    "shard",
-    ["../secret.safetensors", "/etc/passwd.safetensors", "sub/x.safetensors", "..\\x.safetensors",
-    "C:x.safetensors",
-     "x\0.safetensors", "x.bin", "", ".."],
-)  # fmt: skip
+    "shard", [*(f"{name}.safetensors" for name in ELSEWHERE), "x.bin", "", ".."]
+)
 def test_an_index_that_points_elsewhere_is_refused(tmp_path, shard):
-    write_raw(tmp_path.parent, "secret.safetensors", raw_file({"a": tensor()}, bytes(2)))
+    write_raw(tmp_path.parent, "x.safetensors", raw_file({"a": tensor()}, bytes(2)))
     with pytest.raises(CorruptFile):
         open_weights(shards(tmp_path, {**GOOD, "a": shard}))
 

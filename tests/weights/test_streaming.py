@@ -15,17 +15,11 @@ from autotune.weights.stream import (
 from autotune.weights.tensors import LOADERS, save_file
 from tests.weights.conftest import bits, save_model
 
-QWEN = {
-    "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6),
-}  # fmt: skip
-FLUX = {
-    "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6),
-    "guidance_embeds": True,
-}  # fmt: skip
+HEADS = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
+SMALL = {"in_channels": 16, "joint_attention_dim": 16, **HEADS}
+QWEN = {**SMALL, "out_channels": 4, "num_layers": 2}
+FLUX = {**SMALL, "num_layers": 1, "num_single_layers": 1, "pooled_projection_dim": 16}
+FLUX["guidance_embeds"] = True
 
 
 def qwen_inputs(dtype):
@@ -38,15 +32,11 @@ def qwen_inputs(dtype):
 
 
 def flux_inputs(dtype):
-    return {
-        "hidden_states": torch.randn(1, 16, 16, dtype=dtype),
-        "encoder_hidden_states": torch.randn(1, 5, 16, dtype=dtype),
-        "pooled_projections": torch.randn(1, 16, dtype=dtype),
-        "timestep": torch.tensor([0.5], dtype=dtype),
-        "guidance": torch.tensor([3.5]),
-        "img_ids": torch.zeros(16, 3),
-        "txt_ids": torch.zeros(5, 3),
-    }
+    inputs = qwen_inputs(dtype)
+    del inputs["img_shapes"]
+    ids = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(5, 3)}
+    pooled = torch.randn(1, 16, dtype=dtype)
+    return {**inputs, **ids, "pooled_projections": pooled, "guidance": torch.tensor([3.5])}
 
 
 MODELS = {
