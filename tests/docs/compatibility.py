@@ -24,17 +24,11 @@ def markdown() -> str:
 
 def _devices(entry: Entry) -> str:
     needs = entry.needs
-    names = [
-        {"cuda": "CUDA", "cpu": "CPU", "mps": "Apple"}[kind]
-        for kind in needs.device_kinds or ("cuda", "cpu", "mps")
-    ]
+    titles = {"cuda": "CUDA", "cpu": "CPU", "mps": "Apple"}
+    names = [titles[kind] for kind in needs.device_kinds or titles]
     if needs.compute_capability > (0, 0):
         major, minor = needs.compute_capability
-        cards = (
-            f"CUDA from {major}.{minor}"
-            if needs.only_major is None
-            else f"CUDA {needs.only_major}.x"
-        )
+        cards = f"CUDA {major}.x" if needs.only_major else f"CUDA from {major}.{minor}"
         names = [cards if name == "CUDA" else name for name in names]
     return ", ".join(names)
 
@@ -48,12 +42,8 @@ def _library(entry: Entry) -> str:
 
 
 def _attention() -> list[str]:
-    lines = [
-        "## Attention",
-        "",
-        "| backend | devices | library | masks | note |",
-        "|---|---|---|---|---|",
-    ]
+    head = "| backend | devices | library | masks | note |"
+    lines = ["## Attention", "", head, "|---|---|---|---|---|"]
     for name, backend in ATTENTION_BACKENDS.items():
         if backend.why_not:
             lines.append(f"| {name} | none | {_library(backend)} | - | {backend.why_not} |")
@@ -67,11 +57,8 @@ def _attention() -> list[str]:
 
 
 def _formats() -> list[str]:
-    head = (
-        "| format | devices | library | bytes per weight | quality floor that admits it | "
-        "block "
-        "swap | sharded |"
-    )
+    floor = "quality floor that admits it"
+    head = f"| format | devices | library | bytes per weight | {floor} | block swap | sharded |"
     lines = ["## Weight formats", "", head, "|---|---|---|---|---|---|---|"]
     for name, each in WEIGHT_FORMATS.items():
         swap, shard = ("yes" if can else "no" for can in (each.can_offload, each.can_shard))
@@ -85,10 +72,8 @@ def _formats() -> list[str]:
 
 def _families() -> list[str]:
     lines = ["## Families", "", "[Which settings each family has](levers.md).", ""]
-    lines += [
-        "| family | pipeline | control images | clips | target sets |",
-        "|---|---|---|---|---|",
-    ]
+    lines.append("| family | pipeline | control images | clips | target sets |")
+    lines.append("|---|---|---|---|---|")
     for name, family in FAMILIES.items():
         controls = f"up to {family.max_controls}" if family.max_controls else "-"
         clips = "yes" if family.max_frames > 1 else "-"

@@ -11,23 +11,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_wheel_has_catalog_and_types(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(
-        ROOT / "autotune",
-        source / "autotune",
-        ignore=shutil.ignore_patterns("__pycache__"),
-        symlinks=True,
-    )
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "autotune", source / "autotune", ignore=ignored, symlinks=True)
     shutil.copytree(ROOT / "profiles", source / "profiles")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import setuptools.build_meta as build, sys; print(build.build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     shipped = {

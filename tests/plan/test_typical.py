@@ -1,6 +1,7 @@
 """What a step of usual shapes is, beside the largest that decides memory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autotune.data.dataset import read_dataset
-from autotune.models.family import Batch
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
@@ -45,16 +45,11 @@ def test_a_spread_rises_within_its_values(values: list[int], count: int) -> None
 @given(lengths, st.integers(1, 32))
 def test_a_step_of_usual_captions_has_their_mean_length(values: list[int], batch: int) -> None:
     work = workload(values, batch)
-    exact = len(values) % batch == 0 or batch % len(values) == 0
-    if exact:
-        assert sum(typical_text_tokens(work)) / batch == pytest.approx(
-            sum(values) / len(values), abs=0.5
-        )
+    mean = sum(typical_text_tokens(work)) / batch
+    if len(values) % batch == 0 or batch % len(values) == 0:
+        assert mean == pytest.approx(sum(values) / len(values), abs=0.5)
     padded = [padded_text_tokens(work, size) for size in (1, batch)]
-    assert padded == [
-        pytest.approx(sum(typical_text_tokens(work)) / batch),
-        max(typical_text_tokens(work)),
-    ]
+    assert padded == [pytest.approx(mean), max(typical_text_tokens(work))]
     assert padded[1] <= work.max_text_tokens
 
 
@@ -65,15 +60,13 @@ def test_quantiles_that_cannot_be_are_refused(quantiles: tuple[int, ...]) -> Non
 
 
 def test_the_usual_bucket_is_near_the_mean() -> None:
-    def buckets(*items: int) -> tuple[Bucket, ...]:
-        return tuple(
-            Bucket(width_px=64, height_px=64, num_frames=frames, num_items=number)
-            for frames, number in zip((1, 41, 81), items, strict=True)
-        )
+    def work(*items: int) -> Workload:
+        frames = zip((1, 41, 81), items, strict=True)
+        shape = {"width_px": 64, "height_px": 64}
+        buckets = tuple(Bucket(**shape, num_frames=n, num_items=count) for n, count in frames)
+        return builders.workload(buckets=buckets)
 
-    works = (
-        builders.workload(buckets=buckets(*items)) for items in ((1, 9, 1), (0, 0, 0), (0, 0, 3))
-    )
+    works = work(1, 9, 1), work(0, 0, 0), work(0, 0, 3)
     assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
 
 
@@ -89,21 +82,16 @@ def test_one_long_caption_does_not_decide_the_time(
         WorkloadRequest(resolution=(32, 32), effective_batch_size=2),
     )
     assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
-    request = TrialRequest(
-        ModelRef.of(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2
-    )
+    chosen = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    request = TrialRequest(ModelRef.of(model), work, chosen, "cpu", 2)
     steps, seen = StepRunner(load_for_trial(request), work, request.candidate), []
     forward = steps.model.family.predict
 
-    def watched(
-        transformer: object, noisy: torch.Tensor, sigmas: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        seen.append(batch["prompt_embeds"].shape[1])
-        return forward(transformer, noisy, sigmas, batch)
+    def watched(_: object, transformer: object, noisy: object, *more: Any) -> torch.Tensor:
+        seen.append(more[1]["prompt_embeds"].shape[1])
+        return forward(transformer, noisy, *more)
 
-    monkeypatch.setattr(
-        type(steps.model.family), "predict", lambda _, *arguments: watched(*arguments)
-    )
+    monkeypatch.setattr(type(steps.model.family), "predict", watched)
     result = steps.measure(lambda times: len(times) < 2)
     assert (len(result.warmup_seconds), len(result.step_seconds)) == (3, 2)
     by_step = list(zip(seen[::2], seen[1::2], strict=True))

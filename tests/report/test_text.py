@@ -1,4 +1,4 @@
-"""Numbers in the units that people use, plans side by side, and whose each value is."""
+"""Closed pipes, control characters, plans side by side, and whose each value is."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Subjects of a page that are at hand: golden plans, and a run of one of them that never was."""
+"""Subjects of a page: golden plans, and a run of one of them that never was."""
 
 from pathlib import Path
 

@@ -1,8 +1,6 @@
-"""The page in a real browser: it draws, asks for nothing, is used by keyboard, and has no serious
-barrier.
+"""The page in a real browser: it draws, asks for nothing, and is used by keyboard.
 
-Needs Chromium (Debian's package) and playwright; axe-core comes with axe-playwright-python. Skipped
-without them.
+Skipped without Chromium (Debian's package), playwright and axe-playwright-python.
 """
 
 import shutil

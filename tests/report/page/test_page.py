@@ -1,5 +1,4 @@
-"""The page as text: it is whole by itself, shows the objects' numbers, and makes markup of no
-text."""
+"""The page is whole by itself, shows the objects' numbers, and makes markup of no text."""
 
 import base64
 import hashlib
@@ -60,9 +59,8 @@ def test_a_page_is_whole_by_itself(subject: Subject) -> None:
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = next(attrs["content"] for _, attrs in tags if attrs.get("http-equiv"))
-    assert policy
-    assert policy.startswith("default-src 'none'")
-    assert policy.endswith(f"script-src 'sha256-{digest}'")
+    assert str(policy).startswith("default-src 'none'")
+    assert str(policy).endswith(f"script-src 'sha256-{digest}'")
     figures = [attrs["data-figure"] for _, attrs in tags if "data-figure" in attrs]
     assert len(figures) == (4 if "report" in dir(subject) else 1)
     for figure in figures:
@@ -121,13 +119,12 @@ def test_points_are_the_plan_s(name: str) -> None:
 
 def test_worths_compare_best_values() -> None:
     plan = golden_plan("measured")
-    frozen, worths = plan.frozen, find_worths(plan, points_of(plan))
+    settings, worths = plan.frozen.settings, find_worths(plan, points_of(plan))
     assert {worth.knob for worth in worths} >= {"micro_batch_size", "quantization"}
-    own = next(t for t in frozen.trials if t.candidate == frozen.settings).median_step_seconds
-    assert own
-    speed = frozen.workload.effective_batch_size / own
+    own = next(t for t in plan.frozen.trials if t.candidate == settings).median_step_seconds
+    speed = plan.frozen.workload.effective_batch_size / (own or 1.0)
     for worth in worths:
-        assert getattr(worth.point.candidate, worth.knob) != getattr(frozen.settings, worth.knob)
+        assert getattr(worth.point.candidate, worth.knob) != getattr(settings, worth.knob)
         if worth.point.kind == "measured":
             assert worth.speed == pytest.approx(worth.point.images_per_second / speed - 1)
 
@@ -135,12 +132,10 @@ def test_worths_compare_best_values() -> None:
 def test_a_run_shows_its_state() -> None:
     losses = {25: 0.45, 50: 0.4, 75: 0.41, 100: 0.42}
     subject = run_subject()
-    steps = [
-        step.changed(validation_loss=losses[step.step], base_validation_loss=0.5)
-        if step.step in losses
-        else step
-        for step in subject.steps
-    ]
+    steps = list(subject.steps)
+    for number, loss in losses.items():
+        held_out = {"validation_loss": loss, "base_validation_loss": 0.5}
+        steps[number - 1] = steps[number - 1].changed(**held_out)
     found = page_of(replace(subject, steps=steps))
     figures = " ".join(attrs.get("data-figure") or "" for _, attrs in found.tags)
     assert "after step 75: 0.4100, -18.0%" in figures
