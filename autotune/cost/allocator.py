@@ -118,7 +118,7 @@ class Pool:
 
 
 class CachingAllocator:
-    """What is allocated and reserved, now and at most, as allocations are replayed by number."""
+    """Bytes allocated and reserved, now and at most, as allocations are replayed by number."""
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
         self._pools = {small: Pool(small, expandable_segments) for small in (True, False)}
@@ -128,7 +128,7 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the device has lent: memory is given back only when it runs out."""
+        """Lent by the device: memory is given back only when it runs out."""
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def allocate(self, number: int, size: int) -> None:
@@ -162,7 +162,7 @@ def replayed(
 
 @dataclass(frozen=True)
 class Waste:
-    """What the allocator reserves beyond what is allocated."""
+    """Bytes that the allocator reserves beyond what is allocated."""
 
     fixed_bytes: float  # holes that a pass leaves whatever its depth
     saved_share: float

@@ -1,4 +1,4 @@
-"""What trials teach the cost model: log-residuals per knob, by Bayesian linear regression.
+"""Lessons of trials for the cost model: log-residuals per knob, by Bayesian linear regression.
 
 log(measured / predicted) = offset + a term for each choice of a candidate + noise, all with
 Gaussian priors, so one trial moves every prediction, more trials tell the choices apart, and
@@ -190,7 +190,7 @@ def time_doubt(one: Candidate, other: Candidate) -> float:
 
 @dataclass(frozen=True)
 class PriorResiduals:
-    """What trials of another machine or other work taught the cost model of that machine and
+    """Residuals of another machine or other work, against the cost model of that machine and
     work."""
 
     residuals: tuple[tuple[Candidate, Residual], ...]

@@ -36,7 +36,8 @@ EMPTY = dict.fromkeys(MemoryBreakdown.model_fields, 0)
 
 @dataclass(frozen=True)
 class Resident:
-    """What stays on the device whatever the batch and checkpointing, and what other phases need."""
+    """Bytes on the device whatever the batch and checkpointing, and those that other phases
+    need."""
 
     weight_bytes: int
     buffer_bytes: int
@@ -292,7 +293,7 @@ PCIe 4.0 x16 carry. Round figures, not measured here."""
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many processes train together, and by which strategy."""
+    """Number of processes that train together, and their strategy."""
 
     strategy: Strategy = "single"
     num_processes: int = 1

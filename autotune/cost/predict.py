@@ -51,8 +51,7 @@ class CostModel:
     caching_reason: Reason  # on which no prediction depends
     parallel: Parallel = ONE_PROCESS
     calibration: Calibration | None = None  # what trials taught
-    process_bytes: int | None = None
-    """What a process that trains on a CPU took besides its tensors in trials."""
+    process_bytes: int | None = None  # besides its tensors, of a process that trains on a CPU
 
     @classmethod
     def build(
@@ -119,7 +118,7 @@ class CostModel:
 
     @property
     def budget_bytes(self) -> int:
-        """What training may take: the device's budget without encoders that stay there."""
+        """Left for training by encoders that stay on the device."""
         whole = self.parallel.budget_bytes(self.hardware.device)
         return max(0, whole - self.resident_encoder_bytes)
 
@@ -239,7 +238,7 @@ class CostModel:
             self._prepare(group)
 
     def _all_but_depth(self, candidate: Candidate) -> tuple[object, ...]:
-        """What candidates have in common if they are composed of the same tables."""
+        """Equal for candidates that are composed of the same tables."""
         others = (value for name, value in candidate if name not in BLOCK_COUNTS)
         recomputed = candidate.checkpointed_blocks + candidate.selective_blocks
         kinds = candidate.checkpointed_blocks > 0, candidate.selective_blocks > 0

@@ -235,7 +235,7 @@ _Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 @dataclass(slots=True)
 class RememberedCall:
-    """What is remembered of a function called with arguments of certain shapes."""
+    """Results of a function called with arguments of certain shapes."""
 
     results: tuple[_Result | int | None, ...] | None = None
     """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known. Of

@@ -1,5 +1,4 @@
-"""What one traced model takes on one device, by candidate, before anything is learned from
-trials."""
+"""Passes, memory and rates of one traced model on one device, by candidate, before any trial."""
 
 import math
 from collections.abc import Mapping

@@ -72,7 +72,7 @@ class MeasuredProduct:
 
 
 class Rates:
-    """What one machine does per second, for one compute dtype and one attention kernel."""
+    """Work of one machine per second, for one compute dtype and one attention kernel."""
 
     def __init__(
         self, hardware: HardwareProfile, precision: str, attention: str, kernel: str

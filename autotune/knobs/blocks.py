@@ -1,4 +1,4 @@
-"""How blocks run: the first ones recomputed for their backward pass, and all of them compiled."""
+"""Runs blocks: the first ones recomputed for their backward pass, and all of them compiled."""
 
 from collections import deque
 from collections.abc import Callable

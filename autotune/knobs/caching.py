@@ -57,18 +57,16 @@ class EncoderSize:
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
-        """What encoding captions takes of the training device, without the VAE."""
+        """Taken of the training device for captions, without the VAE."""
         return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
 
     def captions_bytes(self, caching: CachingSettings) -> int:
-        """What captions take where text encoders run: on the training device the VAE waits beside
-        them."""
+        """Taken where text encoders run: on the training device the VAE waits beside them."""
         beside = self.vae_bytes if caching.text_encoder_device == "training" else 0
         return self._encoder_bytes(caching) + beside
 
     def images_bytes(self, caching: CachingSettings) -> int:
-        """What images take where the VAE runs: text encoders have left, unless they are kept
-        there."""
+        """Taken where the VAE runs: text encoders have left, unless they are kept there."""
         stay = caching.residency == "keep" and caching.text_encoder_device == caching.vae_device
         beside = self._encoder_bytes(caching) if stay else 0
         return self.vae_bytes + self.vae_working_bytes + beside
@@ -264,7 +262,7 @@ def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
 
 
 def _places(context: TuningContext, num_processes: int, pinned: CachingSettings) -> list[str]:
-    """Where a model that only encodes can run, fast ones first."""
+    """Places for a model that only encodes, fast ones first."""
     device, places = context.hardware.device, ["training"]
     if device.others and num_processes == 1:
         roomiest = max(device.others, key=lambda gpu: gpu.budget_bytes)

@@ -1,4 +1,5 @@
-"""What a knob, one field of `Candidate`, must answer, and what tables of its choices hold."""
+"""Questions that a knob, one field of `Candidate`, must answer, and entries of tables of its
+choices."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ WHOLE_WEIGHTS = (
 
 @dataclass(frozen=True)
 class TuningContext:
-    """What choices depend on: machine, model and work."""
+    """Machine, model and work that choices depend on."""
 
     hardware: HardwareProfile
     family: Family
@@ -42,7 +43,8 @@ class Choices:
 
 @dataclass(frozen=True)
 class GradientTolerance:
-    """How far gradients of adapters, or updates of an optimizer, may lie from the reference's."""
+    """Limit on the error of adapters' gradients, or an optimizer's updates, against the
+    reference's."""
 
     checked_choice: Choice
     """Run to find out, on a few blocks; choices with the same code share it: 2 blocks prove 40."""
@@ -76,7 +78,7 @@ class Knob(ABC):
 
     @property
     def title(self) -> str:
-        """What people call it, in at most 14 characters."""
+        """Name for people, in at most 14 characters."""
         return self.name.replace("_", " ")
 
     @property
@@ -122,7 +124,7 @@ class Knob(ABC):
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a machine must have for an entry; `autotune.machine` evaluates it."""
+    """Needs of an entry from a machine; `autotune.machine` evaluates them."""
 
     device_kinds: tuple[DeviceKind, ...] = ()  # empty for all
     compute_capability: tuple[int, int] = (0, 0)  # the lowest, of CUDA devices
@@ -136,7 +138,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Entry:
-    """What attention backends and weight formats have in common."""
+    """Common part of attention backends and weight formats."""
 
     knob: ClassVar[str]
     name: str

@@ -190,7 +190,7 @@ class ModulationAhead(nn.Module):
 
 
 def _keys_of(inputs: Sequence[Tensor], num_items: int) -> list[bytes]:
-    """What each item is conditioned on, in bytes: inputs with one number or vector an item. Others,
+    """Bytes of what each item is conditioned on: inputs with one number or vector an item. Others,
     such as the image's tokens, tell the embedders a dtype alone."""
     own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
     numbers = torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1)
