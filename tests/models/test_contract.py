@@ -15,10 +15,8 @@ from autotune.plan.workload import Bucket
 from tests.kinds import KINDS
 from tests.models.small import CAPTIONS, Small
 
-pytestmark = pytest.mark.quick(
-    *(*KINDS, "flux1-dev", "kandinsky5-video-lite", "krea-2", "ltx-2.3"),
-    *("qwen-image-edit-plus", "wan-2.2-14b", "z-image"),
-)
+QUICK = (*KINDS, "flux1-dev", "kandinsky5-video-lite", "ltx-2.3", "qwen-image-edit-plus", "z-image")
+pytestmark = pytest.mark.quick(*QUICK)
 
 
 def batch_and_noise(small: Small) -> tuple[Batch, torch.Tensor]:
