@@ -58,8 +58,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact") -> Workload:
-    wishes = WorkloadRequest((side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16)
-    asked = describe_workload(resolve_model(ModelRef.of(model)), None, wishes)
+    sizes = {"resolution": (side_px, side_px), "effective_batch_size": batch, "text_tokens": 16}
+    request = WorkloadRequest(rank=4, **sizes)
+    asked = describe_workload(resolve_model(ModelRef.of(model)), None, request)
     return asked.changed(text_padding=padding, quality="compact")  # which admits 4 bits, too
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import ModelRef
 from autotune.search.worker import longest_captions, synthetic_samples
-from autotune.train import processes as sharding
 from autotune.train.model import TrainingModel, load_model
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes, set_device
@@ -53,16 +51,10 @@ def load(model: Path, device: str, precision: str, shards: int = 1) -> TrainingM
 @pytest.mark.anywhere
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_group_of_one_takes_the_step_of_a_process_alone(
-    model: Path,
-    device: str,
-    precision: str,
-    processes: Processes,
-    strategy: str,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, device: str, precision: str, processes: Processes, strategy: str
 ) -> None:
     alone = load(model, device, precision)
     expected = take_step(alone, alone.transformer, model)
-    monkeypatch.setattr(sharding, "_mesh_of_shards", lambda kind, _: init_device_mesh(kind, (1,)))
     loaded = load(model, device, precision, shards=1 if strategy == "ddp" else 2)
     is_sharded = any(isinstance(weight, DTensor) for weight in loaded.transformer.parameters())
     assert is_sharded is (strategy == "fsdp2")
