@@ -22,18 +22,14 @@ def context(*capabilities: str, **changes: object) -> TuningContext:
     return TuningContext(hardware(*capabilities, **changes), get_family("qwen-image"), workload())
 
 
-def integrated() -> TuningContext:
-    one = hardware()
-    device = one.device.model_copy(update={"memory_kind": "integrated"})
-    return TuningContext(
-        one.model_copy(update={"device": device}), get_family("qwen-image"), workload()
-    )
-
-
 def test_shared_memory_decides_on_allocator_and_batches():
     cases = (
         (context(), ("expandable", "default"), ("pinned", "pageable")),
-        (integrated(), ("default", "expandable"), ("pageable",)),
+        (
+            builders.context(machine({}, kind="integrated")),
+            ("default", "expandable"),
+            ("pageable",),
+        ),
         (context(kind="cpu"), ("default",), ("pageable",)),
     )
     for where, allocators, memories in cases:
