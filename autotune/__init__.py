@@ -63,13 +63,13 @@ if TYPE_CHECKING:
     from autotune.errors import AutotuneError
     from autotune.machine.doctor import doctor
     from autotune.models.resolve import fetch
-    from autotune.report.pages import report
+    from autotune.report.files import report
 else:
     HOMES = {
         "AutotuneError": "errors",
         "doctor": "machine.doctor",
         "fetch": "models.resolve",
-        "report": "report.pages",
+        "report": "report.files",
     }
 
     def __getattr__(name: str) -> object:

@@ -61,7 +61,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job, write_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import AdapterFormat, ModelRef
-from autotune.plan.plan import CheckResult, TrainingPlan
+from autotune.plan.plan import CheckResult, RunReport, TrainingPlan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import (
     CheckDataRequest,
@@ -72,9 +72,8 @@ from autotune.plan.request import (
     make_request,
     takes,
 )
-from autotune.plan.run import RunReport
 from autotune.plan.workload import ADAMW
-from autotune.report.pages import RunPage
+from autotune.report.files import RunPage
 from autotune.share.record import build_record, unshareable_reason
 from autotune.share.store import user_store
 from autotune.system.files import cache_path, require_writable, write_text_atomic

@@ -37,8 +37,7 @@ from autotune.machine.catalog import (
 )
 from autotune.machine.facts import Reader, read_device, read_host, read_versions
 from autotune.machine.sources import DriverSource, System, Unavailable
-from autotune.plan.amounts import memory_bytes
-from autotune.plan.base import digest_of
+from autotune.plan.base import digest_of, memory_bytes
 from autotune.plan.hardware import Device, HardwareProfile, OtherGpu, Rate, Versions
 from autotune.plan.request import PlanRequest
 from autotune.system.files import cache_path, read_bounded, write_text_atomic

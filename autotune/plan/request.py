@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, ParamSpec, Protocol, Self, TypeVar, 
 from pydantic import BeforeValidator, Field, ValidationError
 
 from autotune.errors import InvalidInput, InvalidPlan, suggest_nearest
-from autotune.plan.amounts import Hours, MemoryAmount
-from autotune.plan.base import HIDDEN, Option, Request, first_problem
+from autotune.plan.base import HIDDEN, Hours, MemoryAmount, Option, Request, first_problem
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import DataFields, Job, JobFields, ModelRef, Place, as_job_data

@@ -7,8 +7,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from autotune.errors import InvalidInput
-from autotune.plan.amounts import ImageSize, image_size
-from autotune.plan.base import HIDDEN, Frozen, NaturalInt, Option, PositiveInt, Request, told
+from autotune.plan.base import (
+    HIDDEN,
+    Frozen,
+    ImageSize,
+    NaturalInt,
+    Option,
+    PositiveInt,
+    Request,
+    image_size,
+    told,
+)
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]

@@ -9,9 +9,9 @@ import yaml
 
 from autotune.errors import InvalidInput
 from autotune.models.registry import find_published, get_family
-from autotune.plan.run import RunReport
+from autotune.plan.plan import RunReport
+from autotune.report.files import read_run
 from autotune.report.page import RunSubject
-from autotune.report.pages import read_run
 from autotune.report.plan import full_settings_lines
 from autotune.report.run import report_lines
 from autotune.report.text import printable

@@ -18,8 +18,7 @@ from typing import Any
 from autotune.errors import InvalidInput
 from autotune.events import StepFinished
 from autotune.plan.candidate import Candidate
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.run import RunReport
+from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.workload import GOALS
 from autotune.report import text
 from autotune.report.candidates import OUTCOMES, Point, find_worths, nearest_beyond, points_of

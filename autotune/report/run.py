@@ -7,8 +7,7 @@ from statistics import median
 
 from autotune.events import StepFinished
 from autotune.plan.candidate import PhasePeak, QuantizationError
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.run import AdapterVerdict, RunReport, ValidationResult
+from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan, ValidationResult
 from autotune.report.text import (
     change_text,
     loss_text,

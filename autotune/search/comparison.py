@@ -15,8 +15,7 @@ from autotune.models.facts import Parts, PublishedModel
 from autotune.models.family import Family
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import ResolvedModel, read_parts
-from autotune.plan.amounts import memory_bytes
-from autotune.plan.base import Frozen
+from autotune.plan.base import Frozen, memory_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.system.files import shipped_path

@@ -21,7 +21,7 @@ from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import Family
 from autotune.plan.job import AdapterFormat
-from autotune.plan.run import AdapterVerdict
+from autotune.plan.plan import AdapterVerdict
 from autotune.plan.workload import Workload
 from autotune.system.lazy import Tensor, nn, torch
 from autotune.train.folder import CHECKPOINT_FILE, CHECKPOINTS, list_checkpoints

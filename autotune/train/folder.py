@@ -15,8 +15,7 @@ from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, require_fr
 from autotune.plan.base import digest_of
 from autotune.plan.file import RUN_PLAN_FILE, read_plan, write_plan
 from autotune.plan.job import Job
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.run import RunReport
+from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.system.files import PART_FILES
 
 # The name that diffusers looks for.

@@ -33,8 +33,7 @@ from autotune.events import Event, OnEvent
 from autotune.machine.probe import probe
 from autotune.models.family import Family
 from autotune.plan.file import read_plan, write_plan
-from autotune.plan.plan import PlannedHardware, TrainingPlan
-from autotune.plan.run import RunReport
+from autotune.plan.plan import PlannedHardware, RunReport, TrainingPlan
 from autotune.system.files import make_scratch_folder
 from autotune.system.process import MAX_JOIN_SECONDS, current_launch, launch, silence_progress_bars
 from autotune.train.folder import checkpoints_of

@@ -28,8 +28,7 @@ from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.run import AdapterVerdict, RunReport
+from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system.files import write_text_atomic
 from autotune.system.process import preempt_on_signal
 from autotune.train import folder

@@ -11,7 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.events import Event, Notice, PhaseStarted, PreviewsWritten
 from autotune.plan.file import RUN_PLAN_FILE, with_job, write_plan
 from autotune.plan.plan import TrainingPlan
-from autotune.report.pages import MAX_PREVIEWS, RunPage, read_run
+from autotune.report.files import MAX_PREVIEWS, RunPage, read_run
 from autotune.report.run import PAGE_FILE
 from tests.report.page.pages import FOLDER, HOSTILE, golden_plan, run_report, steps_of
 from tests.report.page.test_page import Outline

@@ -14,7 +14,7 @@ import pytest
 import autotune
 from autotune.cli.app import app
 from autotune.errors import InvalidInput
-from autotune.plan.amounts import image_size, memory_bytes
+from autotune.plan.base import image_size, memory_bytes
 
 ROOT = Path(__file__).parents[2]
 

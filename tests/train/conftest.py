@@ -18,8 +18,7 @@ from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.run import RunReport
+from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.train.checkpoint import Checkpoints, save_trained
 from autotune.train.folder import compute_run_key
 from autotune.train.loop import TrainingLoop

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.plan.file import seal, write_plan
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.run import RunReport
+from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.train import prepare as prepare_module
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.metrics import read_metrics

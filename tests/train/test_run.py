@@ -23,8 +23,8 @@ from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import write_plan
+from autotune.plan.plan import RunReport
 from autotune.plan.request import PlanRequest
-from autotune.plan.run import RunReport
 from autotune.report.run import report_lines
 from autotune.train import run as run_module
 from autotune.train.folder import ADAPTER_FILE

@@ -5,8 +5,7 @@ from pathlib import Path
 from autotune.events import StepFinished
 from autotune.plan.candidate import PhasePeak
 from autotune.plan.file import read_plan, with_job
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.run import AdapterVerdict, RunReport
+from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.report.page import Comparison, Picture, PreviewPicture, RunSubject, Subject
 
 FOLDER = Path(__file__).parents[2] / "search/golden"

@@ -11,8 +11,7 @@ from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, first_line
 from autotune.events import Event, Notice, OnEvent, PreviewsWritten, StepFinished
 from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.run import RunReport
+from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.report.page import (
     Comparison,
     Picture,
