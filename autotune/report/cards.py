@@ -11,7 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.models.registry import find_published, get_family
 from autotune.plan.plan import RunReport
 from autotune.report.files import read_run
-from autotune.report.page import RunSubject
+from autotune.report.page import Subject
 from autotune.report.plan import full_settings_lines
 from autotune.report.run import report_lines
 from autotune.report.text import printable
@@ -24,7 +24,7 @@ TASKS = {"image": "text-to-image", "edit": "image-to-image", "video": "text-to-v
 
 
 def _model_card(
-    run: RunSubject, report: RunReport, name: str, pictures: Sequence[tuple[str, str]]
+    run: Subject, report: RunReport, name: str, pictures: Sequence[tuple[str, str]]
 ) -> str:
     """Markdown with the hub's header; of the data it tells only the number of items."""
     job, work = run.plan.job, run.plan.frozen.workload

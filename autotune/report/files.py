@@ -1,9 +1,11 @@
 """`report`: one HTML page about plans and runs. Reading needs neither torch nor a machine."""
 
+import base64
 import io
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from autotune.data.pixels import open_image, to_rgb
@@ -12,15 +14,7 @@ from autotune.events import Event, Notice, OnEvent, PreviewsWritten, StepFinishe
 from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import RunReport, TrainingPlan
-from autotune.report.page import (
-    Comparison,
-    Picture,
-    PreviewPicture,
-    RunSubject,
-    Subject,
-    build_page,
-    has_plotly,
-)
+from autotune.report.page import Picture, Subject, build_page, has_plotly
 from autotune.report.run import PAGE_FILE
 from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.version import __version__
@@ -31,39 +25,32 @@ MAX_PAGE_BYTES = 8 << 20
 MAX_METRICS_BYTES = 64 << 20  # some 200,000 steps
 MAX_REPORT_BYTES = 8 << 20
 MAX_SUBJECTS = 8
+SUBJECTS = "name a plan file, or the output folder of `autotune train`"
 MAX_STEP = 10**9
-PICTURE_BYTES = 3 << 19  # of all runs on a page, of which plotly takes 4.8 MB
-PAGE_SHARE = 0.01
-"""Share of a run's time that may go into its pages before the one at its end."""
+PICTURE_BYTES = 2 << 20  # of all runs on a page, in base64; plotly takes 4.8 MB
+PAGE_SHARE = 0.01  # of a run's time, at most, goes into its pages before the one at its end
 MAX_PREVIEWS = 48
 MAX_FILES = 10_000
 MAX_SIDE_PX = 320
 MAX_COMPARED_SIDE_PX = 640
 MAX_PIXELS = 1 << 24
-SMALL_SIDE_PX = 128
-"""Pictures up to this size are kept without loss."""
+SMALL_SIDE_PX = 128  # pictures up to this size are kept without loss
 
 
 def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None) -> Path:
     """Write one HTML page about plan files, plans, and output folders of runs, and return its path.
 
     It opens from disk and asks for nothing from a network. By default it is `report.html` in the
-    folder of a single run, else in this folder.
-
-    Raises:
-        InvalidInput: the extra `report` is not installed, something is neither a plan nor a run, or
-            the page would replace what it shows or a file of a run.
-        InvalidPlan: a file is no valid plan.
+    folder of a single run, else in this folder. Raises InvalidPlan, and InvalidInput without the
+    extra `report`, or if something is neither a plan nor a run, or would be replaced.
 
     Example:
         >>> autotune.report("plan.yaml")
         >>> autotune.report("first-run", "second-run", path="compared.html")
     """
     if not 1 <= len(subjects) <= MAX_SUBJECTS:
-        raise InvalidInput(
-            f"a report shows 1 to {MAX_SUBJECTS} plans or runs, not {len(subjects)}",
-            hint="name a plan file, or the output folder of a run",
-        )
+        what = f"a report shows 1 to {MAX_SUBJECTS} plans or runs, not {len(subjects)}"
+        raise InvalidInput(what, hint=SUBJECTS)
     files = [Path(subject) for subject in subjects if not isinstance(subject, TrainingPlan)]
     folder = files[0] if len(subjects) == 1 and files and files[0].is_dir() else Path()
     target = folder / PAGE_FILE if path is None else Path(path)
@@ -100,47 +87,35 @@ def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> Sub
     if path.is_dir():
         return read_run(path, picture_bytes)
     if not path.is_file():
-        raise InvalidInput(
-            f"there is neither a plan nor a run's folder at {path}",
-            hint="name a plan file, or the output folder of `autotune train`",
-        )
+        raise InvalidInput(f"there is neither a plan nor a run's folder at {path}", hint=SUBJECTS)
     try:
         return Subject(path.name, read_plan(path))
     except AutotuneError as error:
         if path.suffix not in (".yaml", ".yml") and (folder := _folder_of_run(path)):
-            raise InvalidInput(
-                f"{path} is a file inside a run, not a run",
-                hint=f"name the run's folder: autotune report {shlex.quote(str(folder))}",
-            ) from error
+            hint = f"name the run's folder: autotune report {shlex.quote(str(folder))}"
+            raise InvalidInput(f"{path} is a file inside a run, not a run", hint=hint) from error
         raise
 
 
-def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> RunSubject:
-    """Read the output folder of a run, as far as that is possible.
-
-    Raises:
-        InvalidInput: it is not the folder of a run.
-    """
+def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> Subject:
+    """Read the output folder of a run, as far as possible. Raises InvalidInput if it is none."""
     try:
         plan = read_plan(folder / RUN_PLAN_FILE)
     except InvalidPlan as error:
         if (folder / RUN_PLAN_FILE).exists():
             raise
-        hint = "name the folder that `autotune train` writes to"
-        raise InvalidInput(
-            f"{folder} is not the output folder of a run: it has no {RUN_PLAN_FILE}", hint=hint
-        ) from error
+        what = f"{folder} is not the output folder of a run: it has no {RUN_PLAN_FILE}"
+        raise InvalidInput(what, hint=SUBJECTS) from error
     notes: list[str] = []
-    previews = _read_previews(folder, 2 * picture_bytes // 3, notes)
-    comparisons = _read_comparisons(folder, plan.job.preview_prompts, picture_bytes // 3, notes)
-    return RunSubject(
-        name=folder.resolve().name,
-        plan=plan,
+    return Subject(
+        folder.resolve().name,
+        plan,
+        is_run=True,
+        previews=_read_previews(folder, 2 * picture_bytes // 3, notes),
+        comparisons=_read_comparisons(folder, plan.job.preview_prompts, picture_bytes // 3, notes),
         steps=_read_steps(folder / METRICS_FILE, notes),
         report=_read_report(folder / REPORT_FILE, notes),
-        previews=previews,
-        comparisons=comparisons,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
@@ -149,11 +124,8 @@ def _read_steps(path: Path, notes: list[str]) -> Sequence[StepFinished]:
         notes.append(f"{path.name} is over {MAX_METRICS_BYTES >> 20} MiB and was left out.")
         return []
     steps = read_metrics(path, notes.append)
-    possible = [
-        step
-        for step in steps
-        if 0 < step.step <= MAX_STEP and 0 < step.num_steps <= MAX_STEP and step.seconds > 0
-    ]
+    limits = range(1, MAX_STEP + 1)
+    possible = [s for s in steps if s.step in limits and s.num_steps in limits and s.seconds > 0]
     if number := len(steps) - len(possible):
         what = f"{path.name} holds {number} steps with impossible numbers"
         notes.append(f"{what}, which were left out.")
@@ -170,16 +142,18 @@ def _read_report(path: Path, notes: list[str]) -> RunReport | None:
         return None
 
 
-def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> tuple[PreviewPicture, ...]:
+def _read_previews(
+    folder: Path, max_bytes: int, notes: list[str]
+) -> list[tuple[int, int, Picture]]:
     previews = folder / PREVIEWS
     if not previews.is_dir():
-        return ()
+        return []
     found: dict[int, list[tuple[int, Path]]] = {}
-    for _, path in zip(range(MAX_FILES), previews.iterdir(), strict=False):
+    for path in islice(previews.iterdir(), MAX_FILES):
         if named := PREVIEW_NAME.fullmatch(path.name):
             found.setdefault(int(named[2]), []).append((int(named[1]), path))
     numbers = sorted(found)[:MAX_PREVIEW_PROMPTS]
-    pictures: list[PreviewPicture] = []
+    pictures: list[tuple[int, int, Picture]] = []
     for number in numbers:
         steps, most = sorted(found[number]), MAX_PREVIEWS // len(numbers)
         if len(steps) > most:
@@ -188,17 +162,17 @@ def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> tuple[Prev
             picture = _read_picture(path, MAX_SIDE_PX, notes)
             if picture is None:
                 continue
-            max_bytes -= len(picture.content)
+            max_bytes -= len(picture.source)
             if max_bytes < 0:
                 notes.append("Some previews were left out: together they are too large for a page.")
-                return tuple(pictures)
-            pictures.append(PreviewPicture(step, number, picture))
-    return tuple(pictures)
+                return pictures
+            pictures.append((number, step, picture))
+    return pictures
 
 
 def _read_comparisons(
     folder: Path, prompts: Sequence[str], max_bytes: int, notes: list[str]
-) -> tuple[Comparison, ...]:
+) -> list[tuple[str, Picture, Picture]]:
     pairs = []
     for number, prompt in enumerate(prompts[:MAX_PREVIEW_PROMPTS]):
         files = [folder / comparison_file(adapter, number) for adapter in ("without", "with")]
@@ -207,10 +181,10 @@ def _read_comparisons(
         without, adapted = (_read_picture(file, MAX_COMPARED_SIDE_PX, notes) for file in files)
         if without is None or adapted is None:
             continue
-        max_bytes -= len(without.content) + len(adapted.content)
+        max_bytes -= len(without.source) + len(adapted.source)
         if max_bytes >= 0:
-            pairs.append(Comparison(prompt, without, adapted))
-    return tuple(pairs)
+            pairs.append((prompt, without, adapted))
+    return pairs
 
 
 def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | None:
@@ -226,8 +200,9 @@ def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | N
     small.thumbnail((max_side_px, max_side_px))
     kind = "png" if max(small.size) <= SMALL_SIDE_PX else "jpeg"
     content = io.BytesIO()
-    small.save(content, format=kind, **({"quality": 85} if kind == "jpeg" else {}))
-    return Picture(content.getvalue(), kind, small.width, small.height)
+    small.save(content, format=kind, quality=85)  # of a PNG there is none
+    encoded = base64.b64encode(content.getvalue()).decode()
+    return Picture(f"data:image/{kind};base64,{encoded}", *small.size)
 
 
 class RunPage:

@@ -1,52 +1,58 @@
-"""One self-contained HTML page about plans and runs. Pure: objects in, text out.
+"""One self-contained HTML page about plans and runs: objects in, text out, all of it escaped.
 
-All text is untrusted (names, prompts, reasons come from files): the templates escape it. Charts are
-drawn by plotly, whose script is in the page once; `page.js` adds reading by keyboard, and the
-colors of light and dark.
+Charts are figures of plotly in plain dictionaries, whose colors name those of the style sheet, such
+as `--blue`: `page.js` draws them, in light or dark, and has them read by keyboard.
 """
 
 import base64
 import hashlib
+import json
+import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune.errors import InvalidInput
 from autotune.events import StepFinished
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.workload import GOALS
-from autotune.report import text
-from autotune.report.candidates import OUTCOMES, Point, find_worths, nearest_beyond, points_of
-from autotune.report.charts import (
-    SHOWN_BUDGET,
-    Part,
-    Rule,
-    axis,
-    chart,
-    line,
-    marks,
-    memory_unit,
-    thinned,
-)
 from autotune.report.plan import describe_changes, process_workload, settings_items
-from autotune.report.run import (
-    gradient_lines,
-    limit_text,
-    phase_bytes,
-    validation_lines,
-    verdict_lines,
+from autotune.report.run import adapter_lines, limit_text, phase_bytes
+from autotune.report.text import (
+    change_text,
+    loss_text,
+    memory_text,
+    plus_minus,
+    printable_lines,
+    seconds_text,
+    smoothed,
+    time_left_text,
 )
-from autotune.report.text import change_text, loss_text, memory_text, seconds_text, smoothed
 
-HICCUP = 3.0
-"""How many times the median a step must take to be called a hiccup."""
-MAX_SCALE = 2.5
-"""How many times the largest phase the budget may be and still be on the scale."""
+WIDE_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
+SHOWN_BUDGET = 2.0  # times what is shown: a larger budget is not on the chart's scale
+MAX_POINTS = 300  # of a line: as many as a screen shows
+Part = dict[str, Any]  # an axis, a trace, a shape or a figure
+Reading = tuple[float, float, str]  # a point, and what is read of it
+Rule = tuple[str, float, str]  # `x` or `y`, where a line across stands, and its label
+HICCUP = 3.0  # times the median step
+MAX_SCALE = 2.5  # times the largest phase: a larger budget is not on the scale
+MAX_VALUES = 4  # of a knob that are compared: of numbers of blocks there are many
+OUTCOMES = {
+    "ok": "ran",
+    "oom": "ran out of memory",
+    "host_oom": "ran out of the host's memory",
+    "spill": "spilled into host memory",
+    "timeout": "took too long",
+    "unsupported": "is not supported here",
+    "numerics": "computed wrong numbers",
+    "crash": "crashed",
+    "unpaid": "takes longer to start than it saves",
+}
 LEGEND = {  # later ones are drawn above
     "failed": "tried, did not run",
     "beyond": "predicted not to fit",
@@ -54,63 +60,176 @@ LEGEND = {  # later ones are drawn above
     "measured": "measured here",
     "chosen": "chosen",
 }
+# Phases of a prediction by the names that rehearsals have.
 PHASE_TITLES = {"load": "loading", "cache": "caching", "train": "training", "preview": "previews"}
-"""Phases of a prediction by the names that rehearsals have."""
 
 
-@dataclass(frozen=True)
-class Picture:
+def _marker(symbol: str, size: int, color: str) -> Part:
+    marker = {"symbol": symbol, "size": size, "color": color, "line": {"width": 2}}
+    return {"mode": "markers", "marker": marker}
+
+
+LOOKS: dict[str, Part] = {  # they differ without color, too
+    "predicted": _marker("circle-open", 10, "--blue"),
+    "measured": _marker("circle", 11, "--blue"),
+    "beyond": _marker("x-thin-open", 8, "--gray"),
+    "failed": _marker("square-x-open", 12, "--gray"),
+    "chosen": _marker("diamond-open", 20, "--orange"),
+    "smooth": {"mode": "lines", "line": {"color": "--blue", "width": 2}},
+    "raw": {"mode": "lines", "line": {"color": "--raw", "width": 1}},
+    "front": {
+        "mode": "lines",
+        "line": {"color": "--gray", "width": 1.2, "dash": "dot", "shape": "hv"},
+    },
+}
+_FONT = {"family": "system-ui, sans-serif", "size": 13, "color": "--text"}
+_LAYOUT = {
+    "font": _FONT,
+    "paper_bgcolor": "--back",
+    "plot_bgcolor": "--back",
+    "hoverlabel": {"bgcolor": "--panel", "bordercolor": "--text", "font": _FONT, "align": "left"},
+    "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "reversed"},
+    "margin": dict.fromkeys("lrtb", 10),
+    "uirevision": True,
+}
+
+
+class Picture(NamedTuple):
     """An image that was read, made small and encoded anew: what its file held besides is gone."""
 
-    content: bytes
-    kind: str
-    """`png` or `jpeg`."""
+    source: str  # a `data:` address
     width: int
     height: int
-
-    @property
-    def source(self) -> str:
-        """The `src` of an image whose bytes are in the page."""
-        return f"data:image/{self.kind};base64,{base64.b64encode(self.content).decode()}"
-
-
-@dataclass(frozen=True)
-class PreviewPicture:
-    """A preview of a run."""
-
-    step: int
-    number: int
-    """Which of the job's prompts it shows."""
-    picture: Picture
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The same prompt and noise without and with the adapter."""
-
-    label: str
-    without: Picture
-    with_adapter: Picture
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A plan that a page shows, under the name that the user gave it."""
+    """A plan under the name that the user gave it, or a run, finished or not, with its plan."""
 
     name: str
     plan: TrainingPlan
+    is_run: bool = False
+    steps: Sequence[StepFinished] = ()
+    report: RunReport | None = None
+    previews: Sequence[tuple[int, int, Picture]] = ()  # which prompt, after which step
+    comparisons: Sequence[tuple[str, Picture, Picture]] = ()  # a prompt without, with
+    notes: Sequence[str] = ()  # what could not be read, or was left out
 
 
 @dataclass(frozen=True)
-class RunSubject(Subject):
-    """A run, finished or not, and its plan as it was run."""
+class Point:
+    """A candidate of a plan as the chart of memory and speed shows it."""
 
-    steps: Sequence[StepFinished] = ()
-    report: RunReport | None = None
-    previews: tuple[PreviewPicture, ...] = ()
-    comparisons: tuple[Comparison, ...] = ()
-    notes: tuple[str, ...] = ()
-    """What could not be read, or was left out."""
+    candidate: Candidate
+    images_per_second: float
+    run_memory_bytes: int
+    kind: str  # `measured`, `predicted`, `beyond` (predicted not to fit) or `failed` (in a trial)
+    outcome: str
+    is_chosen: bool = False
+    is_front: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """True if it ran, or is predicted to."""
+        return self.kind in ("measured", "predicted")
+
+
+def points_of(plan: TrainingPlan) -> list[Point]:
+    """Return every candidate of the plan, measured if a trial ran it, else predicted."""
+    frozen, batch = plan.frozen, process_workload(plan).effective_batch_size
+    expected, settings = frozen.expected, frozen.settings
+    alternatives = frozen.forecast.alternatives if frozen.forecast else ()
+    predicted = {each.candidate(settings): each for each in alternatives}
+    found: dict[Candidate, Point] = {}
+
+    def add(candidate: Candidate, seconds: float, size: int, kind: str, outcome: str) -> None:
+        chosen = candidate == settings
+        found[candidate] = Point(candidate, batch / seconds, size, kind, outcome, chosen)
+
+    for candidate, each in predicted.items():
+        size = each.run_memory_bytes
+        if expected.phases:  # a rehearsal has measured what the process takes besides a step
+            size = max(size, each.step_memory_bytes + expected.process_memory_bytes)
+        fits = size <= frozen.hardware.budget_bytes
+        outcome = "predicted to fit" if fits else "predicted not to fit"
+        add(candidate, each.step_seconds, size, "predicted" if fits else "beyond", outcome)
+    for trial in frozen.trials:
+        seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
+        if seconds and peak and trial.outcome == "ok":
+            word = f"measured in a {'longer' if trial.confirms else 'short'} trial"
+            size = peak + expected.process_memory_bytes
+            add(trial.candidate, seconds, size, "measured", word)
+        elif trial.candidate in predicted and trial.outcome != "ok":
+            each = predicted[trial.candidate]
+            word = f"tried: {OUTCOMES[trial.outcome]} (placed by its prediction)"
+            add(trial.candidate, each.step_seconds, each.run_memory_bytes, "failed", word)
+    kind = expected.evidence
+    add(settings, expected.step_seconds, expected.run_memory_bytes, kind, f"chosen, {kind}")
+    least = math.inf
+    for point in sorted(found.values(), key=lambda p: (-p.images_per_second, p.run_memory_bytes)):
+        if point.runs and point.run_memory_bytes < least:
+            least = point.run_memory_bytes
+            found[point.candidate] = replace(point, is_front=True)
+    return list(found.values())
+
+
+def nearest_beyond(plan: TrainingPlan, points: Sequence[Point]) -> Point | None:
+    """Find what is least over the budget: a failed trial, else a faster or any prediction."""
+    tried = {t.candidate for t in plan.frozen.trials if t.outcome in ("oom", "spill")}
+    failed = [point for point in points if point.kind == "failed" and point.candidate in tried]
+    beyond = [point for point in points if point.kind == "beyond"]
+    chosen = next(point for point in points if point.is_chosen)
+    faster = [point for point in beyond if point.images_per_second > chosen.images_per_second]
+    return min(failed or faster or beyond, key=lambda point: point.run_memory_bytes, default=None)
+
+
+class Worth(NamedTuple):
+    """The best that is known with another value of a knob."""
+
+    knob: str
+    value: str
+    point: Point
+    speed: float  # relative to the chosen settings by the same evidence
+    memory_bytes: int  # more than the chosen settings need
+
+
+def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
+    """Compare the best candidate with each other value of a knob with the chosen settings."""
+    from autotune.knobs.registry import KNOBS
+
+    frozen, work = plan.frozen, process_workload(plan)
+    chosen = next(point for point in points if point.is_chosen)
+    own = [t for t in frozen.trials if t.candidate == frozen.settings and t.outcome == "ok"]
+    measured = chosen.images_per_second
+    if own:
+        seconds = own[0].median_step_seconds or frozen.expected.step_seconds
+        measured = work.effective_batch_size / seconds
+    worths = []
+    for knob in KNOBS:
+        values = dict.fromkeys(getattr(point.candidate, knob.name) for point in points)
+        for value in _other_values(list(values), getattr(frozen.settings, knob.name)):
+            having = [point for point in points if getattr(point.candidate, knob.name) == value]
+            running = [p for p in having if p.runs]
+            best = max(
+                [p for p in running if p.kind == "measured"] or running,
+                key=lambda p: p.images_per_second,
+                default=min(having, key=lambda p: p.run_memory_bytes),
+            )
+            reference = measured if best.kind == "measured" else chosen.images_per_second
+            speed = best.images_per_second / reference - 1
+            words = f"{knob.title}: {knob.describe(value, work)}"
+            more = best.run_memory_bytes - chosen.run_memory_bytes
+            worths.append(Worth(knob.name, words, best, speed, more))
+    return sorted(worths, key=lambda worth: (not worth.point.runs, worth.speed))
+
+
+def _other_values(values: list[Choice], current: Choice) -> list[Choice]:
+    others = [value for value in values if value != current]
+    if all(isinstance(value, int) for value in values) and len(others) > MAX_VALUES:
+        below = sorted(int(value) for value in others if int(value) < int(current))
+        above = sorted(int(value) for value in others if int(value) > int(current))
+        return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))
+    return others
 
 
 def has_plotly() -> bool:
@@ -119,45 +238,18 @@ def has_plotly() -> bool:
 
 
 def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
-    """Write a page as HTML: its policy admits no script but its own, and no request.
-
-    Raises:
-        InvalidInput: the extra `report` is not installed.
-    """
+    """Write a page that admits no script but its own, and no request. Raises InvalidInput."""
     if not has_plotly():
         hint = "install it: pip install 'lora-autotune[report]'"
         raise InvalidInput("charts are drawn by plotly, which is not installed", hint=hint)
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
-    templates = _templates()
-    script = f"{get_plotlyjs()}\n{templates.get_template('page.js').render()}"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    views = [
-        {"plan": _plan_view(each), "run": _run_view(each) if isinstance(each, RunSubject) else None}
-        for each in subjects
-    ]
-    page: str = templates.get_template("report.html").render(
-        views=views, version=autotune_version, script=Markup(script), digest=Markup(digest)
-    )
-    return page
-
-
-@cache
-def _templates() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
-
-    def finalize(value: object) -> str:
-        return value if isinstance(value, Markup) else text.printable_lines(str(value))
-
-    def difference(promised: float, measured: float | None, digits: int = 1) -> str:
-        return change_text(measured / promised - 1, digits) if measured and promised else "-"
+    from plotly.offline import get_plotlyjs
 
     templates = Environment(
         loader=PackageLoader("autotune.report"),
         autoescape=True,
-        finalize=finalize,
+        finalize=lambda value: value if isinstance(value, Markup) else printable_lines(str(value)),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -165,15 +257,27 @@ def _templates() -> Any:
     templates.globals |= {
         "memory": memory_text,
         "seconds": seconds_text,
-        "uncertainty": text.plus_minus,
+        "uncertainty": plus_minus,
         "loss": loss_text,
         "rate": "{:.3g}".format,
         "percent": "{:+.0%}".format,
-        "time_left": text.time_left_text,
-        "difference": difference,
+        "time_left": time_left_text,
+        "difference": _difference,
         "outcomes": OUTCOMES,
     }
-    return templates
+    script = f"{get_plotlyjs()}\n{templates.get_template('page.js').render()}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    views = [
+        {"plan": _plan_view(each), "run": _run_view(each) if each.is_run else None}
+        for each in subjects
+    ]
+    return templates.get_template("report.html").render(
+        views=views, version=autotune_version, script=Markup(script), digest=Markup(digest)
+    )
+
+
+def _difference(promised: float, measured: float | None, digits: int = 1) -> str:
+    return change_text(measured / promised - 1, digits) if measured and promised else "-"
 
 
 def _plan_view(subject: Subject) -> dict[str, Any]:
@@ -191,16 +295,14 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
     measured = phase_bytes(expected.phases, expected.process_memory_bytes)
     phases = () if measured or not forecast else forecast.phases
     promised = {PHASE_TITLES.get(each.name, each.name): each.run_memory_bytes for each in phases}
+    like = [point for point in points if point.kind == chosen.kind]
     return {
         "subject": subject,
         "frozen": frozen,
         "work": work,
         "goal": GOALS[work.objective],
         "num_tried": sum(not trial.confirms for trial in frozen.trials),
-        "is_tie": any(
-            point.images_per_second > chosen.images_per_second and point.kind == chosen.kind
-            for point in points
-        ),
+        "is_tie": any(point.images_per_second > chosen.images_per_second for point in like),
         "nearest": nearest_beyond(plan, points),
         "points": sorted(points, key=lambda point: -point.images_per_second),
         "chart": _scatter(points, named, frozen.hardware.budget_bytes),
@@ -215,9 +317,9 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
 
 def _scatter(points: Sequence[Point], named: Callable[[Candidate], str], budget: int) -> Part:
     is_near = budget <= SHOWN_BUDGET * max(point.run_memory_bytes for point in points)
-    unit, suffix = memory_unit([point.run_memory_bytes for point in points])
+    unit, suffix = _memory_unit([point.run_memory_bytes for point in points])
 
-    def read(point: Point) -> tuple[float, float, str]:
+    def read(point: Point) -> Reading:
         front = ", on the Pareto front" if point.is_front else ""
         like = "" if point.is_chosen else "like the chosen, but "
         tip = (
@@ -226,19 +328,19 @@ def _scatter(points: Sequence[Point], named: Callable[[Candidate], str], budget:
         )
         return point.run_memory_bytes / unit, point.images_per_second, tip
 
-    front = line("front", sorted(read(point)[:2] for point in points if point.is_front))
-    traces = [{**front, "name": "Pareto front"}]
+    front = sorted((*read(point)[:2], "") for point in points if point.is_front)
+    traces = [_trace("front", front, "Pareto front")]
     for kind, words in LEGEND.items():
         own = [p for p in points if (p.is_chosen if kind == "chosen" else p.kind == kind)]
-        traces += [marks(kind, list(map(read, own)), words)] if own else []
+        traces += [_trace(kind, list(map(read, own)), words)] if own else []
     beyond = "" if is_near else f" The budget, {memory_text(budget)}, is far beyond the right end."
     means = "up is faster, left needs less memory, and nothing beats the Pareto front in both"
     memory = [point.run_memory_bytes / unit for point in points]
-    return chart(
+    return _chart(
         f"Each mark is one set of settings: {means}.{beyond}",
         traces,
-        axis("run memory, in its neediest phase", memory, suffix=suffix),
-        axis("speed in images/s", [point.images_per_second for point in points]),
+        _axis("run memory, in its neediest phase", memory, suffix=suffix),
+        _axis("speed in images/s", [point.images_per_second for point in points]),
         [("x", budget / unit, f"budget {memory_text(budget)}")] if is_near else (),
     )
 
@@ -263,31 +365,24 @@ def _bars(plan: TrainingPlan, measured: dict[str, int], promised: dict[str, int]
     return {"rows": rows, "scale": scale, "is_pair": is_pair, "limit": limit, "caption": caption}
 
 
-def _run_view(subject: RunSubject) -> dict[str, Any]:
+def _run_view(subject: Subject) -> dict[str, Any]:
     steps, report, plan = subject.steps, subject.report, subject.plan
     expected, prompts = plan.frozen.expected, plan.job.preview_prompts
     view: dict[str, Any] = {"subject": subject, "report": report, "expected": expected}
     if steps:
         measured = report.measured_step_seconds if report else statistics.median(_seconds(steps))
         waits = statistics.fmean(step.data_seconds for step in steps[2:] or steps)
-        view |= {
-            "loss": smoothed([step.loss for step in steps])[-1],
-            "step_seconds": measured,
-            "limit": limit_text(plan, measured, waits),
-        }
-    view["verdict"] = []
-    if report and report.verdict:
-        view["verdict"] = [*verdict_lines(report.verdict), *gradient_lines(report)]
-        view["verdict"] += validation_lines(report.validation) if report.validation else []
+        view["loss"] = smoothed([step.loss for step in steps])[-1]
+        view |= {"step_seconds": measured, "limit": limit_text(plan, measured, waits)}
+    view["verdict"] = adapter_lines(report) if report and report.verdict else []
     if report:
         own = expected.process_memory_bytes
         both = (phase_bytes(each, own) for each in (report.phases, report.expected_phases))
         view["phases"] = _bars(plan, *both)
     view["charts"] = _run_charts(subject) if len(steps) > 1 else []
-    previews = sorted(subject.previews, key=lambda each: (each.number, each.step))
     view["previews"] = [
         (prompts[number] if number < len(prompts) else f"prompt {number + 1}", list(pictures))
-        for number, pictures in groupby(previews, lambda each: each.number)
+        for number, pictures in groupby(sorted(subject.previews), lambda each: each[0])
     ]
     return view
 
@@ -296,16 +391,21 @@ def _seconds(steps: Sequence[StepFinished]) -> list[float]:
     return [step.seconds for step in steps[2:] or steps]  # the first ones warm up
 
 
-def _run_charts(subject: RunSubject) -> list[tuple[str, Part]]:
+def _run_charts(subject: Subject) -> list[tuple[str, Part]]:
     steps, frozen = subject.steps, subject.plan.frozen
     numbers, losses = [float(step.step) for step in steps], [step.loss for step in steps]
-    smooth = thinned(list(zip(numbers, smoothed(losses), strict=True)))
+
+    smooth = list(zip(numbers, smoothed(losses), strict=True))
+
+    def lost(at: float, loss: float) -> str:
+        return f"step {at:.0f}: smoothed loss {loss_text(loss)}"
+
     lines = [
-        line("raw", thinned(list(zip(numbers, losses, strict=True)))),
-        line("smooth", smooth, lambda loss: f"smoothed loss {loss_text(loss)}"),
+        _trace("raw", _thinned(list(zip(numbers, losses, strict=True)))),
+        _trace("smooth", _thinned(smooth, lost)),
     ]
     title = "Loss of each step (thin) and smoothed (thick)."
-    charts = [("Loss", chart(title, lines, axis("step"), axis("loss", losses)))]
+    charts = [("Loss", _chart(title, lines, _axis("step"), _axis("loss", losses)))]
     if held_out := _held_out(steps):
         charts.append(("Held-out images", held_out))
 
@@ -314,28 +414,36 @@ def _run_charts(subject: RunSubject) -> list[tuple[str, Part]]:
     number = f"{len(hiccups)} hiccup{'s' * (len(hiccups) != 1)}"
     slow = f"{number} (over {HICCUP:.0f} times the median of {seconds_text(median)})"
     cost = f", {seconds_text(sum(hiccups))} lost to them" if hiccups else ""
-    seconds = thinned([(float(step.step), step.seconds) for step in steps], max)
-    times = chart(
+    seconds = [(float(step.step), step.seconds) for step in steps]
+
+    def took(at: float, seconds: float) -> str:
+        return f"step {at:.0f}: {seconds_text(seconds)}, {seconds / planned:.3g} times the plan"
+
+    times = _chart(
         f"Seconds of each step, the slowest of neighbors. {slow}{cost}.",
-        [line("smooth", seconds, lambda s: f"{seconds_text(s)}, {s / planned:.3g} times the plan")],
-        axis("step"),
-        axis("seconds", suffix=" s", from_zero=True),
+        [_trace("smooth", _thinned(seconds, took, max))],
+        _axis("step"),
+        _axis("seconds", suffix=" s", from_zero=True),
         [("y", planned, f"planned {seconds_text(planned)}")],
     )
 
     promise, budget = frozen.expected.run_memory_bytes, frozen.hardware.budget_bytes
     sizes = [step.memory_bytes for step in steps]
-    unit, suffix = memory_unit([promise, *sizes])
+    unit, suffix = _memory_unit([promise, *sizes])
     rules: list[Rule] = [("y", promise / unit, f"promised {memory_text(promise)}")]
     far = f" The budget, {memory_text(budget)}, is far above."
     if budget <= SHOWN_BUDGET * max(promise, *sizes):
         rules, far = [*rules, ("y", budget / unit, f"budget {memory_text(budget)}")], ""
-    held = thinned([(float(step.step), step.memory_bytes / unit) for step in steps], max)
-    memory = chart(
+    held = [(float(step.step), step.memory_bytes / unit) for step in steps]
+
+    def holds(at: float, size: float) -> str:
+        return f"step {at:.0f}: {memory_text(size * unit)} held"
+
+    memory = _chart(
         f"Memory that is held between steps, and what is promised for the whole run.{far}",
-        [line("smooth", held, lambda size: f"{memory_text(size * unit)} held")],
-        axis("step"),
-        axis("memory", suffix=suffix),
+        [_trace("smooth", _thinned(held, holds, max))],
+        _axis("step"),
+        _axis("memory", suffix=suffix),
         rules,
     )
     return [*charts, ("Step time", times), ("Memory", memory)]
@@ -347,16 +455,109 @@ def _held_out(steps: Sequence[StepFinished]) -> Part | None:
     if not points or not bases:
         return None
     base, lowest = bases[-1], min(points, key=lambda point: point[1])
-    read = []
-    for at, loss in sorted({*thinned(points), lowest}):
+
+    def words(at: float, loss: float) -> str:
         change = change_text(loss / base - 1, 1) if base > 0 else "-"
-        read.append((at, loss, f"after step {at:.0f}: {loss_text(loss)}, {change}"))
-    best = f"lowest {loss_text(lowest[1])} after step {lowest[0]:.0f}"
+        return f"after step {at:.0f}: {loss_text(loss)}, {change}"
+
+    best = (*lowest, words(*lowest))
+    read = sorted({*_thinned(points, words), best})
     lines = [
-        line("smooth", [point[:2] for point in read]),
-        marks("measured", [point for point in read if point[:2] != lowest]),
-        marks("chosen", [point for point in read if point[:2] == lowest]),
+        _trace("smooth", [(at, loss, "") for at, loss, _ in read]),
+        _trace("measured", [point for point in read if point != best]),
+        _trace("chosen", [best]),
     ]
-    y = axis("loss", [base, *(loss for _, loss, _ in read)])
+    title = f"lowest {loss_text(lowest[1])} after step {lowest[0]:.0f}"
+    y = _axis("loss", [base, *(loss for _, loss, _ in read)])
     rule: Rule = ("y", base, f"without the adapter {loss_text(base)}")
-    return chart(f"Loss on images that never train: {best}.", lines, axis("step"), y, [rule])
+    return _chart(f"Loss on images that never train: {title}.", lines, _axis("step"), y, [rule])
+
+
+def _axis(
+    label: str, values: Iterable[float] = (), *, suffix: str = "", from_zero: bool = False
+) -> Part:
+    known = list(values)
+    is_log = not from_zero and 0 < WIDE_RATIO * min(known, default=0) < max(known, default=0)
+    return {
+        "gridcolor": "--line",
+        "linecolor": "--gray",
+        "showline": True,
+        "zeroline": False,
+        "tickformat": ".6~g",
+        "title": {"text": label, "standoff": 8},
+        "ticksuffix": suffix,
+        "type": "log" if is_log else "linear",
+        "rangemode": "tozero" if from_zero else "normal",
+        "nticks": 3 if is_log else 7,
+        "automargin": True,
+    }
+
+
+def _memory_unit(sizes: Sequence[float]) -> tuple[float, str]:
+    return (2.0**30, " GiB") if max(sizes, default=0) >= 2**30 else (2.0**20, " MiB")
+
+
+def _trace(look: str, points: Sequence[Reading], name: str | None = None) -> Part:
+    words = [printable_lines(text) for _, _, text in points if text]
+    return {
+        **LOOKS[look],
+        "name": name,
+        "x": [x for x, _, _ in points],
+        "y": [y for _, y, _ in points],
+        "customdata": words,
+        "hoverinfo": "text" if words else "skip",
+    }
+
+
+def _thinned(
+    points: Sequence[tuple[float, float]],
+    words: Callable[[float, float], str] = lambda x, y: "",
+    keep: Callable[[Sequence[float]], float] = lambda values: values[-1],
+) -> list[Reading]:
+    """Return at most `MAX_POINTS` points: the last `x` of neighbors, and `keep` of their `y`."""
+    size = -(-len(points) // MAX_POINTS)
+    chunks = [points[start : start + size] for start in range(0, len(points), max(1, size))]
+    kept = [(chunk[-1][0], keep([y for _, y in chunk])) for chunk in chunks]
+    return [(x, y, words(x, y)) for x, y in kept]
+
+
+def _chart(
+    title: str, traces: Sequence[Part], x: Part, y: Part, rules: Sequence[Rule] = ()
+) -> Part:
+    named = [{"type": "scatter", "showlegend": bool(t["name"]), **t} for t in traces]
+    shapes = [
+        _rule(rule, side, {"x": x, "y": y}[rule[0]], [at for t in named for at in t[rule[0]]])
+        for rule, side in zip(rules, ("end", "start"), strict=False)
+    ]
+    layout = _LAYOUT | {"xaxis": x, "yaxis": y, "shapes": shapes, "hoverdistance": -1}
+    has_marks = any(trace["mode"] == "markers" for trace in named)
+    layout["hovermode"] = "closest" if has_marks else "x"
+    figure = json.dumps({"data": named, "layout": layout}, allow_nan=False)
+    return {"title": title, "figure": figure}
+
+
+def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
+    """A dashed line across, whose label stays on the chart wherever the line lies."""
+    way, value, text = rule
+    other = "y" if way == "x" else "x"
+    is_from_zero = axis["rangemode"] == "tozero"
+    is_lowest = way == "y" and value <= min(shown, default=0.0) and not is_from_zero
+    if way == "x":
+        low, high = min(*shown, value), max(*shown, value)
+        middle = (low * high) ** 0.5 if axis["type"] == "log" else (low + high) / 2
+        side = "end" if value > middle else "start"
+    label = {
+        "text": text,
+        "padding": 3,
+        "textangle": 0,
+        "textposition": side if way == "y" else "end",
+        "xanchor": {"end": "right", "start": "left"}[side],
+        "yanchor": "bottom" if is_lowest else "top",
+    }
+    return {
+        "type": "line",
+        **{f"{way}0": value, f"{way}1": value, f"{other}0": 0, f"{other}1": 1},
+        f"{other}ref": f"{other} domain",
+        "line": {"color": "--text", "width": 1.5, "dash": "dash"},
+        "label": label,
+    }

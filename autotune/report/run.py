@@ -72,9 +72,7 @@ def report_lines(report: RunReport) -> list[str]:
     lines += [f"limited by {report.limited_by}"] if report.limited_by else []
     if error := report.quantization_error:
         lines.append(error_text(error, report.settings.quantization))
-    lines += verdict_lines(report.verdict) if report.verdict else []
-    lines += validation_lines(report.validation) if report.validation else []
-    lines += [*gradient_lines(report), *(f"warning: {warning}" for warning in report.warnings)]
+    lines += [*adapter_lines(report), *(f"warning: {warning}" for warning in report.warnings)]
     return [part for line in lines for part in wrapped(line)]
 
 
@@ -125,8 +123,20 @@ def error_text(error: QuantizationError, weight_format: str) -> str:
     return f"{weight_format}: {error.overall:.1%} off their real outputs, {worst}"
 
 
-def verdict_lines(verdict: AdapterVerdict) -> list[str]:
-    """Tell how many layers of the adapter moved and how far, and its loss on fresh noise."""
+def adapter_lines(report: RunReport) -> list[str]:
+    """Tell how the adapter's layers moved, its losses, and how many gradients stood out."""
+    lines = _verdict_lines(report.verdict) if report.verdict else []
+    lines += _validation_lines(report.validation) if report.validation else []
+    if spikes := report.gradient_spikes:
+        lines.append(f"gradients far above those before (spikes): {spikes} of {report.num_steps}")
+    if nonfinite := report.nonfinite_gradients:
+        lines.append(f"gradients that were not finite, taken again: {nonfinite}")
+    if skipped := report.overflowed_gradients:
+        lines.append(f"steps skipped because gradients overflowed fp16: {skipped}")
+    return lines
+
+
+def _verdict_lines(verdict: AdapterVerdict) -> list[str]:
     norms = sorted((norm, name) for name, norm in verdict.layer_norms.items() if norm)
     unused = verdict.num_layers - len(norms) - verdict.num_unmoved - verdict.num_not_finite
     norms = norms or [(0.0, "any")]
@@ -146,8 +156,7 @@ def verdict_lines(verdict: AdapterVerdict) -> list[str]:
     return lines
 
 
-def validation_lines(held_out: ValidationResult) -> list[str]:
-    """Tell the loss on held-out images, and where it was lowest."""
+def _validation_lines(held_out: ValidationResult) -> list[str]:
     number = f"{held_out.num_images} held-out image{'s' * (held_out.num_images != 1)}"
     final, lowest = held_out.final_loss, held_out.lowest_step
     last = "not finite after the last step"
@@ -157,16 +166,4 @@ def validation_lines(held_out: ValidationResult) -> list[str]:
     if final is None or held_out.lowest_loss < final:
         kept = "kept" if held_out.kept_step == lowest else "not kept: --keep-best would"
         lines.append(f"  lowest {held_out.lowest_loss:.4f} after step {lowest}, {kept}")
-    return lines
-
-
-def gradient_lines(report: RunReport) -> list[str]:
-    """Tell how many gradients stood out, if any did."""
-    lines = []
-    if spikes := report.gradient_spikes:
-        lines = [f"gradients far above those before (spikes): {spikes} of {report.num_steps}"]
-    if nonfinite := report.nonfinite_gradients:
-        lines.append(f"gradients that were not finite, taken again: {nonfinite}")
-    if skipped := report.overflowed_gradients:
-        lines.append(f"steps skipped because gradients overflowed fp16: {skipped}")
     return lines

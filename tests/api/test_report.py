@@ -1,5 +1,6 @@
 """`report`: where it writes, and what it makes of folders that somebody else filled."""
 
+import base64
 import random
 from pathlib import Path
 
@@ -79,18 +80,17 @@ def test_a_damaged_folder_has_a_page_that_says_so(run: Path) -> None:
 def test_steps_that_cannot_be_read_are_named(run: Path, damage: bytes) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + damage)
-    assert read_run(run).notes == (
-        "metrics.jsonl is damaged in line 101: no step from there on is known.",
-    )
+    told = "metrics.jsonl is damaged in line 101: no step from there on is known."
+    assert read_run(run).notes == [told]
 
 
 def test_a_killed_run_is_not_damaged(run: Path) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 101, "lo')
-    assert read_run(run).notes == ()
+    assert read_run(run).notes == []
     metrics.unlink()
     (run / "report.json").unlink()
-    assert read_run(run).notes == ()
+    assert read_run(run).notes == []
     assert "no step has been taken yet" in autotune.report(run).read_text()
 
 
@@ -127,9 +127,10 @@ def test_a_hostile_folder_gets_no_markup_into_the_page(tmp_path: Path) -> None:
 def test_a_picture_is_encoded_anew(run: Path) -> None:
     picture = run / "previews/step-000025-0.png"
     picture.write_bytes(picture.read_bytes() + b"<script>appended</script>")
-    kept = read_run(run).previews[0].picture
-    assert b"appended" not in kept.content
-    assert (kept.width, kept.height, kept.kind) == (64, 64, "png")
+    _, _, kept = read_run(run).previews[0]
+    start, _, content = kept.source.partition(",")
+    assert b"appended" not in base64.b64decode(content)
+    assert (start, kept.width, kept.height) == ("data:image/png;base64", 64, 64)
 
 
 def test_pictures_stay_within_bounds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +140,10 @@ def test_pictures_stay_within_bounds(run: Path, monkeypatch: pytest.MonkeyPatch)
     Image.new("L", (5000, 5000)).save(run / "previews/step-000003-0.png", format="PNG")
     subject = read_run(run)
     assert len(subject.previews) in (MAX_PREVIEWS - 1, MAX_PREVIEWS)
-    assert {subject.previews[0].step, subject.previews[-1].step} == {1, 99}
-    assert all(max(each.picture.width, each.picture.height) <= 320 for each in subject.previews)
+    assert {subject.previews[0][1], subject.previews[-1][1]} == {1, 99}
+    assert all(max(picture[1:]) <= 320 for _, _, picture in subject.previews)
     few = read_run(run, picture_bytes=1000)
-    assert sum(len(each.picture.content) for each in few.previews) < 1000
+    assert sum(len(picture.source) for _, _, picture in few.previews) < 1000
     assert any("left out" in note for note in few.notes)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autotune.events import StepFinished
-from autotune.report.run import validation_lines
+from autotune.report.run import adapter_lines
 from autotune.train import validation
 from autotune.train.folder import ADAPTER_FILE, read_report
 from autotune.train.loop import TrainingLoop
@@ -107,7 +107,7 @@ def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
     assert sum(warning.startswith(told) for warning in report.warnings) == 1
     assert report.validation
     assert (report.validation.lowest_step, report.validation.final_loss) == (1, None)
-    assert "not finite after the last step" in validation_lines(report.validation)[0]
+    assert "not finite after the last step" in "".join(adapter_lines(report))
     assert report.verdict
     assert report.verdict.adapter_loss is None
 

@@ -6,16 +6,15 @@ from autotune.events import StepFinished
 from autotune.plan.candidate import PhasePeak
 from autotune.plan.file import read_plan, with_job
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
-from autotune.report.page import Comparison, Picture, PreviewPicture, RunSubject, Subject
+from autotune.report.page import Picture, Subject
 
 FOLDER = Path(__file__).parents[2] / "search/golden"
 
 GIB = 2**30
-PIXEL = bytes.fromhex(
-    "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63f8cfc0f01f00050001ff"
-    "56c72f0d0000000049454e44ae426082"
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR4nGP4z8DwHwAFAAH/VscvDQAAAABJRU5ErkJggg=="
 )
-"""A PNG of one pixel."""
 HOSTILE = (
     "</title><script>window.hacked = 1</script>\"'><img src=x "
     "onerror=window.hacked=1>&amp;\u202e\x00"
@@ -78,14 +77,15 @@ def run_report(plan: TrainingPlan) -> RunReport:
     )  # fmt: skip
 
 
-def run_subject(*, finished: bool = True, prompt: str = "a red heart") -> RunSubject:
+def run_subject(*, finished: bool = True, prompt: str = "a red heart") -> Subject:
     plan = with_job(golden_plan(), preview_prompts=(prompt,))
-    picture = Picture(PIXEL, "png", 1, 1)
-    return RunSubject(
+    picture = Picture(f"data:image/png;base64,{PIXEL}", 1, 1)
+    return Subject(
         name="first-run",
+        is_run=True,
         plan=plan,
         steps=steps_of(100 if finished else 40),
         report=run_report(plan) if finished else None,
-        previews=tuple(PreviewPicture(step, 0, picture) for step in (25, 50)),
-        comparisons=(Comparison(prompt, picture, picture),) if finished else (),
+        previews=tuple((0, step, picture) for step in (25, 50)),
+        comparisons=((prompt, picture, picture),) if finished else (),
     )

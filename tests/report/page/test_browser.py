@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from autotune.report.candidates import points_of
-from autotune.report.page import build_page
+from autotune.report.page import build_page, points_of
 from tests.report.page.pages import golden_plan, plan_subject, run_subject
 from tests.report.page.test_page import hostile_plan
 

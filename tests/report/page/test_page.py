@@ -12,8 +12,7 @@ from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
 from autotune.plan.plan import Reason, Rejected
-from autotune.report.candidates import Point, find_worths, points_of
-from autotune.report.page import Subject, build_page
+from autotune.report.page import Point, Subject, build_page, find_worths, points_of
 from tests.report.page.pages import HOSTILE, golden_plan, plan_subject, run_subject
 
 
@@ -62,7 +61,7 @@ def test_a_page_is_whole_by_itself(subject: Subject) -> None:
     assert str(policy).startswith("default-src 'none'")
     assert str(policy).endswith(f"script-src 'sha256-{digest}'")
     figures = [attrs["data-figure"] for _, attrs in tags if "data-figure" in attrs]
-    assert len(figures) == (4 if "report" in dir(subject) else 1)
+    assert len(figures) == (4 if subject.is_run else 1)
     for figure in figures:
         Figure(json.loads(re.sub('"--[a-z]+"', '"#123456"', figure or "")))
 
