@@ -9,21 +9,20 @@ from itertools import islice
 from pathlib import Path
 
 from autotune.data.pixels import open_image, to_rgb
-from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, first_line
+from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.events import Event, Notice, OnEvent, PreviewsWritten, StepFinished
 from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import RunReport, TrainingPlan
-from autotune.report.page import Picture, Subject, build_page, has_plotly
+from autotune.report.page import Picture, Preview, Subject, build_page, has_plotly
 from autotune.report.run import PAGE_FILE
 from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.version import __version__
 from autotune.train.folder import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
 from autotune.train.metrics import METRICS_FILE, read_metrics
 
-MAX_PAGE_BYTES = 8 << 20
+MAX_PAGE_BYTES = 8 << 20  # of a run's report, too
 MAX_METRICS_BYTES = 64 << 20  # some 200,000 steps
-MAX_REPORT_BYTES = 8 << 20
 MAX_SUBJECTS = 8
 SUBJECTS = "name a plan file, or the output folder of `autotune train`"
 MAX_STEP = 10**9
@@ -45,7 +44,6 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     extra `report`, or if something is neither a plan nor a run, or would be replaced.
 
     Example:
-        >>> autotune.report("plan.yaml")
         >>> autotune.report("first-run", "second-run", path="compared.html")
     """
     if not 1 <= len(subjects) <= MAX_SUBJECTS:
@@ -99,14 +97,11 @@ def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> Sub
 
 def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> Subject:
     """Read the output folder of a run, as far as possible. Raises InvalidInput if it is none."""
-    try:
-        plan = read_plan(folder / RUN_PLAN_FILE)
-    except InvalidPlan as error:
-        if (folder / RUN_PLAN_FILE).exists():
-            raise
+    file, notes = folder / RUN_PLAN_FILE, list[str]()
+    if not file.exists():
         what = f"{folder} is not the output folder of a run: it has no {RUN_PLAN_FILE}"
-        raise InvalidInput(what, hint=SUBJECTS) from error
-    notes: list[str] = []
+        raise InvalidInput(what, hint=SUBJECTS)
+    plan = read_plan(file)
     return Subject(
         folder.resolve().name,
         plan,
@@ -127,14 +122,13 @@ def _read_steps(path: Path, notes: list[str]) -> Sequence[StepFinished]:
     limits = range(1, MAX_STEP + 1)
     possible = [s for s in steps if s.step in limits and s.num_steps in limits and s.seconds > 0]
     if number := len(steps) - len(possible):
-        what = f"{path.name} holds {number} steps with impossible numbers"
-        notes.append(f"{what}, which were left out.")
+        notes.append(f"{path.name} holds {number} steps with impossible numbers: left out.")
     return possible
 
 
 def _read_report(path: Path, notes: list[str]) -> RunReport | None:
     try:
-        return RunReport.model_validate_json(read_bounded(path, MAX_REPORT_BYTES))
+        return RunReport.model_validate_json(read_bounded(path, MAX_PAGE_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
@@ -142,9 +136,7 @@ def _read_report(path: Path, notes: list[str]) -> RunReport | None:
         return None
 
 
-def _read_previews(
-    folder: Path, max_bytes: int, notes: list[str]
-) -> list[tuple[int, int, Picture]]:
+def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> list[Preview]:
     previews = folder / PREVIEWS
     if not previews.is_dir():
         return []
@@ -153,7 +145,7 @@ def _read_previews(
         if named := PREVIEW_NAME.fullmatch(path.name):
             found.setdefault(int(named[2]), []).append((int(named[1]), path))
     numbers = sorted(found)[:MAX_PREVIEW_PROMPTS]
-    pictures: list[tuple[int, int, Picture]] = []
+    pictures: list[Preview] = []
     for number in numbers:
         steps, most = sorted(found[number]), MAX_PREVIEWS // len(numbers)
         if len(steps) > most:
@@ -206,23 +198,19 @@ def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | N
 
 
 class RunPage:
-    """A listener that keeps the page of a run up to date in `PAGE_SHARE` of the time.
-
-    The run waits for a page, which takes seconds. A failure never costs the run.
-    """
+    """A listener that keeps the page of a run up to date; a failure never costs the run."""
 
     def __init__(
         self, folder: Path, on_event: OnEvent, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.folder, self.on_event, self.clock = folder, on_event, clock
-        self.has_trained = False
-        self.next_at = clock()
+        self.has_trained, self.next_at = False, clock()
         if not has_plotly():
             install = "plotly is not installed: pip install 'lora-autotune[report]'"
             on_event(Notice(text=f"no {PAGE_FILE}: {install}", level="warning"))
 
     def __call__(self, event: Event) -> None:
-        """Pass the event on; after previews write the page anew, unless it was just written."""
+        """Pass the event on; after previews write the page anew, in `PAGE_SHARE` of the time."""
         self.on_event(event)
         self.has_trained = self.has_trained or isinstance(event, StepFinished)
         if isinstance(event, PreviewsWritten) and (started_at := self.clock()) >= self.next_at:

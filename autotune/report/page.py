@@ -20,18 +20,10 @@ from autotune.events import StepFinished
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.workload import GOALS
+from autotune.report import text
 from autotune.report.plan import describe_changes, process_workload, settings_items
 from autotune.report.run import adapter_lines, limit_text, phase_bytes
-from autotune.report.text import (
-    change_text,
-    loss_text,
-    memory_text,
-    plus_minus,
-    printable_lines,
-    seconds_text,
-    smoothed,
-    time_left_text,
-)
+from autotune.report.text import change_text, loss_text, memory_text, seconds_text, smoothed
 
 WIDE_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
 SHOWN_BUDGET = 2.0  # times what is shown: a larger budget is not on the chart's scale
@@ -102,6 +94,9 @@ class Picture(NamedTuple):
     height: int
 
 
+Preview = tuple[int, int, Picture]  # which prompt, after which step
+
+
 @dataclass(frozen=True)
 class Subject:
     """A plan under the name that the user gave it, or a run, finished or not, with its plan."""
@@ -111,7 +106,7 @@ class Subject:
     is_run: bool = False
     steps: Sequence[StepFinished] = ()
     report: RunReport | None = None
-    previews: Sequence[tuple[int, int, Picture]] = ()  # which prompt, after which step
+    previews: Sequence[Preview] = ()
     comparisons: Sequence[tuple[str, Picture, Picture]] = ()  # a prompt without, with
     notes: Sequence[str] = ()  # what could not be read, or was left out
 
@@ -249,7 +244,9 @@ def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
     templates = Environment(
         loader=PackageLoader("autotune.report"),
         autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else printable_lines(str(value)),
+        finalize=lambda value: (
+            value if isinstance(value, Markup) else text.printable_lines(str(value))
+        ),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -257,11 +254,11 @@ def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
     templates.globals |= {
         "memory": memory_text,
         "seconds": seconds_text,
-        "uncertainty": plus_minus,
+        "uncertainty": text.plus_minus,
         "loss": loss_text,
         "rate": "{:.3g}".format,
         "percent": "{:+.0%}".format,
-        "time_left": time_left_text,
+        "time_left": text.time_left_text,
         "difference": _difference,
         "outcomes": OUTCOMES,
     }
@@ -498,7 +495,7 @@ def _memory_unit(sizes: Sequence[float]) -> tuple[float, str]:
 
 
 def _trace(look: str, points: Sequence[Reading], name: str | None = None) -> Part:
-    words = [printable_lines(text) for _, _, text in points if text]
+    words = [text.printable_lines(told) for _, _, told in points if told]
     return {
         **LOOKS[look],
         "name": name,
@@ -538,7 +535,7 @@ def _chart(
 
 def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
     """A dashed line across, whose label stays on the chart wherever the line lies."""
-    way, value, text = rule
+    way, value, words = rule
     other = "y" if way == "x" else "x"
     is_from_zero = axis["rangemode"] == "tozero"
     is_lowest = way == "y" and value <= min(shown, default=0.0) and not is_from_zero
@@ -547,7 +544,7 @@ def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
         middle = (low * high) ** 0.5 if axis["type"] == "log" else (low + high) / 2
         side = "end" if value > middle else "start"
     label = {
-        "text": text,
+        "text": words,
         "padding": 3,
         "textangle": 0,
         "textposition": side if way == "y" else "end",

@@ -17,9 +17,9 @@ for (const plot of document.querySelectorAll(".plot")) {
   };
   new ResizeObserver(() => {
     if (!plot.clientWidth) return; // in what is folded
-    const isFirst = !drawing.on;
+    const isDrawn = drawing.on;
     draw();
-    if (!isFirst) return;
+    if (isDrawn) return;
     drawing.on("plotly_hover", ({ points: [point] }) => {
       readout.textContent = point.customdata;
       current = order.findIndex((each) => each.curveNumber === point.curveNumber && each.pointNumber === point.pointNumber);
