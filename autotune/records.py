@@ -111,8 +111,7 @@ def list_records(
 def prune(
     names: Sequence[str] = (), store: str | None = None, *, dry_run: bool = False
 ) -> tuple[str, ...]:
-    """Delete the named records, or those that are superseded, damaged, impossible or of an older
-    trial protocol.
+    """Delete the named records, or those that are superseded, damaged or impossible.
 
     Returns:
         one line for each record, with the reason.

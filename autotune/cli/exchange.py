@@ -140,8 +140,7 @@ def list_records(why: bool, store: str | None, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
 @STORE
 def prune(names: tuple[str, ...], dry_run: bool, store: str | None) -> None:
-    """Delete the named records, or those that are superseded, damaged, impossible, or of an
-    older trial protocol."""
+    """Delete the named records, or those that are superseded, damaged or impossible."""
     from autotune import records
 
     reasons = records.prune(names, store, dry_run=dry_run)

@@ -110,7 +110,7 @@ def make_plan(
             search = _Search(problem, backend, study, on_event)
             try:
                 trials = search.explore(warm_start)
-                if not warm_start.is_reproduced(trials):
+                if not warm_start.find_reproduced(trials):
                     trials = search.try_compiled(trials)
                 trials = search.confirm(trials)  # here: phases of another machine do not count
             except KeyboardInterrupt:
@@ -197,7 +197,7 @@ class _Search:
             def on_trial(result: TrialResult) -> None:
                 self.on_event(TrialFinished(result=result))
 
-            is_enough = warm_start.is_reproduced
+            is_enough = warm_start.find_reproduced
             trials = run_search(
                 sampler, run_trial, problem.limits, on_trial, is_enough=is_enough, study=study
             )

@@ -261,7 +261,7 @@ def run_search(
     limits: SearchLimits,
     on_trial: Callable[[TrialResult], None],
     *,
-    is_enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False,
+    is_enough: Callable[[Sequence[TrialResult]], object] = lambda results: False,
     study: Study | None = None,
 ) -> tuple[TrialResult, ...]:
     """Try candidates until the search is over, or `is_enough`; return all results in order.
@@ -274,7 +274,7 @@ def run_search(
     choices = search.space.tried_choices
 
     def is_over(snapshot: StudySnapshot) -> bool:
-        return is_enough(snapshot.results) or search.is_over(limits, *snapshot)
+        return bool(is_enough(snapshot.results)) or search.is_over(limits, *snapshot)
 
     def objective(trial: Trial) -> float:
         if not trial.params and not trial.relative_params:

@@ -6,8 +6,8 @@ name. Free text (messages, notes, reasons), paths, names of data and of local fo
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 from typing import Literal
 
@@ -28,22 +28,8 @@ MAX_TEXT_LENGTH = 160
 MIN_CONCLUSIVE_TRIALS = 3  # of fewer trials the winner is no answer for others
 EXPECTED_FIELDS = ("evidence", "step_seconds", "peak_memory_bytes", "process_memory_bytes")
 """What a job takes and its machine costs stay private."""
-TRIAL_FIELDS = (
-    "candidate",
-    "outcome",
-    "step_seconds",
-    "warmup_seconds",
-    "load_seconds",
-    "peak_memory_bytes",
-    "confirms",
-    "allocator_retries",
-    "load_peak_memory_bytes",
-    "host_memory_bytes",
-    "wall_seconds",
-)
-"""A message may hold a path, and the loss tells about the data."""
-LONG_DIGITS, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE][+-]?(?:\d{3}|[3-9]\d)")
-"""Numbers that measure nothing and that arithmetic might choke on."""
+ABSURD_NUMBER = re.compile(r"\d{22}|[eE][+-]?(?:\d{3}|[3-9]\d)")
+"""A number that measures nothing and that arithmetic might choke on."""
 SPILL_RATIO = 1.02  # peak over total memory: above it the step would have spilled
 
 
@@ -89,9 +75,7 @@ class Record(Frozen):
     def _is_evidence(self) -> "Record":
         if self.expected.evidence != "measured":
             raise ValueError("predictions are no evidence")
-        if any(trial.memory_cap_bytes is not None for trial in self.trials):
-            raise ValueError("trials under a cap on memory are no evidence")
-        if any(trial != shareable_trial(trial) for trial in self.trials):
+        if any(trial != shareable_trial(trial) for trial in self.trials):  # capped ones, too
             raise ValueError("its trials contain more than a record may")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
@@ -123,17 +107,20 @@ def name_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def parse_record(content: bytes, name: str) -> Record:
-    """Parse a record. Raises DamagedRecord unless it is whole, unaltered, valid and possible."""
+def parse_record(content: bytes, key: str) -> Record:
+    """Parse a record. Raises DamagedRecord unless it is whole, unaltered, valid and possible, and
+    belongs where `key` says."""
+    folder, _, name = key.removesuffix(".json").rpartition("/")
     try:
         if len(content) > MAX_RECORD_BYTES:
             raise ValueError("is too large for a record")
         if name_of(content) != name:
             raise ValueError("was altered or cut off: its content does not match its name")
-        if reason := _find_harm(content.decode()):
-            raise ValueError(f"is not a record: {reason}")
+        _require_harmless(content.decode())
         record = Record.model_validate_json(content)
-        if reason := next(find_impossibilities(record), None):
+        if folder != architecture_folder(record.workload):
+            raise ValueError("is in a folder where it does not belong")
+        if reason := _find_impossibility(record):
             raise ValueError(f"cannot be true: {reason}")
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -141,8 +128,6 @@ def parse_record(content: bytes, name: str) -> Record:
         why = f"is not a record of this version of autotune: {field}: {told(first)}"
         if field == "schema_version" and type(version := first["input"]) is int:
             why = f"has schema {version}, and this autotune reads schema {SCHEMA_VERSION} only"
-    except UnicodeDecodeError:
-        why = "is not a record: it is not UTF-8 text"
     except ValueError as error:
         why = str(error)
     else:
@@ -150,17 +135,14 @@ def parse_record(content: bytes, name: str) -> Record:
     raise DamagedRecord(f"{name[:12]} {why}", hint="`autotune profiles prune` deletes such files")
 
 
-def _find_harm(text: str) -> str | None:
-    """What could hurt a terminal or a calculation, found before the JSON is parsed."""
+def _require_harmless(text: str) -> None:
+    """Refuse what could hurt a terminal or a calculation, before the JSON is parsed."""
     parts = text.split('"')  # no text of ours needs an escape, so every second part is a text
     longest = max(map(len, parts[1::2]), default=0)
     if "\\" in text or not text.isprintable() or longest > MAX_TEXT_LENGTH:
-        return "a text in it is too long or not printable"
-    rest = " ".join(parts[::2])
-    long = [item for item in rest.split(",") if len(item) > 21]  # few: it saves most of the search
-    if HUGE_EXPONENT.search(rest) or any(map(LONG_DIGITS.search, long)):
-        return "a number in it is too large or too small to be measured"
-    return None
+        raise ValueError("is not a record: a text in it is too long or not printable")
+    if ABSURD_NUMBER.search(" ".join(parts[::2])):
+        raise ValueError("is not a record: a number in it is too large or small to be measured")
 
 
 def build_record(
@@ -172,10 +154,7 @@ def build_record(
     plan is no evidence.
     """
     frozen = plan.frozen
-    reason = unshareable_reason(plan, hardware)
-    if reason is None and len(frozen.trials) > MAX_TRIALS:
-        reason = f"it has over {MAX_TRIALS} trials"
-    if reason:
+    if reason := unshareable_reason(plan, hardware):
         raise InvalidInput(
             f"this plan cannot be shared: {reason}",
             hint="make one with `autotune plan` on this machine",
@@ -200,12 +179,14 @@ def build_record(
         calibration=calibration,
         conclusive=not (frozen.pins or frozen.exclusions or is_cut_short),
     )
-    return parse_record(record.content, record.name)  # what is written here can be read elsewhere
+    return parse_record(record.content, record.key)  # what is written here can be read elsewhere
 
 
 def shareable_trial(trial: TrialResult) -> TrialResult:
-    """Leave out free text and what tells about the data."""
-    return TrialResult(**{name: getattr(trial, name) for name in TRIAL_FIELDS})
+    """Leave out free text, which may hold a path, and what tells about the data."""
+    return trial.changed(
+        phases=(), memory_cap_bytes=None, final_loss=None, quantization_error=None, message=""
+    )
 
 
 def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None) -> Machine:
@@ -262,6 +243,8 @@ def unshareable_reason(plan: TrainingPlan, hardware: HardwareProfile) -> str | N
         return f"it expects what {plan.frozen.overheads.program} takes, not autotune's executor"
     if any(trial.memory_cap_bytes is not None for trial in plan.frozen.trials):
         return "it was measured under a cap on memory"
+    if len(plan.frozen.trials) > MAX_TRIALS:
+        return f"it has over {MAX_TRIALS} trials"
     return None
 
 
@@ -269,36 +252,21 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "other"
 
 
-def find_impossibilities(record: Record) -> Iterator[str]:
-    """Yield why the record cannot be true by physics.
-
-    Bounds are loose on purpose: a true record must never be refused, and local trials reproduce a
-    record before anything stands on it.
-    """
+def _find_impossibility(record: Record) -> str | None:
+    """Loose on purpose: a true record must never be refused, and a false one costs a trial."""
     if record.measured_on > datetime.now(UTC).date() + timedelta(days=1):
-        yield "its day is yet to come"  # among similar records the newest leads
+        return "its day is yet to come"  # among similar records the newest leads
     ran = [trial for trial in record.trials if trial.outcome == "ok"]
-    for number, trial in enumerate(ran, start=1):
-        yield from (f"trial {number} that ran: {reason}" for reason in _check_trial(record, trial))
+    if any(not each.peak_memory_bytes or min(each.step_seconds, default=0) <= 0 for each in ran):
+        return "a trial that ran has no times or no memory"
+    total_bytes = record.machine.total_memory_bytes or math.inf
+    if any((trial.peak_memory_bytes or 0) > SPILL_RATIO * total_bytes for trial in ran):
+        return "a trial that ran took more than the device has"
     own = [trial for trial in ran if trial.candidate == record.settings]
     seconds = [value for trial in own for value in trial.step_seconds]
     peaks = [trial.peak_memory_bytes or 0 for trial in own]
     promised = record.expected
     for value, seen in ((promised.step_seconds, seconds), (promised.peak_memory_bytes, peaks)):
         if not min(seen) * 0.9 <= value <= max(seen) * 1.1:
-            yield "it promises what its trials did not measure"
-
-
-def _check_trial(record: Record, trial: TrialResult) -> Iterator[str]:
-    peak, machine, work = trial.peak_memory_bytes, record.machine, record.workload
-    if not trial.step_seconds or not peak or min(trial.step_seconds) <= 0:
-        yield "it has no times or no memory"
-        return
-    format = WEIGHT_FORMATS.get(trial.candidate.quantization)
-    bytes_per_parameter = 4.0 if trial.candidate.precision == "fp32" else 2.0
-    if trial.candidate.quantization != "none":
-        bytes_per_parameter = format.bytes_per_parameter if format else 0.5
-    if peak < int(work.model.num_parameters * bytes_per_parameter):
-        yield "its peak is less than its weights"
-    if machine.total_memory_bytes is not None and peak > SPILL_RATIO * machine.total_memory_bytes:
-        yield "its peak is more than the device has"
+            return "it promises what its trials did not measure"
+    return None

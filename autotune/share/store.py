@@ -5,7 +5,7 @@ A record is taken only if it is whole, unaltered, valid, in its folder and possi
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,31 +15,12 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.plan.base import TRIAL_PROTOCOL_VERSION, Frozen
-from autotune.share.record import (
-    MAX_RECORD_BYTES,
-    DamagedRecord,
-    Record,
-    architecture_folder,
-    parse_record,
-)
-from autotune.system.files import (
-    ESCAPE_CHARACTERS,
-    SCHEME,
-    atomic_write,
-    data_path,
-    describe_url,
-    quote_error,
-)
+from autotune.plan.base import Frozen
+from autotune.share.record import MAX_RECORD_BYTES, DamagedRecord, Record, parse_record
+from autotune.system.files import SCHEME, atomic_write, data_path, describe_url, quote_error
 
 KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
 """Path of a record inside a store; no other path is ever read or written."""
-MAX_RECORDS = 100_000  # in one store
-BATCH_SIZE = 64  # files read at once; object stores transfer them in parallel
-
-
-class StoreUnreachable(AutotuneError):
-    """A store does not answer, or refuses."""
 
 
 class Transfer(Frozen):
@@ -55,7 +36,7 @@ class Transfer(Frozen):
 
 @dataclass(frozen=True)
 class RecordFile:
-    """A file of a store: the record in it, or the problem why there is none."""
+    """A file of a store: the record in it, or why there is none."""
 
     key: str
     content: bytes
@@ -69,10 +50,7 @@ class RecordFile:
 
 
 class Store:
-    """Records in the folder at a path or a URL; `options` go to fsspec's file system.
-
-    Raises InvalidInput if fsspec knows no such protocol, or its package is missing.
-    """
+    """Records in the folder at a path or a URL; `options` go to fsspec's file system."""
 
     def __init__(self, url: str, **options: Any) -> None:
         is_url = "://" in url
@@ -83,37 +61,21 @@ class Store:
         if not is_url and (not url or (is_odd and not path.exists())):
             raise InvalidInput(  # such a folder would be made here, and may hold a password
                 "the store's address is neither a folder nor a URL",
-                hint="URLs have two slashes, s3://bucket/path; of a git repository name the folder "
-                "of your clone",
+                hint="write s3://bucket/path; of a git repository name the folder of your clone",
             )
-        with self._translate_errors():
-            try:
-                self.fs, root = url_to_fs(url if is_url else str(path.absolute()), **options)
-            except (ImportError, ValueError) as error:
-                raise InvalidInput(
-                    f"cannot use {self.address}: {quote_error(error, url)}",
-                    hint="install what fsspec needs for it, e.g. `pip install s3fs` for s3://; "
-                    + ESCAPE_CHARACTERS,
-                ) from None
+        with self._translate_errors():  # fsspec names the package that a protocol needs
+            self.fs, root = url_to_fs(url if is_url else str(path.absolute()), **options)
         self.root = str(root).rstrip("/")
         self.folder = Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
 
     def sizes(self, architecture: str = "") -> dict[str, int]:
-        """List the bytes of every record by its key; opens no file and follows no link.
-
-        Raises StoreUnreachable, or InvalidInput if there are more than any team could have
-        measured.
-        """
+        """List the bytes of every record by its key; opens no file and follows no link."""
         with self._translate_errors():
             self.fs.invalidate_cache()
             try:
                 found = self.fs.find(f"{self.root}/{architecture}".rstrip("/"), detail=True)
             except FileNotFoundError:
                 return {}
-        if len(found) > MAX_RECORDS:
-            raise InvalidInput(
-                f"{self.address} has over {MAX_RECORDS} files", hint="use several stores"
-            )
         keys = {path[len(self.root) + 1 :]: info for path, info in sorted(found.items())}
         return {
             key: int(info["size"] or 0)
@@ -123,45 +85,41 @@ class Store:
 
     def read(self, keys: Sequence[str] | None = None) -> Iterator[RecordFile]:
         """Read the files at these keys, or all; those that were deleted meanwhile are left out."""
-        todo = list(self.sizes() if keys is None else keys)
-        for start in range(0, len(todo), BATCH_SIZE):
-            batch = todo[start : start + BATCH_SIZE]
-            paths, ends = [self._path(key) for key in batch], [MAX_RECORD_BYTES + 1] * len(batch)
-            with self._translate_errors():
-                contents = self.fs.cat_ranges(paths, [0] * len(batch), ends, on_error="return")
-                for content in contents:
-                    if isinstance(content, Exception) and not isinstance(content, OSError):
-                        raise content
-            for key, content in zip(batch, contents, strict=True):
-                if isinstance(content, FileNotFoundError):
-                    continue
-                if isinstance(content, Exception):
-                    problem = f"{Path(key).stem[:12]} cannot be read: {type(content).__name__}"
-                    yield RecordFile(key, b"", None, problem)
-                else:
-                    yield _parse_file(key, content)
+        keys = list(self.sizes() if keys is None else keys)
+        paths, ends = [self._path(key) for key in keys], [MAX_RECORD_BYTES + 1] * len(keys)
+        with self._translate_errors():
+            contents = self.fs.cat_ranges(paths, [0] * len(keys), ends, on_error="return")
+            for content in contents:
+                if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
+                    raise content
+        for key, content in zip(keys, contents, strict=True):
+            if isinstance(content, bytes):
+                try:
+                    yield RecordFile(key, content, parse_record(content, key))
+                except DamagedRecord as error:
+                    yield RecordFile(key, content, None, error.message)
 
-    def write(self, contents: Mapping[str, bytes]) -> None:
-        """Write each file whole or not at all: as one PUT, or under another name first."""
-        paths = {self._path(key): content for key, content in contents.items()}
+    def write(self, key: str, content: bytes) -> None:
+        """Write the file whole or not at all: as one PUT, or under another name first."""
+        path = self._path(key)
+        folder = path.rpartition("/")[0]
         with self._translate_errors():
             if self.folder is None:
                 if self.fs.protocol not in ("s3", ("s3", "s3a")):  # there mkdir makes buckets
-                    for path in paths:
-                        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self.fs.pipe(paths)
+                    self.fs.makedirs(folder, exist_ok=True)
+                self.fs.pipe_file(path, content)
                 return
-            for path, content in paths.items():
-                if Path(path).parent.is_symlink():
-                    raise OSError(f"{Path(path).parent.name} is a link")
-                with atomic_write(Path(path)) as part:
-                    part.write_bytes(content)
+            if Path(folder).is_symlink():
+                raise OSError(f"{Path(folder).name} is a link")
+            with atomic_write(Path(path)) as part:
+                part.write_bytes(content)
 
     def add(self, *records: Record) -> int:
         """Write records that were made here; returns how many were new."""
         sizes = self.sizes()
-        absent = {one.key: one.content for one in records if sizes.get(one.key) != len(one.content)}
-        self.write(absent)
+        absent = [one for one in records if sizes.get(one.key) != len(one.content)]
+        for one in absent:
+            self.write(one.key, one.content)
         return len(absent)
 
     def delete(self, key: str) -> None:
@@ -171,10 +129,7 @@ class Store:
 
     def _path(self, key: str) -> str:
         if not KEY.fullmatch(key):
-            raise InvalidInput(
-                f"{key!r} is not the path of a record",
-                hint="only `autotune profiles` writes into a store",
-            )
+            raise InvalidInput(f"{key!r} is not the path of a record", hint="see `profiles list`")
         return f"{self.root}/{key}"
 
     @contextmanager
@@ -186,24 +141,11 @@ class Store:
             raise
         except Exception as error:
             secret = self.url if "://" in self.url else None
-            raise StoreUnreachable(
+            raise AutotuneError(
                 f"cannot reach {self.address}: {type(error).__name__}: "
                 f"{quote_error(error, secret)}",
-                hint="check the address, the network and your access, then run it again: what was "
-                "written is whole",
+                hint="check address, network and access, and run it again: what is there is whole",
             ) from None  # the chain would show what was left out
-
-
-def _parse_file(key: str, content: bytes) -> RecordFile:
-    name = Path(key).stem
-    try:
-        record = parse_record(content, name)
-    except DamagedRecord as error:
-        return RecordFile(key, content, None, error.message)
-    if key.split("/", maxsplit=1)[0] != architecture_folder(record.workload):
-        problem = f"{name[:12]} is in a folder where it does not belong"
-        return RecordFile(key, content, None, problem)
-    return RecordFile(key, content, record)
 
 
 def user_store() -> Store:
@@ -220,7 +162,7 @@ def merge_stores(source: Store, target: Store) -> Transfer:
         if file.record is None:
             refused.append(file.problem)
         else:
-            target.write({file.key: file.content})
+            target.write(file.key, file.content)
             num_new += 1
     return Transfer(
         num_new=num_new,
@@ -233,7 +175,7 @@ def merge_stores(source: Store, target: Store) -> Transfer:
 def prune_store(
     store: Store, names: Sequence[str] = (), *, dry_run: bool = False
 ) -> tuple[str, ...]:
-    """Delete the named records, or else those that are bad, superseded or of an older protocol.
+    """Delete the named records, or else those that are bad or superseded.
 
     Names may be shortened; one line for each record says why. Raises InvalidInput, with nothing
     deleted, if a name fits no record or several.
@@ -265,14 +207,12 @@ def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
     # A newer record of the same machine, versions and work supersedes one of no more trials.
     fullest: dict[tuple[object, ...], tuple[str, int]] = {}
     for record, file in sound:
-        machine, name = record.machine, file.name[:12]
+        machine = record.machine
         versions = machine.versions.changed(python="", driver=None)
-        about = (machine.device_name, machine.total_memory_bytes, versions, record.workload)
-        newer, max_trials = fullest.get((*about, record.conclusive), ("", 0))
-        protocol = machine.match_keys.get("trial_protocol") or ""
-        if protocol.isdecimal() and int(protocol) < TRIAL_PROTOCOL_VERSION:
-            yield file.key, f"{name} was measured by an older trial protocol"
-        elif len(record.trials) <= max_trials:
-            yield file.key, f"{name} is superseded by {newer}"
+        size = machine.total_memory_bytes
+        about = (machine.device_name, size, versions, record.workload, record.conclusive)
+        newer, max_trials = fullest.get(about, ("", 0))
+        if len(record.trials) <= max_trials:
+            yield file.key, f"{file.name[:12]} is superseded by {newer}"
         else:
-            fullest[*about, record.conclusive] = (name, len(record.trials))
+            fullest[about] = (file.name[:12], len(record.trials))

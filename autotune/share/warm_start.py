@@ -1,10 +1,8 @@
 """Which records count for a machine and its work, and what a search does with them.
 
-A record only proposes. Its settings are tried first if they are in the local space and predicted to
-fit; what it taught the cost model is trusted as far as its machine is similar; and its measurements
-hold once a local trial has reproduced them. A record that a local trial contradicts is named, and
-nothing more is taken from it. So a wrong record can cost trials, and nothing else: only settings
-that ran here may win, and only what this machine's own search space admits is ever a fallback.
+A record only proposes. Its settings are tried first if they are predicted to fit; what it taught
+the cost model is trusted as far as its machine is similar; its measurements hold once a local trial
+has reproduced them. A wrong record can cost trials, and nothing else: it is named and dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from autotune.errors import AutotuneError
 from autotune.knobs.attention import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.plan.candidate import Candidate, Choice, Residual, TrialResult
+from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES, HardwareProfile
 from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.share.record import (
@@ -40,8 +38,7 @@ SAME_BUDGET = 0.98  # their budget as a share of ours from which their OOMs are 
 MORE_MEMORY = 0.10  # by which our budget exceeds theirs before other settings may win here
 MEMORY_BOUND = 0.8  # peak as a share of the budget from which memory has decided among settings
 RATE_TOLERANCE, NOISY_RATE_TOLERANCE = 0.10, 0.30
-"""Relative difference of rates up to which two machines count as the same; and if one was measured
-beside other work: five probes of one such machine differed by up to 19%."""
+"""Relative difference of equal machines' rates; beside other work, probes differed by up to 19%."""
 MAX_CONSIDERED = 500  # records opened for one search
 MAX_SOURCES = 3  # records of similar machines that a search stands on
 MAX_FIRST_CANDIDATES = 2  # settings that won on similar machines and are tried first
@@ -50,25 +47,19 @@ DECAY_DISTANCE = 10.0  # at which a record weighs 1/e: predictions are corrected
 MEMORY_TOLERANCE = 0.03  # up to which a local trial reproduces a measurement, relative
 TIME_TOLERANCE, NOISY_TIME_TOLERANCE = 0.10, 0.30
 MAX_LOG_RESIDUAL = math.log(10.0)  # true trials on a busy CPU were 4 times as slow as predicted
-MAX_LOG_TIME_ERROR = math.log(
-    3.0
-)  # from the time that a record leads to expect until it is dropped
+MAX_LOG_TIME_ERROR = math.log(3.0)  # from what a record leads to expect, until it is dropped
 BUDGET_MARGIN = 1.1
-"""Share of the budget that settings that ran elsewhere may be predicted to take, and still be
-tried first: predictions are that far off at most in 95 of 100 cases, and trials have a cap."""
-
-MatchKind = Literal["exact", "near", "none"]
-"""`exact`: nothing differs that matters, one trial reproduces it; `near`: a prior; `none`: it does
-not count."""
+"""Share of the budget that what ran elsewhere may be predicted to take and still be tried first: 95
+of 100 predictions are no farther off, and trials have a cap."""
 
 
 class Match(NamedTuple):
     """How a record stands to a machine and its work."""
 
-    kind: MatchKind
+    kind: Literal["exact", "near", "none"]
+    """`exact`: one trial reproduces it; `near`: a prior; `none`: it does not count."""
     distance: float
-    """A weighted sum: a name that differs counts its weight, a quantity its weight per doubling;
-    infinite if the record does not count."""
+    """Sum of weights: of each name that differs, of each doubling of a quantity; else infinite."""
     reasons: tuple[str, ...]
     """What differs, one line each; the match keys alone if one of them does."""
 
@@ -96,22 +87,22 @@ class MatchedRecord:
         """What its trials taught the cost model of this version, as far as that is credible."""
         from autotune.cost.calibration import PriorResiduals
 
+        is_ours = self.record.autotune_version == __version__
+        residuals = self.record.calibration if is_ours else ()
+        credible = (
+            (trial.candidate, residual)
+            for trial, residual in zip(self.record.trials, residuals, strict=False)
+            if residual
+            and trial in self.trials
+            and max(abs(residual.time), abs(residual.memory)) <= MAX_LOG_RESIDUAL
+        )
         weight = math.exp(-self.match.distance / DECAY_DISTANCE)
-        return PriorResiduals(tuple(islice(self._residuals(), MAX_RESIDUALS)), weight)
-
-    def _residuals(self) -> Iterator[tuple[Candidate, Residual]]:
-        if self.record.autotune_version != __version__:
-            return
-        for trial, residual in zip(self.record.trials, self.record.calibration, strict=False):
-            if residual is None or trial not in self.trials:
-                continue
-            if max(abs(residual.time), abs(residual.memory)) <= MAX_LOG_RESIDUAL:
-                yield trial.candidate, residual
+        return PriorResiduals(tuple(islice(credible, MAX_RESIDUALS)), weight)
 
 
 @dataclass(frozen=True)
 class StoreMatches:
-    """What the stores have for a machine and its work."""
+    """What a store has for a machine and its work."""
 
     records: tuple[MatchedRecord, ...]
     """Exact ones first, then by distance; newer before older, of one day the fastest."""
@@ -122,32 +113,30 @@ def find_matches(
     hardware: HardwareProfile,
     workload: Workload,
     budget_bytes: int | None = None,
-    stores: Sequence[Store] | None = None,
+    store: Store | None = None,
 ) -> StoreMatches:
     """Return the records that count here, by default of the user's own store."""
-    found: dict[str, MatchedRecord] = {}
-    refused: dict[str, str] = {}
-    for store in (user_store(),) if stores is None else stores:
-        try:
-            keys = list(store.sizes(architecture_folder(workload)))[:MAX_CONSIDERED]
-            files = list(store.read(keys))
-        except AutotuneError as error:  # a search does without a store that does not answer
-            refused[store.address] = error.message
+    store = store or user_store()
+    try:
+        keys = list(store.sizes(architecture_folder(workload)))[:MAX_CONSIDERED]
+        files = list(store.read(keys))
+    except AutotuneError as error:  # a search does without a store that does not answer
+        return StoreMatches((), (error.message,))
+    found = []
+    for file in files:
+        if file.record is None:
             continue
-        for file in files:
-            if file.record is None:
-                refused[file.name] = file.problem
-                continue
-            match = compare(file.record, hardware, workload, budget_bytes)
-            if match.kind != "none":
-                trials = usable_trials(file.record, hardware, budget_bytes)
-                found[file.name] = MatchedRecord(file.name, file.record, match, trials)
+        match = compare(file.record, hardware, workload, budget_bytes)
+        if match.kind != "none":
+            trials = usable_trials(file.record, hardware, budget_bytes)
+            found.append(MatchedRecord(file.name, file.record, match, trials))
 
     def rank(item: MatchedRecord) -> tuple[object, ...]:
         age, seconds = -item.record.measured_on.toordinal(), item.record.expected.step_seconds
         return item.match.kind != "exact", item.match.distance, age, seconds, item.name
 
-    return StoreMatches(tuple(sorted(found.values(), key=rank)), tuple(refused.values()))
+    refused = (file.problem for file in files if file.record is None)
+    return StoreMatches(tuple(sorted(found, key=rank)), tuple(refused))
 
 
 def compare(
@@ -286,16 +275,14 @@ def _work_facts(work: Workload) -> dict[str, Fact]:
 def _differences(
     there: Mapping[str, Fact], here: Mapping[str, Fact]
 ) -> Iterator[tuple[str, float]]:
-    """What one side does not know is no difference."""
+    """What one side does not know, or what is no quantity, is no difference."""
     for name, fact in here.items():
         ours, theirs, weight = fact.value, there[name].value, fact.weight
         if theirs is None or ours is None or theirs == ours:
             continue
         if isinstance(theirs, str) or isinstance(ours, str):
             yield f"{name}: {theirs} there, {ours} here", weight
-        elif theirs <= 0 or ours <= 0:
-            yield f"{name}: not a quantity", weight
-        elif abs(theirs - ours) > fact.tolerance * min(theirs, ours):
+        elif (smaller := min(theirs, ours)) > 0 and abs(theirs - ours) > fact.tolerance * smaller:
             ratio = theirs / ours
             yield f"{name}: {ratio:.2f} times ours", weight * abs(math.log2(ratio))
 
@@ -321,16 +308,13 @@ class WarmStart:
     @cached_property
     def first_candidates(self) -> list[Candidate]:
         """Candidates to try before all others."""
-        if not self.sources:
-            return []
         settings = dict.fromkeys(item.record.settings for item in self.sources)
         limit, predict = BUDGET_MARGIN * self.budget_bytes, self.cost.predict_uncalibrated
         fitting = [each for each in settings if predict(each).run_memory_bytes <= limit]
         return fitting[:MAX_FIRST_CANDIDATES]
 
     def priors(self, results: Sequence[TrialResult]) -> tuple[PriorResiduals, ...]:
-        """Return what the records taught, less what `results` contradict; the most similar
-        first."""
+        """Return what records taught that `results` do not contradict, the most similar first."""
         return tuple(
             source.prior_residuals
             for source in self.sources
@@ -360,45 +344,34 @@ class WarmStart:
         self, source: MatchedRecord, local: Mapping[Candidate, TrialResult]
     ) -> str | None:
         """Why the local trial of its winner, if there is one, does not reproduce it."""
-        if source.winner is None or source.winner.candidate not in local:
+        recorded = source.winner
+        if recorded is None or recorded.candidate not in local:
             return None
+        trial = local[recorded.candidate]
+        seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
+        if trial.outcome != "ok" or not seconds or not peak:
+            return f"it ended as {trial.outcome}"
         is_noisy = source.record.machine.noisy or self.cost.hardware.noisy
-        tolerance = NOISY_TIME_TOLERANCE if is_noisy else TIME_TOLERANCE
-        return find_mismatch(source.winner, local[source.winner.candidate], tolerance)
-
-    def is_reproduced(self, results: Sequence[TrialResult]) -> bool:
-        """Tell if `results` reproduce an exact record, so that nothing else need be tried."""
-        return self._reproduced_source(results) is not None
+        memory = peak / (recorded.peak_memory_bytes or math.inf)
+        time = seconds / (recorded.median_step_seconds or math.inf)
+        if abs(memory - 1) > MEMORY_TOLERANCE:
+            return f"it takes {memory:.2f} times the recorded memory"
+        if abs(time - 1) > (NOISY_TIME_TOLERANCE if is_noisy else TIME_TOLERANCE):
+            return f"it takes {time:.2f} times the recorded time"
+        return None
 
     def evidence(self, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
         """Return the trials of a reproduced record: they explain why other settings lost."""
-        source, local = self._reproduced_source(results), {result.candidate for result in results}
-        others = (
-            (trial for trial in source.trials if trial.candidate not in local) if source else ()
-        )
-        return tuple(trial for trial in others if self._admits(trial.candidate))
+        source, local = self.find_reproduced(results), {result.candidate for result in results}
+        others = source.trials if source else ()
+        untried = (trial for trial in others if trial.candidate not in local)
+        return tuple(trial for trial in untried if self._admits(trial.candidate))
 
-    def _reproduced_source(self, results: Sequence[TrialResult]) -> MatchedRecord | None:
+    def find_reproduced(self, results: Sequence[TrialResult]) -> MatchedRecord | None:
+        """Find an exact record that `results` reproduce, so that nothing else need be tried."""
         local = {result.candidate: result for result in results}
-        for source in self.sources:
-            was_tried = source.winner is not None and source.winner.candidate in local
-            if was_tried and not self._find_mismatch(source, local):
-                return source
-        return None
+        tried = (one for one in self.sources if one.winner and one.winner.candidate in local)
+        return next((one for one in tried if not self._find_mismatch(one, local)), None)
 
 
 NO_WARM_START: WarmStart = WarmStart((), {}, 0, None)  # type: ignore[arg-type]
-
-
-def find_mismatch(recorded: TrialResult, trial: TrialResult, time_tolerance: float) -> str | None:
-    """Return why a local trial of the same settings does not reproduce a recorded one."""
-    seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
-    if trial.outcome != "ok" or not seconds or not peak:
-        return f"it ended as {trial.outcome}"
-    memory = peak / (recorded.peak_memory_bytes or math.inf)
-    time = seconds / (recorded.median_step_seconds or math.inf)
-    if abs(memory - 1) > MEMORY_TOLERANCE:
-        return f"it takes {memory:.2f} times the recorded memory"
-    if abs(time - 1) > time_tolerance:
-        return f"it takes {time:.2f} times the recorded time"
-    return None

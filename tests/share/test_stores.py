@@ -57,15 +57,11 @@ def problems(store: Store) -> list[str]:
     return [file.problem for file in store.read() if file.problem]
 
 
-def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
-    check_union(opened, tmp_path)
-
-
 def test_push_and_pull_are_a_union_on_s3(s3: Open, tmp_path: Path) -> None:
-    check_union(s3, tmp_path)
+    test_push_and_pull_are_a_union(s3, tmp_path)
 
 
-def check_union(opened: Open, tmp_path: Path) -> None:
+def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
     assert opened().sizes() == {}
     alice, bob = Store(str(tmp_path / "alice")), Store(str(tmp_path / "bob"))
     assert (alice.add(*several(3)), alice.add(*several(3))) == (3, 0)
@@ -84,41 +80,44 @@ def test_bad_files_are_refused_named_and_leave_the_rest_alone(opened: Open, tmp_
     impossible = record(trials=(TRIALS[1], huge))
     bomb, yaml = b" " * (MAX_RECORD_BYTES + 1), b"!!python/object/apply:os.system ['x']"
     opened().add(good, impossible)
-    opened().write(
-        {
-            altered.key: altered.content.replace(b"580.95", b"580.96"),
-            f"elsewhere/{moved.name}.json": moved.content,
-            f"{FOLDER}/{name_of(bomb)}.json": bomb,
-            f"{FOLDER}/{name_of(yaml)}.json": yaml,
-            f"{FOLDER}/{'0' * 64}.json": b"",
-        }
-    )
+    for key, content in {
+        altered.key: altered.content.replace(b"580.95", b"580.96"),
+        f"elsewhere/{moved.name}.json": moved.content,
+        f"{FOLDER}/{name_of(bomb)}.json": bomb,
+        f"{FOLDER}/{name_of(yaml)}.json": yaml,
+        f"{FOLDER}/{'0' * 64}.json": b"",
+    }.items():
+        opened().write(key, content)
     merged = merge_stores(opened(), Store(str(tmp_path / "mine")))
     assert names(Store(str(tmp_path / "mine"))) == {good.name}
     assert len(merged.refused) == 6
-    told = " ".join(merged.refused)
-    for why in (
-        "altered or cut off",
-        "does not belong",
-        "too large",
-        "not a record",
-        "more than the device has",
-    ):
-        assert why in told
-    assert len(problems(opened())) == 6
-    found = find_matches(machine(), workload(), stores=[opened()])
+    for why in ("altered or cut off", "does not belong", "too large", "not a record", "device has"):
+        assert why in " ".join(merged.refused)
+    found = find_matches(machine(), workload(), store=opened())
     assert [item.name for item in found.records] == [good.name]
     assert len(found.refused) == 5
     assert len(prune_store(opened())) == 6
     assert problems(opened()) == []
 
 
-def test_what_was_cut_off_is_written_again(opened: Open, tmp_path: Path) -> None:
-    mine, made = Store(str(tmp_path / "mine")), record()
-    mine.add(made)
-    opened().write({made.key: made.content[:100]})
-    assert merge_stores(mine, opened()).num_new == 1
-    assert (names(opened()), problems(opened())) == ({made.name}, [])
+def test_what_a_crash_left_is_no_record_and_is_written_again(tmp_path: Path) -> None:
+    mine, team = Store(str(tmp_path / "mine")), Store(str(tmp_path / "team"))
+    mine.add(made := record())
+    whole = Path.write_bytes
+
+    def write_half(path: Path, content: bytes) -> int:
+        whole(path, content[:100])
+        os._exit(9)
+
+    if (child := os.fork()) == 0:
+        Path.write_bytes = write_half  # type: ignore[method-assign, assignment]
+        merge_stores(mine, team)
+    os.waitpid(child, 0)
+    assert any(path.is_file() for path in (tmp_path / "team").rglob("*"))
+    assert team.sizes() == {}
+    team.write(made.key, made.content[:100])  # as where files are written in pieces
+    assert merge_stores(mine, team).num_new == 1
+    assert (names(team), problems(team)) == ({made.name}, [])
 
 
 def test_prune_deletes_what_is_superseded_or_named(opened: Open) -> None:
@@ -136,13 +135,14 @@ def test_prune_deletes_what_is_superseded_or_named(opened: Open) -> None:
     assert prune_store(opened(), [new.name[:12]]) == (f"{new.name[:12]} was named",)
 
 
-@pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", f"../x/{'0' * 64}.json"])
-def test_no_path_outside_the_layout_is_touched(opened: Open, key: str) -> None:
-    for touch in (lambda: opened().write({key: b"x"}), lambda: opened().delete(key)):
+def test_no_path_outside_the_layout_is_touched(opened: Open) -> None:
+    for key in ("../../etc/passwd", f"../x/{'0' * 64}.json"):
         with pytest.raises(InvalidInput):
-            touch()
-    with pytest.raises(InvalidInput):
-        list(opened().read([key]))
+            opened().write(key, b"x")
+        with pytest.raises(InvalidInput):
+            opened().delete(key)
+        with pytest.raises(InvalidInput):
+            list(opened().read([key]))
 
 
 def test_links_and_pipes_are_neither_read_nor_written_through(tmp_path: Path) -> None:
@@ -168,11 +168,9 @@ def test_matches_are_ordered_by_likeness_then_day(tmp_path: Path) -> None:
     old, new = record(), record(measured_on=date(2026, 5, 5))
     store = Store(str(tmp_path / "store"))
     store.add(far, near, old, new)
-    found = find_matches(machine(), workload(), stores=[store])
+    found = find_matches(machine(), workload(), store=store)
     assert [item.name for item in found.records] == [new.name, old.name, near.name, far.name]
     assert [item.match.kind for item in found.records] == ["exact", "exact", "near", "near"]
-    absent = find_matches(machine(), workload(), stores=[Store("nosuch/folder"), store])
-    assert len(absent.records) == 4
 
 
 def run(*arguments: object) -> str:
@@ -202,14 +200,7 @@ def test_the_commands_carry_a_record_from_one_machine_to_another(
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "nosuch://host/x?token=hunter2",
-        "https:/alice:hunter2@host/x",
-        "alice:hunter2@host:x",
-        "git@example.com:hunter2/profiles.git",
-        "",
-    ],
+    "url", ["nosuch://host/x?token=hunter2", "alice:hunter2@host:x", "https:/a:hunter2@host/x", ""]
 )
 def test_an_address_that_is_none_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(AutotuneError) as caught:
