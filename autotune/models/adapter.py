@@ -1,5 +1,4 @@
-"""Put an adapter (LoRA, rsLoRA, DoRA) on a transformer: the same way for training, trials and
-tracing."""
+"""Put an adapter (LoRA, rsLoRA, DoRA) on a transformer, for training, trials and tracing."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ ADAPTER_NAME = "default"
 
 
 def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
-    """Parse the numbers of blocks that `0-4,18` names; None for `all`. Raises InvalidInput if the
-    model has fewer blocks."""
+    """Parse the blocks that `0-4,18` names, None for `all`; InvalidInput if there are fewer."""
     if text == "all":
         return None
     ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
@@ -40,8 +38,7 @@ def choose_layers(
     """Choose the adapted layers, in the form that peft's `target_modules` takes.
 
     `targets` is the name of a set of the family's, or patterns as of a shell for names of Linear
-    layers or their ends, separated by commas: `*.attn.to_q,to_v`. Layers outside of blocks are not
-    adapted if `blocks` is not `all`. Raises InvalidInput if there are no such layers.
+    layers or their ends, separated by commas: `*.attn.to_q,to_v`. Raises InvalidInput for none.
     """
     own = family.blocks(transformer)
     numbers = block_numbers(blocks, len(own))
@@ -69,8 +66,7 @@ def choose_layers(
 
 
 def target_matcher(family: Family, targets: str) -> Callable[[str], bool]:
-    """Return a test whether a layer's name is one of the targets: by peft's rule for the family's
-    sets, or by pattern."""
+    """Return a test of layers' names: by peft's rule for the family's sets, or by pattern."""
     known = family.target_sets.get(targets)
     if known is not None:
         return _peft_rule(known)
@@ -90,8 +86,7 @@ def _peft_rule(chosen: Sequence[str] | str) -> Callable[[str], bool]:
 def adapter_shapes(
     family: Family, transformer: nn.Module, workload: Workload
 ) -> Counter[tuple[int, ...]]:
-    """Count the parameters of each shape that `add_adapter` would add, without the seconds that it
-    takes. Raises InvalidInput as `choose_layers`."""
+    """Count the parameters of each shape that `add_adapter` would add, at once."""
     is_chosen = _peft_rule(
         choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
     )
@@ -118,11 +113,8 @@ def add_adapter(
     """Freeze `transformer`, add the workload's adapter to it, and return its parameters in order.
 
     The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input
-    into it and keep the copy for the backward pass. `seed` decides the initial values (`lora_A`
-    random, `lora_B` zero). Dropout works even in a transformer in evaluation mode, as all are
-    trained; `disable_dropout` turns it off. Without `lean`, layers compute as peft's do.
-
-    Raises InvalidInput if the model has no such layers.
+    into it and keep the copy for the backward pass. Dropout works even in evaluation mode, as all
+    are trained. Without `lean`, layers compute as peft's do. Raises InvalidInput for no layers.
     """
     from peft import LoraConfig
 
@@ -153,8 +145,7 @@ def add_adapter(
 
 @contextlib.contextmanager
 def _no_import_of_bitsandbytes() -> Iterator[None]:
-    """Spare peft the second or two of importing bitsandbytes to look for its layers in a model:
-    where nothing has imported it, there are none."""
+    # peft takes a second or two to import it and look for its layers: there are none without it.
     if "bitsandbytes" in sys.modules:
         yield
         return

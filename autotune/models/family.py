@@ -1,5 +1,5 @@
-"""The questions that a model family must answer, so that everything else can stay ignorant of model
-names. To add one: docs/adding-a-family.md.
+"""The questions that a model family must answer, so that nothing else knows models by name. To add
+one: docs/adding-a-family.md.
 
 A family knows its own pipeline, and nothing of devices, memory or search. The model that is trained
 is called the transformer throughout, though a family's may be a UNet.
@@ -32,129 +32,91 @@ from autotune.plan.workload import Bucket, TextPadding, pad_text
 from autotune.system.lazy import Tensor, diffusers, nn, torch
 from autotune.weights.stream import limit_tensors
 
-Sample: TypeAlias = dict[str, Tensor]
-"""One training item: `latents` and whatever the transformer is conditioned on, no batch
-dimension."""
-Batch: TypeAlias = dict[str, Tensor]
-"""Several samples of one shape, with a leading batch dimension."""
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
-"""Shape of every tensor in a sample, by name."""
-Sizes: TypeAlias = Sequence[tuple[int, int]]
-"""(width, height) in px of an item's control images."""
+Sample: TypeAlias = dict[str, Tensor]  # `latents` and conditioning of an item, without a batch
+Batch: TypeAlias = dict[str, Tensor]  # several samples of one shape, with a leading batch dimension
+Shapes: TypeAlias = dict[str, tuple[int, ...]]  # shape of every tensor in a sample, by name
+Pixels: TypeAlias = Sequence[Tensor]  # of control images, (3, 1, height, width) in [-1, 1]
+Sizes: TypeAlias = Sequence[Sequence[tuple[int, int]]]  # (width, height) of control images by item
+Texts: TypeAlias = Sequence[str]
 Images: TypeAlias = Sequence[Image.Image]
 Options: TypeAlias = dict[str, Any]
 
-COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-"""Those of most pipelines."""
+COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")  # of most pipelines
 
 
 class Family(ABC):
     """One model family. Stateless: instances live in the registry."""
 
     name: ClassVar[str]
-    models: ClassVar[tuple[PublishedModel, ...]]
-    """Its published models; the first is meant by the family's name."""
+    models: ClassVar[tuple[PublishedModel, ...]]  # the first is meant by the family's name
     defaults: ClassVar[Defaults]
 
     # The pipeline.
-    pipeline_class: ClassVar[str]
-    """Class name in diffusers, as in `model_index.json`."""
+    pipeline_class: ClassVar[str]  # class name in diffusers, as in `model_index.json`
+    # Values of `model_index.json` that tell families of one class apart; None: absent or false.
     pipeline_config: ClassVar[Config] = {}
-    """Values of `model_index.json` that tell families of one class apart; None: absent or false."""
-    components: ClassVar[tuple[str, ...]] = COMPONENTS
-    """Folders of a complete pipeline in the diffusers layout."""
-    connectors: ClassVar[tuple[str, ...]] = ()
-    """Those that `encode_prompt` needs besides text encoders, and that are treated as they are."""
-    decoders: ClassVar[tuple[str, ...]] = ("vae",)
-    """Those that the pipeline calls after the last step."""
-    noise: ClassVar[NoiseProcess] = FLOW_MATCHING
-    """How the published models are noised."""
+    components: ClassVar[tuple[str, ...]] = COMPONENTS  # folders of a complete pipeline
+    connectors: ClassVar[tuple[str, ...]] = ()  # `encode_prompt` needs them as text encoders
+    decoders: ClassVar[tuple[str, ...]] = ("vae",)  # which follow the last step
+    noise: ClassVar[NoiseProcess] = FLOW_MATCHING  # how the published models are noised
 
     # The model that is trained.
-    denoiser: ClassVar[str] = "transformer"
-    """Its component of the pipeline, and so its folder."""
-    transformer_class: ClassVar[str]
-    """Class name in diffusers."""
+    denoiser: ClassVar[str] = "transformer"  # its component of the pipeline, and so its folder
+    transformer_class: ClassVar[str]  # class name in diffusers
+    # Keys of published configurations that the class no longer takes, and that had no effect.
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
-    """Keys of published configurations that the class no longer takes, and that had no effect."""
-    tiny_config: ClassVar[Config]
-    """Changes that make a configuration tiny but leave its head size and every kind of block."""
+    tiny_config: ClassVar[Config]  # leaves its head size and every kind of block
+    # The family as it trains each of several transformers for parts of the noise, by name.
     experts: ClassVar[Mapping[str, Family]] = {}
-    """The family as it trains each of several transformers for parts of the noise, by name."""
-    expert: ClassVar[str | None] = None
-    """Which of them is trained; None if there is one."""
-    other_denoisers: ClassVar[tuple[str, ...]] = ()
-    """The components that denoise in its place where the noise is not its own."""
-    adapter_options: ClassVar[Config] = {}
-    """Options of `load_lora_weights` that load an adapter into the component that is trained."""
+    expert: ClassVar[str | None] = None  # which of them is trained; None if there is one
+    other_denoisers: ClassVar[tuple[str, ...]] = ()  # those for the other parts of the noise
+    adapter_options: ClassVar[Config] = {}  # of `load_lora_weights`, for the one that is trained
 
     # Its layers.
+    # Names in `named_modules` of what holds the repeated blocks, in the order they run.
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
-    """Names in `named_modules` of what holds the repeated blocks, in the order they run."""
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]]
-    """Named sets of adapted layers, each in the form that peft's `target_modules` takes."""
-    modulation: ClassVar[ModulationLayers | None] = None
-    """The modulation layers, if they hold a large share of the weights; else see `excluded`."""
-    attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()
-    """The attention processors that `norm_rope` can take the place of; if none, see `excluded`."""
-    excluded: ClassVar[Mapping[str, str]] = {}
-    """Knobs that stay at their defaults with this family, and why."""
+    target_sets: ClassVar[Mapping[str, Sequence[str] | str]]  # as peft's `target_modules`, by name
+    modulation: ClassVar[ModulationLayers | None] = None  # if it holds a large share of the weights
+    attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()  # that `norm_rope` knows
+    excluded: ClassVar[Mapping[str, str]] = {}  # knobs that stay at their defaults, and why
+    # Why its models are not trained in fp16 unless it is asked for, with who found that. Text
+    # encoders and VAEs never compute in fp16.
     fp16_overflow: ClassVar[str] = ""
-    """Why its published models are not trained in fp16 unless it is asked for, with who found
-    that; empty if nobody has. Text encoders and VAEs never compute in fp16."""
 
     # Pictures and clips.
-    latent_px: ClassVar[int] = 8
-    """Pixels per latent, along each side."""
-    patch: ClassVar[int] = 2
-    """Latents that one token stands for, along each side."""
-    size_multiple_px: ClassVar[int] = 16
-    """Width and height must be multiples of this: VAE factor times patch size."""
-    max_side_px: ClassVar[int] = 8192
-    """As many positions as the transformer knows, and no more than anybody trains."""
-    frames_per_latent: ClassVar[int] = 1
-    """Temporal factor of a video VAE; the first frame has a latent of its own."""
+    latent_px: ClassVar[int] = 8  # pixels per latent, along each side
+    patch: ClassVar[int] = 2  # latents that one token stands for, along each side
+    size_multiple_px: ClassVar[int] = 16  # VAE factor times patch size, along each side
+    max_side_px: ClassVar[int] = 8192  # as the transformer's positions, and as anybody trains
+    frames_per_latent: ClassVar[int] = 1  # the first frame has a latent of its own
     max_frames: ClassVar[int] = 1
-    """Maximum number of frames of an item."""
-    max_controls: ClassVar[int] = 0
-    """Control images of an item at most; if it is not 0, every item needs at least one."""
+    max_controls: ClassVar[int] = 0  # of an item; if it is not 0, it needs at least one
+    # Constructor argument of the transformer that counts the channels of latents, and its default
+    # there; so for the other sizes.
     latent_channels: ClassVar[tuple[str, int]] = ("in_channels", 16)
-    """Constructor argument of the transformer that counts the channels of latents, and its
-    default there; so for the other sizes."""
-    counts_packed: ClassVar[bool] = False
-    """Whether that argument counts the channels of a whole patch."""
+    counts_packed: ClassVar[bool] = False  # that argument counts the channels of a whole patch
 
     # Captions.
+    # Of one token of an encoded caption.
     prompt_size: ClassVar[tuple[tuple[str, int], ...]] = (("joint_attention_dim", 4096),)
-    """Arguments for the size of one token of an encoded caption."""
     pooled_size: ClassVar[tuple[str, int] | None] = None
-    """The argument for the size of a pooled prompt; None if there is none."""
-    pooled_output: ClassVar[int] = 1
-    """Place of the pooled prompt among the values of the pipeline's `encode_prompt`."""
-    encode_options: ClassVar[Config] = {}
-    """Arguments of `encode_prompt` besides the prompt."""
-    max_text_tokens: ClassVar[int]
-    """Length at which the pipeline cuts an encoded caption, or the transformer's positions end."""
-    separates_prompts: ClassVar[bool] = False
-    """Whether the transformer takes each prompt of a batch by itself, at its own length."""
-    masks_padding: ClassVar[bool] = False
-    """Whether attention gets a mask if the prompts of a batch differ in length."""
-    text_multiple: ClassVar[int] = 1
-    """Number of tokens of which the transformer itself pads each text to a multiple."""
-    max_micro_batch_size: ClassVar[int | None] = None
-    """Maximum number of samples in a forward pass; None for any."""
+    pooled_output: ClassVar[int] = 1  # place of the pooled prompt in what `encode_prompt` returns
+    encode_options: ClassVar[Config] = {}  # arguments of `encode_prompt` besides the prompt
+    max_text_tokens: ClassVar[int]  # at which the pipeline cuts captions, or positions end
+    separates_prompts: ClassVar[bool] = False  # each prompt of a batch keeps its own length
+    masks_padding: ClassVar[bool] = False  # if the prompts of a batch differ in length
+    text_multiple: ClassVar[int] = 1  # to which the transformer itself pads each text
+    max_micro_batch_size: ClassVar[int | None] = None  # None for any
+    # A text encoder casts activations to the dtype of a weight, as T5 does: it would take
+    # bitsandbytes' packed bytes for numbers, without an error.
     casts_to_weight_dtype: ClassVar[bool] = False
-    """Whether a text encoder casts activations to the dtype of a weight, as T5 does: it would
-    take bitsandbytes' packed bytes for numbers, without an error."""
 
     @property
     def transformer_config(self) -> Config:
-        """Arguments that build the transformer of the model that is meant by the family's name."""
         return self.models[0].config
 
     @property
     def parts(self) -> Parts:
-        """The other models of its pipeline."""
         return self.models[0].parts
 
     @property
@@ -164,25 +126,21 @@ class Family(ABC):
 
     @property
     def can_train_clips(self) -> bool:
-        """Whether an item may have several frames."""
         return self.max_frames > 1
 
     @property
     def kind(self) -> Literal["image", "edit", "video"]:
-        """Images, images made from others, or clips as well."""
         if self.max_controls:
             return "edit"
         return "video" if self.can_train_clips else "image"
 
     @property
     def text_encoders(self) -> tuple[str, ...]:
-        """The components that encode captions."""
         encoders = (name for name in self.components if name.startswith("text_encoder"))
         return (*encoders, *self.connectors)
 
     def with_expert(self, name: str | None) -> Family:
-        """Return the family as it trains that transformer. Raises InvalidInput if it has none of
-        that name."""
+        """Return the family as it trains that transformer, else raise InvalidInput."""
         if name is None or name == self.expert:
             return self
         if name not in self.experts:
@@ -197,21 +155,18 @@ class Family(ABC):
         return all((index.get(key) or None) == value for key, value in expected.items())
 
     def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
-        """Return the noise process of a model, by the configuration of its pipeline's scheduler
-        and its `model_index.json`."""
+        """Return a model's noise process, by its scheduler and its `model_index.json`."""
         return self.noise
 
     def build_transformer(self, config: Config) -> nn.Module:
-        """Build the transformer with random weights, on torch's current default device and
-        dtype."""
+        """Build the transformer with random weights, on torch's default device and dtype."""
         known = {k: v for k, v in public_config(config).items() if k not in self.obsolete_config}
         model: nn.Module = getattr(diffusers, self.transformer_class)(**known)
         return model
 
     def find_block_lists(self, transformer: nn.Module) -> dict[str, list[nn.Module]]:
-        """Find blocks by the name of what holds them, a list or a single block, in the order they
-        run. Each can be checkpointed. Those of one list whose weights have the same names and
-        shapes compute alike."""
+        """Find blocks by the name of what holds them, a list or a block, in the order they run.
+        Those of one list whose weights have the same names and shapes compute alike."""
         parts = {name: transformer.get_submodule(name) for name in self.block_lists}
         return {
             name: list(part) if isinstance(part, nn.ModuleList) else [part]
@@ -219,17 +174,14 @@ class Family(ABC):
         }
 
     def blocks(self, transformer: nn.Module) -> list[nn.Module]:
-        """List all blocks, in the order they run."""
         return [block for blocks in self.find_block_lists(transformer).values() for block in blocks]
 
     def last_block(self, transformer: nn.Module) -> str:
-        """Name the block that runs last. Double-stream models make nothing of the text that comes
-        out of it, so some of its layers never get a gradient."""
+        """Name the block that runs last: some of its layers may never get a gradient."""
         last = self.blocks(transformer)[-1]
         return next(str(name) for name, module in transformer.named_modules() if module is last)
 
     def target_set(self, name: str) -> Sequence[str] | str:
-        """Return the set of adapted layers with that name. Raises InvalidInput if there is none."""
         if name not in self.target_sets:
             hint = suggest_nearest(name, self.target_sets)
             raise InvalidInput(f"{self.name} has no target set called {name!r}", hint=hint)
@@ -244,13 +196,11 @@ class Family(ABC):
         return (self.num_latent_frames(num_frames) - 1) * self.frames_per_latent + 1
 
     def tokens_per_frame(self, bucket: Bucket) -> int:
-        """Count the tokens that the transformer makes of one frame: one for each square of
-        `size_multiple_px`."""
+        """Count the transformer's tokens of one frame, each a square of `size_multiple_px`."""
         return bucket.width_px * bucket.height_px // self.size_multiple_px**2
 
     def shift_at(self, shape: Sequence[int]) -> float:
-        """Compute the timestep shift for latents of `shape` (channels, frames, height, width), if
-        the family has one."""
+        """Compute the timestep shift for latents of (channels, frames, height, width)."""
         return self.defaults.shift_at(math.prod(shape[1:]) // self.patch**2)
 
     def check_num_frames(self, number: int) -> None:
@@ -283,8 +233,7 @@ class Family(ABC):
         )
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        """Load the pipeline in `folder` with the stock class; `components` go to its
-        `from_pretrained`."""
+        """Load the pipeline in `folder` with the stock class."""
         pipeline = getattr(diffusers, self.pipeline_class).from_pretrained(folder, **components)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -293,10 +242,7 @@ class Family(ABC):
         self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
     ) -> Shapes:
         """Return the shape of every tensor in a sample of this bucket, for a transformer of this
-        configuration.
-
-        `num_controls` counts the control images of an item; families without them ignore it.
-        """
+        configuration; families without control images ignore `num_controls`."""
         channels = config.get(*self.latent_channels)
         latents = (
             channels // self.patch**2 if self.counts_packed else channels,
@@ -314,35 +260,22 @@ class Family(ABC):
             shapes["pooled_prompt_embeds"] = (config.get(*self.pooled_size),)
         return shapes
 
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
+    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
         """Encode what the transformer is conditioned on: the caption in the pipeline's template,
-        without padding, so that what is cached is exact and needs no mask.
-
-        `controls` are the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what
-        they show is part of the prompt. Families without control images ignore them.
-        """
+        and what its control images show; without padding, so that it needs no mask."""
         encoded = pipeline.encode_prompt(prompt=[caption], **self.encode_options)
         sample = {"prompt_embeds": encoded[0][0]}
         if self.pooled_size:
             sample["pooled_prompt_embeds"] = encoded[self.pooled_output][0]
         return sample
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
-        """Count the tokens of each encoded caption, whose control images have these sizes, with the
-        tokenizer in the model's `folder` alone. By default all have the maximum length."""
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
+        """Count the tokens of each encoded caption, with the tokenizer in the model's `folder`."""
         return [self.max_text_tokens] * len(captions)
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
-        """Encode pixels (3, frames, height, width) in [-1, 1] to normalized latents (channels,
-        frames, height, width).
-
-        By default each channel gets the mean and the deviation that the configuration of a VAE for
-        video states.
-        """
+        """Encode pixels (3, frames, height, width) in [-1, 1] to latents (channels, frames, height,
+        width), normalized by the mean and deviation that a VAE for video states."""
         vae = pipeline.vae
         mean = pixels.new_tensor(vae.config.latents_mean).view(-1, 1, 1, 1)
         std = pixels.new_tensor(vae.config.latents_std).view(-1, 1, 1, 1)
@@ -350,13 +283,11 @@ class Family(ABC):
         return (latents.to(pixels.dtype) - mean) / std
 
     def decodable(self, latents: Tensor) -> Tensor:
-        """Return latents (batch, channels, frames, height, width) in the shape that the
-        autoencoder decodes."""
+        """Return latents (batch, channels, frames, height, width) as the VAE decodes them."""
         return latents
 
     def collate(self, samples: Sequence[Sample], token_multiple: int = 1) -> Batch:
-        """Stack every tensor. Raises RuntimeError if any but prompts differ in shape: the samples
-        are not of one bucket.
+        """Stack the samples of one bucket.
 
         Prompts are padded with zeros at the end to the longest, and if their lengths differ and
         attention gets a mask until they and the images are a multiple of `token_multiple` tokens;
@@ -391,8 +322,7 @@ class Family(ABC):
         frames, height, width). `levels` (batch,) are the noise process's, of fp32."""
 
     def guidance_input(self, transformer: Any, levels: Tensor, batch: Batch) -> Tensor | None:
-        """Return the guidance (batch,) for a transformer that takes it as an input: that of the
-        batch, or the default."""
+        """Return the guidance (batch,) for a transformer that takes it as an input."""
         if not unwrap_model(transformer).config.guidance_embeds:
             return None
         default = levels.new_full(levels.shape, self.defaults.training_guidance or 1.0)
@@ -429,8 +359,7 @@ class Family(ABC):
         return [frame.convert("RGB") for frame in frames]
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
-        """Return the arguments of the pipeline's call that say what to sample: prompt, guidance,
-        control images, frames."""
+        """Return the arguments of the pipeline's call that say what to sample."""
         options = {"prompt": prompt, "guidance_scale": self.defaults.sampling_guidance}
         if self.can_train_clips:
             options["num_frames"] = self.whole_frames(bucket.num_frames)
@@ -446,8 +375,7 @@ class Family(ABC):
 
 
 def unwrap_model(transformer: nn.Module) -> Any:
-    """Return the diffusers model itself, whether or not it is wrapped for several processes or
-    compiled as a whole."""
+    """Return the diffusers model itself, without what wraps or compiles it."""
     while (
         inner := getattr(transformer, "module", getattr(transformer, "_orig_mod", None))
     ) is not None:
@@ -464,10 +392,7 @@ def public_config(config: Config) -> dict[str, Any]:
 
 
 def build_on_meta(family: Family, config: Config) -> Any:
-    """Build the transformer with all parameters and buffers on the meta device.
-
-    Raises InvalidInput if the class refuses the configuration.
-    """
+    """Build the transformer on the meta device. Raises InvalidInput if its class refuses."""
     from diffusers.models.modeling_utils import no_init_weights
 
     kind = family.transformer_class
@@ -493,10 +418,9 @@ def denoising_loss(
 ) -> Tensor:
     """Compute the mean squared error of the prediction, averaged in fp32 over a micro-batch.
 
-    `batch` has `latents` (batch, channels, frames, height, width) and the conditioning; if any
-    sample has a mask or a weight also `loss_weights` (batch, 1, 1, height, width), factors of the
-    squared error. `noise` is standard normal, in the shape of the latents; `levels` (batch,) are as
-    `process` counts them, by default the family's.
+    `batch` has `latents` (batch, channels, frames, height, width), the conditioning, and if any
+    sample has a mask or a weight `loss_weights` (batch, 1, 1, height, width), factors of the
+    squared error. `levels` (batch,) are as `process` counts them, by default the family's.
     """
     process, clean = process or family.noise, batch["latents"]
     if weighting != "none" or "loss_weights" in batch:
@@ -515,8 +439,7 @@ def image_losses(
     process: NoiseProcess,
     weighting: Weighting,
 ) -> Tensor:
-    """Compute the loss of each image of the micro-batch, (batch,): their mean is `denoising_loss`,
-    up to rounding."""
+    """Compute the loss of each image, (batch,), whose mean is `denoising_loss`."""
     clean = batch["latents"]
     noisy = process.add_noise(clean, noise, levels)
     predicted = family.predict(transformer, noisy, levels, batch)

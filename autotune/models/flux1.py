@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,17 @@ from autotune.models.facts import (
     Parts,
     PublishedModel,
 )
-from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Sample, Sizes
+from autotune.models.family import (
+    COMPONENTS,
+    Batch,
+    Family,
+    Images,
+    Options,
+    Pixels,
+    Sample,
+    Sizes,
+    Texts,
+)
 from autotune.models.latents import (
     ATTENTION,
     FLUX_VAE,
@@ -33,9 +42,7 @@ from autotune.models.latents import (
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, torch
 
-TEXT_TOKENS = 512
-"""Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
-attend to the padding."""
+TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
 BLOCK = r"(single_)?transformer_blocks\.\d+"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
 DEV = PublishedModel(
@@ -171,8 +178,7 @@ CHROMA = PublishedModel(
 
 
 class Chroma(Flux1Dev):
-    """Text to image. Prompts are encoded at their own length: padding is masked and takes no
-    position."""
+    """Text to image. Prompts have their own length: padding is masked and takes no position."""
 
     name = "chroma"
     models = (
@@ -215,15 +221,11 @@ class Chroma(Flux1Dev):
         )
     }
 
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
+    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
         prompt, _, mask, *_ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
         return {"prompt_embeds": prompt[0][mask[0] > 0]}
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         return [min(length + 1, TEXT_TOKENS) for length in count_tokens(folder, captions)]
 
     def conditioning(
@@ -235,8 +237,7 @@ class Chroma(Flux1Dev):
         return {"attention_mask": mask}
 
     def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
-        # The pipeline adds its mask to what it should mask (huggingface/diffusers#13619): no
-        # padding, no mask.
+        # The pipeline adds its mask instead (huggingface/diffusers#13619): no padding, no mask.
         return mock.patch.object(pipeline, "_prepare_attention_mask", return_value=None)
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:

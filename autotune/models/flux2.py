@@ -18,9 +18,7 @@ from autotune.models.family import Batch, Family
 from autotune.models.latents import ATTENTION, load_tokenizer
 from autotune.system.lazy import Tensor, torch
 
-TEXT_TOKENS = 512
-"""Length that the pipeline pads every prompt to. It masks nothing: the model was trained to
-attend to the padding."""
+TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
 DISTILLED = (
     "distilled to 4 steps without guidance, which training undoes: train on the base model instead"
 )
@@ -101,8 +99,7 @@ class Flux2Klein(Family):
             "its blocks share their modulation layers, which hold at most 4% of the weights"
         )
     }
-    # Not of single-stream blocks: there one projection makes queries, keys, values and the
-    # feed-forward part.
+    # Not of single-stream blocks: there one projection makes all.
     attention_layouts = (
         AttentionLayout("Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
     )
@@ -170,6 +167,5 @@ class Flux2Dev(Flux2Klein):
     )
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        # A tokenizer has the chat template that is all the pipeline wants of Pixtral's processor,
-        # and no torchvision.
+        # The chat template is all that the pipeline wants of Pixtral's processor.
         return super().load_pipeline(folder, **{"tokenizer": load_tokenizer(folder), **components})

@@ -1,5 +1,4 @@
-"""Kandinsky 5.0 for images and for video: text blocks, then visual blocks that attend to the text;
-no mask anywhere.
+"""Kandinsky 5.0 for images and for video: text blocks, then visual blocks that attend to the text.
 
 The transformer takes latents with the channels last and no mask of the prompt, so captions of
 different lengths go through it one length at a time.
@@ -7,7 +6,6 @@ different lengths go through it one length at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,16 @@ from autotune.models.facts import (
     PublishedModel,
     Stream,
 )
-from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Sizes, unwrap_model
+from autotune.models.family import (
+    COMPONENTS,
+    Batch,
+    Family,
+    Images,
+    Options,
+    Sizes,
+    Texts,
+    unwrap_model,
+)
 from autotune.models.latents import (
     FLUX_VAE,
     ImageLatents,
@@ -33,27 +40,22 @@ from autotune.models.latents import (
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, nn, torch
 
-MAX_TEXT_TOKENS = 512
-"""Length to which the pipelines cut prompts."""
-POSITIONS = 128
-"""Maximum rows, columns and latent frames of the transformer's rotary embedding."""
-LITE_CONFIG: Config = {
+MAX_TEXT_TOKENS = 512  # length to which the pipelines cut prompts
+POSITIONS = 128  # maximum rows, columns and latent frames of the transformer's rotary embedding
+LITE_CONFIG: Config = {  # constructor arguments that both Lite models share
     "in_visual_dim": 16,
     "out_visual_dim": 16,
     "time_dim": 512,
     "num_text_blocks": 2,
 }
-"""Constructor arguments that both Lite models share."""
-TEXT_ENCODERS = (8_292_166_656, 123_060_480)
-"""Parameters of Qwen2.5-VL and of CLIP."""
+TEXT_ENCODERS = (8_292_166_656, 123_060_480)  # parameters of Qwen2.5-VL and of CLIP
 BLOCK = r"(text|visual)_transformer_blocks\.\d+"
 ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
 MLP = r"feed_forward\.(in_layer|out_layer)"
 
 
 class Kandinsky5(Family):
-    """Prompts are encoded by Qwen2.5-VL at their own length; CLIP's pooled output joins the
-    timestep."""
+    """Prompts of Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
     tiny_config = {
@@ -102,16 +104,13 @@ class Kandinsky5(Family):
         processor = load_processor("Qwen2VLProcessor", folder / "tokenizer")
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
 
         stock = build_empty_pipeline(self.pipeline_class)
         texts = [stock.prompt_template.format(prompt_clean(caption)) for caption in captions]
         start = stock.prompt_template_encode_start_idx
-        # The pipeline cuts characters of a prompt that is too long, so a token or two fewer may
-        # remain.
+        # The pipeline cuts characters of a long prompt, so a token or two fewer may remain.
         return [min(length - start, MAX_TEXT_TOKENS) for length in count_tokens(folder, texts)]
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
@@ -157,7 +156,7 @@ class Kandinsky5(Family):
         return velocity.permute(0, 4, 1, 2, 3)
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
-        """Factors by which the pipeline divides positions in time, height and width."""
+        # By which the pipeline divides positions in time, height and width.
         return (1.0, 1.0, 1.0)
 
 
@@ -208,9 +207,7 @@ class Kandinsky5Image(ImageLatents, Kandinsky5):
 
 
 class Kandinsky5Video(Kandinsky5):
-    """Video Lite of 5 seconds, text to video; single images train it as well. 32 visual blocks,
-    and HunyuanVideo's VAE, which packs four frames into one: of a clip, the first 4k + 1 frames
-    are used."""
+    """Video Lite of 5 seconds, text to video; images train it as well. HunyuanVideo's VAE."""
 
     name = "kandinsky5-video-lite"
     pipeline_class = "Kandinsky5T2VPipeline"

@@ -1,18 +1,15 @@
-"""Krea 2: one stream of 28 blocks over text and image, twelve layers of Qwen3-VL as the text,
-Qwen-Image's autoencoder.
+"""Krea 2: one stream of 28 blocks, twelve layers of Qwen3-VL as the text, Qwen-Image's VAE.
 
-Two stages of short blocks make one text of those twelve layers. They are not adapted, so they need
-no gradient.
+Short blocks make one text of those twelve layers. They are not adapted, so need no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from autotune.models.facts import Defaults, Parts, PublishedModel
-from autotune.models.family import Batch, Family, Sample, Sizes
+from autotune.models.family import Batch, Family, Pixels, Sample, Sizes, Texts
 from autotune.models.latents import (
     PATCH,
     adapted_layers,
@@ -23,9 +20,7 @@ from autotune.models.latents import (
 )
 from autotune.system.lazy import Tensor
 
-MAX_TEXT_TOKENS = 512
-"""Length to which the pipeline pads prompts, under a mask; what follows the prompt in its
-template counts, too."""
+MAX_TEXT_TOKENS = 512  # with what follows the prompt in the pipeline's template
 RAW = PublishedModel(
     "krea/Krea-2-Raw",
     "krea-2",
@@ -37,8 +32,7 @@ RAW = PublishedModel(
 
 
 class Krea2(Family):
-    """Text to image. Prompts are encoded at their own length: padding is masked and takes no
-    position."""
+    """Text to image. Prompts have their own length: padding is masked and takes no position."""
 
     name = "krea-2"
     models = (
@@ -90,15 +84,11 @@ class Krea2(Family):
         ),
     }
 
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
+    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
         prompts, mask = pipeline.encode_prompt(caption, max_sequence_length=MAX_TEXT_TOKENS)
         return {"prompt_embeds": prompts[0][mask[0]]}
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         stock = build_empty_pipeline(self.pipeline_class)
         texts = [stock.prompt_template_encode_prefix + caption for caption in captions]
         suffix = stock.prompt_template_encode_num_suffix_tokens

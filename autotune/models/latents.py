@@ -1,5 +1,4 @@
-"""Steps that several families share: latents as tokens, control images, tokenizers, and the VAE of
-FLUX.1."""
+"""Steps that families share: latents as tokens, control images, tokenizers, and FLUX.1's VAE."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 
 from autotune.system.lazy import Tensor, diffusers
 
-FLUX_VAE: Mapping[str, Any] = {
+FLUX_VAE: Mapping[str, Any] = {  # which Chroma and Kandinsky 5.0 Image use, too
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -23,14 +22,10 @@ FLUX_VAE: Mapping[str, Any] = {
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
-"""The autoencoder of FLUX.1, which Chroma and Kandinsky 5.0 Image use, too."""
+# Attention layers of a double-stream block: the image's, then the text's.
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
-"""Attention layers of a double-stream block: the image's, then the text's."""
-CONTROL = "control_latents_"
-"""Prefix of control images in a sample, before a number from 1; nine at most, so that names sort
-in order."""
-PATCH = 2
-"""Latents per token of `pack`, along each side."""
+CONTROL = "control_latents_"  # in a sample, before a number of one digit, so that names sort
+PATCH = 2  # latents per token of `pack`, along each side
 
 
 class ImageLatents:
@@ -47,8 +42,7 @@ class ImageLatents:
 
 
 def adapted_layers(block: str, attention: str, mlp: str, others: str = "") -> dict[str, str]:
-    """Name the sets of layers of a `block` that can be adapted; `others` are its Linear layers
-    outside of attention and MLP."""
+    """Name the sets of layers of a `block` that can be adapted."""
     both = f"{attention}|{mlp}"
     everything = f"{both}|{others}" if others else both
     sets = {"attention": attention, "attention+mlp": both, "all-linear": everything}
@@ -69,8 +63,8 @@ def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
 
 @cache
 def image_processor(kind: str) -> Any:
-    """Make a `Qwen2VLProcessor` or `Qwen3VLProcessor` that needs no torchvision: the stock one
-    builds a processor of videos, which nobody shows it."""
+    """Make a `Qwen2VLProcessor` or `Qwen3VLProcessor` without one of videos, which needs
+    torchvision."""
     import transformers
     from transformers.processing_utils import ProcessorMixin
 
@@ -85,7 +79,6 @@ def image_processor(kind: str) -> Any:
             ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
         def num_image_tokens(self, width_px: int, height_px: int) -> int:
-            """Tokens that an image of this size becomes."""
             num_patches = self.image_processor.get_number_of_image_patches(height_px, width_px)
             return int(num_patches) // int(self.image_processor.merge_size) ** 2
 
@@ -95,7 +88,7 @@ def image_processor(kind: str) -> Any:
 
 
 def load_processor(kind: str, folder: Path) -> Any:
-    """Load such a processor from a folder of its own."""
+    """Load an `image_processor` from a folder of its own."""
     return image_processor(kind).from_pretrained(folder, trust_remote_code=False)
 
 
@@ -106,12 +99,8 @@ def with_controls(noisy: Tensor, batch: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def pack(latents: Tensor) -> Tensor:
-    """Make one token per 2x2 patch: (batch, channels, 1, height, width) -> (batch, height/2 *
-    width/2, channels * 4).
-
-    A token holds its channels outermost, then rows, then columns: the order of `_pack_latents` in
-    diffusers' FLUX and Qwen-Image pipelines.
-    """
+    """Make tokens (batch, patches, channels * 4) of 2x2 patches, in the order of diffusers'
+    `_pack_latents`: channels outermost, then rows, then columns."""
     size, channels, _, height, width = latents.shape
     rows, columns = height // PATCH, width // PATCH
     patches = latents.view(size, channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3, 5)
@@ -126,8 +115,7 @@ def unpack(tokens: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def build_empty_pipeline(pipeline_class: str) -> Any:
-    """Build a stock pipeline without components, for what its constructor sets, such as its
-    prompt template."""
+    """Build a stock pipeline without components, for what its constructor sets."""
     stock = getattr(diffusers, pipeline_class)
     parameters = inspect.signature(stock).parameters.values()
     return stock(**{each.name: None for each in parameters if each.default is each.empty})

@@ -45,7 +45,7 @@ def add_low_rank(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: flo
 
 
 class LeanLora:
-    """Takes the place of a peft layer's `forward`; see `make_lean`."""
+    """In the place of a peft layer's `forward`; see `make_lean`."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         name = self.active_adapters[0] if len(self.active_adapters) == 1 else None

@@ -1,9 +1,7 @@
-"""LTX-2.3 and LTX-2: a stream of video and one of sound that hear each other, Gemma 3 and
-connectors for the text.
+"""LTX-2.3 and LTX-2: streams of video and of sound, Gemma 3 and connectors for the text.
 
-Trained here on clips without sound and on images, as the authors' trainer does without a folder of
-sound: the video's stream alone, which then attends to itself and to the text (`training_strategies`
-of Lightricks/LTX-2@400fd31).
+Trained here on clips without sound and on images: the video's stream alone, as the authors' trainer
+does without sound (`training_strategies` of Lightricks/LTX-2@400fd31).
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ from autotune.models.latents import adapted_layers
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor
 
-TEXT_TOKENS = 1024
-"""Length of every prompt: the connectors put learned tokens in the place of the padding, so that
-there is no mask."""
+TEXT_TOKENS = 1024  # of every prompt: connectors put learned tokens in the place of padding
 FIRST: Config = {"rope_type": "split"}
 LATER: Config = {
     "rope_type": "split",
@@ -32,9 +28,7 @@ LATER: Config = {
     "audio_cross_attn_mod": True,
 }
 GEMMA, VAE_CLASS = 12_187_325_040, "AutoencoderKLLTX2Video"
-AUDIO_VAE = 53_248_146
-"""Number of its parameters, as of the vocoders beside it: what diffusers' classes have by
-default."""
+AUDIO_VAE = 53_248_146  # parameters of diffusers' class by default, as for the vocoders below
 VAE: Config = {
     "decoder_causal": False,
     "spatial_compression_ratio": 32,
@@ -78,8 +72,7 @@ LTX_2 = PublishedModel(
 
 
 class LTX2(Family):
-    """Latents are those of a causal video autoencoder, standardized by channel; one is one
-    token."""
+    """Latents of a causal video autoencoder, standardized by channel; one is one token."""
 
     name = "ltx-2.3"
     models = (LTX_23, LTX_2)
@@ -157,8 +150,7 @@ class LTX2(Family):
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         size, _, frames, height, width = noisy.shape
         config, timestep = unwrap_model(transformer).config, levels * 1000
-        # Where the streams do not hear each other the sound's has no part in the video: one token,
-        # and a word.
+        # The sound has no part in the video: one token, and a word.
         is_first = config.use_prompt_embeddings
         text = config.caption_channels if is_first else config.audio_cross_attention_dim
         velocity: Tensor = transformer(
@@ -198,7 +190,7 @@ def _without_masks(_: Any, args: tuple[Any, ...], options: Options) -> tuple[Any
 
 
 class _Passed:
-    """In the place of a pipeline's connectors, for prompts that have been through them."""
+    # In the place of a pipeline's connectors, for prompts that have been through them.
 
     def __init__(self, connectors: Any) -> None:
         self.connectors = connectors
@@ -208,9 +200,8 @@ class _Passed:
 
 
 def _connect(pipeline: Any) -> Any:
-    """Let `encode_prompt` return what the connectors make of a prompt, for video and for sound
-    in place of its mask: a thirtieth of what they take, and what is left to do needs neither
-    them nor Gemma."""
+    """Let `encode_prompt` return what the connectors make of a prompt, for video and for sound in
+    place of its mask: a thirtieth of what they take."""
     from diffusers.models.attention_dispatch import attention_backend
 
     stock = pipeline.encode_prompt

@@ -1,8 +1,7 @@
 """Noise processes: they mix noise into clean latents, and say what the model predicts of it.
 
-Levels are what a process calls them: the share of noise in [0, 1] of flow matching, the number of a
-timestep of a discrete schedule. They are drawn, mixed and handed to `Family.predict` without
-anybody else knowing which.
+Levels are a process's own: of flow matching the share of noise in [0, 1], of a discrete schedule
+the number of a timestep.
 """
 
 from __future__ import annotations
@@ -17,24 +16,18 @@ from autotune.errors import InvalidInput
 from autotune.plan.job import Weighting
 from autotune.system.lazy import Tensor, diffusers, torch
 
-Prediction = Literal["epsilon", "v_prediction"]
-"""What a model of a discrete schedule predicts, under diffusers' names."""
+Prediction = Literal["epsilon", "v_prediction"]  # diffusers' names
 
-MIN_SNR_GAMMA = 5.0
-"""Upper limit of the signal-to-noise ratio in the weights of the loss (Hang et al. 2023, section
-3.4)."""
+MIN_SNR_GAMMA = 5.0  # signal-to-noise ratio at most (Hang et al. 2023, section 3.4)
 
 
 class NoiseProcess(ABC):
     """Levels, mixture and target of training. Immutable."""
 
-    weightings: ClassVar[tuple[Weighting, ...]]
-    """Weights of the loss that are defined for it."""
+    weightings: ClassVar[tuple[Weighting, ...]]  # weights of the loss that are defined for it
+    # Part of the way from clean to noise that levels are drawn from.
     lowest_share: float = 0.0
-    """Share of the way from clean to noise that levels are drawn from, for a model that has part
-    of it to itself."""
     highest_share: float = 1.0
-    """Share that they are drawn up to."""
 
     @abstractmethod
     def level(self, share: float) -> float:
@@ -60,14 +53,12 @@ class NoiseProcess(ABC):
 
 
 def _over_batch(values: Tensor, like: Tensor) -> Tensor:
-    """(batch,) in the dtype and the number of dimensions of `like`."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like.dtype)
 
 
 @dataclass(frozen=True)
 class FlowMatching(NoiseProcess):
-    """noisy = (1 - level) * clean + level * noise; the model predicts the velocity noise -
-    clean."""
+    """noisy = (1 - level) * clean + level * noise; the model predicts noise - clean."""
 
     lowest_share: float = 0.0
     highest_share: float = 1.0
@@ -114,8 +105,7 @@ class DiscreteDiffusion(NoiseProcess):
 
     @classmethod
     def from_scheduler(cls, config: Mapping[str, Any]) -> DiscreteDiffusion:
-        """Build the process of a model with this scheduler. Raises InvalidInput if the model
-        predicts something else."""
+        """Build the process of a model with this scheduler. Raises InvalidInput if unusable."""
         prediction = config.get("prediction_type", "epsilon")
         if prediction not in get_args(Prediction):
             hint = "autotune trains models that predict epsilon or v"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from autotune.models.facts import (
     Parts,
     PublishedModel,
 )
-from autotune.models.family import Batch, Family, Images, Options, Sample, Sizes
+from autotune.models.family import Batch, Family, Images, Options, Pixels, Sample, Sizes, Texts
 from autotune.models.latents import (
     ATTENTION,
     PATCH,
@@ -102,9 +101,7 @@ class QwenImage(Family):
         ),
     )
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         stock = build_empty_pipeline(self.pipeline_class)
         texts = [stock.prompt_template_encode.format(caption) for caption in captions]
         start, longest = stock.prompt_template_encode_start_idx, stock.tokenizer_max_length
@@ -125,15 +122,13 @@ class QwenImage(Family):
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
-        # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank
-        # one.
+        # Without a negative prompt the pipeline leaves guidance out; the card uses a blank one.
         guidance = self.defaults.sampling_guidance
         return {"prompt": prompt, "true_cfg_scale": guidance, "negative_prompt": " "}
 
 
 class QwenImageEdit(QwenImage):
-    """One control image. The text encoder sees it at one megapixel, so captions take some 1,400
-    tokens."""
+    """One control image, some 1,400 tokens of the caption: the encoder sees one megapixel."""
 
     name = "qwen-image-edit"
     models: ClassVar[tuple[PublishedModel, ...]] = (EDIT,)
@@ -143,19 +138,14 @@ class QwenImageEdit(QwenImage):
     max_text_tokens = 3840  # nothing is cut; of 4096 positions a picture's side takes up to 256
     # Rate and shift as for Qwen-Image: musubi-tuner's guide names one set for both.
     defaults = replace(QwenImage.defaults, text_tokens=1536)
-    condition_area_px: ClassVar[int] = 1024 * 1024
-    """Pixels to which the pipeline resizes images for the text encoder."""
-    picture_prompt: ClassVar[str] = ""
-    """Text that the pipeline puts before the caption for each control image, apart from its
-    template."""
+    condition_area_px: ClassVar[int] = 1024 * 1024  # of images for the text encoder
+    picture_prompt: ClassVar[str] = ""  # for each of them, before the caption
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         processor = load_processor("Qwen2VLProcessor", folder / "processor")
         return super().load_pipeline(folder, **{"processor": processor, **components})
 
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()
-    ) -> Sample:
+    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
         self.check_num_controls(len(controls), f"the caption {caption!r}")
         to_images = pipeline.image_processor.postprocess
         images = [to_images(pixels.movedim(1, 0).float())[0] for pixels in controls]
@@ -169,9 +159,7 @@ class QwenImageEdit(QwenImage):
         prompt: Tensor = pipeline.encode_prompt(prompt=[caption], image=resized)[0]
         return prompt
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         processor = load_processor("Qwen2VLProcessor", folder / "processor")
         stock = build_empty_pipeline(self.pipeline_class)
         counts = []
@@ -196,12 +184,9 @@ class QwenImageEdit(QwenImage):
         }
 
     def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
-        """Make the pipeline encode control images with this many pixels, as training does, instead
-        of a megapixel.
+        """Make the pipeline encode control images at the size of training, not at a megapixel.
 
         A preview then needs the memory that was planned, and sees what the adapter was trained on.
-        The pipeline has no argument for it, so a name in its module is replaced while one preview
-        runs.
         """
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
 
@@ -211,8 +196,7 @@ class QwenImageEdit(QwenImage):
         )
 
     def _condition_size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) in px that the text encoder sees, in multiples of 32, as the
-        pipelines' own function."""
+        # What the text encoder sees, as the pipelines' own function.
         ratio = width / height
         new_width = math.sqrt(self.condition_area_px * ratio)
         return round(new_width / 32) * 32, round(new_width / ratio / 32) * 32
@@ -235,9 +219,7 @@ class QwenImageEditPlus(QwenImageEdit):
         return mock.patch.object(stock, "VAE_IMAGE_SIZE", bucket.width_px * bucket.height_px)
 
 
-SLOT = 2
-"""Latents along each side of what the transformer of Qwen-Image 2.1 counts as one slot of an image,
-so sides are multiples of it."""
+SLOT = 2  # latents along each side of what Qwen-Image 2.1 counts as one slot of an image
 QWEN_21 = PublishedModel(
     "Qwen/Qwen-Image-2.1",
     "qwen-image-2.1",
@@ -315,9 +297,7 @@ class QwenImage21(Family):
         processor = load_processor("Qwen3VLProcessor", folder / "processor")
         return super().load_pipeline(folder, **{"processor": processor, **components})
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         from diffusers import QwenImage21Pipeline
 
         processor = load_processor("Qwen3VLProcessor", folder / "processor")
@@ -332,8 +312,7 @@ class QwenImage21(Family):
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         if len({len(prompt) for prompt in prompts}) > 1:
-            # Padding would count as text, and move the image away from it: diffusers' own test of
-            # batches allows 2e-3.
+            # Padding would count as text, and move the image away from it.
             rows = zip(noisy[:, None], levels[:, None], prompts, strict=True)
             return torch.cat(
                 [

@@ -1,6 +1,5 @@
-"""The families that autotune supports, by name. To add one: its file, and one line in this
-table; or, from another distribution, an entry point in the group `autotune.families` that names
-the class or an instance."""
+"""The families that autotune supports. To add one: its file, and one line in this table; or an
+entry point in the group `autotune.families` that names the class or an instance."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,8 +24,7 @@ ENTRY_POINTS = "autotune.families"
 
 
 class Families(Mapping[str, Family]):
-    """Families by name: autotune's own, then those of other distributions, which are loaded at
-    the first look-up."""
+    """Families by name; those of other distributions are loaded at the first look-up."""
 
     def __init__(self, *own: Family) -> None:
         self._families = {family.name: family for family in own}
@@ -42,10 +40,8 @@ class Families(Mapping[str, Family]):
         return len(self._all())
 
     def add(self, family: Family) -> None:
-        """Add a family to this process. Trials run in others, and need an entry point.
-
-        Raises TypeError if it is no family, and ValueError if there is another one of its name, or
-        of its pipelines, by which folders are recognized.
+        """Add a family to this process. Trials run in others, and need an entry point. Raises
+        ValueError for another one of its name or its pipelines, by which folders are recognized.
         """
         if not isinstance(family, Family):
             raise TypeError(f"not a Family: {family!r}")
@@ -94,8 +90,7 @@ FAMILIES = Families(
 
 
 def find_published(name: str, expert: str | None = None) -> tuple[Family, PublishedModel] | None:
-    """Find the published model of that name or hub id, and its family as it trains `expert`.
-    Raises InvalidInput if it has no such expert."""
+    """Find the published model of that name or hub id, and its family as it trains `expert`."""
     for family in FAMILIES.values():
         for model in family.models:
             if name in (model.name, model.hub_id):

@@ -50,8 +50,7 @@ from autotune.weights.hub import missing_files, snapshot_in_cache, verify
 from autotune.weights.single_file import view_as
 from autotune.weights.stream import build_empty_component, check_part
 
-REPO = re.compile(r"[\w.-]+/[\w.-]+")
-"""The name of a repository on the hub."""
+REPO = re.compile(r"[\w.-]+/[\w.-]+")  # the name of a repository on the hub
 REVISION = re.compile(r"\w[\w./-]*")
 NAME_BASE = (
     "name a folder or a hub id that has VAE, text encoders and tokenizers in the diffusers layout: "
@@ -60,8 +59,7 @@ NAME_BASE = (
 
 
 def build_spec(family: Family, config: Config, name: str) -> ModelSpec:
-    """Build the record in plans of a model called `name`. Raises InvalidInput as `build_on_meta`,
-    or if it has no blocks."""
+    """Build a model's record in plans. Raises InvalidInput as `build_on_meta`, or for no blocks."""
     return _build_spec(family, json.dumps(dict(config), default=dict)).changed(name=name)
 
 
@@ -90,26 +88,18 @@ class ResolvedModel:
     """A model that can be built, and if they are on disk its files."""
 
     family: Family
-    config: Config
-    """Constructor arguments of the transformer."""
-    name: str
-    """Name of the folder or file, or the hub id."""
-    folder: Path | None
-    """Folder in the diffusers layout with all weights, or None if they are not on this machine."""
-    config_folder: Path | None = None
-    """Folder with configurations and tokenizers, or None if only the architecture is known."""
-    revision: str | None = None
-    """Commit of the files on the hub."""
-    file: Path | None = None
-    """The file that holds the transformer, if it is not in `folder`."""
-    base: str | None = None
-    """Folder or hub id that the other parts come from, if there is such a file."""
+    config: Config  # constructor arguments of the transformer
+    name: str  # name of the folder or file, or the hub id
+    folder: Path | None  # in the diffusers layout with all weights, if they are on this machine
+    config_folder: Path | None = None  # with configurations and tokenizers, if they are
+    revision: str | None = None  # commit of the files on the hub
+    file: Path | None = None  # the file that holds the transformer, if it is not in `folder`
+    base: str | None = None  # folder or hub id that the other parts come from, if there is one
+    # Weights of the VAE and text encoders that are not in `folder`, by component.
     part_files: Mapping[str, Path] = field(default_factory=dict)
-    """Weights of the VAE and text encoders that are not in `folder`, by component."""
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The record of it in plans. Raises InvalidInput as `build_spec`."""
         return build_spec(self.family, self.config, self.name)
 
     @property
@@ -135,12 +125,10 @@ class ResolvedModel:
 
     @property
     def transformer_file(self) -> Path:
-        """The folder or file of the transformer's weights. Raises InvalidInput as `weights`."""
         return self.file or self.weights / self.family.denoiser
 
     def open_transformer(self) -> WeightSource:
-        """Open the transformer's weights under the names of its class. Raises InvalidInput or
-        BadWeights."""
+        """Open the transformer's weights under the names of its class."""
         source = open_weights(self.transformer_file)
         return view_as(source, build_on_meta(self.family, self.config)) if self.file else source
 
@@ -148,12 +136,8 @@ class ResolvedModel:
 def resolve_model(ref: ModelRef) -> ResolvedModel:
     """Find out what a model is, from what is on this machine, without the network.
 
-    It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with
-    `@REVISION` for a certain commit, whose files are then taken from the hub's cache. Or a single
-    file.
-
-    Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known
-    family.
+    It may be a folder in the diffusers layout, a single file, a known name, or a hub id; the last
+    two with `@REVISION` for a commit in the hub's cache. Raises InvalidInput for anything else.
     """
     if is_single_file(ref):
         return _resolve_single_file(ref, lambda base, _: _locate(base))
@@ -175,11 +159,8 @@ def resolve_model(ref: ModelRef) -> ResolvedModel:
 
 def fetch_model(ref: ModelRef, *, weights: bool = True) -> ResolvedModel:
     """Download the model's files from the hub, unless it is a folder, and resolve it; without
-    `weights` configurations and tokenizers alone: some megabytes.
-
-    Raises InvalidInput as `resolve_model`; HubError, MissingWeights or PickledWeights if it cannot
-    be fetched, and is not complete in the local cache.
-    """
+    `weights` configurations and tokenizers alone. Raises HubError, MissingWeights or PickledWeights
+    if it cannot be fetched, and is not complete in the local cache."""
     if not is_on_hub(ref):
         return resolve_model(ref)
     if is_single_file(ref):
@@ -254,8 +235,7 @@ def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
 
 
 def is_on_hub(ref: ModelRef) -> bool:
-    """Whether a model, or the base of a single file, names something on the hub rather than a
-    folder."""
+    """Return whether a model, or the base of a single file, is something on the hub."""
     if is_single_file(ref):
         base = _base_of(ref)
         return base is None or is_on_hub(base)
@@ -263,24 +243,20 @@ def is_on_hub(ref: ModelRef) -> bool:
 
 
 def is_fetchable(ref: ModelRef) -> bool:
-    """Whether a model, or the base of a single file, is on the hub as far as its name tells:
-    known, or `owner/name`."""
+    """Return whether such a name is known, or `owner/name`."""
     origin = _base_of(ref) if is_single_file(ref) else ref
     return is_on_hub(ref) and (not origin or REPO.fullmatch(_parse_name(origin)[1]) is not None)
 
 
 def is_single_file(ref: ModelRef) -> bool:
-    """Whether a model is a file rather than a folder or something on the hub."""
+    """Return whether a model is a file rather than a folder or something on the hub."""
     path = _expand(ref.name)
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
 def check_weights(model: ResolvedModel) -> None:
-    """Read the headers of all weights, so that damage shows now, not after an hour of work.
-
-    Raises InvalidInput if the weights are not on this machine, or the scheduler's configuration
-    cannot be read; BadWeights if a file is missing, cut off or damaged.
-    """
+    """Read the headers of all weights, so that damage shows now, not after an hour of work, else
+    raise InvalidInput."""
     family = model.family
     for part in (*family.decoders, *family.text_encoders, *family.other_denoisers):
         _open_part(model, part)
@@ -291,8 +267,7 @@ def check_weights(model: ResolvedModel) -> None:
 
 def read_parts(model: ResolvedModel) -> Parts | None:
     """Read the models around the transformer from headers and configurations in its folder; without
-    one they are those of the published model, or unknown. Raises InvalidInput if the folder's VAE
-    cannot be built."""
+    one they are those of the published model, or unknown."""
     family, folder = model.family, model.folder
     if folder is None:
         specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)
@@ -313,8 +288,6 @@ def _num_parameters(model: ResolvedModel, part: str) -> int:
 
 
 def _open_part(model: ResolvedModel, name: str) -> WeightSource:
-    """The weights of the VAE or a text encoder. Raises BadWeights, with a hint where to look for
-    what is missing."""
     if (path := model.part_files.get(name)) is not None:
         return check_part(model.weights, name, path)
     try:
@@ -443,7 +416,6 @@ def _resolve_single_file(
 
 
 def _locate(base: ModelRef) -> Path | None:
-    """The folder of a base on this machine, complete or not."""
     if not is_on_hub(base):
         return _expand(base.name)
     _, repo, revision = _parse_name(base)
@@ -451,16 +423,11 @@ def _locate(base: ModelRef) -> Path | None:
 
 
 def _in_base(family: Family, part_files: Mapping[str, Path]) -> list[str]:
-    """The components whose files are all in the base."""
     return [name for name in family.components if name not in (family.denoiser, *part_files)]
 
 
 def _fetch_base(base: ModelRef, find: FindParts | None) -> Path | None:
-    """The folder of a base after fetching it from the hub: configurations, and with `find` the
-    weights of what it does not find.
-
-    Raises HubError, MissingWeights or PickledWeights with a hint that another base may be named.
-    """
+    """Fetch a base's configurations, and with `find` the weights of what it does not find."""
     repo = _parse_name(base)[1]
     try:
         family, revision = _fetch_index(base)

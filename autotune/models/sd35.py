@@ -1,8 +1,6 @@
-"""Stable Diffusion 3.5: joint blocks of text and image, two CLIPs and T5, positions added to the
-patches.
+"""Stable Diffusion 3.5: joint blocks of text and image, two CLIPs and T5.
 
-Of medium, the first 13 blocks attend a second time, among the image's tokens alone. Nothing masks a
-prompt's padding.
+Of medium, the first 13 blocks attend a second time, among the image's tokens alone.
 """
 
 from __future__ import annotations
@@ -14,9 +12,7 @@ from autotune.models.family import COMPONENTS, Batch, Family
 from autotune.models.latents import ATTENTION, FLUX_VAE, ImageLatents, adapted_layers
 from autotune.system.lazy import Tensor
 
-TEXT_TOKENS = 77 + 256
-"""Lengths that the pipeline pads a prompt to, for both CLIPs side by side, and after them for
-T5."""
+TEXT_TOKENS = 77 + 256  # of both CLIPs side by side, then of T5; the padding is not masked
 LARGE: Config = {
     "num_layers": 38,
     "num_attention_heads": 38,

@@ -1,8 +1,6 @@
-"""Stable Diffusion XL: a UNet that learns noise on a discrete schedule. Pony, Illustrious and
-NoobAI are such models.
+"""Stable Diffusion XL, a UNet on a discrete schedule. Pony, Illustrious and NoobAI are such models.
 
-Its blocks are the transformer layers of each stage and the residual ones around them, in the order
-that they run.
+Its blocks are the transformer layers of each stage and the residual ones around them.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from typing import Any
 
 from autotune.models.facts import Config, Defaults, Parts, PublishedModel
 from autotune.models.family import COMPONENTS, Batch, Family, Shapes
-from autotune.models.latents import ImageLatents
+from autotune.models.latents import FLUX_VAE, ImageLatents
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, nn
 
-TEXT_TOKENS = 77
-"""Length that CLIP's tokenizer pads every prompt to, without a mask."""
+TEXT_TOKENS = 77  # length that CLIP's tokenizer pads every prompt to, without a mask
 BLOCK = r".*\.transformer_blocks\.\d+"
 ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"ff\.net\.(0\.proj|2)"
@@ -36,11 +33,9 @@ UNET: Config = {
     "addition_time_embed_dim": 256,
     "projection_class_embeddings_input_dim": 2816,
 }
+VAE_NAMES = ("block_out_channels", "down_block_types", "up_block_types", "layers_per_block")
 VAE: Config = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
+    **{name: FLUX_VAE[name] for name in VAE_NAMES},
     "sample_size": 1024,
     "scaling_factor": 0.13025,
 }
@@ -137,8 +132,7 @@ class StableDiffusionXL(ImageLatents, Family):
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         height, width = noisy.shape[3] * self.latent_px, noisy.shape[4] * self.latent_px
-        # Original size, corner and size of the crop: images count as uncropped, as the pipeline
-        # samples them.
+        # Original size, corner and size of the crop: as the pipeline samples them.
         sizes = noisy.new_tensor((height, width, 0, 0, height, width)).expand(len(noisy), 6)
         prediction: Tensor = transformer(
             noisy[:, :, 0],

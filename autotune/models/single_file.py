@@ -1,10 +1,9 @@
-"""Single files: the family and configuration of the DiT or UNet in one, and its VAE and text
-encoders in files of their own, in it, or in its base."""
+"""Single files: what model the DiT or UNet in one is, and where its VAE and text encoders are."""
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,6 @@ from autotune.weights.single_file import first_names, has_part, view_as
 from autotune.weights.stream import check_part, check_source
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
-"""Endings of files that people have models in."""
-NOT_KNOWN = (
-    "a DiT or UNet of `autotune models` is understood; if it is one of other sizes, name its "
-    "folder: --base"
-)
 
 Found = tuple[Family, PublishedModel]
 
@@ -40,20 +34,24 @@ def open_single_file(path: Path) -> WeightSource:
 
 def recognize(source: WeightSource) -> tuple[Found, ...]:
     """Find the published models of the file's architecture, those that its name fits first.
-
-    Raises BadWeights if there is none; the message says what comes nearest.
-    """
+    Raises BadWeights if there is none, with what comes nearest."""
     found: list[Found] = []
     refusals: dict[str, BadWeights] = {}
     for family in FAMILIES.values():
-        for model in family.models if _may_be(source, family) else ():
+        # Names that begin otherwise than the class's are told much quicker than all shapes.
+        config, beginnings = _config_and_beginnings(family)
+        if not beginnings <= first_names(source, family.transformer_class, config):
+            continue
+        for model in family.models:
             if error := _why_not(source, family, model.config):
                 refusals[model.name] = error
             else:
                 found.append((family, model))
     if not found:
         raise BadWeights(
-            f"{source.path} holds no known model: {_describe(source, refusals)}", hint=NOT_KNOWN
+            f"{source.path} holds no known model: {_describe(source, refusals)}",
+            hint="a DiT or UNet of `autotune models` is understood; if it is one of other sizes, "
+            "name its folder: --base",
         )
     return sort_by_name(source.path.stem, found)
 
@@ -68,20 +66,7 @@ def find_config(
         if error is None:
             return config
         refusals.append(error)
-    if not refusals:
-        raise InvalidInput(
-            f"nothing says how a {family.name} is built", hint="name a folder with --base"
-        )
     raise refusals[0]
-
-
-def _may_be(source: WeightSource, family: Family) -> bool:
-    """Names begin as those of the family's class: much quicker than to look at all shapes."""
-    config, beginnings = _config_and_beginnings(family)
-    try:
-        return beginnings <= first_names(source, family.transformer_class, config)
-    except BadWeights:
-        return False
 
 
 @cache
@@ -93,15 +78,18 @@ def _config_and_beginnings(family: Family) -> tuple[Mapping[str, Any], set[str]]
 
 def _why_not(source: WeightSource, family: Family, config: Mapping[str, Any]) -> BadWeights | None:
     transformer = build_on_meta(family, config)
+    return _error_of(lambda: check_source(transformer, view_as(source, transformer)))
+
+
+def _error_of(check: Callable[[], object]) -> BadWeights | None:
     try:
-        check_source(transformer, view_as(source, transformer))
+        check()
     except BadWeights as error:
         return error
     return None
 
 
 def _describe(source: WeightSource, refusals: Mapping[str, BadWeights]) -> str:
-    """What speaks against the file: that it is something else, or what its nearest model lacks."""
     names = list(source.locations)
     if any(".lora_" in name or "_lora." in name for name in names):
         return "it is an adapter"
@@ -111,7 +99,7 @@ def _describe(source: WeightSource, refusals: Mapping[str, BadWeights]) -> str:
 
 
 def _words(name: str) -> set[str]:
-    """Words and numbers of a name in any style: `Wan2_2-LOW`, `wan22_lownoise`, `zImage`."""
+    # Of any style: `Wan2_2-LOW`, `wan22_lownoise`, `zImage`.
     spaced = re.sub(r"(?<=[a-z\d])(?=[A-Z][a-z])", " ", name).lower()
     spaced = re.sub(r"(?<=[a-z])(\d)_(\d)(?![a-z\d])", r"\1.\2", spaced)
     spaced = re.sub(r"(?<=[a-z]{2})(\d)(\d)(?!\d)", r"\1.\2", spaced)
@@ -130,10 +118,7 @@ def sort_by_name(name: str, found: Sequence[Found]) -> tuple[Found, ...]:
 
 
 def named_expert(name: str, family: Family) -> str | None:
-    """Find the expert that a file's name tells of; None if the family has none.
-
-    Raises InvalidInput if the name does not tell one of several, whose files look the same.
-    """
+    """Find the expert that a file's name tells of; InvalidInput if it tells none of several."""
     named = [expert for expert in family.experts if expert.partition("-")[0] in _words(name)]
     if family.experts and len(named) != 1:
         raise InvalidInput(
@@ -144,19 +129,15 @@ def named_expert(name: str, family: Family) -> str | None:
 
 
 def named_parts(file: Path, ref: ModelRef) -> tuple[Path | None, list[Path]]:
-    """Find the VAE and the text encoders that the user named beside a single `file`.
-
-    Raises MissingWeights if one is absent.
-    """
-
-    def find(name: str, path: str) -> Path:
-        found = Path(os.path.expanduser(path))  # noqa: PTH111
-        if not found.exists():
-            raise MissingWeights(f"{found} does not exist", hint=where_usually(file, name))
-        return found
-
-    vae = find("vae", ref.vae) if ref.vae else None
-    return vae, [find("text_encoder", path) for path in ref.text_encoders]
+    """Find the VAE and the text encoders that the user named beside a single `file`, else raise
+    MissingWeights."""
+    named = [("vae", ref.vae)] if ref.vae else []
+    named += [("text_encoder", path) for path in ref.text_encoders]
+    paths = [Path(os.path.expanduser(path)) for _, path in named]  # noqa: PTH111
+    for (name, _), path in zip(named, paths, strict=True):
+        if not path.exists():
+            raise MissingWeights(f"{path} does not exist", hint=where_usually(file, name))
+    return (paths[0], paths[1:]) if ref.vae else (None, paths)
 
 
 def find_parts(
@@ -166,12 +147,9 @@ def find_parts(
     encoders: Sequence[Path],
     folder: Path | None,
 ) -> dict[str, Path]:
-    """Find the weights of VAE and text encoders that are not in the base, by component.
-
-    `source` may be a checkpoint that holds them, `vae` and `encoders` are from `named_parts`, and
-    the configurations in the base's `folder`, if it is here, tell which encoder a file is. Raises
-    InvalidInput or BadWeights if a file is no text encoder of the family.
-    """
+    """Find the weights of VAE and text encoders that are not in the base, by component; the
+    configurations in its `folder` tell which encoder a file is. Raises InvalidInput or BadWeights
+    if one is no text encoder of the family."""
     names = family.text_encoders
     found = {name: source.path for name in ("vae", *names) if has_part(source, name)}
     if len(encoders) > len(names):
@@ -187,30 +165,22 @@ def find_parts(
 
 
 def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[str, Path]:
-    """Each file with the text encoder that it suits."""
     found: dict[str, Path] = {}
     for path in files:
-        refusals = []
-        for name in names:
-            try:
-                check_part(folder, name, path)
-            except BadWeights as error:
-                refusals.append(error)
-            else:
-                if name not in found:
-                    found[name] = path
-                    break
-        else:
-            if len(refusals) == len(names):
-                raise refusals[0]
+        errors = {name: _error_of(partial(check_part, folder, name, path)) for name in names}
+        refusals = [error for error in errors.values() if error]
+        if len(refusals) == len(names):
+            raise refusals[0]
+        free = [name for name in names if not (errors[name] or name in found)]
+        if not free:
             raise InvalidInput(f"{path} is the same text encoder as another", hint="name each once")
+        found[free[0]] = path
     return found
 
 
 def where_usually(file: Path, name: str) -> str:
     """Name a component's option, and where such a file usually lies beside `file` in ComfyUI."""
-    is_vae = name == "vae"
-    option, place = ("--vae", "vae") if is_vae else ("--text-encoder", "text_encoders")
+    option, place = ("--vae", "vae") if name == "vae" else ("--text-encoder", "text_encoders")
     above = (parent for parent in file.absolute().parents if parent.name == "models")
     models = next(above, Path("models"))
     return f"name its file: {option} FILE; in a ComfyUI folder it usually lies in {models / place}"

@@ -1,5 +1,4 @@
-"""Wan 2.1 and Wan 2.2, text to video: one stream of blocks that attend to the text, UMT5 as its
-text encoder. Single images train them as well."""
+"""Wan 2.1 and Wan 2.2, text to video: blocks that attend to UMT5's text. Images train them, too."""
 
 from __future__ import annotations
 
@@ -14,15 +13,10 @@ from autotune.models.noise import FlowMatching, NoiseProcess
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor
 
-TEXT_TOKENS = 512
-"""Length that the pipeline pads every encoded prompt to with zeros, which the transformer
-attends to: no mask."""
-POSITIONS = 1024
-"""Maximum rows, columns and latent frames of the transformer's rotary embedding."""
-BOUNDARY = 0.875
-"""Share of noise from which one transformer of Wan 2.2 14B denoises, and below which the other."""
-UMT5 = (5_680_910_336,)
-"""Parameters of UMT5-XXL's encoder."""
+TEXT_TOKENS = 512  # of every prompt: the transformer attends to the zeros of padding
+POSITIONS = 1024  # maximum rows, columns and latent frames of the transformer's rotary embedding
+BOUNDARY = 0.875  # share of noise from which one transformer of Wan 2.2 14B denoises
+UMT5 = (5_680_910_336,)  # parameters of UMT5-XXL's encoder
 PARTS = Parts(UMT5, "AutoencoderKLWan")
 VAE_22: Config = {
     "base_dim": 160,
@@ -72,8 +66,7 @@ class Wan(Family):
     }
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
-        # The pipeline of Wan 2.2 gives each token a timestep of its own, but to text to video the
-        # same for all.
+        # The pipeline of Wan 2.2 gives each token a timestep, but here the same for all.
         text = batch["prompt_embeds"]
         velocity: Tensor = transformer(noisy, levels * 1000, text, return_dict=False)[0]
         return velocity

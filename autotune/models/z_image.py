@@ -1,19 +1,16 @@
-"""Z-Image: one stream of 30 blocks after two short refiners, Qwen3 as its text encoder, FLUX.1's
-autoencoder."""
+"""Z-Image: one stream of 30 blocks after two short refiners, Qwen3, FLUX.1's autoencoder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from autotune.models.facts import AttentionLayout, Defaults, Parts, PublishedModel
-from autotune.models.family import Batch, Family, Sizes
+from autotune.models.family import Batch, Family, Sizes, Texts
 from autotune.models.latents import FLUX_VAE, ImageLatents, adapted_layers, load_tokenizer
 from autotune.system.lazy import Tensor, torch
 
-MAX_TEXT_TOKENS = 512
-"""Length to which the pipeline cuts prompts, its template included."""
+MAX_TEXT_TOKENS = 512  # length to which the pipeline cuts prompts, its template included
 BASE = PublishedModel(
     "Tongyi-MAI/Z-Image",
     "z-image",
@@ -25,8 +22,7 @@ BASE = PublishedModel(
 
 
 class ZImage(ImageLatents, Family):
-    """Text to image. The transformer takes lists, so each prompt keeps its own length in a
-    batch."""
+    """Text to image. The transformer takes lists: each prompt of a batch keeps its length."""
 
     name = "z-image"
     models = (
@@ -67,9 +63,7 @@ class ZImage(ImageLatents, Family):
     excluded = {"modulation": "its modulation layers hold 2% of the weights"}
     attention_layouts = (AttentionLayout("ZSingleStreamAttnProcessor", "complex", "freqs_cis"),)
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         tokenizer = load_tokenizer(folder)
         chats = [
             tokenizer.apply_chat_template(

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Parts = tuple[str, ...]
-BLOCK = re.compile(
+BLOCK = re.compile(  # the number of a repeated block; of a UNet, of a repeated block within a stage
     r"(^blocks|(?:transformer|double|single|joint|layerwise|refiner)_blocks)([._])(\d+)(?=[._])"
 )
-"""The number of a repeated block; of a UNet, of a repeated block within a stage."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,6 @@
-"""Views of the single files of ComfyUI, kohya and Civitai as tensors of a diffusers model.
-
-diffusers' own conversion runs on markers, whose values name a stored tensor and its row. So it
-tells which stored rows each tensor of the model consists of, and these are read from where they
-lie.
-"""
+"""Views of the single files of ComfyUI, kohya and Civitai as tensors of a diffusers model: its own
+conversion runs on markers, whose values name a stored tensor and its row, and so tells which rows
+to read from where they lie."""
 
 from __future__ import annotations
 
@@ -20,41 +17,36 @@ from autotune.weights.files import BadWeights, ModelMismatch, TensorEntry, Weigh
 from autotune.weights.tensors import read_tensor
 
 UNET_PREFIX = "model.diffusion_model."
-PREFIXES = (UNET_PREFIX, "diffusion_model.")
-"""Beginnings of the names of a DiT or UNet in a checkpoint that may hold other components."""
-OPEN_CLIP = "conditioner.embedders.1.model."
-PART_PREFIXES: Mapping[str, tuple[str, ...]] = {
+PREFIXES = (UNET_PREFIX, "diffusion_model.")  # of a DiT or UNet in a checkpoint
+PART_PREFIXES: Mapping[str, tuple[str, ...]] = {  # Stability's and ComfyUI's for other components
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": ("conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer."),
     "text_encoder_2": (
-        OPEN_CLIP,
+        "conditioner.embedders.1.model.",
         "text_encoders.clip_g.transformer.",
         "text_encoders.t5xxl.transformer.",
     ),
     "text_encoder_3": ("text_encoders.t5xxl.transformer.",),
 }
-"""Those of the other components: Stability's and ComfyUI's."""
 
 SCALES = (".scale_weight", ".weight_scale")  # of fp8 weights, in ComfyUI's older and newer files
+# Endings of what such files hold for 8-bit products of activations.
 UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-"""Endings of what such files hold for 8-bit products of activations."""
-DROPPED = frozenset({"norm_final.weight"})
-"""Left out by conversions on purpose: a layer of Z-Image's file that the model does not use."""
+DROPPED = frozenset({"norm_final.weight"})  # in Z-Image's file; conversions leave it out
 NOT_ENCODER = ("position_ids", "logit_scale", "spiece_model", "tekken_model")
-HEADS = ("text_projection", "lm_head")
-"""Layers that files of text encoders may have and pipelines do not use."""
+HEADS = ("text_projection", "lm_head")  # in files of text encoders, and not used by pipelines
 
 FLUX_CLASSES = ("FluxTransformer2DModel", "ChromaTransformer2DModel")
 FLUX_WIDTH = 3072  # the width at which diffusers splits the fused layers of any such model
-MAX_ROWS = 1 << 20
-"""Limit for the rows of one tensor, far above any DiT's or UNet's: a marker has 8 bytes each."""
+MAX_ROWS = 1 << 20  # far above any DiT's or UNet's: a marker has 8 bytes for each row
 ROW_BITS = 32
 
 NAME_BASE = (
     "name the folder or repository that the file belongs to, by --base; or take another file"
 )
-Conversion = Callable[[dict[str, "Tensor"], Mapping[str, Any]], "Mapping[str, Tensor]"]
-"""Makes a state under diffusers' names of one under others, for a model of a configuration."""
+Config = Mapping[str, Any]
+Conversion = Callable[[dict[str, "Tensor"], Config], "Mapping[str, Tensor]"]
+Shapes = Mapping[str, tuple[int, ...]]
 Run = tuple[str, int, int]  # rows of a stored tensor: its name, the first one, and how many
 
 
@@ -68,10 +60,8 @@ class _Part(NamedTuple):
 class TensorView(TensorEntry):
     """A tensor made of rows of stored ones."""
 
-    pieces: tuple[tuple[int, int], ...] = ()
-    """(offset from the beginning of the file, number of bytes) of each run of rows."""
-    scale: Tensor | None = field(default=None, compare=False)
-    """Factor of each row; None if the stored values are the weights."""
+    pieces: tuple[tuple[int, int], ...] = ()  # (offset in the file, number of bytes)
+    scale: Tensor | None = field(default=None, compare=False)  # of each row of scaled fp8
     is_transposed: bool = False
 
     @property
@@ -89,12 +79,8 @@ class TensorView(TensorEntry):
 
 
 def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
-    """View the DiT or UNet of a single file under the names of `model`, which may be on meta.
-
-    Raises ModelMismatch for another model, BadWeights if the storage is not understood.
-    """
-    conversion = _find_conversion(type(model).__name__)
-    return _make_view(_read_part(source, PREFIXES), model, conversion, _shapes_of(model))
+    """View the DiT or UNet of a single file under the names of `model`, else raise BadWeights."""
+    return _view_converted(_read_part(source, PREFIXES), model)
 
 
 def has_part(source: WeightSource, name: str) -> bool:
@@ -103,10 +89,10 @@ def has_part(source: WeightSource, name: str) -> bool:
 
 
 def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource:
-    """View the component `name` under the names of a diffusers folder; errors as of `view_as`."""
+    """View the component `name` under the names of a diffusers folder, else raise BadWeights."""
     part = _read_part(source, PART_PREFIXES.get(name, ()))
     if name == "vae":
-        return _make_view(part, model, _find_conversion(type(model).__name__), _shapes_of(model))
+        return _view_converted(part, model)
     unused = tuple(f"{head}." for head in HEADS if not hasattr(model, head))
     tensors = {
         key: entry
@@ -117,25 +103,22 @@ def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource
     return _make_view(part._replace(tensors=tensors), model, conversion, {})
 
 
-def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> set[str]:
-    """Return beginnings of the names that a model of class `kind` has; errors as of `view_as`."""
-    part = _read_part(source, PREFIXES)
-    return {
-        name.partition(".")[0] for name in _find_rows(part, kind, config, _find_conversion(kind))
-    }
+def first_names(source: WeightSource, kind: str, config: Config) -> set[str]:
+    """Return beginnings of the names as a model of class `kind`, none if it is no such model."""
+    try:
+        rows = _find_rows(_read_part(source, PREFIXES), kind, config, _find_conversion(kind))
+    except BadWeights:
+        return set()
+    return {name.partition(".")[0] for name in rows}
 
 
 def _read_part(source: WeightSource, prefixes: Iterable[str]) -> _Part:
     """The component with the first of `prefixes` that any name has, or all; reads only scales."""
     (file,) = source.files
-    used = next(
-        (prefix for prefix in prefixes if any(name.startswith(prefix) for name in file.by_name)), ""
-    )
-    entries = {
-        name.removeprefix(used): entry
-        for name, entry in file.by_name.items()
-        if name.startswith(used)
-    }
+    names = list(file.by_name)
+    used = next((each for each in prefixes if any(name.startswith(each) for name in names)), "")
+    used_names = [name for name in names if name.startswith(used)]
+    entries = {name.removeprefix(used): file.by_name[name] for name in used_names}
     tensors = {
         name: entry for name, entry in entries.items() if not name.endswith((*SCALES, *UNUSED))
     }
@@ -153,26 +136,23 @@ def _read_part(source: WeightSource, prefixes: Iterable[str]) -> _Part:
 
 
 def _can_scale(stored: TensorEntry | None, scale: TensorEntry) -> bool:
-    """Whether there is one factor for all of an fp8 weight, or one for each row."""
+    # One factor for all of an fp8 weight, or one for each row.
     if stored is None or not stored.dtype.startswith("F8_E"):
         return False
     is_column = len(scale.shape) <= len(stored.shape) and set(scale.shape[1:]) <= {1}
     return is_column and scale.shape[:1] in ((), (1,), stored.shape[:1])
 
 
-def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+def _view_converted(part: _Part, model: nn.Module) -> WeightSource:
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    is_converted = shapes.keys() <= part.tensors.keys()
+    conversion = None if is_converted else _find_conversion(type(model).__name__)
+    return _make_view(part, model, conversion, shapes)
 
 
 def _make_view(
-    part: _Part,
-    model: nn.Module,
-    conversion: Conversion | None,
-    shapes: Mapping[str, tuple[int, ...]],
+    part: _Part, model: nn.Module, conversion: Conversion | None, shapes: Shapes
 ) -> WeightSource:
-    """The part under the names of `conversion`, or its own if it has all of `shapes`."""
-    if shapes and shapes.keys() <= part.tensors.keys():
-        conversion = None
     rows = _find_rows(part, type(model).__name__, cast(Any, model).config, conversion)
     used = {stored for runs, _ in rows.values() for stored, _, _ in runs}
     if unknown := sorted(part.tensors.keys() - used - DROPPED):
@@ -189,13 +169,16 @@ def _make_view(
 
 
 def _find_rows(
-    part: _Part, kind: str, config: Mapping[str, Any], conversion: Conversion | None
+    part: _Part, kind: str, config: Config, conversion: Conversion | None
 ) -> dict[str, tuple[list[Run], bool]]:
     """The stored rows of each tensor of the model, and whether they are its columns."""
     tensors = part.tensors
     if conversion is None:
         return {name: ([(name, 0, max((1, *e.shape[:1])))], False) for name, e in tensors.items()}
-    order, unit = list(tensors), _rows_per_row(kind, tensors)
+    order, unit = list(tensors), 1
+    first = tensors.get("img_in.weight") if kind in FLUX_CLASSES else None
+    if first and first.shape:  # a narrow FLUX has several rows of a marker for each of its own
+        unit = max(1, FLUX_WIDTH // max(1, first.shape[0]))
     prefix = UNET_PREFIX if kind == "UNet2DConditionModel" else ""
     markers = {
         prefix + name: _mark(number, tensors[name], unit) for number, name in enumerate(order)
@@ -210,19 +193,12 @@ def _find_rows(
     return {name: _read_marker(name, marker, order, unit, part) for name, marker in found.items()}
 
 
-def _rows_per_row(kind: str, tensors: Mapping[str, TensorEntry]) -> int:
-    """Rows of a marker for one of a stored tensor: more than one in a narrow FLUX."""
-    first = tensors.get("img_in.weight") if kind in FLUX_CLASSES else None
-    return max(1, FLUX_WIDTH // max(1, first.shape[0])) if first and first.shape else 1
-
-
 def _mark(number: int, entry: TensorEntry, unit: int) -> Tensor:
     """A tensor of size 1 in all dimensions but the rows; its values are `number` and the row."""
     rows = entry.shape[0] if entry.shape else 1
     if not 0 < rows <= MAX_ROWS:
-        raise ModelMismatch(
-            f"{entry.name} has {rows} rows, which no DiT or UNet has", hint=NAME_BASE
-        )
+        message = f"{entry.name} has {rows} rows, which no DiT or UNet has"
+        raise ModelMismatch(message, hint=NAME_BASE)
     values = (number << ROW_BITS) + torch.arange(rows * unit)
     return values.view(-1, *[1] * (len(entry.shape) - 1))
 
@@ -255,9 +231,8 @@ def _join_rows(
     for stored, row, count in runs:
         entry = part.tensors[stored]
         if (entry.dtype, entry.shape[1:]) != (first.dtype, first.shape[1:]):
-            raise BadWeights(
-                f"{name} is made of tensors that differ in dtype or width", hint=NAME_BASE
-            )
+            message = f"{name} is made of tensors that differ in dtype or width"
+            raise BadWeights(message, hint=NAME_BASE)
         row_bytes = entry.size_bytes // (entry.shape[0] if entry.shape else 1)
         pieces.append((entry.start + row * row_bytes, count * row_bytes))
         factor = part.scales.get(stored, torch.ones(1))
@@ -269,14 +244,13 @@ def _join_rows(
     return TensorView(name, first.dtype, shape, pieces[0][0], tuple(pieces), scale, is_transposed)
 
 
-LIKE = {
+LIKE = {  # VAEs that diffusers has no conversion for, and the class whose conversion suits them
     "AutoencoderKLQwenImage": "AutoencoderKLWan",
     "AutoencoderKLQwenImage21": "AutoencoderKLWan",
     "AutoencoderKLFlux2": "AutoencoderKL",
 }
-"""VAEs that diffusers has no conversion for, and the class whose conversion suits them."""
+# A layer of Wan 2.2's VAE, each of whose stages holds its blocks and then the resampling one.
 NESTED = re.compile(r"(encoder|decoder)\.(down|up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\.(.+)")
-"""A layer of Wan 2.2's VAE, each of whose stages holds its blocks and then the resampling one."""
 NESTED_LAYERS = {
     "residual.0.": "norm1.",
     "residual.2.": "conv1.",
@@ -294,9 +268,7 @@ def _find_conversion(kind: str) -> Conversion | None:
 
 
 def _convert(
-    function: Callable[..., Mapping[str, Tensor]],
-    state: dict[str, Tensor],
-    config: Mapping[str, Any],
+    function: Callable[..., Mapping[str, Tensor]], state: dict[str, Tensor], config: Config
 ) -> Mapping[str, Tensor]:
     """Run diffusers' conversion; the stages of Wan 2.2's VAE and what is FLUX.2's own it lacks."""
     own, rest = {}, {}
@@ -318,7 +290,7 @@ def _unnest(side: str, way: str, stage: str, number: str, part: str) -> str:
     return f"{side}.{way}_blocks.{stage}.{way}sampler.{part}"
 
 
-def _open_clip(state: dict[str, Tensor], config: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def _open_clip(state: dict[str, Tensor], config: Config) -> Mapping[str, Tensor]:
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
     found: dict[str, Tensor] = convert_open_clip_checkpoint(None, state, prefix="")
