@@ -4,12 +4,11 @@ The order is a function of seed, data and effective batch size alone. Neither th
 nor the number of processes changes which images a step sees, so tuning, a fallback or a second GPU
 never changes what is learned.
 
-An epoch shows every image `repeats` times. Steps are cut from the endless sequence of epochs, so a
-step may span two epochs and no image is lost to a remainder. Within an epoch the images of a bucket
-are shuffled, and the sequence is built in runs that end where steps end: each run takes as many
-images of one bucket, chosen at random in proportion to what it has left, as the open step still
-needs. So a step mixes buckets only if one of them runs out, or where two epochs meet. Its images of
-one bucket form micro-batches of sizes as even as possible, and each weighs by its size.
+Steps are cut from the endless sequence of epochs, so no image is lost to a remainder. Within an
+epoch the images of a bucket are shuffled, and each run of the sequence takes as many images of one
+bucket, chosen at random in proportion to what it has left, as the open step still needs. So a step
+mixes buckets only if one of them runs out, or where two epochs meet. Its images of one bucket form
+micro-batches of sizes as even as possible, and each weighs by its size.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class MicroBatch:
     """Samples that go through the model together."""
 
     draws: tuple[Draw, ...]
+    # Of its mean loss: its share of this process's part of the step. Averaging gradients over
+    # processes then gives the mean over the effective batch.
     weight: float
-    """Factor of its mean loss: its share of this process's part of the step. Averaging gradients
-    over processes then gives the mean over the effective batch."""
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -168,13 +167,10 @@ def _split_to(chunks: list[Chunk], number: int) -> list[Chunk]:
     return chunks
 
 
-MAX_ASPECT_RATIO = 4.0
-"""More extreme images are cropped to this: models were not trained on longer strips."""
-
+MAX_ASPECT_RATIO = 4.0  # models were not trained on longer strips
+# Sizes differ by 64 px at 1024, as kohya's `bucket_reso_steps`: finer steps crop less, but scatter
+# a small dataset over many shapes, each with a remainder and a recompile of its own.
 STEPS_PER_SIDE = 16
-"""Sizes differ by a sixteenth of the resolution (64 px at 1024, as kohya's `bucket_reso_steps`):
-finer steps crop less, but scatter a small dataset over many shapes, each with a remainder and a
-recompile of its own."""
 
 
 @lru_cache(maxsize=64)
@@ -183,9 +179,8 @@ def list_bucket_sizes(
 ) -> tuple[tuple[int, int], ...]:
     """List (width, height): multiples of `multiple_px` with at most `resolution_px` squared pixels.
 
-    No side is longer than `max_side_px`. For each width the greatest height that fits, all of these
-    in portrait orientation as well, and the greatest square. Raises InvalidInput if the resolution
-    is smaller than one multiple.
+    For each width the greatest height that fits, in portrait orientation as well, and the greatest
+    square. Raises InvalidInput if the resolution is smaller than one multiple.
     """
     if resolution_px < multiple_px:
         raise InvalidInput(
@@ -237,10 +232,8 @@ def make_buckets(
 
 
 def assign_buckets(items: Sequence[Item], buckets: Sequence[Bucket]) -> tuple[int, ...]:
-    """Find for each item the bucket of the closest aspect ratio with its number of frames.
-
-    A plan's buckets so fit other data. Raises InvalidInput if none has an item's number of frames.
-    """
+    """Find for each item the bucket of the closest aspect ratio with its number of frames, else
+    raise InvalidInput. A plan's buckets so fit other data."""
     chosen = []
     for item in items:
         distances = {
@@ -262,11 +255,8 @@ EXTRA_BATCHES = 1  # queued beyond one per thread, so that one slow batch does n
 
 @dataclass
 class BatchLoader:
-    """Collated micro-batches on the CPU; other fields are named as in torch's `DataLoader`.
-
-    Leaving the loop, by its end, `break` or an error, ends the threads. An error while reading is
-    raised in the loop.
-    """
+    """Collated micro-batches on the CPU; fields are named as in torch's `DataLoader`. An error
+    while reading is raised in the loop, and leaving it ends the threads."""
 
     read_sample: Callable[..., Sample]
     batch_sampler: Iterable[MicroBatch]

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 SIZE_LIMIT_BYTES = 50 * 1024**3
 FORMAT = "1"  # version of what an entry holds; with a new one, older entries are never found
 STALE_SECONDS = 3600.0  # age above which a temporary file belongs to a writer that died
-TOUCH_SECONDS = 60.0
-"""Resolution of the time of last use: updating it at every read would take longer than reading."""
+TOUCH_SECONDS = 60.0  # updating the time of last use at every read would take longer than reading
 SAMPLE_BYTES = 1024**2  # of each end of a file: hashing a 16 GB text encoder takes half a minute
 
 CHOOSE_FOLDER = "choose another cache folder with XDG_CACHE_HOME"
@@ -235,8 +234,7 @@ class ItemEntries:
     prompts: tuple[CacheEntry, ...]
     empty_prompt: CacheEntry | None  # None unless captions may be dropped
     latents: Mapping[str, CacheEntry]  # by name in the sample: `latents`, `control_latents_1` ...
-    flipped_latents: Mapping[str, CacheEntry]
-    """The same mirrored; empty unless images may be flipped."""
+    flipped_latents: Mapping[str, CacheEntry]  # empty unless images may be flipped
     mask_key: str | None = None
 
     @property
@@ -259,10 +257,8 @@ def make_item_entries(
     with_flipped: bool = False,
     digest: Callable[[Path], str] = file_digest,
 ) -> ItemEntries:
-    """Make the entries of one item whose images take the shape of `bucket`.
-
-    `digest` is `file_digest`, which the caller may have remember. Raises OSError.
-    """
+    """Make the entries of one item in the shape of `bucket`; `digest` is `file_digest`, which the
+    caller may have remember. Raises OSError."""
     captions = (*item.captions, EMPTY_CAPTION) if with_empty else item.captions
     prompts = [make_prompt_entry(one, item.control_paths, bucket, identity) for one in captions]
     latents = {"latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item)}

@@ -40,15 +40,11 @@ from autotune.plan.file import read_listing
 from autotune.plan.job import DataPlace, Place, each_place
 from autotune.plan.workload import Bucket
 
-VERIFY_SECONDS = 120.0
-"""Time limit for decoding images to prove them whole; encoding finds damage in the others."""
+VERIFY_SECONDS = 120.0  # for decoding images; encoding finds damage in the others
 MAX_LISTED_PROBLEMS = 5
-MAX_HELD_OUT = 32
-"""Images that are held out at most: more would tell little more, cost time and not train."""
-MAX_UPSCALING = 1.5
-"""By default images enlarged by more (per side) are counted: blur is learned like any feature."""
-MAX_CROP = 0.25
-"""By default images that lose more than this share of their area to the crop are named."""
+MAX_HELD_OUT = 32  # more would tell little more, cost time and not train
+MAX_UPSCALING = 1.5  # per side, above which images are counted: blur is learned like any feature
+MAX_CROP = 0.25  # share of the area, above which images are named
 LIST_SUFFIXES = (".yaml", ".yml")
 
 OnProgress = Callable[[int, int], None]  # called with (done, total)
@@ -85,10 +81,8 @@ def _list_first(problems: Sequence[Problem], rest: str) -> list[str]:
 
 
 def read_dataset(data: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> Dataset:
-    """Read the usable part of data; unusable files are left out and named in `problems`.
-
-    Raises InvalidInput if a folder does not exist, images lack captions, or nothing is usable.
-    """
+    """Read the usable part of data; unusable files are left out and named in `problems`. Raises
+    InvalidInput if a folder does not exist, images lack captions, or nothing is usable."""
     dataset = scan_dataset(data, options)
     captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
     if captionless:
@@ -111,10 +105,8 @@ def scan_dataset(
     options: DatasetOptions = DEFAULT_OPTIONS,
     on_progress: OnProgress | None = None,
 ) -> Dataset:
-    """Read data as `read_dataset`, but nothing that lies in a folder is an error.
-
-    Raises InvalidInput if folders are absent or overlap, or options do not suit pairs for editing.
-    """
+    """Read data as `read_dataset`, but nothing that lies in a folder is an error. Raises
+    InvalidInput if folders are absent or overlap, or options do not suit pairs for editing."""
     if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
     if isinstance(data, str | Path) and not is_list(data):
@@ -172,7 +164,6 @@ def _find_other_problems(
     masks: Collection[str],
     lone_masks: Collection[str],
 ) -> list[Problem]:
-    """What lies in the folder besides images: unread formats, unused masks, outputs of runs."""
     unsupported = find_unsupported(folder, clips=options.num_frames > 1, exclude=control)
     found = [
         Problem(file=name, kind="unsupported", message=message)
@@ -203,7 +194,7 @@ def _locate_control(folder: Path, control: Path) -> Path:
 def _read_items(
     reader: ItemReader, media: tuple[Media, ...], on_progress: OnProgress | None
 ) -> Iterator[list[Item | Problem]]:
-    """In order, from threads: Pillow and PyAV decode without holding the interpreter's lock."""
+    # In order, from threads: Pillow and PyAV decode without holding the interpreter's lock.
     pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
     try:
         for done, results in enumerate(pool.map(reader.read, media), start=1):
@@ -336,7 +327,7 @@ def read_split(
     """Read data and hold some images out: a pure function of seed and file names decides which.
 
     `validation` is a share such as `10%`, or a folder, whose images, and equal files elsewhere, are
-    not trained on. Raises InvalidInput as `read_dataset`, or if nothing would be left to train on.
+    not trained on.
     """
     dataset = read_dataset(data, options)
     if validation is None:
@@ -373,7 +364,7 @@ def _name(item: Item, data: DataPlace) -> str:
 
 
 def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:
-    """That share of the names, at least one: an added file changes few of the others."""
+    # At least one; an added file changes few of the others.
 
     def rank(name: str) -> bytes:
         return hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest()

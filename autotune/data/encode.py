@@ -43,16 +43,12 @@ from autotune.system.memory import map_large_buffers, release_memory
 from autotune.weights.files import DOWNLOAD_AGAIN
 from autotune.weights.stream import Transform, cast_as_loaded, load_component
 
-MEMORY_BYTES = 512 * 1024**2
-"""Encoded tensors up to this size stay in memory; others are read from the cache for each batch."""
+MEMORY_BYTES = 512 * 1024**2  # of encoded tensors; others are read from the cache for each batch
 
 
 class Encoders:
-    """Text encoders and VAE, loaded on first use, for the `device` that trains.
-
-    `caching` says where they run and how text encoders are stored, `settings` the precision of the
-    rest and the loader.
-    """
+    """Text encoders and VAE, loaded on first use, for the `device` that trains; `caching` says
+    where they run, `settings` their precision and loader."""
 
     def __init__(
         self,
@@ -73,7 +69,7 @@ class Encoders:
 
     @property
     def text_settings(self) -> str:
-        """Settings besides the dtype that decide the values of an embedding; streaming does not."""
+        """Settings besides the dtype that decide the values of an embedding."""
         name, elsewhere = self.caching.text_encoder_quantization, self._unusual(self._text_device)
         version = WEIGHT_FORMATS[name].storage_version
         return ("" if name == "none" else name) + (f" {version}" if version > 1 else "") + elsewhere
@@ -95,8 +91,7 @@ class Encoders:
     def load_pipeline(self, *, with_text: bool = True) -> Any:
         """Load the stock pipeline without transformer, or text encoders if not needed."""
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
-        # Beside text encoders the VAE is where the pipeline works: that of an edit model looks at
-        # control images.
+        # Beside text encoders the VAE is where the pipeline works: it may see control images.
         vae_device = self.device if with_text else self.vae_device
         if self._pipeline is None or (with_text and getattr(self._pipeline, names[0]) is None):
             parts = {name: self._load_text_encoder(name) if with_text else None for name in names}
@@ -163,8 +158,7 @@ class Encoders:
         """Load a component whose layers come to the device, in `dtype`, when they are called."""
         from accelerate import cpu_offload
 
-        # Memory-mapped as stored, so that the host can drop pages that it has no room for and read
-        # them again.
+        # Memory-mapped as stored, so that the host can drop pages that it has no room for.
         weights = self.model.part_files.get(name)
         component: nn.Module = load_component(
             self.model.weights, name, dtype=dtype, weights=weights, casts=False
@@ -202,8 +196,7 @@ class EncodedDataset:
     entries: tuple[ItemEntries, ...]
     cache: Cache
     in_memory: Mapping[str, Tensors] = field(repr=False)
-    masks: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    """Loss masks at the size of latents, by key."""
+    masks: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # at latents' size
     mask_floor: float = 0.0  # weight of the loss where a mask is black
 
     @cached_property
@@ -239,10 +232,7 @@ class EncodedDataset:
         self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False
     ) -> Sample:
         """Read one sample as a `Draw` names it; with `dropped`, conditioned on the empty caption.
-
-        Raises AutotuneError if the cache has lost the entry, ValueError if `dropped` was not
-        encoded.
-        """
+        Raises AutotuneError if the cache has lost the entry."""
         entries = self.entries[index]
         prompt = entries.empty_prompt if dropped else entries.prompts[caption]
         if prompt is None:
@@ -255,7 +245,6 @@ class EncodedDataset:
         return {**self._read(prompt.key), **pixels}
 
     def _loss_weights(self, index: int, size: tuple[int, ...], *, flipped: bool) -> Tensor:
-        """Factors of the loss of one item, (1, 1, height, width)."""
         key, weight = self.entries[index].mask_key, self.items[index].weight
         if key is None:
             return torch.full((1, 1, *size), weight)
@@ -287,12 +276,10 @@ def encode_dataset(
 ) -> EncodedDataset:
     """Encode what the cache lacks, and give access to all.
 
-    An item with an unreadable file is left out and named in `problems`. `buckets` are the shapes
-    that images and their control images are resized to, and `mask_floor` is the weight of the loss
-    where a mask is black. `on_progress` gets (done, total) entries.
-
-    Raises AutotuneError if the disk is full; what is cached so far is kept. Raises InvalidInput if
-    no image could be read, or pickled caches lie in the cache's folder.
+    An item with an unreadable file is left out and named in `problems`. `mask_floor` is the weight
+    of the loss where a mask is black, and `on_progress` gets (done, total) entries. Raises
+    AutotuneError if the disk is full; what is cached so far is kept. Raises InvalidInput if no
+    image could be read, or pickled caches lie in the cache's folder.
     """
     cache.refuse_pickles()
     cache.remove_stale()
@@ -458,13 +445,8 @@ def _encode_each(
 
 @torch.no_grad()
 def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
-    """Encode one entry.
-
-    Raises:
-        _Unreadable: a file cannot be decoded.
-        InvalidInput: the model's configuration does not suit its code.
-        AutotuneError: the result is not finite; cached, it would make every loss a NaN much later.
-    """
+    """Encode one entry. Raises _Unreadable if a file cannot be decoded, AutotuneError for what is
+    not finite; cached, it would make every loss a NaN much later."""
     # Files come first: broken ones, met again in every run, must not load the encoders.
     family, pixels = encoders.model.family, _open_files(entry)
     pipeline = encoders.load_pipeline(with_text=entry.caption is not None)
@@ -512,10 +494,8 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
 def find_mask(
     cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, ...]
 ) -> tuple[str, Tensor]:
-    """Find or make the mask of an item at (height, width) of its latents, and its key.
-
-    It is uint8, 255 where all of the loss counts; `path` is the item's own for its alpha channel.
-    """
+    """Find or make the mask of an item at (height, width) of its latents, and its key; uint8, 255
+    where all of the loss counts. `path` is the item's own for its alpha channel."""
     shape, (height, width) = (bucket.width_px, bucket.height_px), size
     is_alpha, digest = path == item.path, file_digest(path)
     key = entry_key("mask", file=digest, alpha=is_alpha, size=shape, latents=size, crop=item.crop)

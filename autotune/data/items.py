@@ -37,13 +37,11 @@ from autotune.plan.job import ClipChoice, Crop, LossMask
 from autotune.system.files import read_bounded
 
 OTHER_VIDEOS = {".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".mts", ".m2ts", ".m4v", ".3gp", ".ogv"}
+# Files that people expect to be read: those that are not are named instead of ignored.
 OTHER_IMAGES = {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
-"""Files that people expect to be read: those that are not are named instead of ignored."""
 MASK_SUFFIX = ".mask.png"
-REPEATS = re.compile(r"(\d{1,3})_.+")
-"""Name of a folder whose images kohya's trainers show so many times per epoch, e.g. `10_dog`."""
-QUARTERS = (3, 2, 1)
-"""Of a clip's frames, to which shorter clips are cut: more lengths would scatter a set."""
+REPEATS = re.compile(r"(\d{1,3})_.+")  # kohya's folder that is so often in an epoch: `10_dog`
+QUARTERS = (3, 2, 1)  # of a clip's frames: more lengths would scatter a set
 MIN_SIDE_PX = 32  # smaller images teach nothing at any resolution that these models are trained at
 MASK_TOLERANCE = 0.01
 METADATA = "metadata.jsonl"
@@ -52,8 +50,7 @@ MAX_CAPTIONS = 100
 MAX_METADATA_BYTES = 64 << 20
 MAX_CAPTION_BYTES = 1 << 20  # far above what any text encoder reads
 EMPTY_CAPTION = ""  # what a sample is conditioned on if its caption is dropped
-COPIED_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask")
-"""Fields that a job has under the same names."""
+COPIED_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask")  # of a job
 
 
 @dataclass(frozen=True)
@@ -178,11 +175,8 @@ class Media:
 
 
 def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tuple[Media, ...]:
-    """Find the images below `folder`, sorted by name; with `clips` videos and frames, too.
-
-    Hidden files and folders are ignored, and so is everything below `exclude` (a control folder
-    inside the data) or in the output folder of a run.
-    """
+    """Find the images below `folder`, sorted by name; with `clips` videos and frames, too. What is
+    hidden, below `exclude` or in the output folder of a run is ignored."""
     suffixes = _readable_suffixes(clips=clips)
     files = (path for path in _list_files(folder, exclude) if not path.name.endswith(MASK_SUFFIX))
     paths = [path for path in files if path.suffix.lower() in suffixes]
@@ -460,11 +454,8 @@ def file_digest(path: Path) -> str:
 
 
 def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, ...]]:
-    """Read `metadata.jsonl`: its lines by file name, and what is wrong with the others.
-
-    The layout is that of Hugging Face's imagefolder (`file_name`, `text`); `repeats` is our own,
-    and with it `text` may be left out. Of two lines for one file the first counts.
-    """
+    """Read `metadata.jsonl`: its lines by file name, and what is wrong with the others. The layout
+    is that of Hugging Face's imagefolder (`file_name`, `text`); `repeats` is our own."""
     lines: dict[str, MetadataLine] = {}
     problems: list[str] = []
     try:

@@ -36,25 +36,21 @@ TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)  # values of the EXIF orientation that sw
 FORMATS = ("PNG", "JPEG", "WEBP")  # one of Pillow's other decoders would start Ghostscript
 ANIMATED_FORMATS = ("GIF", "WEBP")
 
-CENTERING = {"center": (0.5, 0.5), "top": (0.5, 0.0)}
-"""For each kind of crop, the share of what is cut off that is on the left, and at the top."""
+CENTERING = {"center": (0.5, 0.5), "top": (0.5, 0.0)}  # shares of what is cut on the left, above
 
 MAX_PIXELS = 1 << 26
 """Pixels of an image, 8,192 x 8,192: decoded, and converted band by band, it takes up to 600
 MiB. Pillow itself opens 180 million, for which a file of some 100 KiB is enough."""
-LARGE_PIXELS = 1 << 24
-"""Images from this size on are decoded one at a time, whatever the number of threads."""
+LARGE_PIXELS = 1 << 24  # from which images are decoded one at a time, whatever the threads
 BAND_PIXELS = 1 << 20  # pixels that are converted at a time
 
 DEMUXERS = "mov,matroska,avi"  # some of ffmpeg's others follow addresses that a file names
 MAX_SOURCE_FRAMES = 1 << 20  # frames of a file: five hours at 60 a second
-MAX_ANIMATION_PIXELS = 1 << 32
-"""Pixels of all frames together: 2,000 frames of 1080p. Pillow decodes them all for their times."""
+MAX_ANIMATION_PIXELS = 1 << 32  # 2,000 frames of 1080p: Pillow decodes all for their times
 MAX_SOURCE_FPS = 1000.0
 MIN_SOURCE_FPS = 0.5
 MAX_CLIPS = 64  # clips of one file
-VARIABLE_SHARE = 0.5
-"""Frames this much closer or farther apart than usual, as a share of it, make a variable rate."""
+VARIABLE_SHARE = 0.5  # of the usual distance, by which frames of a variable rate are off
 DECODER_THREADS = 4  # each holds frames of its own
 DEFAULT_DELAY_SECONDS = 0.1  # how long browsers show a frame that names 10 ms or less
 
@@ -69,9 +65,7 @@ def has_video_decoder() -> bool:
 
 def open_image(path: Path, *, animated: bool = False) -> Image.Image:
     """Open a png, jpeg or webp file, or with `animated` a gif or webp; only its header is read.
-
-    Raises OSError for another format, too many pixels, and what might be read without end.
-    """
+    Raises OSError for another format, too many pixels, and what might be read without end."""
     _require_regular(path)
     try:
         image = Image.open(path, formats=ANIMATED_FORMATS if animated else FORMATS)
@@ -91,10 +85,8 @@ def _require_regular(path: Path) -> None:
 
 
 def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
-    """Read (width, height) in px, after EXIF rotation. Raises whatever Pillow raises.
-
-    With `decode` every pixel is decoded, the only proof that the file is whole.
-    """
+    """Read (width, height) in px, after EXIF rotation; with `decode` every pixel, the only proof
+    that the file is whole. Raises whatever Pillow raises."""
     with open_image(path) as image:
         width, height = image.size
         # A PNG's getexif() decodes the whole image if no EXIF comes before the pixels.
@@ -159,10 +151,8 @@ def open_pixels(
     *,
     crop: Crop = "center",
 ) -> Tensor:
-    """Read one image, or the frames of one clip, resized and cropped. Raises OSError.
-
-    Returns float32 (3, frames, height, width) in [-1, 1].
-    """
+    """Read one image, or the frames of one clip, resized and cropped, as float32 (3, frames,
+    height, width) in [-1, 1]. Raises OSError."""
     import numpy as np
 
     images = read_clip(paths[0], span) if span else map(_open_rgb, paths)
@@ -208,10 +198,8 @@ class _Frame:
 
 
 def read_facts(path: Path) -> VideoFacts:
-    """Describe a video by the times of all frames; only the first is decoded.
-
-    Raises whatever decoders raise; OSError for no or too many frames, or a rate that is none.
-    """
+    """Describe a video by the times of all frames; only the first is decoded. Raises whatever
+    decoders raise."""
     with closing(_frames(path)) as frames:
         first = next(frames, None)
     if first is None:

@@ -227,7 +227,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
         usual = (model.family, model.family.models[0])
-        _, published = find_published(request.model_ref.name) or usual
+        _, published = find_published(model.name) or usual
         raise NoGpu.build(model.family, published)
     if not request.is_local or request.num_gpus == 1:
         return

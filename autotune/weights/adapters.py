@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"
+# peft's configuration; a file with `.alpha` must not have it: diffusers would apply alpha twice.
 DIFFUSERS_KEY = "lora_adapter_metadata"
-"""Key of peft's configuration. A file with `.alpha` tensors must not have it: diffusers would apply
-alpha twice."""
 
 PREFIXES: Mapping[str, AdapterFormat] = {
     "transformer.": "diffusers",
@@ -68,9 +67,8 @@ PARTS: Mapping[str, str] = {
 
 EXPORT_AGAIN = "export or train the adapter again"
 NAME_MODEL = "name the model it belongs to: --model flux1-dev, --model qwen-image ..."
+# The end of a module's name, or with `^` all of it; any other pattern might never be done matching.
 PLAIN_NAME = re.compile(r"\^?(?:[\w.-]|\\[.-])+")
-"""The end of a module's name, or with `^` all of it, as peft writes it into a pattern. Any other
-expression might never be done matching."""
 
 
 class AdapterInfo(Frozen):
@@ -119,11 +117,10 @@ def save_adapter(
 def read_adapter(
     path: Path, module_names: Iterable[str] = (), transformer: str | None = None
 ) -> Adapter:
-    """Read an adapter in any of the formats.
+    """Read an adapter in any of the formats, else raise InvalidInput.
 
     `module_names` are needed for a kohya file of another program, whose underscores do not say
     where dots were, and `transformer`, the model's class, for names that several models have.
-    Raises BadWeights for a damaged or pickled file and InvalidInput for one that is no adapter.
     """
     return parse_adapter(*load_file(path), module_names, transformer)
 
@@ -273,11 +270,8 @@ def _configured_alphas(
 def serialize_adapter(
     adapter: Adapter, to: AdapterFormat, transformer: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Make tensors and metadata of a file in the format `to`.
-
-    `transformer` is the model's class, for an adapter that does not store it. Raises InvalidInput
-    if it is needed and unknown, or if the format has no name for a layer.
-    """
+    """Make tensors and metadata of a file in the format `to`, else raise InvalidInput;
+    `transformer` is the model's class, for an adapter that does not store it."""
     if to != "diffusers" and any(layer.magnitude is not None for layer in adapter.layers.values()):
         raise InvalidInput(
             "a DoRA can only be written in the diffusers format",
@@ -302,10 +296,8 @@ def serialize_adapter(
         if to != "diffusers":
             tensors[f"{key}.alpha"] = _to_scalar(layer.alpha)
     if len(tensors) < len(layers) * (2 if to == "diffusers" else 3):
-        raise InvalidInput(
-            "two modules have one name once dots are underscores",
-            hint="choose diffusers or comfyui",
-        )
+        message = "two modules have one name once dots are underscores"
+        raise InvalidInput(message, hint="choose diffusers or comfyui")
     metadata: dict[str, str] = {}
     if to == "diffusers":
         metadata = _peft_metadata(layers, prefixes[to])

@@ -1,8 +1,7 @@
 """Headers of safetensors files and configurations of folders, read before anything is trusted.
 
 The library validates a header: 8 bytes little-endian N, N bytes of JSON, then the tensors' bytes
-without holes or overlaps (github.com/huggingface/safetensors, "Format"). Its refusals become typed
-errors.
+without holes or overlaps (github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class HubError(BadWeights):
     """A repository on the hub that cannot be fetched: absent, gated, or out of reach."""
 
 
-MAX_HEADER_BYTES = 16 << 20
-"""A header of 100,000 tensors has 10 MB. The library's limit is 100 MB, parsed into 3 GB."""
+MAX_HEADER_BYTES = 16 << 20  # of 100,000 tensors 10 MB; the library parses 100 MB into 3 GB
 MAX_DIMENSIONS = 64
 SAMPLE_BYTES = 4096  # bytes of each tensor that tell one model's weights from another's
 
@@ -65,7 +63,7 @@ NOT_SAFETENSORS = (
     "is this a safetensors file? Only .safetensors is read; fetch it again if it should be one"
 )
 
-DTYPES: Mapping[str, tuple[str, int]] = {
+DTYPES: Mapping[str, tuple[str, int]] = {  # torch's name, and the bytes of one element
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
     "I8": ("int8", 1),
@@ -84,7 +82,6 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "C64": ("complex64", 8),
 }
-"""torch's name and the bytes of one element, by the format's name of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,9 @@ class TensorEntry:
 
     @property
     def is_mappable(self) -> bool:
-        """Whether its bytes lie in the file in one piece, as they are."""
         return True
 
     def finished(self, stored: torch.Tensor) -> torch.Tensor:
-        """Compute the tensor that the stored one stands for."""
         return stored
 
     @property
@@ -205,8 +200,7 @@ def _corrupt(path: Path, reason: str) -> CorruptFile:
     return CorruptFile(f"{path} is damaged: {reason}", hint=NOT_SAFETENSORS)
 
 
-STEMS = ("diffusion_pytorch_model", "model")
-"""File stems in use: diffusers' components, then transformers'."""
+STEMS = ("diffusion_pytorch_model", "model")  # diffusers' components, then transformers'
 PIPELINE_INDEX = "model_index.json"  # the file that makes a folder or a repository a pipeline
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -217,12 +211,10 @@ class WeightSource:
 
     path: Path
     files: tuple[WeightFile, ...]
-    is_view: bool = False
-    """True if tensors are scaled or parts of stored ones: `fastsafetensors` cannot read those."""
+    is_view: bool = False  # of scaled tensors or parts, which `fastsafetensors` cannot read
 
     @cached_property
     def locations(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
-        """File and entry of every tensor by its name, in reading order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
     @property
@@ -258,9 +250,7 @@ def weights_digest(source: WeightSource) -> str:
 
 def open_weights(path: Path) -> WeightSource:
     """Read the headers of a file, an index, or a component's folder, of which plain files win.
-
-    Raises MissingWeights, PickledWeights, TruncatedFile or CorruptFile.
-    """
+    Raises MissingWeights, PickledWeights, TruncatedFile or CorruptFile."""
     found = find_weights(path) if path.is_dir() else path
     files = _read_shards(found) if found.suffix == ".json" else (read_header(found),)
     return WeightSource(path, files)
@@ -319,38 +309,30 @@ def read_index(index: Path) -> dict[str, str]:
         reason = f"{type(error).__name__}: {error}"
         raise CorruptFile(f"{index} is not an index of shards ({reason})", hint=hint) from error
     for shard in shards:
-        # The name alone decides: the hub's cache keeps symbolic links, so what a path resolves to
-        # says nothing.
+        # The name alone decides: the hub's cache keeps symbolic links.
         if not shard.endswith(".safetensors") or re.search(r"[/\\:\0]", shard):
             message = f"{index} points at {shard!r}, which is not a safetensors file in its folder"
             raise CorruptFile(message, hint=hint)
     return weight_map
 
 
-LIBRARIES = ("diffusers", "transformers")
-"""What component classes may come from: an untrusted name must not import anything else."""
-PIPELINE_PACKAGE = re.compile(r"[a-z][a-z0-9_]*")
-"""Name of one of diffusers' packages of pipelines, where some keep classes of their own."""
+LIBRARIES = ("diffusers", "transformers")  # an untrusted name must not import anything else
+PIPELINE_PACKAGE = re.compile(r"[a-z][a-z0-9_]*")  # of diffusers; some keep classes of their own
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_BLOCKS = 1000
-"""Far above any model, as the length of a list too; building so many takes some seconds."""
-MAX_INTEGER = 1 << 24
-"""Above any size in a configuration: constructors fill tables of so many numbers."""
-MAX_TOKENIZER_BYTES = 64 << 20
-"""For each file of a tokenizer, read as a whole; the largest of a known model has 33 MB."""
+MAX_BLOCKS = 1000  # also of a list; building so many takes some seconds
+MAX_INTEGER = 1 << 24  # constructors fill tables of so many numbers
+MAX_TOKENIZER_BYTES = 64 << 20  # of a file, read as a whole; the largest known one has 33 MB
+# Of attention and of experts in transformers itself. Any other name, and `flash_attention_2`
+# without its package, may be a repository whose native code would be loaded.
 BUILT_IN_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Implementations of attention and of experts in transformers itself. Any other name, and
-`flash_attention_2` without its package, may be a repository whose native code would be loaded."""
 
 DOWNLOAD_AGAIN = "download the whole pipeline again, in the diffusers layout"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON object from an untrusted model folder.
-
-    Raises InvalidInput if it is none, asks for more than any model has, or names foreign code.
-    """
+    """Read a JSON object from an untrusted model folder. Raises InvalidInput if it asks for more
+    than any model has, or names foreign code."""
     hint = (
         "point --model at a folder in the diffusers layout: model_index.json, transformer/, "
         "vae/ and so on"
@@ -416,11 +398,8 @@ def _find_foreign_code(name: str, value: Any) -> str | None:
 
 
 def read_model_index(folder: Path) -> dict[str, Any]:
-    """Read a pipeline's `_class_name` and (library, class) of each component.
-
-    Raises InvalidInput for a library that is not known, or a class that looks for code in the
-    folder.
-    """
+    """Read a pipeline's `_class_name` and (library, class) of each component. Raises InvalidInput
+    for an unknown library, or a class that looks for code in the folder."""
     index = read_config(folder / PIPELINE_INDEX)
     for name, entry in index.items():
         if not isinstance(entry, list) or (
@@ -443,7 +422,6 @@ def read_model_index(folder: Path) -> dict[str, Any]:
 
 
 def _has_pipelines(name: object) -> bool:
-    """Whether diffusers has a package of pipelines of that name; it is not imported."""
     if not isinstance(name, str) or not PIPELINE_PACKAGE.fullmatch(name):
         return False
     found = importlib.util.find_spec("diffusers")

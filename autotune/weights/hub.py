@@ -1,8 +1,6 @@
 """Fetch from the hub only the files of a pipeline that are needed, at a commit that a plan records.
 
-`huggingface_hub` downloads, caches and shows progress, and resumes a broken download within the
-same process; a new process begins that file anew, because each download has a temporary file of its
-own.
+`huggingface_hub` resumes a broken download within the same process; a new one begins the file anew.
 """
 
 import errno
@@ -37,9 +35,7 @@ from autotune.weights.files import (
     read_index,
 )
 
-TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
-"""Configurations, vocabularies and chat templates: small, and which of them a component needs is
-not known."""
+TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}  # small, and all are taken
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 
 LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
@@ -47,6 +43,7 @@ LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
 # The bases are the errors of its HTTP client, which varies between versions, and OSError.
 UNREACHABLE: tuple[type[Exception], ...] = (OfflineModeIsEnabled, *HfHubHTTPError.__bases__)
 
+# Errors of the hub, with the reason and the hint of ours; the first that matches counts.
 REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
     (
         GatedRepoError,  # before RepositoryNotFoundError, its base
@@ -65,22 +62,16 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
         "write owner/name, or the path of a folder that exists",
     ),
 )
-"""Errors of the hub, with the reason and the hint of ours; the first that matches counts."""
 
 
 def fetch(
     repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True
 ) -> Path:
-    """Download `components` (folders) of a pipeline, and return its folder in the hub's cache.
+    """Download `components` of a pipeline, and return its folder, named by the commit, in the
+    hub's cache. Without `weights` only texts are downloaded, enough to plan with. If the hub is out
+    of reach, the cache is used if it is complete.
 
-    The folder is named by the commit's 40 hexadecimal digits. Without `weights` only texts are
-    downloaded, enough to plan with. If the hub is out of reach, the cache is used if it is
-    complete.
-
-    Raises:
-        HubError: no such repository or revision, or its license has not been accepted.
-        AutotuneError: the disk of the cache has too little room.
-        MissingWeights, PickledWeights: a component is absent, or has pickled weights only.
+    Raises HubError, MissingWeights, PickledWeights, or AutotuneError for a disk without room.
     """
     components = tuple(components)
     try:
@@ -122,9 +113,7 @@ def _require_room(repo: str, revision: str, files: list[str]) -> None:
 
 def verify(repo: str, folder: Path) -> int | None:
     """Count the files in the cache's `folder` that have the hub's checksums; None out of reach.
-
-    Deletes a damaged file and raises HubError, so that fetching again brings it anew.
-    """
+    Deletes a damaged file and raises HubError, so that fetching again brings it anew."""
     try:
         with _translate_refusals(repo, folder.name):
             found = huggingface_hub.HfApi().verify_repo_checksums(repo, revision=folder.name)
@@ -267,10 +256,7 @@ def require_hub(repo: str) -> None:
 
 
 def upload(repo: str, files: Mapping[str, Path]) -> str:
-    """Write files by name in one commit, and return the address; a new one is private.
-
-    Raises HubError if the name cannot be one, or there is no token, permission or connection.
-    """
+    """Write files by name in one commit, else raise HubError; return the (private) address."""
     additions = [
         huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in files.items()
     ]

@@ -32,13 +32,10 @@ class Layout:
     """One model's layers under both names; # stands for the number of a block."""
 
     parts_of: Mapping[str, Parts]  # diffusers' layers in each layer of the authors
-    width_ratios: Mapping[str, int]
-    """Outputs for each input of the authors' layers, which tell apart models of like names."""
+    width_ratios: Mapping[str, int]  # outputs for each input, which tell models of like names apart
+    # Layers that, with two rows for each input, make shifts before scales, diffusers' after.
     swapped: frozenset[str] = frozenset()
-    """The authors' layers that, if they have two rows for each input, make shifts before scales,
-    diffusers' after."""
-    kohya_has_own_names: bool = True
-    """False if kohya's scripts use diffusers' names where ComfyUI uses the authors'."""
+    kohya_has_own_names: bool = True  # of the authors, as ComfyUI always
 
     @cached_property
     def original_of(self) -> dict[str, str]:
@@ -75,7 +72,6 @@ def split_number(name: str) -> tuple[str, str]:
 
 
 def _within(places: Mapping[str, str], layers: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Layers in each of several places, by the authors' name of the place and diffusers'."""
     return {
         f"{original}.{layer}": tuple(f"{place}.{part}" for part in parts)
         for original, place in places.items()
@@ -148,8 +144,8 @@ FLUX2: Mapping[str, Parts] = {
         single_stream_modulation__lin="single_stream_modulation.linear",
     ),
 }
+# Two rows of its gated feed-forward part, thrice as wide as the model, where FLUX.1 has four.
 FLUX2_RATIOS = {"img_mlp.0": 6, "txt_mlp.0": 6, "linear1": 9}
-"""Two rows of its gated feed-forward part, thrice as wide as the model, where FLUX.1 has four."""
 
 WAN: Mapping[str, Parts] = {
     **{
@@ -299,8 +295,7 @@ KEPT_NAMES = frozenset(
     }
 )
 """Classes whose layers ComfyUI and kohya's scripts call as diffusers does, or understand so."""
-NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38
-"""In the published models, of Stable Diffusion 3.5 in the large one, by their configurations."""
+NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38  # of Stable Diffusion 3.5 Large
 
 
 def find_class(layers: Iterable[str]) -> str | None:

@@ -36,19 +36,16 @@ from autotune.weights.single_file import view_part
 from autotune.weights.tensors import MappedLoader, PreadLoader, get_loader
 
 Model = TypeVar("Model", bound="nn.Module")
-DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]
-"""Returns the dtype of a tensor in the model, from its name and its dtype as stored."""
+DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]  # from a tensor's name and stored dtype
+# Called with a module's name and it as soon as all tensors of its own have arrived. It may change
+# the module in place, or return another one to replace it.
 Transform = Callable[[str, "nn.Module"], "nn.Module | None"]
-"""Called with a module and its qualified name as soon as all tensors of its own have arrived. It
-may change the module in place, or return another one to replace it."""
 Rename = Callable[[str], str]
 
-MAX_TENSORS = 100_000
-"""Far above any model: constructors build whatever number a file says, so many within seconds."""
+MAX_TENSORS = 100_000  # constructors build whatever number a file says, so many within seconds
 MAX_COMPUTED_TENSOR_BYTES = 1 << 31  # Stable Diffusion 3.5 Medium computes positions of 1.8 GB
 MAX_COMPUTED_BYTES = 1 << 33  # for all tensors, one after the other: the same computes 7.2 GB
-TRIM_EVERY_BYTES = 4 << 20
-"""Bytes of converted tensors after which free memory and mapped pages return to the system."""
+TRIM_EVERY_BYTES = 4 << 20  # converted, before free memory and mapped pages are returned
 
 OTHER_MODEL = (
     "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
@@ -103,8 +100,8 @@ def _limit_computed() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        """Refuses what would compute too large tensors. Memory that `torch.empty` reserves costs
-        nothing until it is written, and parameters leave it for the meta device before that."""
+        # Memory that `torch.empty` reserves costs nothing until it is written, and parameters leave
+        # it for the meta device before that.
 
         _seen_bytes = 0
 
@@ -216,9 +213,8 @@ def load_into(
     """Load `source` into `model`, tensor by tensor, onto `device`, and set evaluation mode.
 
     Without a policy every tensor takes the dtype of its slot. Headers are checked before a tensor
-    is read. Raises ModelMismatch for files of another model, TruncatedFile for one that shrank
-    since, after which the model must not be used, and InvalidInput for a loader that cannot be
-    used.
+    is read. Raises ModelMismatch for files of another model, InvalidInput for a loader that cannot
+    be used, TruncatedFile for a file that shrank; then the model must not be used.
     """
     target = torch.device(device)
     loader = _loader_for(source, loader)
@@ -348,8 +344,7 @@ class _Filler:
         return list(dict.fromkeys(holders))
 
     def fill(self, slot: _Slot, tensor: Tensor) -> None:
-        """Put `tensor` into its slot; a tied one that was stored twice is taken once."""
-        if slot.name in self.filled:
+        if slot.name in self.filled:  # tied, and stored twice
             return
         self.filled.add(slot.name)
         needs_grad = slot.tensor.requires_grad and tensor.is_floating_point()
@@ -386,15 +381,13 @@ class _Filler:
                     )
         self.model.eval()
         if device.type == "cuda":
-            # Or the allocator would return it in the middle of a step, at the edge of memory, which
-            # looks like a spill to host memory.
+            # Or the allocator would return it in the middle of a step, which looks like a spill.
             torch.cuda.empty_cache()
 
 
 def _check_match(
     model: nn.Module, slots: list[_Slot], source: WeightSource, rename: Rename | None
 ) -> dict[str, str]:
-    """The model's name of each stored tensor. Raises ModelMismatch if the headers do not fit."""
     names = {stored: rename(stored) if rename else stored for stored in source.locations}
     entries: dict[str, TensorEntry] = {}
     for stored, name in names.items():
@@ -432,10 +425,7 @@ def _check_slot(tensor: Tensor, name: str, entry: TensorEntry) -> None:
 
 
 def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.Module:
-    """Build a pipeline's component without weights, from its configuration.
-
-    Raises InvalidInput if that cannot be read, and BadWeights if no class takes it.
-    """
+    """Build a pipeline's component without weights, else raise InvalidInput."""
     library, class_name = component_class(folder, name)
     read_config(folder / name / "config.json")
     try:
@@ -461,7 +451,6 @@ def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.
 def _open(
     folder: Path, name: str, path: Path, dtype: torch.dtype
 ) -> tuple[nn.Module, WeightSource, Rename | None]:
-    """The empty component, its weights in a folder or a single file, and their renaming."""
     model, source = build_empty_component(folder, name, dtype=dtype), open_weights(path)
     if path.is_file() and path.suffix == ".safetensors":
         source = view_part(source, name, model)
@@ -491,7 +480,6 @@ def load_component(
 
     `weights` is another file or folder that has them, `transform` gets the empty model and returns
     what to do with each module as it arrives, and without `casts` weights stay as they are stored.
-    Raises InvalidInput or BadWeights for what is absent, damaged or of another model.
     """
     model, source, rename = _open(folder, name, weights or folder / name, dtype)
     policy = from_pretrained_dtypes(model, dtype)

@@ -41,10 +41,8 @@ if TYPE_CHECKING:
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20
 OWN_PAGES_BYTES = 1 << 20
-CHUNK_BYTES = 256 << 20
-"""Bytes that `fastsafetensors` holds at a time, unless one tensor alone is larger."""
-PIECE_ELEMENTS = 1 << 22
-"""Values that are checked at a time, so that widening fp8 to check it takes little memory."""
+CHUNK_BYTES = 256 << 20  # held by `fastsafetensors` at a time, unless one tensor is larger
+PIECE_ELEMENTS = 1 << 22  # checked at a time, so that widening fp8 for it takes little memory
 
 NamedTensors = Generator[tuple[str, "Tensor"], None, None]
 
@@ -87,7 +85,6 @@ class MappedLoader(Loader):
 
 
 def _mapped_views(file: WeightFile, device: torch.device) -> NamedTensors:
-    """Rows of stored tensors where they lie in a map of the file; what is computed is read."""
     with file.path.open("rb") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # held by the tensors
         for entry in file.entries:
@@ -206,9 +203,7 @@ class FastLoader(Loader):
             queue_size=-1,  # one chunk at a time
             use_tqdm_on_load=False,
             device=str(device),
-            nogds=not Path(
-                "/dev/nvidia-fs0"
-            ).exists(),  # without GPUDirect Storage's driver it fails
+            nogds=not Path("/dev/nvidia-fs0").exists(),  # GPUDirect Storage's driver
             tensor_filter=frozenset(source.locations).__contains__,
             all_local=True,
             max_batch_bytes=max(CHUNK_BYTES, *sizes),
@@ -218,10 +213,7 @@ class FastLoader(Loader):
 
 
 def _has_cuda_runtime() -> bool:
-    """Whether fastsafetensors finds the GPU's runtime, which it wants even for the CPU.
-
-    It asks for `libcudart.so`, which only a toolkit has, so it is first given torch's own.
-    """
+    # It wants the GPU's runtime even for the CPU, as the toolkit's `libcudart.so`: it gets torch's.
     from fastsafetensors import ParallelLoader, cpp  # noqa: F401  # the loader must import, too
 
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -233,7 +225,7 @@ def _has_cuda_runtime() -> bool:
 
 
 def _is_supported(file: WeightFile) -> bool:
-    """fastsafetensors 0.5 knows no complex numbers, and no file without any bytes."""
+    # fastsafetensors 0.5 knows no complex numbers, and no file without any bytes.
     has_bytes = any(entry.size_bytes for entry in file.entries)
     return has_bytes and all(entry.dtype != "C64" for entry in file.entries)
 
@@ -286,7 +278,7 @@ def save_file(
 
 
 def _sort_metadata(path: Path) -> None:
-    """Sort the header's metadata, which the library writes in an order of its own each time."""
+    # The library writes it in an order of its own each time.
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
