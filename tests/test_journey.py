@@ -37,7 +37,7 @@ def test_commands_print_only_their_own_words(journey: Journey) -> None:
         assert foreign not in journey.printed
 
 
-def test_plan_holds_trials_of_several_knobs(journey: Journey) -> None:
+def test_plan_holds_its_trials(journey: Journey) -> None:
     tried = [trial for trial in journey.plan.frozen.trials if not trial.confirms]
     assert len(tried) == 3
     assert not [trial.message for trial in tried if trial.outcome != "ok"]
@@ -45,9 +45,6 @@ def test_plan_holds_trials_of_several_knobs(journey: Journey) -> None:
     fastest = min(tried, key=lambda trial: trial.median_step_seconds or 0)
     assert len(fastest.step_seconds) >= 3  # the hopeless end early
     assert len({trial.candidate for trial in tried}) == len(tried)
-    names = "micro_batch_size", "checkpointed_blocks", "attention", "norm_rope"
-    values = [{getattr(trial.candidate, name) for trial in tried} for name in names]
-    assert sum(len(found) > 1 for found in values) >= 1
 
 
 def test_plan_chose_the_fastest_and_says_why(journey: Journey) -> None:
