@@ -94,12 +94,9 @@ def compute_budget(
 
 
 def device_with_budget(memory_kind: MemoryKind, **facts: Any) -> Device:
-    """Return the device with these facts, fields of `Device`, and the budget that follows from
-    them."""
-    sizes = (
-        facts.get(name) for name in ("total_memory_bytes", "free_memory_bytes", "drives_display")
-    )
-    budget_bytes, why = compute_budget(memory_kind, *sizes)
+    """Return the device with these facts, fields of `Device`, and the budget that they give."""
+    names = ("total_memory_bytes", "free_memory_bytes", "drives_display")
+    budget_bytes, why = compute_budget(memory_kind, *map(facts.get, names))
     return Device(memory_kind=memory_kind, budget_bytes=budget_bytes, budget_reason=why, **facts)
 
 
@@ -109,9 +106,8 @@ def limit_device(
     reserve_bytes: int | None = None,
     cap_bytes: int | None = None,
 ) -> Device:
-    """Return the device with the budget that a user's limits leave: at most `max_bytes`, with
-    `reserve_bytes` for other programs in place of the default, or as if all its memory were
-    `cap_bytes`."""
+    """Return the device with the budget that a user's limits leave: `reserve_bytes` replace the
+    default reserve, and `cap_bytes` stand for all its memory."""
     kind, total, free = device.memory_kind, device.total_memory_bytes, device.free_memory_bytes
     budgets = usual = [(device.budget_bytes, device.budget_reason)]
     if reserve_bytes is not None:
@@ -139,8 +135,7 @@ def default_reserve_bytes(
 
 
 def host_floor_bytes(kind: MemoryKind, total_bytes: int, available_bytes: int) -> int:
-    """Return how much host memory a trial must leave available. Half of the reserve, at most a
-    quarter of what is available."""
+    """Return how much host memory a trial must leave: half the reserve, at most a quarter."""
     return min(default_reserve_bytes(kind, total_bytes) // 2, available_bytes // 4)
 
 
@@ -190,7 +185,6 @@ def _missing_triton(machine: HardwareProfile) -> str | None:
 
 
 def _poor_fp16(machine: HardwareProfile) -> str | None:
-    """CPUs emulate fp16 arithmetic."""
     if has_faulty_fp16(machine.device):
         return "known bug: fp16 gives NaN on GTX 16 cards (pytorch/pytorch#58123)"
     is_cpu = machine.device.kind == "cpu"
@@ -210,14 +204,9 @@ def _missing_gpu_direct_storage(machine: HardwareProfile) -> str | None:
     return "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
 
 
-BF16 = (8, 0)
-"""Lowest compute capability with bf16 arithmetic."""
-FP16 = (7, 0)
-"""Lowest compute capability with tensor cores, which are fp16's."""
-CUDA_13 = (7, 5)
-"""Lowest compute capability that CUDA 13 supports."""
-NO_BF16 = "this GPU has no bf16"
-"""How the note about that begins."""
+# Lowest compute capability with bf16 arithmetic, with tensor cores (fp16's), and for CUDA 13.
+BF16, FP16, CUDA_13 = (8, 0), (7, 0), (7, 5)
+NO_BF16 = "this GPU has no bf16"  # so the note about that begins
 
 
 @dataclass(frozen=True)
@@ -268,18 +257,15 @@ def with_capabilities(machine: HardwareProfile) -> HardwareProfile:
 
 
 def without_bf16(device: Device) -> tuple[str, ...]:
-    """Return the note on a card that cannot train in bf16; none on other devices."""
+    """Return the note on a card that cannot train in bf16, if it is one."""
     own = device.compute_capability
     if device.kind != "cuda" or own is None or own >= BF16:
         return ()
     why = f"compute capability {_dotted(own)}, bf16 needs {_dotted(BF16)}"
-    trains = (
-        "it trains in fp16 with a loss scale; models that overflow fp16 in fp32, without its "
-        "tensor cores"
-    )
+    trains = "in fp16 with a loss scale; models that overflow it in fp32, without its tensor cores"
     if own < FP16 or has_faulty_fp16(device):
-        trains = "it trains in fp32"
-    return (f"{NO_BF16} ({why}): {trains}",)
+        trains = "in fp32"
+    return (f"{NO_BF16} ({why}): it trains {trains}",)
 
 
 def _dotted(own: tuple[int, int] | None) -> str:

@@ -43,42 +43,36 @@ ASSUMED_VERSIONS = {
 OLD_CARDS_CUDA = "12.6"
 # PCIe generation: bytes per second in one direction, after line encoding (PCI-SIG).
 PCIE_BYTES_PER_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-# Relative difference in size up to which a card is the same: an RTX 3060 of 8 GB has the name of
-# another.
+# Relative difference in size of the same card: an RTX 3060 of 8 GB has the name of another.
 MEMORY_TOLERANCE = 0.15
-# Words that may be omitted from a GPU's name.
-SERIES = ("nvidia", "geforce", "rtx", "tesla")
-# Words that name another card.
-VARIANTS = frozenset({"ti", "super"})
+SERIES = ("nvidia", "geforce", "rtx", "tesla")  # words that may be omitted from a GPU's name
+VARIANTS = frozenset({"ti", "super"})  # words that name another card
 
 
 class CatalogGpu(Frozen):
     """One GPU's published figures. Peaks are dense, with fp32 accumulation by default."""
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
-    name: str
-    """Name that CUDA reports."""
-    match: str
-    """Regular expression that matches the name that CUDA reports, and no sibling's."""
+    name: str  # as CUDA reports it
+    match: str  # regular expression for that name, and no sibling's
     architecture: str
     compute_capability: str = Field(pattern=r"^\d+\.\d$")
     memory_kind: MemoryKind
     memory: str
     memory_nominal_gb: float
-    memory_cuda_mib: int | None = None
-    """As CUDA reports it, if known."""
+    memory_cuda_mib: int | None = None  # as CUDA reports it, if known
     memory_gb_per_second: float
     sm_count: int
     l2_mib: float | None = None
     power_watts: float
     pcie_generation: int | None = None
     pcie_lanes: int = 16
+    # To the host in one direction, if the link is faster than PCIe (NVLink-C2C).
     host_gb_per_second: float | None = None
-    """To the host in one direction, if the link is faster than PCIe (NVLink-C2C)."""
+    # By dtype of the inputs; `fp32`, without tensor cores, only for cards that lack bf16.
     dense_tflops: dict[str, float]
-    """By dtype of the inputs; `fp32`, without tensor cores, only for cards that lack bf16."""
+    # Measured by others, with products of cuBLASLt.
     measured_tflops: dict[str, float] = Field(default_factory=dict)
-    """Measured by others, with products of cuBLASLt."""
     confidence: str
     source: str
     notes: str = ""
@@ -92,7 +86,7 @@ class CatalogGpu(Frozen):
 
     @property
     def training_dtype(self) -> str:
-        """The dtype that training computes in: bf16 if the card has units for it."""
+        """The dtype that training computes in."""
         return "bf16" if "bf16" in self.dense_tflops else "fp16"
 
     @property
@@ -157,10 +151,8 @@ def is_gpu_name(name: str) -> bool:
 def gpu_named(name: str) -> CatalogGpu:
     """Find the one GPU that `name` or a part of it identifies: `4080`, `RTX 4080`, `4080_super`.
 
-    A card with exactly these words goes before those with more (`4080 super`). A Ti or Super has to
-    be named as such: who has a 4060 has another card than the 4060 Ti.
-
-    Raises InvalidInput if no GPU matches, or several do.
+    A card with exactly these words goes before those with more, and a Ti or Super has to be named
+    as such. Raises InvalidInput if no GPU matches, or several do.
     """
     words = _words(name)
     gpus = load_catalog()
@@ -176,14 +168,12 @@ def gpu_named(name: str) -> CatalogGpu:
     others = ", ".join(gpu.id for gpu in containing)
     nearest = suggest_nearest(name, (gpu.id for gpu in gpus), listing)
     hint = f"another card is {others}; {listing}" if others else nearest
-    raise InvalidInput(
-        f"no hardware called {name!r}: neither a catalog name nor a saved profile", hint=hint
-    )
+    what = f"no hardware called {name!r}: neither a catalog name nor a saved profile"
+    raise InvalidInput(what, hint=hint)
 
 
 def gpus_named(names: str | Sequence[str]) -> list[CatalogGpu]:
-    """Return the GPUs of names, or of texts with several separated by commas; `all` for the
-    catalog. Raises InvalidInput as `gpu_named`, or if nothing is named."""
+    """Return the GPUs of names, or of texts with several separated by commas, or of `all`."""
     given = [names] if isinstance(names, str) else names
     listed = [name.strip() for one in given for name in one.split(",") if name.strip()]
     if "all" in listed:
@@ -231,9 +221,7 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
 
 
 def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfile:
-    """Return the profile in a host with so much memory, of which a tenth is taken to be in use.
-    Raises InvalidInput if the device has no memory of its own, or the host is not an assumed
-    one."""
+    """Return a catalog's profile in a host with so much memory, of which a tenth is in use."""
     is_shared = profile.device.memory_kind == "integrated"
     if is_shared or profile.origin != "catalog":
         why = "it is this device's own memory" if is_shared else "it was measured"
@@ -246,9 +234,7 @@ def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfil
 
 
 def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> HardwareProfile:
-    """Return the profile on a host that has these packages of attention backends, too. Raises
-    InvalidInput if the host is not an assumed one, no backend that trains needs such a package, or
-    the card runs none that does."""
+    """Return a catalog's profile with these packages of attention backends, which it can run."""
     if profile.origin != "catalog":
         raise InvalidInput("what is installed on this machine is known", hint="leave --assume out")
     names = (names,) if isinstance(names, str) else names
@@ -260,10 +246,8 @@ def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> H
         own = [each.needs for each in backends if each.needs.library == name.replace("-", "_")]
         if not own:
             known = sorted({str(each.needs.library).replace("_", "-") for each in backends})
-            raise InvalidInput(
-                f"no attention backend that trains needs a package {name!r}",
-                hint=f"these can be assumed: {', '.join(known)}",
-            )
+            what = f"no attention backend that trains needs a package {name!r}"
+            raise InvalidInput(what, hint=f"these can be assumed: {', '.join(known)}")
         needs = max(own, key=lambda needs: Version(needs.min_version))
         library = str(needs.library)
         if not told.versions.has(library, needs.min_version):
@@ -271,10 +255,7 @@ def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> H
         if reason := unmet(needs, told):
             hint = "leave --assume out, or plan for another card"
             raise InvalidInput(f"{name} does not run on {profile.device.name}: {reason}", hint=hint)
-    note = (
-        f"assumed: {', '.join(names)} installed, and attention by it as fast as is published for "
-        "its kernel"
-    )
+    note = f"assumed: {', '.join(names)} installed, and its attention as fast as is published"
     return with_capabilities(told.changed(assumed=tuple(names), notes=(*told.notes, note)))
 
 
@@ -299,7 +280,6 @@ def _device(gpu: CatalogGpu) -> Device:
 
 
 def _assumed_versions(device: Device) -> Versions:
-    """This environment's packages; what only a GPU machine has is assumed."""
     old = device.compute_capability is not None and device.compute_capability < CUDA_13
     found = {"cuda_runtime": OLD_CARDS_CUDA} if old else {}
     for field, package in PACKAGES.items():
@@ -319,8 +299,7 @@ class PriceList(Frozen):
     """The price of an hour of each GPU, by its name in the catalog."""
 
     currency: str = Field(default="", max_length=8)
-    date: str = Field(default="", max_length=32)
-    """When the prices were looked up."""
+    date: str = Field(default="", max_length=32)  # when the prices were looked up
     per_hour: dict[str, Annotated[float, Field(ge=0, le=1e6)]]
 
 
@@ -334,8 +313,7 @@ class _Loader(BoundedLoader):
 
 
 def read_prices(prices: Mapping[str, float] | str | Path | None) -> PriceList:
-    """Read prices from a file or a mapping; names may be a part of those in the catalog. Raises
-    InvalidInput if they cannot be read, or name no GPU, or one twice."""
+    """Read prices from a file or a mapping; names may be a part of those in the catalog."""
     if prices is None or isinstance(prices, Mapping):
         source, content = "the prices", {"per_hour": dict(prices or {})}
     else:

@@ -21,25 +21,21 @@ from autotune.plan.base import Frozen
 from autotune.plan.hardware import Host, Versions
 
 GIB = 2**30
-MIN_HOST_BYTES = 32 * GIB
-"""Streaming a large text encoder through the host takes 20 GiB, the rest some more."""
-BUSY_BYTES = GIB
-"""Less is a desktop, not a run."""
+MIN_HOST_BYTES = 32 * GIB  # streaming a large text encoder through the host takes 20 GiB
+BUSY_BYTES = GIB  # less is a desktop, not a run
+# CUDA major version: the oldest driver that runs it (minor-version compatibility, release notes).
 MIN_DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
-"""CUDA major version: the oldest driver that runs it (minor-version compatibility, CUDA release
-notes)."""
 # With peft 0.18 no layer is adapted if torchao is 0.18 or newer, with 0.19 none whose weights
 # torchao quantized.
 MIN_VERSIONS = {"diffusers": "0.42", "transformers": "5.15", "peft": "0.20", "accelerate": "1.10"}
+# Qwen-Image in bf16 (58 GB on the hub), caches, checkpoints and room for a shard twice.
 DISK_BYTES = 90 * GIB
-"""Qwen-Image in bf16 (58 GB on the hub), caches, checkpoints and room for a shard twice."""
+# Makes a driver on Windows and WSL fail instead of moving a GPU's memory to the host.
 NO_SPILL = (
     "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"
 )
-"""Makes a driver on Windows and WSL fail instead of moving a GPU's memory to the host."""
 
-Severity = Literal["blocks", "hurts", "note"]
-"""Worst first."""
+Severity = Literal["blocks", "hurts", "note"]  # worst first
 
 
 class Finding(Frozen):
@@ -50,8 +46,7 @@ class Finding(Frozen):
     """
 
     severity: Severity
-    name: str
-    """Stable, for scripts, e.g. `driver-too-old`."""
+    name: str  # stable, for scripts, e.g. `driver-too-old`
     what: str
     fix: str
 
@@ -97,17 +92,13 @@ class DoctorFacts(Frozen):
     host: Host
     versions: Versions
     gpus: tuple[Gpu, ...]
-    rocm: str | None = None
-    """HIP version that torch was built with."""
+    rocm: str | None = None  # HIP version that torch was built with
     visible_devices: str | None
     attention: str | None = None
     disk_free_bytes: int | None = None
-    torchvision_needs: str | None = None
-    """The torch that an installed torchvision was built for, e.g. `torch==2.12.0`."""
-    nvidia_cards: int | None = None
-    """NVIDIA cards on the bus, with or without a driver."""
-    nvml_absent: str | None
-    """Why NVML is unavailable; None if it is available."""
+    torchvision_needs: str | None = None  # e.g. `torch==2.12.0`
+    nvidia_cards: int | None = None  # on the bus, with or without a driver
+    nvml_absent: str | None  # why NVML is unavailable
 
 
 def read_doctor_facts(system: System) -> DoctorFacts:
@@ -131,8 +122,7 @@ def read_doctor_facts(system: System) -> DoctorFacts:
 def doctor() -> tuple[Finding, ...]:
     """Find what on this machine will hurt, worst first, each with the fix. Needs no torch.
 
-    Raises:
-        AutotuneError: the operating system does not report how much memory there is.
+    Raises AutotuneError if the operating system does not report how much memory there is.
 
     Example:
         >>> for finding in autotune.doctor():
@@ -151,13 +141,11 @@ def findings(facts: DoctorFacts) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: get_args(Severity).index(finding.severity)))
 
 
-Found = Iterator[tuple[Severity, str, str, str]]
-"""The fields of findings."""
+Found = Iterator[tuple[Severity, str, str, str]]  # the fields of findings
 
 
 def _torch_fix(versions: Versions, gpus: tuple[Gpu, ...]) -> str:
-    """How to install a torch (>= 2.11) that runs here; 2.13 has cu126, cu129, cu130, cu132, rocm
-    and cpu."""
+    """Tell how to install a torch that runs here; 2.13 has cu126, cu129, cu130, cu132 and cpu."""
     capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
     is_outdated = versions.driver is not None and not versions.has("driver", MIN_DRIVERS["12"])
     runs_13 = is_outdated or versions.has("driver", MIN_DRIVERS["13"])  # once it is updated
@@ -188,10 +176,8 @@ def _check_torch(facts: DoctorFacts) -> Found:
     elif cuda is not None and versions.driver is not None:
         minimum = MIN_DRIVERS.get(cuda.split(".")[0])
         if minimum is not None and not versions.has("driver", minimum):
-            what = (
-                f"driver {versions.driver} is too old for torch {versions.torch} (CUDA {cuda}): "
-                f"needs {minimum} or newer"
-            )
+            old = f"driver {versions.driver} is too old for torch {versions.torch} (CUDA {cuda})"
+            what = f"{old}: needs {minimum} or newer"
             fix = get if get.startswith("update") else f"update the driver; or {get}"
             yield "blocks", "driver-too-old", what, fix
         elif cuda.startswith("12.") and not any(gpu.needs_cuda_12 for gpu in facts.gpus):
@@ -212,16 +198,10 @@ def _check_old_card(facts: DoctorFacts) -> Found:
 def _check_driver(facts: DoctorFacts) -> Found:
     if facts.nvidia_cards and not facts.gpus:
         what = f"{facts.nvidia_cards} NVIDIA card(s) on the bus, and no driver responds"
-        fix = (
-            "install NVIDIA's driver 580 or newer; in a container, pass the GPUs through "
-            "(--gpus all)"
-        )
+        fix = "install NVIDIA's driver 580 or newer; in a container, pass the GPUs in (--gpus all)"
         yield "blocks", "no-driver", what, fix
     if facts.nvml_absent and facts.gpus:
-        fix = (
-            "install the driver's management library (libnvidia-ml.so.1), or give it to the "
-            "container"
-        )
+        fix = "install the driver's libnvidia-ml.so.1, or give it to the container"
         yield "note", "no-nvml", facts.nvml_absent, fix
 
 
@@ -235,10 +215,8 @@ def _check_visible_devices(facts: DoctorFacts) -> Found:
     wrong = next((entry for entry in entries if not _names_device(entry, count)), None)
     if wrong is not None:
         hidden = "every GPU" if wrong == entries[0] else f"every GPU after {wrong!r}"
-        what = (
-            f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: CUDA stops at the first that is no "
-            "index or UUID"
-        )
+        why = "CUDA stops at the first that is no index or UUID"
+        what = f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: {why}"
         fix = "unset CUDA_VISIBLE_DEVICES, or give indices such as 0,1"
         yield "blocks", "visible-devices", what, fix
 
@@ -253,16 +231,10 @@ def _check_busy(facts: DoctorFacts) -> Found:
     for gpu in facts.gpus:
         held, which = gpu.other_process_bytes, f"GPU {gpu.index} ({gpu.name})"
         if held is not None and held >= BUSY_BYTES:
-            fix = (
-                "stop them (nvidia-smi lists them), hide this GPU (CUDA_VISIBLE_DEVICES), or plan "
-                "with --max-memory"
-            )
+            fix = "stop them (see nvidia-smi), hide it (CUDA_VISIBLE_DEVICES), or --max-memory"
             yield "hurts", "gpu-busy", f"other processes hold {held / GIB:.1f} GiB of {which}", fix
         if gpu.drives_display:
-            fix = (
-                "move the display to another GPU or log out of the desktop; --reserve changes its "
-                "reserve of 1 GiB"
-            )
+            fix = "move it to another GPU or log out of the desktop; --reserve changes its 1 GiB"
             what = f"{which} drives a display, which takes memory as windows open"
             yield "note", "drives-display", what, fix
 
@@ -276,8 +248,7 @@ def _check_link_and_power(facts: DoctorFacts) -> Found:
             what = f"{which} is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
             fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"
             yield "hurts", "power-limited", what, fix
-        # NVML's greatest width is what card and slot can do together; the catalog knows what the
-        # card can.
+        # NVML's greatest width is that of card and slot together; the catalog knows the card's.
         lanes = sheet.pcie_lanes if sheet and sheet.pcie_generation else None
         width, full = gpu.pcie_width, lanes or gpu.pcie_max_width or 16
         if width is not None and width < full:
@@ -289,48 +260,33 @@ def _check_link_and_power(facts: DoctorFacts) -> Found:
 def _check_shared_memory(facts: DoctorFacts) -> Found:
     for gpu in facts.gpus:
         if gpu.integrated:
-            what = (
-                f"{gpu.name} shares the host's memory: page cache counts as used, and taking too "
-                "much hangs the machine"
-            )
-            fix = (
-                "before a run: sync; echo 3 | sudo tee /proc/sys/vm/drop_caches; swap off; no "
-                "other large process"
-            )
+            why = "page cache counts as used, and taking too much hangs the machine"
+            what = f"{gpu.name} shares the host's memory: {why}"
+            fix = "first: sync; echo 3 | sudo tee /proc/sys/vm/drop_caches; no swap, no big process"
             yield "hurts", "shared-memory", what, fix
 
 
 def _check_host(facts: DoctorFacts) -> Found:
     host = facts.host
     if host.memory_model == "windows":
-        what = (
-            "plan and train need Linux or macOS: their locks and warm trial processes do not exist "
-            "on Windows"
-        )
+        what = "plan and train need Linux or macOS: Windows lacks their locks and warm processes"
         fix = "install WSL2 (wsl --install) and autotune inside it; the GPU works there"
         yield "blocks", "windows", what, fix
     if host.memory_model == "wsl":
         what = "WSL spills GPU memory to the host without an error: steps become ten times slower"
         yield "hurts", "wsl-spill", what, NO_SPILL
     if host.available_memory_bytes < MIN_HOST_BYTES:
-        what = (
-            f"{host.available_memory_bytes / GIB:.0f} GiB of host memory available: loading large "
-            "models may be killed"
-        )
-        fix = (
-            "close programs or add swap; in a container raise its limit; small models are not "
-            "affected"
-        )
+        left = f"{host.available_memory_bytes / GIB:.0f} GiB of host memory available"
+        what = f"{left}: loading large models may be killed"
+        fix = "close programs, add swap, or raise a container's limit; small models still load"
         yield "hurts", "little-host-memory", what, fix
 
 
 def _check_disk(facts: DoctorFacts) -> Found:
     free = facts.disk_free_bytes
     if free is not None and free < DISK_BYTES:
-        what = (
-            f"{free / GIB:.0f} GiB free on the disk for models; the largest take "
-            f"{DISK_BYTES / GIB:.0f}"
-        )
+        needs = f"the largest take {DISK_BYTES / GIB:.0f}"
+        what = f"{free / GIB:.0f} GiB free on the disk for models; {needs}"
         fix = "free space, or set HF_HOME to a larger disk; smaller models need less"
         yield "hurts", "little-disk", what, fix
 
@@ -343,28 +299,19 @@ def _check_packages(facts: DoctorFacts) -> Found:
             what = f"{name} {version} is installed; autotune needs {minimum} or newer"
             yield "blocks", f"old-{name}", what, f"pip install '{name}>={minimum}'"
     if facts.attention is not None and facts.attention.startswith("sage"):
-        what = (
-            f"DIFFUSERS_ATTN_BACKEND={facts.attention}: SageAttention has no backward, so nothing "
-            "is learned"
-        )
+        why = "SageAttention has no backward, so nothing is learned"
+        what = f"DIFFUSERS_ATTN_BACKEND={facts.attention}: {why}"
         fix = "unset DIFFUSERS_ATTN_BACKEND; autotune chooses an attention that trains"
         yield "blocks", "sage-chosen", what, fix
     elif versions.sageattention is not None:
-        what = (
-            f"sageattention {versions.sageattention} is installed: it speeds up sampling and "
-            "cannot train"
-        )
+        why = "it speeds up sampling and cannot train"
+        what = f"sageattention {versions.sageattention} is installed: {why}"
         yield "note", "sage-installed", what, "nothing: autotune does not train with it"
     needs, own = facts.torchvision_needs, versions.torch
     if needs is not None and own is not None and own.split("+")[0] != needs.removeprefix("torch=="):
-        what = (
-            f"the installed torchvision was built for {needs}, this is torch {own}: transformers "
-            "may fail to import"
-        )
-        fix = (
-            "pip uninstall torchvision (autotune does not need it), or install the one that "
-            "belongs to this torch"
-        )
+        built = f"the installed torchvision was built for {needs}, this is torch {own}"
+        what = f"{built}: transformers may fail to import"
+        fix = "pip uninstall torchvision (autotune needs none), or install this torch's own"
         yield "blocks", "torchvision-mismatch", what, fix
     if facts.gpus and facts.host.compiler is None:
         what = "no C compiler: triton kernels and torch.compile fail at their first call"

@@ -1,5 +1,4 @@
-"""Turns raw values into facts: asks the sources in order, rejects invalid values, records why one
-is absent."""
+"""Facts from raw values: the first valid one of several sources, or why there is none."""
 
 import platform
 from collections.abc import Mapping
@@ -55,8 +54,7 @@ class Reader:
     """Reads facts about one device; `absent` tells why a fact is unknown."""
 
     def __init__(self, system: System, index: int = 0) -> None:
-        self.system = system
-        self.index = index
+        self.system, self.index = system, index
         self.absent: dict[str, str] = {}
 
     def facts(self, owner: str, wanted: Facts) -> dict[str, Any]:
@@ -157,10 +155,8 @@ def read_host(reader: Reader) -> Host:
     limit, wsl = facts.pop("container_free_bytes", None), facts.pop("wsl", False)
     for name in ("memory_bytes", "available_memory_bytes"):
         if name not in facts:
-            raise AutotuneError(
-                f"the host's memory is unknown ({reader.absent[f'host.{name}']})",
-                hint="check /proc/meminfo and psutil",
-            )
+            what = f"the host's memory is unknown ({reader.absent[f'host.{name}']})"
+            raise AutotuneError(what, hint="check /proc/meminfo and psutil")
     free = min(facts["available_memory_bytes"], facts["memory_bytes"])
     facts["available_memory_bytes"] = free if limit is None else min(free, limit)
     by_system = {"Windows": "windows", "Darwin": "macos"}
@@ -175,17 +171,14 @@ def read_versions(reader: Reader) -> Versions:
 
 def read_device(reader: Reader, host: Host) -> Device:
     """Read the device that torch would train on: CUDA if there is one, else MPS, else the CPU.
-    Raises InvalidInput if there is none with the reader's index, or AUTOTUNE_MEMORY_KIND is no
-    kind, and AutotuneError if no source reports a CUDA device's memory."""
+    Raises InvalidInput if there is none with the reader's index."""
     kind, count = reader.raw("torch:kind"), 1
     kind = kind if kind in ("cuda", "mps") else "cpu"
     if kind == "cuda":
         count = reader.fact("device.count", integer(1, 1024), "torch:count") or 1
     if reader.index >= count:
-        raise InvalidInput(
-            f"there is no {kind} device {reader.index}: {count} visible",
-            hint="indices start at 0; see `autotune probe`",
-        )
+        what = f"there is no {kind} device {reader.index}: {count} visible"
+        raise InvalidInput(what, hint="indices start at 0; see `autotune probe`")
     if kind == "cuda":
         return _cuda_device(reader, count)
     facts = {"kind": kind, "index": 0, "free_memory_bytes": host.available_memory_bytes}

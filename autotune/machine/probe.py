@@ -1,5 +1,4 @@
-"""The probe: reads and measures what autotune knows about a machine, saves it, and locks
-devices."""
+"""The probe: reads, measures and saves what a machine can do, and locks its devices."""
 
 import contextlib
 import fcntl
@@ -51,8 +50,7 @@ MEASURE = (sys.executable, "-m", "autotune.machine.rates")
 
 def probe(*, index: int | None = None, on_progress: Progress | None = None) -> HardwareProfile:
     """Read facts about device `index` of this machine, by default the GPU with the most memory.
-    Raises InvalidInput if there is no such device or AUTOTUNE_MEMORY_KIND is no kind of memory, and
-    AutotuneError if no source reports how much memory the host or the device has."""
+    Raises InvalidInput if there is no such device, and AutotuneError if its memory is unknown."""
     silence_libraries()
     if on_progress:
         on_progress("reading facts")
@@ -60,8 +58,7 @@ def probe(*, index: int | None = None, on_progress: Progress | None = None) -> H
 
 
 def read_profile(system: System, index: int | None = None) -> HardwareProfile:
-    """Read facts, budget and capabilities from what `system` reports; arguments and errors as
-    `probe`."""
+    """Read facts, budget and capabilities from what `system` reports, as `probe`."""
     if index is None:
         first = read_profile(system, 0)
         gpus: tuple[Device | OtherGpu, ...] = (first.device, *first.device.others)
@@ -84,8 +81,7 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
 
 
 def may_have_gpu() -> bool:
-    """Return False if there is no GPU to train on: Linux without a working CUDA driver. Loads no
-    torch."""
+    """Return False if there is no GPU to train on: Linux without a CUDA driver. Loads no torch."""
     if sys.platform != "linux":
         return True
     try:
@@ -98,9 +94,7 @@ def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...
     notes = []
     kind, cuda = reader.raw("torch:kind"), versions.cuda_runtime or ""
     if kind == "rocm":
-        notes.append(
-            "this torch is a ROCm build: AMD GPUs are not supported, the CPU is profiled instead"
-        )
+        notes.append("this torch is a ROCm build: AMD GPUs are not supported, only the CPU is used")
     elif kind == "cpu" and reader.raw("nvml:count"):
         notes.append("there is an NVIDIA GPU, but torch does not use it: see `autotune doctor`")
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
@@ -142,9 +136,8 @@ def measure_rates(
             timer.cancel()
             child.kill()
     if last != "done":
-        notes.append(
-            f"measuring ended early, in {last}: the process died or took over {limit_seconds:g} s"
-        )
+        died = f"the process died or took over {limit_seconds:g} s"
+        notes.append(f"measuring ended early, in {last}: {died}")
     return profile.changed(rates=tuple(rates), notes=tuple(notes), noisy=noisy)
 
 
@@ -164,11 +157,9 @@ def _reports(child: "subprocess.Popen[str]", profile: HardwareProfile) -> Iterat
 
 MAX_PROFILE_BYTES = 4 << 20
 
-# Share by which a GPU's power limit may change before its rates are measured again: laptops change
-# it constantly.
+# Share by which a GPU's power limit may change, as laptops' do, before rates are measured again.
 POWER_TOLERANCE = 0.1
-# How the note about that begins.
-NOT_SAVED = "rates are not saved for the next command"
+NOT_SAVED = "rates are not saved for the next command"  # so the note about that begins
 
 
 def cached_profile(
@@ -180,11 +171,9 @@ def cached_profile(
 ) -> HardwareProfile:
     """Return this machine's profile: facts as they are now, rates from the last probe if valid.
 
-    Rates are measured again if `fresh`, or if the saved file is absent, damaged or of another
-    device, or if the match keys, the GPU's power limit or the number of cores that train have
-    changed. If the cache folder cannot be written, they are measured every time, with a note.
+    Rates are measured again if `fresh`, if the saved file is absent, damaged or of another device,
+    or if the match keys, the GPU's power limit or the number of cores that train have changed.
     `on_facts` gets the profile before any rate is measured: what it raises saves that time.
-    Raises as `probe`.
     """
     now = probe(index=index, on_progress=on_progress)
     on_facts(now)
@@ -199,11 +188,8 @@ def cached_profile(
     try:
         save_profile(profile, path)
     except OSError as error:  # the rates are valid all the same
-        note = (
-            f"{NOT_SAVED}: the cache folder cannot be written ({error.strerror}); XDG_CACHE_HOME "
-            "names another"
-        )
-        return profile.changed(notes=(*profile.notes, note))
+        why = f"the cache folder cannot be written ({error.strerror}); XDG_CACHE_HOME names another"
+        return profile.changed(notes=(*profile.notes, f"{NOT_SAVED}: {why}"))
     return profile
 
 
@@ -233,8 +219,7 @@ def save_profile(profile: HardwareProfile, path: Path) -> None:
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
-    """Load a profile that `save_profile` wrote. Raises InvalidInput if the file cannot be read, is
-    damaged, was edited, or is from an incompatible version of autotune."""
+    """Load a profile that `save_profile` wrote. Raises InvalidInput if it is damaged or edited."""
     hint = "write a new one with `autotune probe`"
     try:
         content = json.loads(read_bounded(Path(path), MAX_PROFILE_BYTES))
@@ -251,8 +236,7 @@ def load_profile(path: Path | str) -> HardwareProfile:
 
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
-    """Return the profile of a catalog GPU, by a part of its name, or in a saved probe's file.
-    Raises InvalidInput as `gpu_named` or `load_profile`."""
+    """Return the profile of a catalog GPU, by a part of its name, or in a saved probe's file."""
     if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)
     return profile_of_gpu(gpu_named(name_or_path))
@@ -269,8 +253,7 @@ def hardware_for(
     """Return the profile to plan with: of this machine, or the one that is named.
 
     `host_memory` and `assume` describe the host and the packages of a card of the catalog;
-    `on_facts` gets what is read of this machine before anything is measured. Raises InvalidInput
-    if there is no such hardware.
+    `on_facts` gets what is read of this machine before anything is measured.
     """
     if isinstance(hardware, HardwareProfile):
         profile = hardware
@@ -307,8 +290,7 @@ def with_earlier_packages(
 
 
 def limit_memory(profile: HardwareProfile, request: PlanRequest) -> HardwareProfile:
-    """Return the profile with what a run may use of each of the devices that train together: the
-    one with the least memory decides."""
+    """Return the profile with what a run may use: the least of the devices that train together."""
     asked = (request.max_memory, request.reserve_memory, request.cap_memory)
     limits = [None if amount is None else memory_bytes(amount) for amount in asked]
     own = profile.device
@@ -327,8 +309,7 @@ def status_to(on_event: OnEvent) -> Callable[[str], None]:
     return lambda text: on_event(StatusChanged(text=text))
 
 
-# What the lock file calls its holder.
-SEARCH, RUN = "search", "training run"
+SEARCH, RUN = "search", "training run"  # what the lock file calls its holder
 MAX_WAIT_SECONDS = 1800.0
 RETRY_SECONDS = 0.2
 
@@ -355,8 +336,7 @@ def _card_id(device: Device) -> str:
 
 
 class DeviceLock:
-    """The right to use one device, which can be acquired and released any number of times.
-    `on_wait` is called once, with whom the lock waits for."""
+    """The right to use one device, again and again; `on_wait` is told whom the lock waits for."""
 
     def __init__(
         self, path: Path, on_wait: Progress = _logger.warning, *, for_training: bool = False
@@ -367,8 +347,7 @@ class DeviceLock:
 
     def acquire(self) -> None:
         """Wait for whoever holds the lock, and take it, unless this object has it. Raises
-        AutotuneError if a run holds it, a search did not end in time, or the file cannot be
-        opened."""
+        AutotuneError if a run holds it, or a search did not end in time."""
         if self._file is not None:
             return
         file = _open(self.path)
@@ -396,11 +375,8 @@ class DeviceLock:
         if is_held_by_run and _flock(file, fcntl.LOCK_SH):  # which only runs share
             if self._try_lock(file):
                 return  # it has just ended
-            raise AutotuneError(
-                f"a {holder} uses this device",
-                hint="wait for it, or stop it: it writes a checkpoint, and `autotune train PLAN "
-                "--resume` continues; trials at the same time would measure it",
-            )
+            hint = "wait, or stop it: it writes a checkpoint, from which `train --resume` continues"
+            raise AutotuneError(f"a {holder} uses this device", hint=hint)
         holder = f"{'a' if self.for_training else 'another'} {holder} runs trials on this device"
         self.on_wait(f"{holder}: waiting for {'its end' if self.for_training else 'a turn'}")
         started = time.monotonic()
@@ -409,11 +385,9 @@ class DeviceLock:
                 _flock(waiting, fcntl.LOCK_SH)
             while not self._try_lock(file):
                 if time.monotonic() - started > MAX_WAIT_SECONDS:
-                    raise AutotuneError(
-                        f"{holder} and has not ended in {MAX_WAIT_SECONDS:.0f} s",
-                        hint="wait for it, or stop it; what runs at the same time as trials is "
-                        "measured with them",
-                    )
+                    what = f"{holder} and has not ended in {MAX_WAIT_SECONDS:.0f} s"
+                    hint = "wait for it, or stop it: trials at the same time would measure it"
+                    raise AutotuneError(what, hint=hint)
                 time.sleep(RETRY_SECONDS)
 
     def has_waiting_search(self) -> bool:
@@ -434,8 +408,7 @@ class DeviceLock:
 
 @contextlib.contextmanager
 def lock_for_run(device: Device, num_processes: int, on_wait: Progress) -> Iterator[None]:
-    """Keep searches off the devices of a training run: the first `num_processes`, or one. Raises
-    AutotuneError as `DeviceLock.acquire`."""
+    """Keep searches off the devices of a training run: the first `num_processes`, or one."""
     several = device.kind == "cuda" and num_processes > 1
     devices = [device.changed(index=i) for i in range(num_processes)] if several else [device]
     with contextlib.ExitStack() as stack:
@@ -458,14 +431,11 @@ def _open(path: Path) -> TextIO:
             os.fchmod(descriptor, 0o666)
         return os.fdopen(descriptor, "r+")
     except OSError as error:
-        raise AutotuneError(
-            f"the lock of this device, {path}, cannot be opened: {error.strerror}",
-            hint="delete that file, or make it writable",
-        ) from error
+        what = f"the lock of this device, {path}, cannot be opened: {error.strerror}"
+        raise AutotuneError(what, hint="delete that file, or make it writable") from error
 
 
 def _flock(file: TextIO, mode: int) -> bool:
-    """Whether `file` could be locked at once, LOCK_SH or LOCK_EX; closing it releases the lock."""
     try:
         fcntl.flock(file, mode | fcntl.LOCK_NB)
     except BlockingIOError:

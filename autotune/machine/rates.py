@@ -19,6 +19,7 @@ import psutil
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from safetensors.torch import save
+from torch import nn
 
 from autotune.errors import first_line
 from autotune.knobs.attention import ATTENTION_BACKENDS
@@ -34,19 +35,15 @@ from autotune.weights.tensors import LOADERS
 MAX_SAMPLES, MAX_DISK_SAMPLES = 25, 5
 NUM_TENSORS = 8
 PAGE_BYTES = 4096
-NOISY_ABOVE = 0.10
-"""Spread, or drift from the first to the last measurement, that makes a machine noisy."""
-HEADS, HEAD_SIZE = 24, 128
-"""Attention heads of Qwen-Image and FLUX."""
+NOISY_ABOVE = 0.10  # spread, or drift from first to last measurement, that makes a machine noisy
+HEADS, HEAD_SIZE = 24, 128  # of attention in Qwen-Image and FLUX
+# Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention).
 ATTENTION_FLOPS = 14
-"""Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's
-convention)."""
+# Kernels under the cost model's names (`cost/kernels.py`, Work).
 ELEMENTWISE = ("elementwise.gelu", "elementwise.gelu_backward", "elementwise.narrow")
-"""Kernels under the cost model's names (`cost/kernels.py`, Work)."""
+# By their names in rates; all other kernels compute in torch.float32.
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""By their names in rates; all other kernels compute in torch.float32."""
-PACKED = "uint8"
-"""The dtype in which bitsandbytes packs 4-bit weights, so that it converts them."""
+PACKED = "uint8"  # the dtype in which bitsandbytes packs 4-bit weights, so that it converts them
 
 
 @dataclass(frozen=True)
@@ -58,14 +55,11 @@ class BenchmarkSizes:
     matmul_shapes: tuple[tuple[int, int, int], ...]
     tokens: tuple[int, int]
     heads: int
-    kernel_elements: int
-    """So many that a kernel takes far longer than its launch, which is measured by itself."""
+    kernel_elements: int  # so many that a kernel far outlasts its launch, measured by itself
     copy_bytes: int
     file_bytes: int
-    limit_seconds: float
-    """Limit of one measurement."""
-    total_seconds: float
-    """Limit of all together; what does not fit is left out, with a note."""
+    limit_seconds: float  # of one measurement
+    total_seconds: float  # of all together; what does not fit is left out, with a note
 
 
 BENCHMARK_SIZES: dict[DeviceKind, BenchmarkSizes] = {
@@ -104,10 +98,9 @@ def time_calls(
 ) -> list[float]:
     """Time `call`, in seconds, until the limit or `max_samples`, at least once.
 
-    The first call warms up and is dropped, unless it alone took four times the limit. `synchronize`
-    waits for the device; `setup` runs before each call, untimed. Without a `setup`, quick calls are
-    grouped so that a sample takes at least a millisecond: clocks and launches have noise of their
-    own.
+    The first call warms up and is dropped, unless it alone took four times the limit. `setup` runs
+    before each call, untimed. Without it, quick calls are grouped into samples of a millisecond:
+    clocks and launches have noise of their own.
     """
 
     def sample(repeats: int) -> float:
@@ -155,8 +148,7 @@ def kernel_names(profile: HardwareProfile) -> tuple[str, ...]:
     return (*ELEMENTWISE, *(f"dequantization.{stored}" for stored in _stored_dtypes(profile)))
 
 
-Measurement = tuple[str, Callable[[], Rate]]
-"""What is measured, in words, and a call that does it."""
+Measurement = tuple[str, Callable[[], Rate]]  # what is measured, in words, and how
 
 
 class Meter:
@@ -165,14 +157,12 @@ class Meter:
     def __init__(
         self, profile: HardwareProfile, conditions: Callable[[], Conditions | None]
     ) -> None:
-        self.profile = profile
-        self.kind = profile.device.kind
+        self.profile, self.kind = profile, profile.device.kind
         self.sizes = BENCHMARK_SIZES[self.kind]
         self.device = torch.device(profile.device.torch_name)
         self.conditions = conditions
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its work."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.kind == "mps":
@@ -198,7 +188,6 @@ class Meter:
         )
 
     def random(self, *shape: int, dtype: str) -> torch.Tensor:
-        """Draw normal numbers in the dtype that kernels of that name compute in."""
         return torch.randn(shape, device=self.device).to(HALF_DTYPES.get(dtype, torch.float32))
 
     def matmul(self, dtype: str, m: int, k: int, n: int) -> Rate:
@@ -279,10 +268,8 @@ class Meter:
     def launch(self) -> Rate:
         """Measure one operation on next to no data: Python, dispatch, autograd and launch."""
         links = 50
-        layers = []
-        for _ in range(links):
-            layers += [torch.nn.Linear(16, 16, bias=False), torch.nn.GELU()]
-        chain = torch.nn.Sequential(*layers).requires_grad_(False).to(self.device)
+        layers = [nn.Linear(16, 16, bias=False), nn.GELU()] * links
+        chain = nn.Sequential(*layers).requires_grad_(False).to(self.device)
         start, gradient = (torch.ones(1, 16, device=self.device) for _ in range(2))
         start.requires_grad_()
         timings = self.time(lambda: torch.autograd.grad(chain(start), start, gradient))
@@ -396,8 +383,8 @@ class Meter:
 def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:
     """Tell if timings vary too much, within a measurement or from the first to its repetition.
     Disks do not count: their readings differ on quiet machines too."""
-    steady = [rate for rate in rates if not rate.name.startswith(("disk.", "page_cache."))]
-    wide = any(rate.spread > NOISY_ABOVE for rate in steady)
+    disks = ("disk.", "page_cache.")
+    wide = any(r.spread > NOISY_ABOVE for r in rates if not r.name.startswith(disks))
     first = next((rate for rate in rates if again is not None and rate.name == again.name), None)
     if wide or first is None or again is None:
         return wide

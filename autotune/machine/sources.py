@@ -30,11 +30,10 @@ class Unavailable(Exception):
     """A source has no value; the message is the reason, for people."""
 
 
-Query = Callable[[int], object]
-"""Reads one value of the device with that index."""
+Query = Callable[[int], object]  # reads one value of the device with that index
 
 CU_ATTRIBUTE_INTEGRATED = 18
-CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES = 100
+CU_ATTRIBUTE_HOST_PAGE_TABLES = 100  # pageableMemoryAccessUsesHostPageTables
 
 # NVML's topology levels in words.
 TOPOLOGY_PATHS = {
@@ -52,8 +51,7 @@ class NvmlSource:
     devices in another order than CUDA, and ignores CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, uuid_of: Callable[[int], str] | None) -> None:
-        self._uuid_of = uuid_of
-        self._initialized = False
+        self._uuid_of, self._initialized = uuid_of, False
         self.queries: Mapping[str, Query] = {
             "driver": lambda _: _text(self._nvml().nvmlSystemGetDriverVersion()),
             "cuda_driver": lambda _: _dotted(self._nvml().nvmlSystemGetCudaDriverVersion_v2()),
@@ -69,7 +67,7 @@ class NvmlSource:
             "default_power_limit_watts": self._get(
                 "nvmlDeviceGetPowerManagementDefaultLimit", _watts
             ),
-            "mig": self._get("nvmlDeviceIsMigDeviceHandle", _from_c),
+            "mig": self._get("nvmlDeviceIsMigDeviceHandle", lambda it: getattr(it, "value", it)),
             "display_active": self._get("nvmlDeviceGetDisplayActive"),
             "other_process_bytes": self._other_process_bytes,
             "links": self._links,
@@ -117,8 +115,7 @@ class NvmlSource:
         held = {process.pid: process.usedGpuMemory for process in processes}
         held.pop(os.getpid(), None)
         if None in held.values():
-            why = "other processes, whose memory the driver does not report"
-            raise Unavailable(f"{len(held)} {why}")
+            raise Unavailable(f"{len(held)} other processes, whose memory no driver reports")
         return sum(held.values())
 
     def _links(self, index: int) -> list[tuple[int, str]]:
@@ -143,9 +140,7 @@ class DriverSource:
             "count": lambda _: self._integer("cuDeviceGetCount"),
             "cuda_driver": lambda _: _dotted(self._integer("cuDriverGetVersion")),
             "integrated": lambda index: self._attribute(CU_ATTRIBUTE_INTEGRATED, index),
-            "host_page_tables": lambda index: self._attribute(
-                CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES, index
-            ),
+            "host_page_tables": lambda index: self._attribute(CU_ATTRIBUTE_HOST_PAGE_TABLES, index),
         }
 
     def _call(self, function: str, *arguments: Any) -> None:
@@ -178,10 +173,6 @@ def _dotted(version: int) -> str:
 
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _from_c(value: Any) -> object:
-    return getattr(value, "value", value)
 
 
 def _watts(milliwatts: float) -> float:
@@ -262,12 +253,11 @@ def _require(value: object, otherwise: str) -> object:
 
 
 def cudnn_version() -> str | None:
-    """Return the version of cuDNN that torch loads, if any. torch says 91002 for 9.10.2 and 8902
-    for 8.9.2: the base changed with cuDNN 9."""
+    """Return the version of cuDNN that torch loads, if any."""
     number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if number is None:
         return None
-    base = 10_000 if number >= 90_000 else 1000
+    base = 10_000 if number >= 90_000 else 1000  # 91002 is 9.10.2, but 8902 is 8.9.2
     return f"{number // base}.{number % base // 100}.{number % 100}"
 
 
@@ -333,7 +323,6 @@ def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...
 
 
 def _numbers(file: Path) -> tuple[int, ...]:
-    """None if the file cannot be read or holds `max`."""
     try:
         return tuple(map(int, _content(file).split()))
     except ValueError:
@@ -355,8 +344,7 @@ def _logical_cores(_: int) -> int:
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """List (limit, what is left of it) in bytes for each group with one; page cache counts as
-    left."""
+    """List each group's limit in bytes, and what is left of it: page cache counts as left."""
     limits = []
     for file, used, idle in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -413,10 +401,9 @@ class BackgroundLoad:
 
 
 def _container_free_bytes(_: int) -> int:
-    limits = memory_limits()
-    if not limits:
-        raise Unavailable("no limit")
-    return min(left for _, left in limits)
+    if limits := memory_limits():
+        return min(left for _, left in limits)
+    raise Unavailable("no limit")
 
 
 def _container(_: int) -> str:
@@ -426,10 +413,6 @@ def _container(_: int) -> str:
         if Path(marker).exists():
             return name
     raise Unavailable("none detected")
-
-
-def _wsl(_: int) -> bool:
-    return "microsoft" in platform.release().lower()
 
 
 def _compiler(_: int) -> str:
@@ -464,7 +447,7 @@ OS_QUERIES: Mapping[str, Query] = {
     "container_free_bytes": _container_free_bytes,
     "swap_bytes": lambda _: psutil.swap_memory().total,
     "system": lambda _: f"{platform.system()} {platform.release()}",
-    "wsl": _wsl,
+    "wsl": lambda _: "microsoft" in platform.release().lower(),
     "container": _container,
     "compiler": _compiler,
     "gpu_direct_storage": lambda _: Path("/dev/nvidia-fs0").exists(),
