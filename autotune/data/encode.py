@@ -89,7 +89,7 @@ class Encoders:
         )
 
     def load_pipeline(self, *, with_text: bool = True) -> Any:
-        """Load the stock pipeline without transformer, or text encoders if not needed."""
+        """Load the stock pipeline without transformer, and maybe without text encoders."""
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
         # Beside text encoders the VAE is where the pipeline works: it may see control images.
         vae_device = self.device if with_text else self.vae_device
@@ -104,8 +104,7 @@ class Encoders:
         return self._pipeline
 
     def _run_beside(self, encode_prompt: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a pipeline's method to run on the text encoders' device, and give back on ours."""
-
+        # On the text encoders' device; what comes out is on ours.
         def run(*args: Any, **kwargs: Any) -> Any:
             device = self._text_device
             args, kwargs = move_tensors((args, {**kwargs, "device": device}), device)
@@ -365,7 +364,7 @@ def _plan_entries(
 
 @dataclass
 class _EntryStore:
-    """Finds and adds entries, counts them, and keeps the first `MEMORY_BYTES` in memory."""
+    """Finds, adds and counts entries, and keeps the first `MEMORY_BYTES` in memory."""
 
     cache: Cache
     num_entries: int
@@ -402,7 +401,6 @@ class _EntryStore:
 def _encode_missing(
     encoders: Encoders, store: _EntryStore, entries: Iterable[CacheEntry]
 ) -> dict[str, str]:
-    """Find or make every entry; returns by key why an entry could not be made from its files."""
     missing = [entry for entry in entries if not store.find(entry, encoders.model)]
     captions = [entry for entry in missing if entry.caption is not None]
     pixels = [entry for entry in missing if entry.caption is None]
@@ -471,7 +469,6 @@ def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
 
 
 def _open_files(entry: CacheEntry) -> list[Tensor]:
-    """The pixels of an image or a clip, or of each control image. Raises _Unreadable."""
     groups = [entry.paths] if entry.caption is None else [(path,) for path in entry.paths]
     try:
         size = (entry.bucket.width_px, entry.bucket.height_px)

@@ -372,7 +372,6 @@ class ItemReader:
         return path
 
     def _find_black_mask(self, media: Media, found: Sequence[Item | Problem]) -> list[Problem]:
-        """The remark that a mask, or a transparent image, lets nothing be learned."""
         path = next((one.mask_path for one in found if isinstance(one, Item)), None)
         if path is None or time.monotonic() > self.deadline:
             return []
@@ -388,7 +387,6 @@ class ItemReader:
         return [Problem(file=media.name, kind="black", message=message)]
 
     def _make_captions(self, media: Media) -> tuple[str, ...]:
-        """The captions of one image or clip in all orders, each as a single line; at least one."""
         options = self.options
         texts = [" ".join(text.split()) for text in self._read_texts(media)]
         if any(texts):

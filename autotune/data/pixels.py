@@ -304,7 +304,6 @@ def _animation_frames(path: Path, *, renders: bool = True) -> Generator[_Frame]:
 
 
 def _rotation(frame: Any) -> int:
-    """Degrees counterclockwise by which a frame is rotated to be shown."""
     return int(frame.rotation)
 
 

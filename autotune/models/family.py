@@ -73,9 +73,9 @@ class Family(ABC):
     adapter_options: ClassVar[Config] = {}  # of `load_lora_weights`, for the one that is trained
 
     # Its layers.
+    target_sets: ClassVar[Mapping[str, Sequence[str] | str]]  # as peft's `target_modules`, by name
     # Names in `named_modules` of what holds the repeated blocks, in the order they run.
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
-    target_sets: ClassVar[Mapping[str, Sequence[str] | str]]  # as peft's `target_modules`, by name
     modulation: ClassVar[ModulationLayers | None] = None  # if it holds a large share of the weights
     attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()  # that `norm_rope` knows
     excluded: ClassVar[Mapping[str, str]] = {}  # knobs that stay at their defaults, and why
@@ -97,12 +97,12 @@ class Family(ABC):
     counts_packed: ClassVar[bool] = False  # that argument counts the channels of a whole patch
 
     # Captions.
-    # Of one token of an encoded caption.
+    max_text_tokens: ClassVar[int]  # at which the pipeline cuts captions, or positions end
+    # Arguments for the size of one token of an encoded caption.
     prompt_size: ClassVar[tuple[tuple[str, int], ...]] = (("joint_attention_dim", 4096),)
     pooled_size: ClassVar[tuple[str, int] | None] = None
     pooled_output: ClassVar[int] = 1  # place of the pooled prompt in what `encode_prompt` returns
     encode_options: ClassVar[Config] = {}  # arguments of `encode_prompt` besides the prompt
-    max_text_tokens: ClassVar[int]  # at which the pipeline cuts captions, or positions end
     separates_prompts: ClassVar[bool] = False  # each prompt of a batch keeps its own length
     masks_padding: ClassVar[bool] = False  # if the prompts of a batch differ in length
     text_multiple: ClassVar[int] = 1  # to which the transformer itself pads each text

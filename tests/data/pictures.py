@@ -24,13 +24,11 @@ def write_pictures(folder, *sizes, first=0):
     return folder
 
 
-STEP = 5
-"""Difference of brightness between a video's frames."""
+STEP = 5  # difference of brightness between a video's frames
 
 
 def write_video(path, num_frames, *, fps=24, size=(64, 48), codec="libx264", times_ms=()):
-    """A video whose frame k has the brightness k * `STEP`; with `times_ms`, each frame is shown
-    at its own time."""
+    """A video whose frame k has the brightness k * `STEP`, and maybe a time of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps)

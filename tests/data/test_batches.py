@@ -28,9 +28,8 @@ from autotune.plan.workload import Bucket
 
 @st.composite
 def orders(draw, max_items=25):
-    items = draw(
-        st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=max_items)
-    )
+    pairs = st.tuples(st.integers(0, 3), st.integers(1, 3))
+    items = draw(st.lists(pairs, min_size=1, max_size=max_items))
     return BatchOrder(
         groups=tuple(group for group, _ in items),
         repeats=tuple(repeats for _, repeats in items),
@@ -63,10 +62,8 @@ def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(order, 
 @given(orders(), st.integers(0, 200), st.integers(1, 4), st.integers(1, 4))
 def test_processes_share_a_step_without_rest(order, step, size, world_size):
     assume(order.effective_batch_size % world_size == 0)
-    parts = [
-        order.micro_batches(step, size, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
+    ranks = range(world_size)
+    parts = [order.micro_batches(step, size, rank=rank, world_size=world_size) for rank in ranks]
     assert len({len(part) for part in parts}) == 1
     assert len({sum(len(micro.indices) for micro in part) for part in parts}) == 1
     for part in parts:
@@ -77,17 +74,6 @@ def test_processes_share_a_step_without_rest(order, step, size, world_size):
     assert Counter(seen) == Counter(order.images(step))
 
 
-@given(orders(), st.integers(0, 60), st.integers(1, 4))
-def test_weighted_means_give_the_mean_over_the_effective_batch(order, step, size):
-    losses = [math.sin(index) for index in range(len(order.groups))]
-    weighted = sum(
-        micro.weight * sum(losses[index] for index in micro.indices) / len(micro.indices)
-        for micro in order.micro_batches(step, size)
-    )
-    images = order.images(step)
-    assert weighted == pytest.approx(sum(losses[draw.item] for draw in images) / len(images))
-
-
 @given(orders(), st.lists(st.integers(0, 50), max_size=8))
 def test_a_step_is_the_same_whatever_was_asked_before(order, steps):
     in_row = [order.images(step) for step in range(51)]
@@ -96,13 +82,11 @@ def test_a_step_is_the_same_whatever_was_asked_before(order, steps):
 
 
 def test_dropout_happens_as_often_as_asked_and_does_not_disturb_the_order():
-    plain, dropping = (
+    orders = (
         BatchOrder((0,) * 500, (1,) * 500, 10, seed=3, caption_dropout=rate) for rate in (0.0, 0.2)
     )
-    images = [draw for step in range(200) for draw in dropping.images(step)]
-    assert [draw.item for draw in images] == [
-        draw.item for step in range(200) for draw in plain.images(step)
-    ]
+    plain, images = ([draw for step in range(200) for draw in each.images(step)] for each in orders)
+    assert [draw.item for draw in images] == [draw.item for draw in plain]
     assert sum(draw.dropped for draw in images) / len(images) == pytest.approx(0.2, abs=0.04)
 
 
@@ -131,9 +115,8 @@ def test_assignment_gives_back_the_counts(sizes, resolution, multiple):
     items = items_of(*sizes)
     buckets = make_buckets(items, resolution, multiple, 8192)
     assigned = assign_buckets(items, buckets)
-    assert [assigned.count(index) for index in range(len(buckets))] == [
-        bucket.num_items for bucket in buckets
-    ]
+    counts = [bucket.num_items for bucket in buckets]
+    assert [assigned.count(index) for index in range(len(buckets))] == counts
     assert len(assigned) == len(sizes)
 
 
@@ -146,8 +129,6 @@ def test_planned_buckets_take_other_data_by_ratio_and_frames():
 
 
 class Data:
-    """Samples whose latents say which they are."""
-
     def __init__(self, *, read_seconds=0.0, fail_at=None, uneven=False):
         self.read_seconds, self.fail_at, self.uneven = read_seconds, fail_at, uneven
         self.num_read = 0
@@ -180,10 +161,9 @@ def no_thread_left():
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("first_step", [0, 3, 6])
 def test_batches_are_the_planned_ones_from_any_step_on(first_step, num_workers):
-    batches = list(loader(Data(uneven=True), steps=range(first_step, 6), num_workers=num_workers))
-    planned = [
-        micro.indices for step in range(first_step, 6) for micro in ORDER.micro_batches(step, 2)
-    ]
+    steps = range(first_step, 6)
+    batches = list(loader(Data(uneven=True), steps=steps, num_workers=num_workers))
+    planned = [micro.indices for step in steps for micro in ORDER.micro_batches(step, 2)]
     assert [tuple(int(x) for x in batch["latents"][:, 0, 0, 0, 0]) for batch in batches] == planned
     assert no_thread_left()
 

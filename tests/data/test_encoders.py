@@ -1,5 +1,4 @@
-"""Each way to place a text encoder gives the plain pipeline's embeddings, or close ones where it
-is quantized."""
+"""Each way to place a text encoder gives the plain pipeline's embeddings."""
 
 import pytest
 import torch
@@ -29,13 +28,8 @@ def small(request, small_pipelines):
     return found
 
 
-def encoders_of(small, caching, loader="safetensors"):
-    return Encoders(
-        resolve_model(ModelRef.of(small.folder)),
-        caching,
-        SETTINGS.model_copy(update={"loader": loader}),
-        CPU,
-    )
+def encoders_of(small, caching):
+    return Encoders(resolve_model(ModelRef.of(small.folder)), caching, SETTINGS, CPU)
 
 
 @torch.no_grad()
@@ -63,22 +57,16 @@ def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small, way):
 
 def test_the_cache_key_follows_what_decides_the_values(small_pipelines):
     small = small_pipelines("qwen-image")
-    assert (
-        encoders_of(small, EXACT["training"]).text_settings
-        == encoders_of(small, EXACT["streamed"]).text_settings
-        == ""
+    ways = (
+        (EXACT["training"], ""),
+        (EXACT["streamed"], ""),
+        (CachingSettings(text_encoder_quantization="torchao-int8"), "torchao-int8 2"),
+        (CachingSettings(text_encoder_device="cuda:1"), " on cuda"),
     )
-    assert (
-        encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).text_settings
-        == "torchao-int8 2"
-    )
-    elsewhere = encoders_of(small, CachingSettings(text_encoder_device="cuda:1"))
-    assert elsewhere.text_settings == " on cuda"
-    plain, images = (
-        encoders_of(small, CachingSettings(vae_device=at)).identity for at in ("cpu", "cuda:1")
-    )
-    assert plain == encoders_of(small, CachingSettings()).identity, (
-        "a cpu that trains is the same place"
-    )
+    for caching, expected in ways:
+        assert encoders_of(small, caching).text_settings == expected
+    places = ("cpu", "cuda:1")  # the cpu trains here
+    plain, images = (encoders_of(small, CachingSettings(vae_device=at)).identity for at in places)
+    assert plain == encoders_of(small, CachingSettings()).identity
     assert images.vae == f"{plain.vae} on cuda"
     assert images.text_encoder == plain.text_encoder

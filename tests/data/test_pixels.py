@@ -47,17 +47,15 @@ def test_exif_rotation_counts_for_sizes_and_pixels(tmp_path, suffix, orientation
 @pytest.mark.parametrize("to_size", [(64, 64), (32, 64), (240, 160)])
 def test_the_crop_is_centered_and_as_large_as_the_ratio_allows(tmp_path, size, to_size):
     columns, rows = np.meshgrid(*(np.linspace(0, 255, side) for side in size))
-    Image.fromarray(np.stack([columns, rows, rows], axis=-1).round().astype(np.uint8)).save(
-        tmp_path / "a.png"
-    )
+    shades = np.stack([columns, rows, rows], axis=-1).round().astype(np.uint8)
+    Image.fromarray(shades).save(tmp_path / "a.png")
     pixels = (open_pixels([tmp_path / "a.png"], *to_size)[:, 0] + 1) / 2
     scale = min(size[0] / to_size[0], size[1] / to_size[1])
     for channel, profile in ((0, pixels[0, to_size[1] // 2]), (1, pixels[1, :, to_size[0] // 2])):
         for share in (0.25, 0.5, 0.75):
             place = int(len(profile) * share)
-            seen = (
-                (size[channel] - len(profile) * scale) / 2 + (place + 0.5) * scale - 0.5
-            )  # as indices count
+            cut = (size[channel] - len(profile) * scale) / 2
+            seen = cut + (place + 0.5) * scale - 0.5  # as indices count
             assert float(profile[place]) == pytest.approx(seen / (size[channel] - 1), abs=0.01)
 
 
@@ -80,12 +78,10 @@ def test_other_formats_are_refused_under_any_name(tmp_path, kind):
         open_pixels([tmp_path / "a.png"], 32, 32)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::PIL.Image.DecompressionBombWarning"
-)  # the product's own filter, lifted by pytest
+# The product's own filter, lifted by pytest.
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_that_would_take_gigabytes_is_refused_by_its_size(tmp_path):
-    """A file of 22 KiB: Pillow opens up to 180 megapixels, of which converting 16-bit gray took
-    5 GiB."""
+    """Pillow opens up to 180 megapixels, of which converting 16-bit gray took 5 GiB."""
     Image.new("1", (13_370, 13_370)).save(tmp_path / "bomb.png")
     for decode in (False, True):
         with pytest.raises(OSError, match="13370 x 13370 px are over 64 megapixels"):
@@ -112,9 +108,8 @@ FIVE = DatasetOptions(num_frames=5, caption="x", frames_per_second=16)
 
 def shown(path, span):
     """Numbers of the frames that a clip shows, by their brightness."""
-    return [
-        image.convert("L").resize((1, 1)).getpixel((0, 0)) / STEP for image in read_clip(path, span)
-    ]
+    gray = [image.convert("L").resize((1, 1)) for image in read_clip(path, span)]
+    return [image.getpixel((0, 0)) / STEP for image in gray]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +119,8 @@ def test_every_format_is_resampled_to_the_rate_of_the_model(tmp_path, name, code
     path = write_video(tmp_path / name, 30, fps=24, codec=codec)
     (item,) = read_dataset(tmp_path, FIVE).items
     assert item.span is not None
-    assert shown(path, item.span) == pytest.approx(
-        [0, 2, 3, 5, 6], abs=1.1
-    )  # each for the middle of its time
+    # Each for the middle of its time.
+    assert shown(path, item.span) == pytest.approx([0, 2, 3, 5, 6], abs=1.1)
     later = ClipSpan(item.span.start_seconds + 0.5, 5, 16)
     assert shown(path, later) == pytest.approx([12, 14, 15, 17, 18], abs=1.1)
 
@@ -156,9 +150,8 @@ def test_what_is_wrong_with_a_video_is_named(tmp_path):
     whole = write_video(tmp_path / "whole.mp4", 20).read_bytes()
     (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.webm").write_bytes(b"")
-    (tmp_path / "list.mp4").write_text(
-        f"#EXTM3U\n#EXTINF:10,\nfile://{tmp_path}/whole.mp4\n#EXT-X-ENDLIST\n"
-    )
+    playlist = ("#EXTM3U", "#EXTINF:10,", f"file://{tmp_path}/whole.mp4", "#EXT-X-ENDLIST\n")
+    (tmp_path / "list.mp4").write_text("\n".join(playlist))
     write_video(tmp_path / "rough.mkv", 9, times_ms=[0, 40, 80, 120, 400, 440, 480, 900, 940])
     write_video(tmp_path / "thin.mp4", 20, size=(64, 16))
     dataset = scan_dataset(tmp_path, FIVE)
@@ -177,9 +170,8 @@ def test_no_damage_to_a_video_crashes_the_reader(tmp_path, data):
     if not source.exists():
         write_video(source, 12)
     content = bytearray(source.read_bytes())
-    for place, value in data.draw(
-        st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)))
-    ):
+    changes = st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)))
+    for place, value in data.draw(changes):
         content[place] = value
     folder = tmp_path / "damaged"
     folder.mkdir(exist_ok=True)

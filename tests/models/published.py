@@ -1,8 +1,6 @@
-"""What the models' own folders say of their transformer and VAE: the files on the hub, without
-their `_` keys.
+"""What the models' own folders on the hub say of their transformer and VAE, without `_` keys.
 
-Qwen-Image's, Qwen's VAE and FLUX.1's are as published. Chroma's is that of a copy, TensorStack/
-Chroma1-HD-ts: with two keys that its class does not take.
+Chroma's is that of TensorStack/Chroma1-HD-ts: with two keys that its class does not take.
 """
 
 # fmt: off
@@ -44,11 +42,8 @@ CHROMA = {
 }
 # fmt: on
 
-CONFIGS = {
+CONFIGS = {  # of the transformer and of the VAE, by family
     "qwen-image": (QWEN, QWEN_VAE),
-    "qwen-image-edit": (QWEN, QWEN_VAE),
-    "qwen-image-edit-plus": (QWEN, QWEN_VAE),
     "flux1-dev": (FLUX, FLUX_VAE),
     "chroma": (CHROMA, FLUX_VAE),
 }
-"""By family: the configurations of its transformer and of its VAE."""

@@ -17,10 +17,7 @@ from autotune.train.prepare import describe_workload
 from tests.small import write_small_pipeline
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
-
-
-NO_GUIDANCE = {"z-image": 0.0, "krea-2": 0.0}
-"""Guidance scale that calls the transformer once a step, where it is not 1."""
+NO_GUIDANCE = {"z-image": 0.0, "krea-2": 0.0}  # which calls the transformer once a step, if not 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,6 @@ class Small:
         return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
 
     def shown(self, pixels: torch.Tensor) -> torch.Tensor:
-        """A batch of pixels as the VAE takes them: some of RGBA."""
         is_rgba = type(self.pipeline.vae).__name__ == "AutoencoderKLQwenImage21"
         return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1) if is_rgba else pixels
 
@@ -59,7 +55,6 @@ class Small:
 
     @torch.no_grad()
     def sample(self, caption: str = CAPTIONS[0], bucket: Bucket | None = None) -> Sample:
-        """A training item as the data part puts it together."""
         bucket = bucket or self.bucket
         controls = self.controls(bucket)
         encoded = self.family.encode_caption(self.pipeline, caption, controls)
@@ -68,7 +63,6 @@ class Small:
         return {**encoded, "latents": self.family.encode_pixels(self.pipeline, self.pixels(bucket))}
 
     def levels(self, *shares: float) -> torch.Tensor:
-        """Noise levels at these shares of the way to noise."""
         return torch.tensor([self.family.noise.level(share) for share in shares])
 
     def workload(self, targets: str = "attention") -> Workload:
@@ -87,8 +81,7 @@ class Small:
 
 
 def mask_padding(pipeline: Any, monkeypatch: Any) -> None:
-    """Let Chroma's pipeline mask what it should: it adds the numbers of its mask
-    (huggingface/diffusers#13619)."""
+    """Let Chroma's pipeline mask what it should (huggingface/diffusers#13619)."""
     stock = pipeline._get_t5_prompt_embeds
 
     def encode(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.quick(*QUICK)
 
 
 def batch_and_noise(small: Small) -> tuple[Batch, torch.Tensor]:
-    """Both captions with one picture, and standard normal noise."""
     batch = small.family.collate([small.sample(caption) for caption in CAPTIONS])
     generator = torch.Generator().manual_seed(0)
     return batch, torch.randn(batch["latents"].shape, generator=generator)
@@ -98,7 +97,6 @@ def test_target_sets_nest_and_cover_all_linears(small: Small) -> None:
 
 
 def _layers_with_a_part(small: Small) -> set[str]:
-    """All but those of sound beside a picture, say."""
     transformer = copy.deepcopy(small.transformer).requires_grad_(True)
     batch = small.family.collate([small.sample()])
     small.family.predict(transformer, batch["latents"], small.levels(0.5), batch).sum().backward()
@@ -134,8 +132,7 @@ def test_batching_changes_nothing(small: Small) -> None:
 
 
 def test_padding_what_is_masked_changes_nothing(small: Small) -> None:
-    """Neither outputs nor gradients, in fp32; and where attention gets no mask there is no more
-    padding."""
+    """Neither outputs nor gradients; and where attention gets no mask there is no more padding."""
     family = small.family
     samples = [small.sample(caption) for caption in CAPTIONS]
     plain, padded = family.collate(samples), family.collate(samples, 128)
@@ -160,7 +157,6 @@ def test_padding_what_is_masked_changes_nothing(small: Small) -> None:
 
 @pytest.mark.quick(*KINDS)
 def test_bf16_trains(small: Small) -> None:
-    """Loaded as a run loads it: modules that must stay in fp32 do."""
     kind, folder = type(small.transformer), small.folder / small.family.denoiser
     transformer = kind.from_pretrained(folder, torch_dtype=torch.bfloat16)
     parameters = add_adapter(small.family, transformer, small.workload(), torch.bfloat16)

@@ -47,10 +47,8 @@ def test_the_folder_tells_an_experts_boundary(small_pipelines: Any, tmp_path: Pa
     folder = shutil.copytree(small_pipelines(NAME).folder, tmp_path / "model")
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.75}))
-    high, low = (
-        resolve_model(ModelRef(name=str(folder), expert=name))
-        for name in ("high-noise", "low-noise")
-    )
+    names = ("high-noise", "low-noise")
+    high, low = (resolve_model(ModelRef(name=str(folder), expert=name)) for name in names)
     assert (high.noise, low.noise) == (FlowMatching(0.75, 1.0), FlowMatching(0.0, 0.75))
     assert high.transformer_file.name == "transformer"
     assert low.transformer_file.name == "transformer_2"
@@ -111,9 +109,8 @@ def test_both_transformers_of_a_preview_in_fp16(small_pipelines: Any) -> None:
     encoders = Encoders(model, CachingSettings(), settings, torch.device("cpu"))
     sampler, preview = PreviewSampler(encoders), Preview(CAPTIONS[0], small.bucket, 4, seed=0)
     sampler._encode([preview])
-    sampler.attach(
-        type(small.transformer).from_pretrained(model.transformer_file, torch_dtype=torch.float16)
-    )
+    kind = type(small.transformer)
+    sampler.attach(kind.from_pretrained(model.transformer_file, torch_dtype=torch.float16))
     other = sampler.pipeline.transformer_2
     assert other.dtype == torch.float16
     # The host has the file as it is.

@@ -1,5 +1,4 @@
-"""LoRA layers compute what peft's do, keep no more for the backward pass, and write and read
-less."""
+"""LoRA layers compute what peft's do, and keep no more for the backward pass."""
 
 import copy
 
@@ -7,7 +6,6 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.knobs.quantized_layers import quantize_inside
 from autotune.models.low_rank import LeanLora, make_lean
@@ -78,10 +76,10 @@ def test_gradients_accumulate_and_the_base_result_may_be_shared_by_recomputation
             torch.manual_seed(seed)
             x = torch.randn(2, 64, requires_grad=True)
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sin().sum().backward()
-    assert_same(
-        [p.grad for p in ours.parameters() if p.requires_grad],
-        [p.grad for p in peft.parameters() if p.requires_grad],
+    found, expected = (
+        [p.grad for p in model.parameters() if p.requires_grad] for model in (ours, peft)
     )
+    assert_same(found, expected)
 
 
 def test_disabled_merged_and_several_adapters_take_pefts_way():
@@ -104,33 +102,17 @@ def test_disabled_merged_and_several_adapters_take_pefts_way():
         assert_same([ours(x).detach()], [peft(x).detach()])
 
 
-def test_no_more_is_saved_and_fewer_kernels_run():
-    class Count(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.names = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if not func.is_view:
-                self.names.append(func._schema.name[6:])
-            return func(*args, **(kwargs or {}))
-
-    saved, counts = [], []
+def test_no_more_is_saved_for_the_backward_pass():
+    saved = []
     for model in pair():
         sizes = {}
-        x = torch.randn(2, 5, 64, requires_grad=True)
 
         def pack(tensor, sizes=sizes):
             sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with Count() as count:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                out = model(x)
-            out.backward(torch.ones_like(out))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = model(torch.randn(2, 5, 64, requires_grad=True))
+        out.backward(torch.ones_like(out))
         saved.append(sum(sizes.values()))
-        free = ("detach", "ones_like", "_unsafe_view")
-        counts.append([name for name in count.names if name not in free])
     assert saved[1] <= saved[0]
-    assert len(counts[1]) == len(counts[0]) - 3  # a scaling and a sum forward, a scaling backward
-    assert "mul" not in counts[1]

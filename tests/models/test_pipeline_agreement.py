@@ -1,5 +1,4 @@
-"""What `predict` says is what the stock pipeline's own call of the transformer says, and latents
-are its latents."""
+"""`predict` and latents are those of the stock pipeline's own call of the transformer."""
 
 import numpy as np
 import pytest
@@ -18,9 +17,8 @@ AREA = 64 * 64
 
 
 def _calls(transformer, monkeypatch, answer=None):
-    """Records every call of `transformer`: its noisy input and what it returns; with `answer`,
-    that instead. Of a model with sound those in which the picture does not hear it, as in
-    training."""
+    """Record the noisy input and the output, or its `answer`, of every call; of a model with sound
+    of those in which the picture does not hear it, as in training."""
     calls = []
     forward = transformer.forward
 
@@ -60,8 +58,7 @@ def _options(small, monkeypatch):
 
 @pytest.fixture
 def controls(small, monkeypatch):
-    """Control images as pixels, at the size the pipeline would give them, with its megapixel
-    made small."""
+    """Control images as pixels, at the pipeline's own size, with its megapixel made small."""
     stock_size = edit.calculate_dimensions
     monkeypatch.setattr(edit, "calculate_dimensions", lambda _, ratio: stock_size(AREA, ratio))
     monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", AREA)
@@ -142,8 +139,7 @@ def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, m
 
 @pytest.mark.quick(*KINDS)
 def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monkeypatch):
-    """With a transformer that predicts nothing, the pipeline decodes the very latents it was
-    given."""
+    """With a transformer that predicts nothing, the pipeline decodes the latents it was given."""
     family, pipeline = small.family, small.pipeline
     pixels = small.pixels(small.bucket)
     options = _options(small, monkeypatch)
@@ -160,14 +156,8 @@ def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monke
         options["image"] = _image(controls[0])
     with monkeypatch.context() as patch:
         _calls(small.transformer, patch, answer=_still)
-        decoded = pipeline(
-            prompt=CAPTIONS[0],
-            num_inference_steps=2,
-            latents=given.clone(),
-            output_type="np",
-            return_dict=False,
-            **options,
-        )[0]
+        options |= {"num_inference_steps": 2, "output_type": "np", "return_dict": False}
+        decoded = pipeline(prompt=CAPTIONS[0], latents=given.clone(), **options)[0]
     expected = ((expected[0] + 1) / 2).clamp(0, 1)
     expected = np.moveaxis(expected.numpy(), 0, -1)
     expected = expected if expected.ndim == decoded[0].ndim else expected[0]

@@ -50,19 +50,13 @@ def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
         {"num_layers": "many"},
         {"no_such_argument": 1},
         {"axes_dims_rope": [1, 2, 3]},
-        {"attention_head_dim": -8},
+        {"num_layers": -1},
         {"num_attention_heads": 10**15},
     ],
 )
 def test_configuration_that_builds_no_model_is_refused(folder, config):
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidInput, match=r"does not build|more than any model has"):
-        assert resolve_model(ModelRef.of(folder)).spec
-
-
-def test_a_transformer_without_blocks_is_refused(folder):
-    (folder / "transformer" / "config.json").write_text(json.dumps({"num_layers": -1}))
-    with pytest.raises(InvalidInput, match="without blocks"):
+    with pytest.raises(InvalidInput, match=r"does not build|more than any|without blocks"):
         assert resolve_model(ModelRef.of(folder)).spec
 
 
@@ -78,7 +72,6 @@ def change_json(path, changes):
 @pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation_internal"])
 @pytest.mark.parametrize("value", ["owner/repo@sha", "flash_attention_2", {"": "a/b"}])
 def test_a_configuration_chooses_no_native_code(folder, monkeypatch, name, value, is_nested):
-    """transformers fetches and loads whatever repository stands there."""
     monkeypatch.setattr("transformers.modeling_utils.is_kernel", pytest.fail)
     vision = json.loads((folder / "text_encoder" / "config.json").read_text())["vision_config"]
     changes = {"vision_config": {**vision, name: value}} if is_nested else {name: value}
@@ -126,9 +119,7 @@ def test_no_code_in_a_model_folder_is_run(small_pipelines, tmp_path, monkeypatch
     ("entry", "reason"),
     [
         (["transformers", "AutoTokenizer"], "takes its code from the files"),
-        (["transformers", "AutoProcessor"], "takes its code from the files"),
         (["os", "system"], "comes from"),
-        (["antigravity", "X"], "comes from"),
         ([], "comes from"),
         ([["x"], "y"], "comes from"),
         ([1, "x"], "comes from"),

@@ -15,8 +15,7 @@ from tests.models.small import CAPTIONS
 
 
 def _loss(family, transformer, samples, noises, levels):
-    """Mean of the squared error of the prediction, one sample at a time, by the formulas of flow
-    matching and of DDPM."""
+    """Mean of squared errors, one sample at a time, by the formulas of flow matching and DDPM."""
     errors = []
     for sample, noise, level in zip(samples, noises, levels, strict=True):
         clean = sample["latents"]
@@ -34,9 +33,8 @@ def _loss(family, transformer, samples, noises, levels):
 def test_loss_and_gradients_equal_an_independent_computation(small):
     transformer, parameters = small.adapted()
     samples = [small.sample(caption) for caption in CAPTIONS]
-    noises = torch.randn(
-        2, *samples[0]["latents"].shape, generator=torch.Generator().manual_seed(5)
-    )
+    generator = torch.Generator().manual_seed(5)
+    noises = torch.randn(2, *samples[0]["latents"].shape, generator=generator)
     levels = small.levels(0.2, 0.85)
     ours = denoising_loss(small.family, transformer, small.family.collate(samples), noises, levels)
     ours.backward()
@@ -45,8 +43,7 @@ def test_loss_and_gradients_equal_an_independent_computation(small):
     expected = _loss(small.family, transformer, samples, noises, levels)
     expected.backward()
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
-    # Kandinsky5 rounds rotated queries and keys to bf16 even in fp32, so last bits of a batch
-    # become 1/256.
+    # Kandinsky5 rounds rotated queries and keys to bf16: last bits of a batch become 1/256.
     tolerance = 1e-2 if small.family.name.startswith("kandinsky5") else 1e-4
     for gradient, parameter in zip(gradients, parameters, strict=True):
         difference = float((gradient - parameter.grad).norm())
@@ -62,16 +59,15 @@ def test_adapter_loads_in_the_stock_pipeline_without_unmapped_keys(small, tmp_pa
         folder = tmp_path / targets
         save_adapter(folder / "a.safetensors", layers, info, small.family.adapter_component)
         stock = type(small.pipeline)(**small.pipeline.components)
+        denoiser = getattr(stock, small.family.denoiser)
         try:
             stock.load_lora_weights(folder / "a.safetensors", adapter_name="learned")
-            loaded = get_peft_model_state_dict(
-                getattr(stock, small.family.denoiser), adapter_name="learned"
-            )
+            loaded = get_peft_model_state_dict(denoiser, adapter_name="learned")
             assert set(loaded) == set(layers)
             assert len(loaded) == len(parameters)
             assert all(torch.equal(loaded[key], layers[key]) for key in layers)
         finally:
-            getattr(stock, small.family.denoiser).unload_lora()
+            denoiser.unload_lora()
 
 
 @pytest.mark.quick("qwen-image")
@@ -88,9 +84,8 @@ def test_the_loss_of_one_image_falls(small, monkeypatch):
     for name, parameter in transformer.named_parameters():
         if "lora_B" in name:
             parameter.data.zero_()
-    optimizer = AdapterOptimizer(
-        parameters, learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1.0
-    )
+    rates = {"learning_rate": 1e-2, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    optimizer = AdapterOptimizer(parameters, **rates)
     batch, noising = family.collate([sample] * 4), Noising(0, 3.0, process=family.noise)
 
     @torch.no_grad()

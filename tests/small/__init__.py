@@ -15,8 +15,7 @@ from autotune.models.registry import get_family
 
 
 def write_small_pipeline(family: Family | str, folder: Path, captions: Sequence[str]) -> None:
-    """Write the family's pipeline, whose tokenizer knows the captions. The module here that builds
-    it is called as the family's."""
+    """Write the family's pipeline, whose tokenizer knows the captions."""
     family = get_family(family) if isinstance(family, str) else family
     module = import_module(f"tests.small.{type(family).__module__.rpartition('.')[2]}")
     with torch.random.fork_rng(devices=[]):
@@ -28,11 +27,8 @@ def write_small_pipeline(family: Family | str, folder: Path, captions: Sequence[
 def draw_images(
     folder: Path, count: int = 12, *, num_frames: int = 1, is_control: bool = False
 ) -> list[str]:
-    """Draw shapes on plain grounds, each with a caption beside it; returns the captions.
-
-    With several frames each shape moves through a clip in a subfolder. Control images are gray,
-    without captions.
-    """
+    """Draw shapes on plain grounds, each with a caption beside it; returns the captions. With
+    several frames each moves through a clip in a subfolder. Control images have no captions."""
     folder.mkdir(parents=True)
     rng = random.Random(0)
     captions = []
@@ -52,14 +48,12 @@ def draw_images(
 
 
 def _moved(scene: Scene, across: int) -> Scene:
-    """The scene with its figures some pixels to the right."""
     figures = tuple(replace(figure, left=figure.left + across) for figure in scene.figures)
     return replace(scene, figures=figures)
 
 
 def write_small(name: str, folder: Path) -> list[str]:
-    """Write a family's pipeline and its data below `folder`; returns the options of
-    `autotune plan` for them."""
+    """Write a family's pipeline and its data; returns the options of `autotune plan` for them."""
     family, options = get_family(name), ["--resolution", "64"]
     num_frames = 1 + family.frames_per_latent if family.can_train_clips else 1
     captions = draw_images(folder / "images", num_frames=num_frames)

@@ -9,11 +9,21 @@ from autotune.models.family import Family
 from tests.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
+    dynamic_scheduler,
     image_vae,
     invert_input_layer,
     t5_encoder,
     t5_tokenizer,
 )
+
+BLOCKS: dict[str, Any] = {
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 128,
+    "axes_dims_rope": (8, 12, 12),
+}
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
@@ -32,23 +42,9 @@ def _build_flux(captions: Sequence[str]) -> dict[str, Any]:
         "text_encoder": clip_text_encoder(tokenizer, hidden_size=64),
         "text_encoder_2": t5_encoder(tokenizer_2, hidden_size=128),
         "transformer": diffusers.FluxTransformer2DModel(
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            joint_attention_dim=128,
-            pooled_projection_dim=64,
-            guidance_embeds=True,
-            axes_dims_rope=(8, 12, 12),
+            **BLOCKS, pooled_projection_dim=64, guidance_embeds=True
         ),
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
-            shift=3.0,
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=1.15,
-            base_image_seq_len=256,
-            max_image_seq_len=4096,
-        ),
+        "scheduler": dynamic_scheduler((256, 0.5), (4096, 1.15), shift=3.0),
     }
 
 
@@ -58,14 +54,7 @@ def _build_chroma(captions: Sequence[str]) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "text_encoder": t5_encoder(tokenizer, hidden_size=128),
         "transformer": diffusers.ChromaTransformer2DModel(
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            joint_attention_dim=128,
-            axes_dims_rope=(8, 12, 12),
-            approximator_hidden_dim=128,
-            approximator_layers=2,
+            **BLOCKS, approximator_hidden_dim=128, approximator_layers=2
         ),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     }

@@ -23,8 +23,7 @@ TEXT_WIDTH = 32
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     """2 double-stream and 2 single-stream blocks of width 128."""
     is_dev = family.name == "flux2-dev"
-    # The pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27.
-    if is_dev:
+    if is_dev:  # the pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27
         tokenizer = qwen_tokenizer([*captions, SYSTEM_MESSAGE], MISTRAL_CHAT, chat=MISTRAL_CHAT)
         text_encoder = mistral3(tokenizer, TEXT_WIDTH, num_layers=31)
     else:

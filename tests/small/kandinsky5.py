@@ -61,13 +61,11 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 
 def _initialize(transformer: Any) -> None:
-    """Give random values to the modulation, which the class sets to zero: an adapter would get
-    no gradient."""
+    """Give random values to the modulation: of the class's zeros an adapter gets no gradient."""
     for name, parameter in transformer.named_parameters():
         if "modulation" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    # A patch goes in with its channels innermost and comes out with them outermost; conditioning
-    # channels go in only.
+    # Channels go in innermost and come out outermost; conditioning channels go in only.
     first = transformer.visual_embeddings.in_layer.weight
     patches = first.unflatten(1, (4, -1))[:, :, :16].transpose(1, 2)
     invert_input_layer(transformer.out_layer.out_layer, patches.flatten(1))

@@ -8,10 +8,9 @@ import transformers
 
 from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline
-from tests.small.parts import invert_input_layer, qwen3_vl, qwen_tokenizer
+from tests.small.parts import dynamic_scheduler, invert_input_layer, qwen3_vl, qwen_tokenizer
 
-TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)
-"""Width and used layers of the text encoder; the pipeline takes the outputs of these layers."""
+TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # of the text encoder: the outputs that are used
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
@@ -38,13 +37,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     small = {"base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
     vae = diffusers.AutoencoderKLQwenImage(**small).eval()
     return {
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=1.15,
-            base_image_seq_len=256,
-            max_image_seq_len=6400,
-        ),
+        "scheduler": dynamic_scheduler((256, 0.5), (6400, 1.15)),
         "vae": vae,
         "text_encoder": text_encoder,
         "tokenizer": tokenizer,

@@ -8,7 +8,7 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
 from autotune.models.family import Family
 from autotune.models.ltx2 import LATER, LATER_VAE
-from tests.small.parts import gemma3, gemma_tokenizer, invert_input_layer
+from tests.small.parts import dynamic_scheduler, gemma3, gemma_tokenizer, invert_input_layer
 
 CHANNELS, SOUND_CHANNELS = 32, 8
 WIDTH, SOUND_WIDTH, TEXT_WIDTH = 128, 64, 64
@@ -34,13 +34,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     )
     invert_input_layer(transformer.proj_out, transformer.proj_in.weight)
     return {
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
-            base_shift=0.95,
-            max_shift=2.05,
-            base_image_seq_len=1024,
-            shift_terminal=0.1,
-        ),
+        "scheduler": dynamic_scheduler((1024, 0.95), (4096, 2.05), shift_terminal=0.1),
         "vae": _video_vae(),
         "audio_vae": diffusers.AutoencoderKLLTX2Audio(
             base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16

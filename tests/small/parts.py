@@ -13,24 +13,21 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from autotune.models.family import Family
 from autotune.models.latents import image_processor
 
-QWEN_CHAT = (
+QWEN_CHAT = (  # Qwen3's, as far as one message needs it
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
     "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif "
     "%}{% endif %}"
 )
-"""Qwen3's chat template, as far as one message needs it."""
-QWEN_VL_CHAT = (
+QWEN_VL_CHAT = (  # Qwen3-VL's, as far as a message of text alone needs it
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
 )
-"""Qwen3-VL's chat template, as far as a message of text alone needs it."""
-MISTRAL_CHAT = (
+MISTRAL_CHAT = (  # takes each message in parts, as Mistral's does
     "{% for message in messages %}[{{ message.role }}]"
     "{% for part in message.content %}{{ part.text }}{% endfor %}[/{{ message.role }}]{% endfor %}"
 )
-"""A chat template that takes each message in parts, as Mistral's does."""
 
 QWEN_SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -46,8 +43,8 @@ def _train_bpe(texts: Sequence[str], **options: Any) -> dict[str, Any]:
 
 
 def qwen_tokenizer(captions: Sequence[str], template: str, chat: str = QWEN_CHAT) -> Any:
-    """A tokenizer trained on `captions` and on the pipeline's `template`, which then has as many
-    tokens as with the original tokenizer: the pipeline drops a fixed number of them."""
+    """A tokenizer trained on `captions` and on the pipeline's `template`, which so has the number
+    of tokens that the pipeline drops."""
     tokenizer = transformers.Qwen2Tokenizer(**_train_bpe([*captions, template], vocab_size=1024))
     tokenizer.add_special_tokens({"extra_special_tokens": list(QWEN_SPECIAL_TOKENS)})
     tokenizer.chat_template = chat
@@ -78,13 +75,8 @@ def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
 
 def _qwen_vision(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
     """A vision tower of one layer, and the tokens that stand for what it sees."""
-    vision = {
-        "depth": 1,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": hidden_size,
-    }
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+    vision["out_hidden_size"] = hidden_size
     to_id = tokenizer.convert_tokens_to_ids
     return {
         "vision_config": vision,
@@ -119,13 +111,8 @@ def qwen3_vl(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any
     return cls(transformers.Qwen3VLConfig(text_config=text, **parts)).eval()
 
 
-SMALL_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "image_size": 28,
-}
+SMALL_VISION = {"hidden_size": 32, "intermediate_size": 64, "image_size": 28}
+SMALL_VISION |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
 
 
 def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
@@ -156,8 +143,7 @@ def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
 
 
 def qwen_image_processor() -> Any:
-    """Image processor of Qwen2.5-VL, with patches of 14 pixels; shrinks images to at most 16
-    tokens."""
+    """Image processor of Qwen2.5-VL that shrinks images to at most 16 tokens."""
     return Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2})
 
 
@@ -165,14 +151,16 @@ def qwen_processor(tokenizer: Any) -> Any:
     return image_processor("Qwen2VLProcessor")(qwen_image_processor(), tokenizer)
 
 
+SPECIAL = ("bos", "eos", "pad")
+
+
 def clip_tokenizer(captions: Sequence[str]) -> Any:
     """A `CLIPTokenizer` with the words and characters of `captions` as its vocabulary."""
     words = sorted({word for caption in captions for word in caption.lower().split()})
     characters = sorted({character for word in words for character in word})
     pieces = [*characters, *(f"{character}</w>" for character in characters)]
-    vocabulary = {
-        token: index for index, token in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])
-    }
+    tokens = [*pieces, "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
 
 
@@ -185,9 +173,7 @@ def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
         num_hidden_layers=2,
         num_attention_heads=hidden_size // 32,
         projection_dim=hidden_size,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL},
     )
     return transformers.CLIPTextModel(config).eval()
 
@@ -223,13 +209,22 @@ def image_vae(family: Family) -> Any:
     return diffusers.AutoencoderKL(**config).eval()
 
 
+def dynamic_scheduler(low: tuple[int, float], high: tuple[int, float], **options: Any) -> Any:
+    """A scheduler whose shift follows the line between two points (tokens, logarithm)."""
+    return diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_image_seq_len=low[0],
+        base_shift=low[1],
+        max_image_seq_len=high[0],
+        max_shift=high[1],
+        **options,
+    )
+
+
 @torch.no_grad()
 def invert_input_layer(output: Any, input_weight: Any) -> None:
-    """Let a transformer's last layer undo its first, so that it begins by predicting its input.
-
-    Between purely random projections an adapter of low rank could learn almost nothing in a demo's
-    few steps.
-    """
+    """Let a transformer's last layer undo its first, so that it begins by predicting its input:
+    between random projections an adapter could learn almost nothing in a few steps."""
     output.weight.copy_(torch.linalg.pinv(input_weight))
     if output.bias is not None:
         output.bias.zero_()

@@ -10,6 +10,7 @@ from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline, image_processor
 from tests.small.parts import (
     QWEN_VL_CHAT,
+    dynamic_scheduler,
     invert_input_layer,
     qwen3_vl,
     qwen_image_processor,
@@ -24,16 +25,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     parts = _build_21(captions) if "2.1" in family.name else _build(family, captions)
     transformer = parts["transformer"]
     invert_input_layer(transformer.proj_out, transformer.img_in.weight)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
-        shift=1.0,
-        use_dynamic_shifting=True,
-        base_shift=0.5,
-        max_shift=0.9,
-        base_image_seq_len=256,
-        max_image_seq_len=8192,
-        shift_terminal=0.02,
-        time_shift_type="exponential",
-    )
+    scheduler = dynamic_scheduler((256, 0.5), (8192, 0.9), shift_terminal=0.02)
     return {**parts, "scheduler": scheduler}
 
 
@@ -61,10 +53,8 @@ def _build(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 def _build_21(captions: Sequence[str]) -> dict[str, Any]:
     template = "system\nComprehend and analyze the provided prompt.user\nassistant\n"
-    tokenizer, kind = (
-        qwen_tokenizer(captions, template),
-        transformers.Qwen3VLForConditionalGeneration,
-    )
+    tokenizer = qwen_tokenizer(captions, template)
+    kind = transformers.Qwen3VLForConditionalGeneration
     return {
         "processor": image_processor("Qwen3VLProcessor")(
             qwen_image_processor(), tokenizer, chat_template=QWEN_VL_CHAT

@@ -48,12 +48,8 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _pass_input_through(unet: Any) -> None:
-    """Let the UNet begin by predicting about its input, which is most of the noise: see
-    `parts.invert_input_layer`.
-
-    The first layer's output skips everything but the last stage and its activation, silu(x) -
-    silu(-x) = x.
-    """
+    """Let the UNet begin by predicting about its input, as `parts.invert_input_layer`: the first
+    layer's output skips all but the last stage and its activation, silu(x) - silu(-x) = x."""
     channels, width = unet.conv_out.out_channels, unet.conv_in.out_channels
     half = torch.nn.functional.normalize(torch.randn(width // 2, channels))
     doubled = torch.stack([half, -half], dim=1).flatten(0, 1)

@@ -1,5 +1,4 @@
-"""A hub of our own: serves a folder's files over HTTP as far as huggingface_hub asks, and can
-fail on purpose."""
+"""A hub of our own, as far as huggingface_hub asks; it can fail on purpose."""
 
 import hashlib
 import json
@@ -41,11 +40,8 @@ def describe_file(path, name):
     entry = {"type": "file", "path": name, "size": len(content)}
     if path.suffix == ".safetensors":
         sha = hashlib.sha256(content).hexdigest()
-        return {
-            **entry,
-            "oid": sha[:40],
-            "lfs": {"oid": sha, "size": len(content), "pointerSize": 134},
-        }
+        lfs = {"oid": sha, "size": len(content), "pointerSize": 134}
+        return {**entry, "oid": sha[:40], "lfs": lfs}
     return {**entry, "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
 
 
@@ -100,9 +96,8 @@ def fake_hub():
             content = (folder / file).read_bytes()
             headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT,
                        "Accept-Ranges": "bytes"}  # fmt: skip
-            start = int(
-                (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0]
-            )
+            asked = self.headers.get("Range") or "bytes=0-"
+            start = int(asked.removeprefix("bytes=").split("-")[0])
             if self.command == "GET" and file in hub.break_once:
                 hub.break_once.discard(file)
                 self.send_response(200)

@@ -1,19 +1,13 @@
-"""Weights of diffusers and transformers models under the names of their authors and ComfyUI.
-
-Written from the authors' model definitions, as the inverse of what is tested; it shares nothing
-with it.
-"""
+"""Weights of diffusers and transformers models under the names of their authors and ComfyUI: the
+inverse of what is tested, written from the authors' models."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
-
-
 Names = list[tuple[str, str]]
 
 
@@ -136,12 +130,9 @@ UNET_OUTSIDE = {
 
 
 def sdxl_unet(state: State) -> State:
-    """The UNet of CompVis and Stability: blocks numbered from the first to the last, whatever
-    they hold."""
-    stages = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("down_blocks."))
-    layers = 1 + max(
-        int(name.split(".")[3]) for name in state if re.match(r"down_blocks\.\d+\.resnets", name)
-    )
+    """The UNet of CompVis and Stability: blocks are numbered whatever they hold."""
+    down = [re.match(r"down_blocks\.(\d+)\.resnets\.(\d+)", name) for name in state]
+    stages, layers = (1 + max(int(match[i]) for match in down if match) for i in (1, 2))
     places = dict(UNET_OUTSIDE)
     number = 1
     for stage in range(stages):
@@ -223,14 +214,8 @@ LAYOUTS: dict[str, Callable[[State], State]] = {
 }
 
 
-def in_checkpoint(state: State, **others: Any) -> State:
-    """As part of a full checkpoint, beside other components."""
-    return {f"model.diffusion_model.{name}": tensor for name, tensor in state.items()} | others
-
-
 def scaled_fp8(state: State, *, newer: bool = False) -> State:
-    """Matrices in fp8 with one scale each, as ComfyUI writes them: in the older or the newer
-    way."""
+    """Matrices in fp8 with one scale each, as ComfyUI writes them."""
     made: State = {} if newer else {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
     for name, tensor in state.items():
         if tensor.ndim != 2:
@@ -287,8 +272,7 @@ WAN22_STAGE = re.compile(
 
 
 def wan22_vae(state: State) -> State:
-    """Each stage holds its residual blocks and then the layer that changes the size, all by
-    number."""
+    """Each stage holds its residual blocks and then the one that changes the size, by number."""
     return {_renamed(_nested(name, state), WAN_VAE): tensor for name, tensor in state.items()}
 
 
@@ -297,11 +281,8 @@ def _nested(name: str, state: State) -> str:
     if match is None:
         return name
     side, way, stage, number = match.groups()
-    blocks = {
-        each.split(".")[4]
-        for each in state
-        if each.startswith(f"{side}.{way}_blocks.{stage}.resnets.")
-    }
+    resnets = f"{side}.{way}_blocks.{stage}.resnets."
+    blocks = {each.split(".")[4] for each in state if each.startswith(resnets)}
     place = f"{side}.{way}samples.{stage}.{way}samples.{number or len(blocks)}."
     return place + _renamed(name.removeprefix(match[0]), WAN22_BLOCK)
 
@@ -327,13 +308,9 @@ LDM_VAE = [
 def ldm_vae(state: State) -> State:
     """Attention is by convolutions of one pixel; the decoder's stages are counted from the last."""
     last = max(int(name.split(".")[2]) for name in state if name.startswith("decoder.up_blocks."))
-    places = [
-        *LDM_VAE,
-        *(
-            (rf"decoder\.up_blocks\.{number}", f"decoder.up.{last - number}")
-            for number in range(last + 1)
-        ),
-    ]
+    stages = range(last + 1)
+    numbers = [(rf"decoder\.up_blocks\.{stage}", f"decoder.up.{last - stage}") for stage in stages]
+    places = [*LDM_VAE, *numbers]
     return {
         _renamed(name, places): tensor[:, :, None, None]
         if ".attentions." in name and tensor.ndim == 2
@@ -343,12 +320,8 @@ def ldm_vae(state: State) -> State:
 
 
 def flux2_vae(state: State) -> State:
-    moved = {name: re.sub(r"^quant_conv", "encoder.quant_conv", name) for name in state}
-    moved = {
-        name: re.sub(r"^post_quant_conv", "decoder.post_quant_conv", to)
-        for name, to in moved.items()
-    }
-    return {moved.get(name, name): tensor for name, tensor in ldm_vae(state).items()}
+    moved = [(r"^quant_conv", "encoder.quant_conv"), (r"^post_quant", "decoder.post_quant")]
+    return {_renamed(name, moved): tensor for name, tensor in ldm_vae(state).items()}
 
 
 OPEN_CLIP = [
@@ -365,8 +338,7 @@ OPEN_CLIP = [
 
 
 def open_clip(state: State) -> State:
-    """Of the files of `CLIPTextModelWithProjection`: q, k and v are one, and the projection is
-    turned."""
+    """Of `CLIPTextModelWithProjection`: q, k and v are one, and the projection is turned."""
     made: State = {
         "logit_scale": torch.tensor(1.0),
         "text_projection": state["text_projection.weight"].T,

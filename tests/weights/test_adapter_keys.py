@@ -94,9 +94,7 @@ def check_against_table(program, model, tensors, made):
 
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(
-    ("family", "targets"), CASES, ids=[f"{family.name}-{targets}" for family, targets in CASES]
-)
+@pytest.mark.parametrize(("family", "targets"), CASES, ids=lambda case: getattr(case, "name", case))
 def test_each_program_finds_every_layer_of_every_family_by_its_own_name(family, targets, program):
     model, made = family.transformer_class, make_layers(family, targets)
     adapter = Adapter(made, {}, family.denoiser)
@@ -147,12 +145,10 @@ def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(pr
 def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names():
     for family in FAMILIES.values():
         layers = make_layers(family, "attention+mlp")
-        told = (
-            FLUX1_CLASS if family.name == "chroma" else family.transformer_class
-        )  # other programs call both the same
+        # Other programs call Chroma's layers as FLUX.1's.
+        told = FLUX1_CLASS if family.name == "chroma" else family.transformer_class
         own = told if told in LAYOUTS else ""
         assert find_class(layers) == own
-        tensors, metadata = serialize_adapter(
-            Adapter(layers, {}, family.denoiser), "comfyui", family.transformer_class
-        )
+        adapter = Adapter(layers, {}, family.denoiser)
+        tensors, metadata = serialize_adapter(adapter, "comfyui", family.transformer_class)
         assert parse_adapter(tensors, metadata).layers.keys() == layers.keys()

@@ -42,19 +42,17 @@ def trained(request):
     import diffusers
     from peft import LoraConfig
 
-    is_qwen = request.param == "qwen"
-    cls, config, inputs, pipeline = (
-        (diffusers.QwenImageTransformer2DModel, QWEN, qwen_inputs, diffusers.QwenImagePipeline)
-        if is_qwen
-        else (diffusers.FluxTransformer2DModel, FLUX, flux_inputs, diffusers.FluxPipeline)
-    )
+    cls, config, inputs, pipeline = {
+        "qwen": ("QwenImageTransformer2DModel", QWEN, qwen_inputs, "QwenImagePipeline"),
+        "flux": ("FluxTransformer2DModel", FLUX, flux_inputs, "FluxPipeline"),
+    }[request.param]
     torch.manual_seed(0)
-    base = cls(**config).eval()
+    base = getattr(diffusers, cls)(**config).eval()
     model = copy.deepcopy(base)
     targets = TARGETS[request.param]
     config = LoraConfig(r=4, lora_alpha=6.5, target_modules=targets, init_lora_weights=False)
     model.add_adapter(config)
-    return base, model, inputs(torch.float32), pipeline
+    return base, model, inputs(torch.float32), getattr(diffusers, pipeline)
 
 
 def state_of(model):
@@ -100,12 +98,9 @@ def test_layers_of_different_ranks_and_alphas_load_into_a_pipeline(trained, tmp_
     base, model, inputs, cls = trained
     save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
     adapter = read_adapter(tmp_path / "a.safetensors")
-    odd = {
-        name: layer
-        if number % 3
-        else LoraLayer(layer.down[:2].clone(), layer.up[:, :2].clone(), 1.5)
-        for number, (name, layer) in enumerate(adapter.layers.items())
-    }
+    odd = dict(adapter.layers)
+    for name in list(odd)[::3]:
+        odd[name] = LoraLayer(odd[name].down[:2].clone(), odd[name].up[:, :2].clone(), 1.5)
     write_adapter(tmp_path / "odd.safetensors", Adapter(odd, {}), format)
     pipeline = pipeline_of(cls, base)
     pipeline.load_lora_weights(tmp_path, weight_name="odd.safetensors")
@@ -121,26 +116,21 @@ names = st.lists(
     min_size=1,
     max_size=4,
 ).map(".".join)
-layers = st.dictionaries(
-    names, st.tuples(st.integers(1, 3), st.floats(1e-3, 1e4), st.sampled_from(["float32",
-    "bfloat16"])), min_size=1,
-    max_size=5,
-).filter(lambda found: len({name.replace(".", "_") for name in found}) == len(found))  # fmt: skip
+kinds = st.sampled_from([torch.float32, torch.bfloat16])
+parts = st.tuples(st.integers(1, 3), st.floats(1e-3, 1e4), kinds)
+layers = st.dictionaries(names, parts, min_size=1, max_size=5).filter(
+    lambda found: len({name.replace(".", "_") for name in found}) == len(found)
+)
 
 
 @given(layers, st.permutations(FORMATS))
 def test_every_chain_of_conversions_keeps_weights_and_alphas(found, chain):
     made = {
-        name: LoraLayer(
-            torch.randn(rank, 5).to(getattr(torch, kind)),
-            torch.randn(6, rank).to(getattr(torch, kind)),
-            alpha,
-        )
+        name: LoraLayer(torch.randn(rank, 5).to(kind), torch.randn(6, rank).to(kind), alpha)
         for name, (rank, alpha, kind) in found.items()
     }
-    state, metadata = serialize_adapter(
-        Adapter(made, {"autotune": INFO.model_dump_json()}), chain[0]
-    )
+    adapter = Adapter(made, {"autotune": INFO.model_dump_json()})
+    state, metadata = serialize_adapter(adapter, chain[0])
     for to in chain[1:]:
         state, metadata = serialize_adapter(parse_adapter(state, metadata), to)
     result = parse_adapter(state, metadata)
@@ -176,11 +166,6 @@ def test_a_kohya_file_of_another_program_needs_the_models_names():
     [
         ({}, {}, InvalidInput),
         ({"weight": torch.ones(1)}, {}, InvalidInput),
-        (
-            {"transformer.a.lora_A.weight": torch.ones(1, 2), "text_encoder.b": torch.ones(1)},
-            {},
-            InvalidInput,
-        ),
         ({"transformer.a.lora_A.weight": torch.ones(1, 2)}, {}, CorruptFile),
         ({"transformer.a.dora_scale": torch.ones(1, 2)}, {}, InvalidInput),
         (pair(torch.ones(1, 2), torch.ones(2, 3)), {}, CorruptFile),

@@ -1,6 +1,5 @@
 """Which files of a repository are fetched, what comes over the wire, and what is said offline."""
 
-import errno
 import json
 import os
 import shutil
@@ -25,23 +24,16 @@ STEM = "diffusion_pytorch_model"
 WEIGHTS = f"vae/{STEM}.safetensors"
 SIZE = 1 << 16
 
-QWEN = [
-    "README.md", "LICENSE", "assets/picture.png", "model_index.json",
-    "scheduler/scheduler_config.json",
-    "tokenizer/vocab.json", "tokenizer/merges.txt", "tokenizer/chat_template.jinja",
-    "text_encoder/config.json",
-    "text_encoder/generation_config.json",
-    "text_encoder/model-00001-of-00002.safetensors",
-    "text_encoder/model-00002-of-00002.safetensors",
-    "text_encoder/model.safetensors.index.json", "transformer/config.json",
-    f"transformer/{STEM}.safetensors",
-    f"transformer/{STEM}.fp16.safetensors", f"transformer/{STEM}.bin", "transformer/flux.ckpt",
-    f"vae/{STEM}.safetensors", "vae/config.json", "vae/extra.gguf", "all-in-one.safetensors",
-]  # fmt: skip
-
-
 TEXTS = {"chat_template.jinja", "merges.txt", "vocab.json"}
 SHARDS = {f"text_encoder/model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+QWEN = [
+    "README.md", "assets/picture.png", "model_index.json", "scheduler/scheduler_config.json",
+    *(f"tokenizer/{name}" for name in sorted(TEXTS)), "text_encoder/config.json", *sorted(SHARDS),
+    "text_encoder/model.safetensors.index.json", "transformer/config.json",
+    f"transformer/{STEM}.safetensors", f"transformer/{STEM}.fp16.safetensors",
+    f"transformer/{STEM}.bin", "transformer/flux.ckpt", f"vae/{STEM}.safetensors",
+    "vae/config.json", "vae/extra.gguf", "all-in-one.safetensors",
+]  # fmt: skip
 
 
 def test_only_the_files_of_the_components_are_chosen():
@@ -143,34 +135,14 @@ def test_only_needed_files_are_downloaded_and_only_once(hub, repo):
     assert len(hub.downloads) == 3
 
 
-def test_without_weights_only_texts_come_and_weights_may_follow(hub, repo):
-    fetch(repo, components=["vae", "tokenizer"], weights=False)
-    assert sorted(hub.downloads) == ["model_index.json", "tokenizer/vocab.json", "vae/config.json"]
-    fetch(repo, revision=COMMIT, components=["vae", "tokenizer"])
-    assert hub.downloads[3:] == [WEIGHTS]
-
-
 def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(hub, repo, monkeypatch):
-    monkeypatch.setattr(
-        constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12
-    )  # of what has come, whole chunks are kept
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12)  # whole chunks are kept
     hub.break_once.add(WEIGHTS)
     fetched = fetch(repo, components=["vae"])
     assert (fetched / WEIGHTS).read_bytes() == (hub.repos[repo] / WEIGHTS).read_bytes()
-    ranges = [
-        asked for verb, path, asked in hub.requests if verb == "GET" and path.endswith(WEIGHTS)
-    ]
+    asked = [each for each in hub.requests if each[0] == "GET" and each[1].endswith(WEIGHTS)]
+    ranges = [each[2] for each in asked]
     assert ranges == [None, f"bytes={SIZE // 2}-"]
-
-
-def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(repo, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "blob")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
-    with pytest.raises(HubError, match="No space left") as caught:
-        fetch(repo, components=["vae"])
-    assert "HF_HOME" in caught.value.hint
 
 
 def test_a_disk_without_room_is_told_before_anything_is_downloaded(hub, repo, monkeypatch):
@@ -197,11 +169,8 @@ def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
     hub.repos["team/small"] = small_pipelines("flux1-dev").folder
     fetched = fetch_whole("team/small")
     files = [path for path in fetched.folder.rglob("*") if path.is_file()]
-    assert (fetched.family, fetched.revision, fetched.num_verified) == (
-        "flux1-dev",
-        COMMIT,
-        len(files),
-    )
+    assert (fetched.family, fetched.revision) == ("flux1-dev", COMMIT)
+    assert fetched.num_verified == len(files)
     damaged = fetched.folder / "vae" / f"{STEM}.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
@@ -229,17 +198,13 @@ def test_a_model_of_an_unknown_name_is_what_its_repository_says(hub, small_pipel
     assert resolve_model(ModelRef.of("someone/fine-tune")).folder == model.folder
 
 
-@pytest.mark.parametrize(
-    "error",
-    [errors.OfflineModeIsEnabled("offline"), ConnectionError("no route"), "refused"],
-    ids=["offline", "no-route", "refused"],
-)
+@pytest.mark.parametrize("is_offline", [True, False])
 def test_out_of_reach_a_complete_cache_is_used_and_what_is_missing_named(
-    hub, repo, monkeypatch, error
+    hub, repo, monkeypatch, is_offline
 ):
     folder = fetch(repo, components=["vae", "tokenizer"])
-    if isinstance(error, Exception):
-        answer(monkeypatch, error)
+    if is_offline:
+        answer(monkeypatch, errors.OfflineModeIsEnabled("offline"))
     else:
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert fetch(repo, components=["vae", "tokenizer"]) == folder

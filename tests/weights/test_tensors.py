@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.report.machine import weights_lines
 from autotune.weights import tensors as loaders
-from autotune.weights.files import CorruptFile, TruncatedFile, open_weights, read_header
+from autotune.weights.files import TruncatedFile, open_weights, read_header
 from autotune.weights.tensors import LOADERS, inspect_file, read_tensor, save_file
-from tests.weights.conftest import bits, raw_file, read_all, save_model, write_raw
+from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")
 USABLE = [name for name, loader in LOADERS.items() if loader.why_not(CPU) is None]
@@ -72,22 +71,14 @@ def test_writing_to_a_loaded_tensor_leaves_the_file_alone(name, tmp_path):
 def test_handles_and_buffers_are_released_when_a_stream_is_left_early(name, sharded, stop_after):
     before = open_files()
     stream = LOADERS[name].stream(sharded, CPU)
-    for count, (_, tensor) in enumerate(stream):
-        del tensor, _
+    for count, _ in enumerate(stream):
         if count == stop_after:
             break
+    del _
     stream.close()
     gc.collect()
     assert open_files() <= before
     assert str(sharded.path) not in mapped_files()
-
-
-@each_loader
-def test_tensors_that_the_index_leaves_out_are_not_given(name, tmp_path):
-    save_model(tmp_path, {"a": torch.ones(9), "b": torch.ones(9)}, max_shard_bytes=40)
-    shard = tmp_path / "diffusion_pytorch_model-00001-of-00002.safetensors"
-    save_file(shard, {"a": torch.ones(9), "stray": torch.ones(9)})
-    assert set(read_all(open_weights(tmp_path), loader=name)) == {"a", "b"}
 
 
 @each_loader
@@ -131,13 +122,8 @@ def test_nothing_is_held_besides_the_tensor_in_use(tmp_path, monkeypatch):
 
 def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
-    state = {
-        "whole": base,
-        "tied": base,
-        "transposed": base.t(),
-        "row": base[1],
-        "wide": base[:1].expand(2, 4),
-    }
+    state = {"whole": base, "tied": base, "transposed": base.t(), "row": base[1]}
+    state["wide"] = base[:1].expand(2, 4)
     save_file(tmp_path / "a.safetensors", state)
     loaded = read_all(open_weights(tmp_path / "a.safetensors"))
     assert all(loaded[name].equal(tensor) for name, tensor in state.items())
@@ -155,15 +141,6 @@ def test_a_limit_of_the_system_is_an_error_of_the_system_that_names_the_file(tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failing_save_leaves_the_old_file_and_no_rubbish(tmp_path):
-    path = tmp_path / "a.safetensors"
-    save_file(path, {"a": torch.ones(2)})
-    with pytest.raises(Exception, match=r".+"):
-        save_file(path, {"a": torch.zeros(2)}, {"key": 1})  # type: ignore[dict-item]
-    assert read_all(open_weights(path))["a"].sum() == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
-
-
 def test_equal_content_gives_equal_bytes(tmp_path):
     metadata = {f"key {number}": '"\\ü\n\x1f' * number for number in range(8)}
     tensors = {"b": torch.ones(3), "a": torch.zeros(2, dtype=torch.bfloat16)}
@@ -176,7 +153,8 @@ def test_equal_content_gives_equal_bytes(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dtype):
+def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dtype, monkeypatch):
+    monkeypatch.setattr(loaders, "PIECE_ELEMENTS", 3)
     save_file(tmp_path / "a.safetensors", every_dtype, {"who": "me"})
     summary = inspect_file(tmp_path / "a.safetensors")
     found = {tensor.name: tensor for tensor in summary.tensors}
@@ -194,30 +172,6 @@ def test_shards_are_described_as_one_model(tmp_path, named):
     shards = save_model(tmp_path / "transformer", tensors, max_shard_bytes=12, stem="model")
     summary = inspect_file(tmp_path / named)
     assert [tensor.name for tensor in summary.tensors] == ["a", "b", "c"]
-    assert (summary.num_nonfinite, summary.size_bytes) == (
-        1,
-        sum(shard.stat().st_size for shard in shards),
-    )
+    assert summary.num_nonfinite == 1
+    assert summary.size_bytes == sum(shard.stat().st_size for shard in shards)
     assert (summary.name, summary.metadata) == (named.rpartition("/")[2], {"format": "pt"})
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_bad_values_are_found_in_every_piece(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(loaders, "PIECE_ELEMENTS", 4)
-    values = torch.ones(10)
-    values[[0, 4, 9]] = float("nan")
-    save_file(tmp_path / "a.safetensors", {"a": values.to(dtype)})
-    assert inspect_file(tmp_path / "a.safetensors").tensors[0].num_nan == 3
-
-
-def test_without_values_only_the_header_is_read(tmp_path, monkeypatch):
-    save_file(tmp_path / "a.safetensors", {"a": torch.ones(3)})
-    monkeypatch.setattr(loaders, "read_tensor", None)
-    summary = inspect_file(tmp_path / "a.safetensors", values=False)
-    assert summary.num_nonfinite is None
-    assert "not counted" in weights_lines(summary)
-
-
-def test_a_damaged_file_is_refused(tmp_path):
-    with pytest.raises(CorruptFile):
-        inspect_file(write_raw(tmp_path, "a.safetensors", raw_file({"a": 1})))
