@@ -43,18 +43,13 @@ class Audit(Frozen):
     """A configuration on a card, as written and as it could be: predicted and perhaps measured."""
 
     config: ImportedConfig
-    as_written: Estimate
-    """With autotune's executor: memory by phase, time and whether it fits."""
+    as_written: Estimate  # with autotune's executor
+    # what of the file this card cannot do, one sentence each; the estimate has the usual value
     breaks: tuple[str, ...]
-    """What of the file this card cannot do, one sentence each; the estimate has the usual value."""
-    fastest: Estimate | None
-    """The fastest settings that learn the same; None if nothing fits."""
-    worth: tuple[SettingWorth, ...]
-    """Worth of each setting that differs, those that save most first."""
-    in_trainer: Estimate | None = None
-    """With what the trainer's own program takes of the card; None if nobody has looked at that."""
+    fastest: Estimate | None  # of settings that learn the same; None if nothing fits
+    worth: tuple[SettingWorth, ...]  # of each setting that differs, those that save most first
+    in_trainer: Estimate | None = None  # with what the trainer's own program takes of the card
     measured_as_written: TrialResult | None = None
-    """A few steps with the file's settings, if they were asked for."""
     measured_fastest: TrialResult | None = None
 
     @property
@@ -115,26 +110,23 @@ def worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[Set
     """Change each setting that differs alone; those that cannot go without another are left out."""
     from autotune.cost.estimate import estimate as estimate_candidate
 
-    written = as_written.prediction.candidate
-    found = []
+    before, steps, found = as_written.prediction, as_written.num_steps, []
+    written = before.candidate
     for name, value in better:
         own = getattr(written, name)
         if own == value:
             continue
         with suppress(InvalidInput):
-            changed = estimate_candidate(
-                cost, written.changed(**{name: value}), num_steps=as_written.num_steps
+            changed = written.changed(**{name: value})
+            after = estimate_candidate(cost, changed, num_steps=steps).prediction
+            one = SettingWorth(
+                knob=name,
+                written=own,
+                better=value,
+                step_seconds_saved=before.step_seconds - after.step_seconds,
+                run_memory_saved_bytes=before.run_memory_bytes - after.run_memory_bytes,
             )
-            before, after = as_written.prediction, changed.prediction
-            found.append(
-                SettingWorth(
-                    knob=name,
-                    written=own,
-                    better=value,
-                    step_seconds_saved=before.step_seconds - after.step_seconds,
-                    run_memory_saved_bytes=before.run_memory_bytes - after.run_memory_bytes,
-                )
-            )
+            found.append(one)
     return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))
 
 
@@ -168,13 +160,10 @@ def possible_pins(
 def _nearest(space: SearchSpace, name: str, value: str) -> tuple[str, str]:
     """A value that can be pinned, and why there is none; of blocks the next that needs no more
     memory."""
-    usable: Mapping[str, Any] = {
-        str(choice): choice for choice in (*space.choices[name], *space.pinnable[name])
-    }
-    if value in usable:
+    usable: tuple[Any, ...] = (*space.choices[name], *space.pinnable[name])
+    if value in map(str, usable):
         return value, ""
     if name in BLOCKS:
-        higher = sorted((choice for choice in usable.values() if choice >= int(value)), key=int)
-        return str(higher[0] if higher else max(usable.values())), ""
+        return str(min((one for one in usable if one >= int(value)), default=max(usable))), ""
     reasons = {str(one.choice): one.reason for one in space.rejected[name]}
     return value, reasons.get(value, "no such value here")

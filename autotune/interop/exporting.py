@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from autotune.errors import InvalidInput
-from autotune.interop.files import FILL_IN, ConfigValue, write_files
-from autotune.interop.importing import ImportResult, read_settings
+from autotune.interop.files import FILL_IN, WRITERS, ConfigValue
+from autotune.interop.importing import Line, read_settings
 from autotune.interop.rules import CannotExpress, Context, Rule, Values, count_blocks, is_knob
 from autotune.interop.targets import layers_of
 from autotune.interop.trainer import KnownModel, Trainer
@@ -114,14 +114,14 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         published = find_published(plan.job.model)
         weights = plan.job.model if published is None else published[1].hub_id
         written |= dict.fromkeys(trainer.weights_keys[:1], weights)
-        reading = _read_back(trainer, written, context)
-        for need in _find_needs(needed, reading.values, workload.model.num_blocks):
+        read, lines = _read_back(trainer, written, context)
+        for need in _find_needs(needed, read, workload.model.num_blocks):
             raise CannotExpress(need)
     except CannotExpress as error:
         message = f"{trainer.title} cannot do what the plan says: {error}"
         raise InvalidInput(message, hint=hint) from error
-    differences = compare(planned, reading.values, context)
-    lost = (line for kind, line in reading.lines if kind == "not_carried" and line.line)
+    differences = compare(planned, read, context)
+    lost = (line for kind, line in lines if kind == "not_carried" and line.line)
     meanings = [f"{one.key}: {one.meaning}" for one in lost]
     overheads = trainer.overheads_of(written, known).text
     remarks = tuple(dict.fromkeys((*meanings, *trainer.notes, overheads)))
@@ -137,7 +137,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     return ExportedConfig(
         trainer=trainer.name,
         plan_digest=plan.digest,
-        files=dict(write_files(trainer.name, trainer.title, written, head)),
+        files=dict(WRITERS[trainer.name](trainer.title, written, head)),
         differences=differences,
         remarks=remarks,
     )
@@ -145,7 +145,6 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
 
 def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]:
     """What takes more memory as it is read back than as it was planned."""
-
     for name in BLOCKS:
         own, there = (count_blocks(values.get(name, 0), num_blocks) for values in (planned, read))
         if there < own:
@@ -154,18 +153,18 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
     bits, bits_there = ({"none": 16, "bnb-nf4": 4}.get(each, 8) for each in formats)
     if bits_there > bits:
         yield f"with this model it has no weight format like quantization {planned['quantization']}"
-    caching, caching_there = (
-        CachingSettings.model_validate(
-            {name[len(PIN) :]: value for name, value in values.items() if name.startswith(PIN)}
-        )
-        for values in (planned, read)
-    )
+    caching, caching_there = map(_caching_of, (planned, read))
     encoders = EncoderSize(7 << 30, element_bytes=2, vae_bytes=0)  # of a usual size
     if encoders.device_bytes(caching_there) > encoders.device_bytes(caching):
         yield f"it encodes captions otherwise than {describe_caching(caching)}: more memory"
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
             yield f"{name} would be {usual}, not {own}: more memory"
+
+
+def _caching_of(values: Values) -> CachingSettings:
+    pairs = ((name.removeprefix(PIN), value) for name, value in values.items() if PIN in name)
+    return CachingSettings.model_validate(dict(pairs))
 
 
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
@@ -207,21 +206,20 @@ def _write(rule: Rule, values: Values, context: Context) -> Values:
     return rule.write({**values, "lora_alpha": alpha, "num_frames": frames}, context)
 
 
-def _read_back(trainer: Trainer, written: Values, context: Context) -> ImportResult:
+def _read_back(
+    trainer: Trainer, written: Values, context: Context
+) -> tuple[dict[str, Any], list[Line]]:
     settings = {key: ConfigValue(key, value, line=1) for key, value in written.items()}
     return read_settings(trainer, settings, context)
 
 
 def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
     """Find where what is read back differs from the plan, learning first."""
-    assumed, family = _assumed(context.family), context.family
-    found = []
+    assumed, found = _assumed(context.family), []
     for name in dict.fromkeys((*LEARNING, *filter(is_knob, planned))):
         own, other = planned.get(name), read.get(name, assumed.get(name))
         if name == "num_steps" and (epochs := read.get("num_train_epochs")) is not None:
             other = own if planned.get("num_train_epochs") == epochs else f"{epochs} epochs"
-        if name == "targets" and own is not None and other is not None:
-            other = own if layers_of(family, own) == layers_of(family, other) else other
         if not is_equal(name, own, other, context):
             ours: Kind = "loading" if name in LOADING else "settings"
             kind: Kind = "learning" if name in LEARNING else ours
@@ -253,6 +251,8 @@ def is_equal(name: str, own: Any, other: Any, context: Context) -> bool:
     if name in BLOCKS and other is not None:
         top = (context.num_blocks or 1) - (name == "checkpointed_blocks")
         return min(context.blocks(own), top) == min(context.blocks(other), top)
+    if name == "targets" and own is not None and other is not None:
+        return layers_of(context.family, own) == layers_of(context.family, other)
     are_numbers = isinstance(own, float | int) and isinstance(other, float | int)
     if are_numbers and not isinstance(own, bool):
         return math.isclose(own, other, rel_tol=1e-6)
@@ -298,7 +298,7 @@ def overheads_for(trainer: Trainer, job: Job, workload: Workload, choices: Choic
 
 
 def inexpressible(
-    trainer: Trainer, family: str, num_blocks: int, choices: Choices
+    trainer: Trainer, family: str, num_blocks: int | None, choices: Choices
 ) -> tuple[tuple[str, str], ...]:
     """Find values of knobs that a trainer cannot express: exclusions for a search that suits it."""
     known = known_model(trainer, family)
@@ -319,18 +319,9 @@ def inexpressible(
 
 def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
     """Return names of the target sets of a family that a trainer can adapt, exactly."""
-    known = known_model(trainer, family)
-    trainer, context = trainer.for_model(known), Context(FAMILIES[family], None)
-    (rule,) = (rule for rule in trainer.rules if "targets" in rule.names)
-
-    def is_possible(name: str) -> bool:
-        values = {**_assumed(context.family), "targets": name}
-        read = _reread(trainer, known, rule, values, context)
-        there = (read or {}).get("targets", "attention")
-        own, other = (layers_of(context.family, one) for one in (name, there))
-        return read is not None and own == other
-
-    return tuple(name for name in context.family.target_sets if is_possible(name))
+    names = tuple(FAMILIES[family].target_sets)
+    lacking = inexpressible(trainer, family, None, {"targets": names})
+    return tuple(name for name in names if ("targets", name) not in lacking)
 
 
 # A job that every micro-batch size divides.
@@ -346,5 +337,5 @@ def _reread(
     except CannotExpress:
         return None
     written = {key: v for key, v in own.items() if v is not None and key not in known.lacks}
-    reading = _read_back(replace(trainer, rules=(rule,)), written, context)
-    return None if any(kind == "not_carried" for kind, _ in reading.lines) else reading.values
+    values, lines = _read_back(replace(trainer, rules=(rule,)), written, context)
+    return None if any(kind == "not_carried" for kind, _ in lines) else values

@@ -38,10 +38,8 @@ KEY_PATTERNS = {
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 HINT = "name a configuration file of one of the trainers that `autotune import-config --help` lists"
-# Written for a path that a plan does not hold.
-FILL_IN = "FILL-IN"
-# In a command, stands for the folder that the trainer is installed in.
-TRAINER = "$TRAINER"
+FILL_IN = "FILL-IN"  # written for a path that a plan does not hold
+TRAINER = "$TRAINER"  # in a command, the folder that the trainer is installed in
 SCRIPT_HEAD = """\
 #!/bin/sh
 # Run it in the folder that holds it, with TRAINER set to the folder that {title} is installed in.
@@ -54,29 +52,14 @@ class ConfigValue:
     """One value of a configuration, and where it is written."""
 
     key: str
-    value: Any
-    """A boolean, number or text, a list of them, or None."""
-    line: int = 0
-    """From 1; 0 for a trainer's default, which is written nowhere."""
+    value: Any  # a boolean, number or text, a list of them, or None
+    line: int = 0  # from 1; 0 for a trainer's default, which is written nowhere
     file: str = ""
 
 
-@dataclass(frozen=True)
-class Document:
-    """A configuration as written, in its order."""
-
-    path: Path
-    settings: tuple[ConfigValue, ...]
-
-    def below(self, root: str) -> "Document":
-        """Return the same settings, with `root` taken from the keys that begin with it."""
-        own = (replace(one, key=one.key.removeprefix(root)) for one in self.settings)
-        return replace(self, settings=tuple(own))
-
-
-def read_document(path: Path) -> Document:
-    """Read a configuration file. Raises InvalidInput if there is no such file, or it is too large,
-    or not of its format."""
+def read_document(path: Path) -> list[ConfigValue]:
+    """Read the settings of a file, in its order. Raises InvalidInput if there is no such file, or
+    it is too large, or not of its format."""
     try:
         text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,7 +68,7 @@ def read_document(path: Path) -> Document:
     is_json = text.lstrip().startswith(("{", "["))
     kind = FORMATS.get(path.suffix.lower()) or ("json" if is_json else "shell")
     try:
-        pairs = tuple(_flatten(_parse(kind, text)))
+        pairs = tuple(_flatten(PARSERS[kind](text)))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = first_line(error) if kind != "yaml" else " ".join(str(error).split())
         message = f"{path} is not {kind} that can be read: {reason}"
@@ -95,44 +78,31 @@ def read_document(path: Path) -> Document:
         raise InvalidInput(message, hint=HINT)
     searched = [value if key == "script" else key for key, value in pairs]
     numbered = zip(pairs, _line_numbers(text, searched, kind), strict=True)
-    own = (ConfigValue(key, value, line, path.name) for (key, value), line in numbered)
-    return Document(path, tuple(own))
+    return [ConfigValue(*pair, line, path.name) for pair, line in numbered]
 
 
 def with_references(
-    document: Document, references: Mapping[str, str], depth: int = 2
-) -> tuple[Document, tuple[ConfigValue, ...]]:
-    """Return the document with the settings of the files that it names, and those whose file is
-    missing. Its own settings come last: they win. `references` has for each key that names a file
-    the prefix for the keys of that file; `depth` files may stand between."""
+    settings: list[ConfigValue], folder: Path, references: Mapping[str, str], depth: int = 2
+) -> tuple[list[ConfigValue], list[ConfigValue]]:
+    """Return the settings of the files that are named, then the file's own, which win, and those
+    whose file is missing. `references` has for each key that names a file the prefix for the keys
+    of that file; `depth` files may stand between."""
     found: list[ConfigValue] = []
     missing: list[ConfigValue] = []
-    for setting in document.settings if depth else ():
+    for setting in settings if depth else ():
         if setting.key not in references or not isinstance(setting.value, str):
             continue
-        named, folder = Path(setting.value), document.path.parent
+        named = Path(setting.value)
         paths = (folder / named, named, folder / named.name)
         there = next((path for path in paths if path.is_file()), None)
         if there is None:
             missing.append(setting)
             continue
-        inner, lost = with_references(read_document(there), references, depth - 1)
-        found += [replace(one, key=references[setting.key] + one.key) for one in inner.settings]
+        own = read_document(there)
+        inner, lost = with_references(own, there.parent, references, depth - 1)
+        found += [replace(one, key=references[setting.key] + one.key) for one in inner]
         missing += lost
-    return replace(document, settings=(*found, *document.settings)), tuple(missing)
-
-
-def _parse(kind: str, text: str) -> Any:
-    if kind == "yaml":
-        return yaml.load(text, Loader=BoundedLoader)
-    if kind == "toml":
-        return tomllib.loads(text)
-    if kind == "shell":
-        return _parse_command(text)
-    data = json.loads(text)
-    if not isinstance(data, dict):
-        return data
-    return {str(key).removeprefix("--"): value for key, value in data.items()}
+    return [*found, *settings], missing
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -204,6 +174,19 @@ def _typed(word: str) -> Any:
     return word
 
 
+def _parse_json(text: str) -> Any:
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        return data
+    return {key.removeprefix("--"): value for key, value in data.items()}
+
+
+PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "yaml": lambda text: yaml.load(text, Loader=BoundedLoader),
+    **{"toml": tomllib.loads, "json": _parse_json, "shell": _parse_command},
+}
+
+
 def _line_numbers(text: str, keys: Sequence[str], kind: str) -> list[int]:
     """Keys come in the order of the text, so each is searched from the one before."""
     ends: dict[str, list[int]] = {}
@@ -223,17 +206,11 @@ def _line_numbers(text: str, keys: Sequence[str], kind: str) -> list[int]:
     return lines
 
 
-def write_files(name: str, title: str, values: Values, head: str) -> Mapping[str, str]:
-    """Return the text of each file of a trainer by its name; `head` is a comment in one of them."""
-    return WRITERS[name](title, values, head)
-
-
 def _ai_toolkit(title: str, values: Values, head: str) -> Mapping[str, str]:
     own = _in_file(values)
     prompts = own.pop("sample.prompts", ())
     own |= {f"sample.samples[{i}].prompt": one for i, one in enumerate(prompts)}
-    inside = {f"config.process[].{key}": value for key, value in own.items()}
-    config = _nest({"job": "extension", "config.name": "lora", **inside})
+    config = {"job": "extension", "config": {"name": "lora", "process": [_nest(own)]}}
     run = _launcher(values) if "launch.num_processes" in values else ["python"]
     return {
         "train.yaml": head + yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=110),
@@ -302,26 +279,27 @@ def _kohya(
 
 
 def _simpletuner(title: str, values: Values, head: str) -> Mapping[str, str]:
-    sections = _nest(_in_file(values, lambda key: key.startswith("backends[")))["backends"]
+    own = _nest(_in_file(values))
+    sections = own.pop("backends")
     sections[0]["resolution"] = values["resolution"]
     variables = {**values, "env.CONFIG_BACKEND": "json", "env.CONFIG_PATH": "config.json"}
     return {
-        "config.json": _json_text(_in_file(values, lambda key: not key.startswith("backends["))),
+        "config.json": _json_text(own),
         "multidatabackend.json": _json_text(sections),
         "run.sh": _shell(title, variables, ["simpletuner", "train"], head=head),
     }
 
 
 def _diffusers(title: str, values: Values, head: str) -> Mapping[str, str]:
-    stored = {key[4:]: value for key, value in values.items() if key.startswith("bnb.")}
-    words = []
-    for key, value in _in_file(values, lambda key: key != "script" and key[:4] != "bnb.").items():
+    own = _nest(_in_file(values))
+    stored, script, words = own.pop("bnb", None), f"{TRAINER}/examples/dreambooth/", []
+    script += own.pop("script")
+    for key, value in own.items():
         if value is not False:
             items = value if isinstance(value, list) else [] if value is True else [value]
             words += [f"--{key}", *map(str, items)]
     compiled = values["launch.dynamo_backend"] != "no"
     flags = ["--dynamo_backend", "inductor", "--dynamo_use_regional_compilation"] * compiled
-    script = f"{TRAINER}/examples/dreambooth/{values['script']}"
     run = _shell(title, values, [*_launcher(values, *flags), script, *words], head=head)
     return {"run.sh": run, **({"quantization.json": _json_text(stored)} if stored else {})}
 
@@ -361,13 +339,11 @@ def _nest(values: Values) -> dict[str, Any]:
         *parents, last = key.split(".")
         for part in parents:
             name, bracket, index = part.partition("[")
-            if not bracket:
-                inner = inner.setdefault(name, {})
-                continue
-            items = inner.setdefault(name, [])
-            position = int(index.rstrip("]") or 0)
-            items += [{} for _ in range(position + 1 - len(items))]
-            inner = items[position]
+            inner = inner.setdefault(name, [] if bracket else {})
+            if bracket:
+                position = int(index.rstrip("]") or 0)
+                inner += [{} for _ in range(position + 1 - len(inner))]
+                inner = inner[position]
         inner[last] = value
     return root
 
@@ -404,16 +380,13 @@ def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "")
     for key, value in values.items():
         if key.startswith("env.") and value:
             text += f"export {key[4:]}={shlex.quote(str(value))}\n"
-    for command in commands:
-        lines: list[str] = []
-        for word in command:
+    for first, *words in commands:
+        text += first
+        for word in words:
             is_path = re.fullmatch(r"\$TRAINER/[\w./]+", word)
-            quoted = f'"{word}"' if is_path else shlex.quote(word)
-            if not lines or word.startswith("--"):
-                lines.append(quoted)
-            else:
-                lines[-1] += f" {quoted}"
-        text += " \\\n  ".join(lines) + "\n"
+            text += " \\\n  " if word.startswith("--") else " "
+            text += f'"{word}"' if is_path else shlex.quote(word)
+        text += "\n"
     return text
 
 

@@ -1,13 +1,13 @@
 """From another trainer's configuration to what `autotune.plan` takes, every key accounted for."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.interop.files import FILL_IN, ConfigValue, Document, read_document, with_references
+from autotune.interop.files import FILL_IN, ConfigValue, read_document, with_references
 from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -33,39 +33,25 @@ class ImportedConfig(Frozen):
 
     path: str
     trainer: str
-    version: str
-    """Commit of the trainer that its keys were read at."""
+    version: str  # the commit of the trainer that its keys were read at
     family: str
     model: str
     data: str | None
-    options: dict[str, Any]
-    """Arguments of `autotune.plan`: what is learned, by the names of the workload and the job."""
-    pins: dict[str, str]
-    """The settings as written, by knob. Numbers of blocks may be `all`, `25%` or `2/4`."""
+    options: dict[str, Any]  # what is learned, by the names of the workload and the job
+    pins: dict[str, str]  # by knob; numbers of blocks may be `all`, `25%` or `2/4`
     carried: tuple[ConfigLine, ...]
     pinned: tuple[ConfigLine, ...]
-    decided: tuple[ConfigLine, ...]
-    """Decided by autotune itself."""
-    not_carried: tuple[ConfigLine, ...]
-    """Changes learning or is not understood, and is not in `options` or `pins`."""
-    notes: tuple[str, ...]
-    """What this trainer computes differently whatever its settings are."""
-    overheads: Overheads
-    """What it takes of a device otherwise than autotune's executor, with these settings."""
+    decided: tuple[ConfigLine, ...]  # by autotune itself
+    not_carried: tuple[ConfigLine, ...]  # changes learning or is not understood
+    notes: tuple[str, ...]  # what this trainer computes differently whatever its settings are
+    overheads: Overheads  # with these settings
 
 
+Settings = Mapping[str, ConfigValue]
 # An account of a setting, with its list: carried, pinned, decided or not_carried.
 Line = tuple[str, ConfigLine]
 # What rules raise for a value that makes no sense.
 WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, re.error)
-
-
-@dataclass(frozen=True)
-class ImportResult:
-    """What rules make of settings: values by autotune's names, and an account of each setting."""
-
-    values: Values
-    lines: tuple[Line, ...]
 
 
 def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
@@ -75,25 +61,25 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
         InvalidInput: it cannot be read, belongs to no known trainer, trains a model that autotune
             does not know, or has a value that its trainer would refuse.
     """
-    document = read_document(path)
-    found = (one for one in trainers().values() if one.detects(document))
+    written = read_document(path)
+    found = (one for one in trainers().values() if one.detects(written))
     table = next(found, None) if trainer is None else get_trainer(trainer)
     if table is None:
         message = f"{path} is not a configuration of a known trainer"
         names = ", ".join(one.title for one in trainers().values())
         raise InvalidInput(message, hint=f"known: {names}")
-    document, missing = with_references(document.below(table.root), table.references)
-    settings = {table.aliases.get(s.key, s.key): s for s in _flattened(document, table)}
+    written = [replace(one, key=one.key.removeprefix(table.root)) for one in written]
+    written, missing = with_references(written, path.parent, table.references)
+    settings = {table.aliases.get(s.key, s.key): s for s in _flattened(written, table)}
     known = _find_model(table, settings, path)
     table = table.for_model(known)
     pointless = _without_pointless(settings, known)
-    result = read_settings(table, settings, Context(known.family))
+    values, read = read_settings(table, settings, Context(known.family))
     model, lines = _model_of(table, known, settings)
-    lines += [*result.lines, *_other_lines(table, known, settings, missing)]
+    lines += [*read, *_other_lines(table, known, settings, missing)]
     words = f"{table.title} ignores it with this model"
     lines += [line_for("decided", one, words) for one in pointless]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
-    values = dict(result.values)
     data = values.pop("data", None)
     pins = {name: str(value) for name, value in values.items() if is_knob(name)}
     options = {name: value for name, value in values.items() if not is_knob(name)}
@@ -117,10 +103,11 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
 
 
 def read_settings(
-    trainer: Trainer, settings: Mapping[str, ConfigValue], context: Context
-) -> ImportResult:
-    """Apply a trainer's rules to settings, with its defaults for those that are absent. Raises
-    InvalidInput for a value that the trainer would refuse."""
+    trainer: Trainer, settings: Settings, context: Context
+) -> tuple[dict[str, Any], list[Line]]:
+    """Apply a trainer's rules to settings, with its defaults for those that are absent: values by
+    autotune's names, and an account of each setting. Raises InvalidInput for a value that the
+    trainer would refuse."""
     values: dict[str, Any] = dict(trainer.constants)
     lines: list[Line] = []
     for rule in trainer.rules:
@@ -132,11 +119,9 @@ def read_settings(
             found = dict(rule.read({key: one.value for key, one in by_key.items()}, context))
         except WRONG as error:
             one = next((one for one in present if one.line), present[0])
-            raise InvalidInput(
-                f"{one.file}, line {one.line}: {trainer.title}'s {one.key} cannot be "
-                f"{_value_text(one.value)}: {error}",
-                hint="correct it in that file",
-            ) from error
+            what = f"{trainer.title}'s {one.key} cannot be {_value_text(one.value)}: {error}"
+            message = f"{one.file}, line {one.line}: {what}"
+            raise InvalidInput(message, hint="correct it in that file") from error
         lost = found.pop(LOST, None)
         by_resolution = found.get("timestep_shift") == "by_resolution"
         if by_resolution and context.family.defaults.shift_by_tokens is None:
@@ -153,12 +138,10 @@ def read_settings(
             meaning = ", ".join(f"{name} {_value_text(value)}" for name, value in own)
             given = [one for one in reported if meaning and one.value is not None]
             lines += [line_for(kind, one, meaning) for one in given]
-    return ImportResult(values, tuple(lines))
+    return values, lines
 
 
-def _with_defaults(
-    rule: Rule, settings: Mapping[str, ConfigValue], defaults: Values
-) -> dict[str, ConfigValue]:
+def _with_defaults(rule: Rule, settings: Settings, defaults: Values) -> dict[str, ConfigValue]:
     own = {key: settings[key] for key in rule.keys if key in settings}
     present = {key: one for key, one in own.items() if one.value is not None}
     settled = set(rule.synonyms) if present.keys() & set(rule.synonyms) else set()
@@ -180,11 +163,11 @@ def _value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _flattened(document: Document, trainer: Trainer) -> list[ConfigValue]:
+def _flattened(written: Iterable[ConfigValue], trainer: Trainer) -> list[ConfigValue]:
     """Without sections if they mean nothing to this trainer; keys that it gathers once, as a
     list."""
     settings: list[ConfigValue] = []
-    for setting in document.settings:
+    for setting in written:
         key = setting.key
         if trainer.sections_kept is not None and not key.startswith(trainer.sections_kept):
             key = key.rpartition(".")[2]
@@ -198,7 +181,7 @@ def _flattened(document: Document, trainer: Trainer) -> list[ConfigValue]:
     return settings
 
 
-def _find_model(trainer: Trainer, settings: Mapping[str, ConfigValue], path: Path) -> KnownModel:
+def _find_model(trainer: Trainer, settings: Settings, path: Path) -> KnownModel:
     """The known model whose keys are all as written, that with most keys first."""
     written = {key: one.value for key, one in settings.items()}
     for known in sorted(trainer.models, key=lambda one: -len(one.keys)):
@@ -223,9 +206,7 @@ def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> l
     return found
 
 
-def _model_of(
-    trainer: Trainer, known: KnownModel, settings: Mapping[str, ConfigValue]
-) -> tuple[str, list[Line]]:
+def _model_of(trainer: Trainer, known: KnownModel, settings: Settings) -> tuple[str, list[Line]]:
     """What to plan for, and the lines that say so: the weights as written if `plan` can take
     them."""
     meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
@@ -239,18 +220,13 @@ def _model_of(
     hub_id = next(hub_ids, None)
     if hub_id or (Path(name).expanduser() / "model_index.json").is_file():
         return hub_id or name, [*lines, line_for("carried", weights, f"model {hub_id or name}")]
-    meaning = (
-        f"planned as {known.name}; to train these weights, name their diffusers folder as the "
-        "job's model"
-    )
+    advice = "to train these weights, name their diffusers folder as the job's model"
+    meaning = f"planned as {known.name}; {advice}"
     return known.name, [*lines, line_for("not_carried", weights, meaning)]
 
 
 def _other_lines(
-    trainer: Trainer,
-    known: KnownModel,
-    settings: Mapping[str, ConfigValue],
-    missing: tuple[ConfigValue, ...],
+    trainer: Trainer, known: KnownModel, settings: Settings, missing: Iterable[ConfigValue]
 ) -> list[Line]:
     """The account of the keys that no rule reads."""
     read = {*(key for rule in trainer.rules for key in rule.keys), *known.keys}

@@ -56,12 +56,12 @@ class Rule:
 
     keys: tuple[str, ...]
     names: tuple[str, ...]
+    # from the keys that are present, or have a default; may raise for a value without sense
     read: Callable[[Values, Context], Values]
-    """From the keys that are present, or have a default. May raise for a value without sense."""
+    # from all names to keys; None leaves a key out; raises CannotExpress
     write: Callable[[Values, Context], Values]
-    """From all names to keys; None leaves a key out. Raises CannotExpress."""
+    # keys that mean the same: the first present wins, and none has its default beside another
     synonyms: tuple[str, ...] = ()
-    """Keys that mean the same: the first present wins, and none has its default beside another."""
 
 
 def is_knob(name: str) -> bool:
@@ -157,17 +157,13 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
         assert found, line
         table.append((found[1].split(), found[2], (found[3] or "").split(), found[4]))
 
-    def value_of(values: Values, key: str, context: Context) -> Any:
-        return (
-            context.family.name if key == "@family" else ANY if key[0] == "!" else values.get(key)
-        )
-
     def read(values: Values, context: Context) -> Values:
-        theirs = [value_of(values, key, context) for key in keys]
+        known = {"@family": context.family.name, **values}
+        theirs = [ANY if key[0] == "!" else known.get(key) for key in keys]
         for patterns, way, own, difference in table:
             if way != "<" and (bound := _fit(patterns, theirs)) is not None:
                 found = {n: _fill(v, bound) for n, v in zip(names, own, strict=False) if v != "-"}
-                return {**found, **({LOST: difference} if difference else {})}
+                return {**found, LOST: difference}
         return {LOST: NO_EQUIVALENT}
 
     def write(ours: Values, context: Context) -> Values:
@@ -255,8 +251,8 @@ def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False)
 
     def read(values: Values, context: Context) -> Values:
         items = [*map(kind, values[key] if isinstance(values[key], list) else [values[key]])]
-        lost = {LOST: otherwise} if otherwise and len(set(items)) > 1 else {}
-        return {name: items[0] if kind is text else max(items), **lost}
+        lost = otherwise if len(set(items)) > 1 else ""
+        return {name: items[0] if kind is text else max(items), LOST: lost}
 
     def write(ours: Values, context: Context) -> Values:
         value = ours.get(name)
@@ -371,9 +367,8 @@ def min_snr(key: str, off: float | None = None) -> Rule:
     def read(values: Values, context: Context) -> Values:
         limit = number(values.get(key) or 0)
         found = ("uniform", 1.0, "min_snr" if limit else "none")
-        is_ours = limit in (0, MIN_SNR_GAMMA)
-        lost = {} if is_ours else {LOST: f"autotune's limit is {MIN_SNR_GAMMA:g}"}
-        return {**dict(zip(MIN_SNR_NAMES, found, strict=True)), **lost}
+        lost = "" if limit in (0, MIN_SNR_GAMMA) else f"autotune's limit is {MIN_SNR_GAMMA:g}"
+        return {**dict(zip(MIN_SNR_NAMES, found, strict=True)), LOST: lost}
 
     def write(ours: Values, context: Context) -> Values:
         return {key: MIN_SNR_GAMMA if ours.get("weighting_scheme") == "min_snr" else off}
@@ -387,8 +382,8 @@ def weight_decay_among(key: str, is_list: bool) -> Rule:
     def read(values: Values, context: Context) -> Values:
         found = named_arguments(values.get(key))
         rest = ", ".join(name for name in found if name != "weight_decay")
-        lost = {LOST: f"{rest}: {NO_ARGUMENT}"} if rest else {}
-        return {"weight_decay": number(found.get("weight_decay", 0.01)), **lost}
+        lost = f"{rest}: {NO_ARGUMENT}" if rest else ""
+        return {"weight_decay": number(found.get("weight_decay", 0.01)), LOST: lost}
 
     def write(ours: Values, context: Context) -> Values:
         written = f"weight_decay={ours['weight_decay']}"
@@ -407,12 +402,10 @@ def named_arguments(value: Any) -> dict[str, str]:
 def checkpointing(
     key: str, on: str = "", off: str = "", interval: str = "", stride: str = "", families: str = ""
 ) -> Rule:
-    """Relate checkpointing of all blocks, none, or the first `interval` of every `stride`.
-
-    Without a stride every `interval`th. A part that a trainer lacks becomes all, which needs less
-    memory. `on` and `off` are words for the switch `key`; `families` begin the names of families
-    with such patterns: of others an interval makes several blocks one that is recomputed.
-    """
+    """Relate checkpointing of all blocks, none, or the first `interval` of every `stride`; without
+    a stride every `interval`th. A part that a trainer lacks becomes all, which needs less memory.
+    `on` and `off` are words for the switch `key`; `families` begin the names of those with such
+    patterns: of others an interval makes several blocks one that is recomputed."""
     words = {**dict.fromkeys(on.split(), True), **dict.fromkeys(off.split(), False)}
     beginnings = tuple(families.split())
 

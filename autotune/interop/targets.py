@@ -11,30 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from autotune.interop.rules import (
-    LOST,
-    NO_ARGUMENT,
-    CannotExpress,
-    Context,
-    Rule,
-    Values,
-    named_arguments,
-    read_data,
-)
+from autotune.interop import rules
+from autotune.interop.rules import LOST, CannotExpress, Context, Rule, Values
 from autotune.models.adapter import target_matcher
 from autotune.models.family import Family
 from autotune.weights.names import LAYOUTS
 
-MAX_BLOCKS = 64
-"""More than any list of a known model has."""
+MAX_BLOCKS = 64  # more than any list of a known model has
+# Numbers of blocks in a layer's name.
 LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
-"""Numbers of blocks in a layer's name."""
 
 
 @cache
 def _layers(kind: str, transformer: str) -> frozenset[str]:
-    data = read_data("layers")
-    written = " ".join(data[kind].get(transformer, ()))
+    data = rules.read_data("layers")
+    written = data[kind].get(transformer, "")
     for name, part in data["parts"].items():
         written = written.replace(name, part)
     return frozenset(layer for one in written.split() for layer in _expand(one))
@@ -61,11 +52,6 @@ def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
 def convolutions(family: Family) -> frozenset[str]:
     """Return names of the convolutions of a family's model."""
     return _layers("convolutions", family.transformer_class)
-
-
-def all_layers(family: Family) -> frozenset[str]:
-    """Return names of all layers that a trainer may adapt."""
-    return linear_layers(family) | convolutions(family)
 
 
 def layers_of(family: Family, targets: str) -> frozenset[str]:
@@ -103,6 +89,11 @@ def _original_name(family: Family, layer: str) -> str:
 Selects = Callable[[str], bool]
 
 
+def _all_chosen(selects: Selects, family: Family) -> frozenset[str]:
+    """Of the layers that a trainer may adapt."""
+    return frozenset(filter(selects, linear_layers(family) | convolutions(family)))
+
+
 def _by_ends(ends: Sequence[str]) -> Selects:
     return lambda name: any(f".{name}".endswith(f".{end}") for end in ends)
 
@@ -121,13 +112,13 @@ def _targets(
     trainer understands."""
 
     def read(values: Values, context: Context) -> Values:
-        chosen = frozenset(filter(selects(values, context), all_layers(context.family)))
+        chosen = _all_chosen(selects(values, context), context.family)
         name, difference = find_target_set(context.family, chosen)
         lost = [f"the nearest set of layers {difference}"] if difference else []
         given = _network_arguments(values) if arguments else {}
         if others := ", ".join(one for one in given if one not in arguments):
-            lost.append(f"{others}: {NO_ARGUMENT}")
-        return {"targets": name, **({LOST: "; ".join(lost)} if lost else {})}
+            lost.append(f"{others}: {rules.NO_ARGUMENT}")
+        return {"targets": name, LOST: "; ".join(lost)}
 
     def write_wanted(ours: Values, context: Context) -> Values:
         return write(layers_of(context.family, ours["targets"]), context)
@@ -143,17 +134,10 @@ def targets_by_parts(
     blocks: Mapping[str, list[str]],
     authors_code: str,
 ) -> Rule:
-    """Relate lists of parts of names, as ai-toolkit has them.
-
-    Args:
-        only: key for parts of which a name must hold one.
-        ignored: key for parts of which it must hold none.
-        inside: key for whether layers outside the blocks are left out; true if it is absent.
-        convolution_rank: key for the rank of convolutions of more than a pixel; smaller ones are
-            adapted as linear layers are.
-        blocks: by class, what the names of layers in blocks hold; usually `transformer_blocks`.
-        authors_code: classes that it trains in the code of their authors, by whose names it goes.
-    """
+    """Relate lists of parts of names, as ai-toolkit has them, by four keys. Convolutions of one
+    pixel are adapted as linear layers are. `blocks`: by class, what the names of layers in blocks
+    hold; `authors_code`: classes that it trains in the code of their authors, by whose names it
+    goes."""
 
     def name_of(family: Family, layer: str) -> str:
         is_authors = family.transformer_class in authors_code.split()
@@ -176,15 +160,19 @@ def targets_by_parts(
 
     def write(wanted: frozenset[str], context: Context) -> Values:
         """The first of four ways that adapts what is wanted, the shortest first."""
-        family, every = context.family, all_layers(context.family)
+        family = context.family
         by_name: Values = {only: sorted({_in_block(name_of(family, one)) for one in wanted})}
-        unwanted = filter(selects(by_name, context), every - wanted)
+        unwanted = _all_chosen(selects(by_name, context), family) - wanted
         roots = sorted({name_of(family, layer).partition(".")[0] for layer in unwanted})
         ways = ({only: None}, by_name, {**by_name, ignored: roots}, {**by_name, inside: False})
-        exact = (way for way in ways if set(filter(selects(way, context), every)) == wanted)
+        exact = (way for way in ways if _all_chosen(selects(way, context), family) == wanted)
         return next(exact, by_name)
 
     return _targets([only, ignored, inside, convolution_rank], selects, write)
+
+
+def _of_family(by_beginning: Mapping[str, Any], family: Family) -> Any:
+    return next(own for of, own in by_beginning.items() if family.name.startswith(of))
 
 
 def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) -> Rule:
@@ -196,8 +184,7 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
         if isinstance(given, str):
             is_json = given.startswith("[")
             given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
-        own = next(names for of, names in usual.items() if context.family.name.startswith(of))
-        return _by_ends(given or own.split())
+        return _by_ends(given or _of_family(usual, context.family).split())
 
     def write(wanted: frozenset[str], context: Context) -> Values:
         """A layer whose short name another also has is named for each block."""
@@ -231,7 +218,7 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
 
     def write(wanted: frozenset[str], context: Context) -> Values:
         parts = ",".join(sorted(set(map(_in_block, wanted))))
-        is_exact = set(filter(by(parts, False), all_layers(context.family))) == wanted
+        is_exact = _all_chosen(by(parts, False), context.family) == wanted
         patterns = ",".join(f"^{in_any_block(layer)}$" for layer in sorted(wanted))
         return {key: parts if is_exact else patterns, is_pattern: not is_exact, preset: "custom"}
 
@@ -246,7 +233,7 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
 def _network_arguments(values: Values) -> dict[str, Any]:
     """The patterns and numbers in kohya's `network_args`."""
     found: dict[str, Any] = {}
-    for name, value in named_arguments(values.get("network_args") or []).items():
+    for name, value in rules.named_arguments(values.get("network_args") or []).items():
         try:
             found[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -259,22 +246,22 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
     how families' names begin, what is excluded, and what is included unless the file says
     otherwise. Of the family `everywhere` layers outside the blocks are adapted, too."""
 
-    def any_of(given: list[str], name: str) -> bool:
-        return any(re.fullmatch(str(pattern), name) for pattern in given)
-
     def selects(values: Values, context: Context) -> Selects:
         family, given = context.family, _network_arguments(values)
-        exclude, include = next(own for of, own in usual.items() if family.name.startswith(of))
+        exclude, include = _of_family(usual, family)
         excluded = [exclude, *given.get("exclude_patterns", ())]
         included = given.get("include_patterns", [include])
         layers = linear_layers(family, in_blocks=family.name != everywhere)
-        names = {layer: _original_name(family, layer) for layer in layers}
-        chosen = {
-            layer
-            for layer, name in names.items()
-            if not any_of(excluded, name) or any_of(included, name)
-        }
-        return chosen.__contains__
+
+        def is_adapted(layer: str) -> bool:
+            name = _original_name(family, layer)
+            is_in, is_out = (
+                any(re.fullmatch(str(pattern), name) for pattern in patterns)
+                for patterns in (included, excluded)
+            )
+            return layer in layers and (is_in or not is_out)
+
+        return is_adapted
 
     def write(wanted: frozenset[str], context: Context) -> Values:
         family = context.family
@@ -316,8 +303,8 @@ def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
         if context.is_discrete:
             own = {layer for layer in linear_layers(family) if ".attentions." in layer}
             if wanted != own:
-                what = "it adapts all layers of the UNet's transformers"
-                raise CannotExpress(f"{what}; use --targets attention+mlp+proj")
+                own_set = "all layers of the UNet's transformers; use --targets attention+mlp+proj"
+                raise CannotExpress(f"it adapts {own_set}")
             return {"network_args": None}
         if wanted == layers_of(family, "attention"):
             what = "in its single blocks attention and MLP are one layer"

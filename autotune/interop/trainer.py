@@ -4,7 +4,7 @@ What several have in common is in `data/kohya.yaml` and `data/shared.yaml`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.interop import rules, targets
-from autotune.interop.files import Document
+from autotune.interop.files import ConfigValue
 from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings, read_data
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
@@ -24,41 +24,21 @@ NAMES = ("ai-toolkit", "musubi", "simpletuner", "diffusers", "sd-scripts", "onet
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model by a trainer's keys."""
+    """A model by a trainer's keys. Its other values are for those that differ between models."""
 
     name: str
-    keys: Values
-    """Held by a file for it; None for what is not."""
+    family: Family
+    published: PublishedModel
+    keys: Values  # held by a file for it; None for what is not
     defaults: Values = field(default_factory=dict)
-    """The trainer's values for this model, if they are not those for others."""
     fixed: Values = field(default_factory=dict)
     constants: Values = field(default_factory=dict)
-    lacks: tuple[str, ...] = ()
-    """Keys that do nothing for it, or that its script refuses."""
+    lacks: tuple[str, ...] = ()  # keys that do nothing for it, or that its script refuses
+    # how its keys begin that begin otherwise for other models, and how those do
     prefix: tuple[str, str] | None = None
-    """How its keys begin that begin otherwise for other models, and how those do."""
-    kept: str = ""
-    """Kept on the device with this model, too, as in the trainer's `kept`."""
-    assumes: str = ""
-    """Taken for granted of a file that says no more than `keys`."""
-    note: str = ""
-    """A difference in what this trainer computes with this model."""
-
-    @property
-    def family(self) -> Family:
-        """The family that the model belongs to."""
-        return self._found[0]
-
-    @property
-    def published(self) -> PublishedModel:
-        """The model as it is published."""
-        return self._found[1]
-
-    @property
-    def _found(self) -> tuple[Family, PublishedModel]:
-        found = find_published(self.name)
-        assert found is not None, f"no published model is called {self.name}"
-        return found
+    kept: str = ""  # in addition to the trainer's
+    assumes: str = ""  # taken for granted of a file that says no more than `keys`
+    note: str = ""  # a difference in what this trainer computes with this model
 
 
 @dataclass(frozen=True)
@@ -67,47 +47,37 @@ class Trainer:
 
     name: str
     title: str
-    version: str
-    """Commit that its keys were read at."""
+    version: str  # the commit that its keys were read at
+    # alternatives: keys, in whatever section, and patterns for their values
     detect: tuple[Mapping[str, str], ...]
-    """Alternatives: keys, in whatever section, and patterns for their values."""
-    models: tuple[KnownModel, ...]
-    """The first of a model is written; all are read."""
+    models: tuple[KnownModel, ...]  # the first of a model is written; all are read
     rules: tuple[Rule, ...]
+    # values for keys that change learning or memory: read if one is absent, always written
     defaults: Values
-    """Its values for keys that change learning or memory: read if one is absent, always written."""
-    fixed: Values
-    """Other keys that are always written."""
+    fixed: Values  # other keys that are always written
+    # of keys that no rule reads: a pattern, words, the value with which it changes nothing besides
+    # none, false, 0 and an empty text, and whether it changes learning
     accounts: tuple[tuple[re.Pattern[str], str, str, bool], ...]
-    """Of keys that no rule reads: a pattern, words, the value with which it changes nothing besides
-    none, false, 0 and an empty text, and whether it changes learning.
-    """
-    overheads: Mapping[str, Any]
-    """What it takes of a device otherwise than autotune's executor, by what `overheads_of`
-    reads."""
-    root: str = ""
-    """Where its settings begin in the file."""
-    weights_keys: tuple[str, ...] = ()
-    """Keys that name the weights; the first is written."""
+    overheads: Mapping[str, Any]  # what `overheads_of` reads
+    root: str = ""  # where its settings begin in the file
+    weights_keys: tuple[str, ...] = ()  # they name the weights; the first is written
     aliases: Mapping[str, str] = field(default_factory=dict)
+    # keys in a list of sections, whose values are read as one list: `samples[].prompt`
     gathered: tuple[str, ...] = ()
-    """Keys in a list of sections, whose values are read as one list: `samples[].prompt`."""
+    # keys that name another file, and the prefix of that file's keys
     references: Mapping[str, str] = field(default_factory=dict)
-    """Keys that name another file, and the prefix of that file's keys."""
+    # if sections of the file mean nothing: the beginnings of keys that keep theirs
     sections_kept: tuple[str, ...] | None = None
-    """If sections of the file mean nothing: the beginnings of keys that keep theirs."""
-    notes: tuple[str, ...] = ()
-    """What this trainer computes differently whatever its settings are."""
-    constants: Values = field(default_factory=dict)
-    """Learned so, by our names, whatever a file says."""
+    notes: tuple[str, ...] = ()  # what it computes differently whatever its settings are
+    constants: Values = field(default_factory=dict)  # learned so, by our names
 
-    def detects(self, document: Document) -> bool:
+    def detects(self, settings: Iterable[ConfigValue]) -> bool:
         """Tell if a file is this trainer's."""
 
         def has(name: str, pattern: str) -> bool:
-            named = [one for one in document.settings if f".{one.key}".endswith(f".{name}")]
-            values = [one.value for one in named if one.value is not None]
-            return any(re.fullmatch(pattern, str(value)) for value in values)
+            named = (one for one in settings if f".{one.key}".endswith(f".{name}"))
+            values = (str(one.value) for one in named if one.value is not None)
+            return any(re.fullmatch(pattern, value) for value in values)
 
         return any(all(has(*one) for one in keys.items()) for keys in self.detect)
 
@@ -152,40 +122,40 @@ class Trainer:
             own = values.get(name)
             return str(own).lower() == value.lower() if value else bool(own)
 
-        def rows(text: str) -> list[list[str]]:
-            """Words of the rows whose condition, after a bar, holds."""
+        def rows(text: str) -> list[str]:
+            """The rows whose condition, after a bar, holds."""
             found = []
             for line in filter(str.strip, text.splitlines()):
-                words, _, condition = line.partition("|")
+                row, _, condition = line.partition("|")
                 word, _, keys = condition.strip().partition(" ")
                 if not word or any(map(is_on, keys.strip().split("|"))) == (word == "if"):
-                    found.append(words.split())
+                    found.append(row)
             return found
 
-        def adapter(words: list[str]) -> dict[str, Any]:
+        def adapter(row: str) -> dict[str, Any]:
             """`precision autocast|plain bytes-of-AdamW bytes-of-its-step`, for each parameter."""
-            sizes = {"optimizer_bytes": int(words[2]), "step_bytes": int(words[3])}
-            return {"precision": words[0], "autocasts": words[1] == "autocast", **sizes}
+            precision, way, optimizer, step = row.split()
+            sizes = {"optimizer_bytes": int(optimizer), "step_bytes": int(step)}
+            return {"precision": precision, "autocasts": way == "autocast", **sizes}
 
         kept: dict[tuple[str, str], dict[str, Any]] = {}
-        for phase, part, precision in rows(f"{data.get('kept', '')}\n{known.kept}"):
+        for phase, part, precision in map(str.split, rows(f"{data.get('kept', '')}\n{known.kept}")):
             if precision == "fp32" or (phase, part) not in kept:
                 kept[phase, part] = {"phase": phase, "part": part, "precision": precision}
         formats, products = data.get("by_format", {}), data.get("products", {})
-        return Overheads.model_validate(
-            {
-                "program": self.name,
-                "version": self.version,
-                "source": data["source"],
-                "adapter": adapter(rows(data["adapter"])[0]),
-                "adapter_by_format": {name: adapter(row.split()) for name, row in formats.items()},
-                "products": {
-                    name: {"keeps": row.split()[0], "everywhere": "everywhere" in row}
-                    for name, row in products.items()
-                },
-                "kept": tuple(kept.values()),
-            }
-        )
+        fields = {
+            "program": self.name,
+            "version": self.version,
+            "source": data["source"],
+            "adapter": adapter(rows(data["adapter"])[0]),
+            "adapter_by_format": {name: adapter(row) for name, row in formats.items()},
+            "products": {
+                name: {"keeps": row.split()[0], "everywhere": "everywhere" in row}
+                for name, row in products.items()
+            },
+            "kept": tuple(kept.values()),
+        }
+        return Overheads.model_validate(fields)
 
 
 @cache
@@ -213,7 +183,8 @@ def _load(name: str) -> Trainer:
         for why, keys in data[kind].items()
         for key, _, off in (word.partition("=") for word in keys.split())
     ]
-    made = [rules.value_table(keys, rows) for keys, rows in data["value_tables"].items()]
+    tables = data["value_tables"].items()
+    made = [rules.value_table(one, rows) for heads, rows in tables for one in heads.split(",")]
     for kind, arguments in data["key_rules"].items():
         make = getattr(targets if kind.startswith("targets_") else rules, kind)
         several = isinstance(arguments, list) and isinstance(arguments[0], list)
@@ -237,7 +208,7 @@ def _merged(base: Any, own: Any) -> Any:
 
 
 def _as_read(key: str, value: Any) -> Any:
-    if key in ("defaults", "fixed") and isinstance(value, str):
+    if key in ("defaults", "fixed"):
         return parse_settings(value)
     if key in ("lacks", "sections_kept", "weights_keys", "gathered"):
         return tuple(value.split())
@@ -246,7 +217,7 @@ def _as_read(key: str, value: Any) -> Any:
 
 def _known_models(data: Mapping[str, Any]) -> list[KnownModel]:
     """Under each set of keys words `name=value,value`, a value for each key, or none."""
-    found = []
+    models = []
     for keys, words in data["models"].items():
         for name, _, values in (word.partition("=") for word in words.split()):
             written = [{"": None, "true": True}.get(one, one) for one in values.split(",")]
@@ -254,5 +225,8 @@ def _known_models(data: Mapping[str, Any]) -> list[KnownModel]:
             for names, more in data.get("special", {}).items():
                 if any(fnmatchcase(name, pattern) for pattern in names.split()):
                     special |= {key: _as_read(key, value) for key, value in more.items()}
-            found.append(KnownModel(name, dict(zip(keys.split(), written, strict=True)), **special))
-    return found
+            found = find_published(name)
+            assert found is not None, f"no published model is called {name}"
+            by_key = dict(zip(keys.split(), written, strict=True))
+            models.append(KnownModel(name, *found, by_key, **special))
+    return models
