@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import InvalidInput
-from autotune.interop.exporting import BLOCKS
+from autotune.interop.exporting import BLOCKS, caching_in
 from autotune.interop.importing import ImportedConfig
 from autotune.interop.rules import count_blocks
-from autotune.knobs.caching import PIN, describe_caching
+from autotune.knobs.caching import describe_caching
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
 from autotune.knobs.settings import plain_choices
@@ -67,10 +67,7 @@ class Audit(Frozen):
 
 def caching_of(config: ImportedConfig) -> tuple[CachingSettings, Reason]:
     """Return how the trainer encodes captions: as the file says, else as they are."""
-    pins = config.pins.items()
-    written = {name.removeprefix(PIN): value for name, value in pins if name.startswith(PIN)}
-    streamed = written.pop("text_encoder_streamed", "") == "True"
-    caching = CachingSettings.model_validate({**written, "text_encoder_streamed": streamed})
+    caching = caching_in(config.pins)
     return caching, Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
 
 
@@ -149,11 +146,10 @@ def possible_pins(
     while pins:
         try:
             choices_of(config.model, None, **{**asked, "pins": pins})
+            break
         except InvalidInput as error:
             name, value = pins.popitem()
             impossible[name] = (value, error.message)
-        else:
-            break
     return pins, impossible
 
 

@@ -67,11 +67,9 @@ class ExportedConfig(Frozen):
 
     trainer: str
     plan_digest: str
-    files: dict[str, str]
-    """Text of each file, by its name."""
+    files: dict[str, str]  # text of each file, by its name
     differences: tuple[Difference, ...]
-    remarks: tuple[str, ...]
-    """What this trainer does otherwise with what is written."""
+    remarks: tuple[str, ...]  # what this trainer does otherwise with what is written
 
 
 def values_of(plan: TrainingPlan) -> dict[str, Any]:
@@ -94,12 +92,9 @@ def _workload_values(workload: Workload) -> dict[str, Any]:
 
 
 def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -> ExportedConfig:
-    """Write the files of another trainer that do what the plan says, as nearly as it can.
-
-    Raises:
-        InvalidInput: the trainer does not know the model, or has no neighbor of a setting that
-            needs no more memory; with `strict`, also if learning or memory would differ.
-    """
+    """Write the files of another trainer that do what the plan says, as nearly as it can. Raises
+    InvalidInput if the trainer does not know the model, or has no neighbor of a setting that needs
+    no more memory; with `strict`, also if learning or memory would differ."""
     workload = plan.frozen.workload
     known = known_model(trainer, workload.model.family, workload.model)
     trainer = trainer.for_model(known)
@@ -153,7 +148,7 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
     bits, bits_there = ({"none": 16, "bnb-nf4": 4}.get(each, 8) for each in formats)
     if bits_there > bits:
         yield f"with this model it has no weight format like quantization {planned['quantization']}"
-    caching, caching_there = map(_caching_of, (planned, read))
+    caching, caching_there = map(caching_in, (planned, read))
     encoders = EncoderSize(7 << 30, element_bytes=2, vae_bytes=0)  # of a usual size
     if encoders.device_bytes(caching_there) > encoders.device_bytes(caching):
         yield f"it encodes captions otherwise than {describe_caching(caching)}: more memory"
@@ -162,9 +157,11 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
             yield f"{name} would be {usual}, not {own}: more memory"
 
 
-def _caching_of(values: Values) -> CachingSettings:
-    pairs = ((name.removeprefix(PIN), value) for name, value in values.items() if PIN in name)
-    return CachingSettings.model_validate(dict(pairs))
+def caching_in(values: Values) -> CachingSettings:
+    """Return what values, or pins, say of how captions are encoded."""
+    own = {name.removeprefix(PIN): value for name, value in values.items() if PIN in name}
+    streamed = str(own.get("text_encoder_streamed")) == "True"
+    return CachingSettings.model_validate({**own, "text_encoder_streamed": streamed})
 
 
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
@@ -177,12 +174,13 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
         raise InvalidInput(message, hint=f"it has {names}")
     if model is None:
         return of_family[0]
-    name, size = model.name.rpartition("/")[2].lower(), model.num_parameters
-    hub_names = (one.published.hub_id.rpartition("/")[2].lower() for one in of_family)
-    pairs = zip(of_family, hub_names, strict=True)
-    named = [one for one, hub_name in pairs if name in (one.name, hub_name)]
-    as_large = [one for one in of_family if one.published.num_parameters == size]
-    return (named or as_large or of_family)[0]
+    name = model.name.lower().rpartition("/")[2]
+
+    def likeness(one: KnownModel) -> tuple[bool, bool]:
+        is_named = name in (one.name, one.published.hub_id.lower().rpartition("/")[2])
+        return is_named, one.published.num_parameters == model.num_parameters
+
+    return max(of_family, key=likeness)
 
 
 def write_settings(
@@ -227,18 +225,13 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
     return tuple(found)
 
 
-# Fields of a job whose defaults are the family's: a trainer that is silent on one has its own.
-OF_FAMILY = frozenset(
-    {"learning_rate", "weight_decay", "max_grad_norm", "timestep_shift", "seed", "preview_steps"}
-)
-
-
 def _assumed(family: Family) -> dict[str, Any]:
-    """What a name that a trainer does not mention stands for."""
+    """What a name that a trainer does not mention stands for, if not for a value of its own."""
     fields = {**Candidate.model_fields, **Job.model_fields}
+    its_own = ("learning_rate", "weight_decay", "max_grad_norm", "timestep_shift", "seed")
     known = {name: field.default for name, field in fields.items() if not field.is_required()}
     return {
-        **{name: value for name, value in known.items() if name not in OF_FAMILY},
+        **{name: value for name, value in known.items() if name not in (*its_own, "preview_steps")},
         **{PIN + name: value for name, value in CachingSettings()},
         **{"lora_dropout": 0.0, "adapted_blocks": "all", "adapter": "lora", "ema_decay": 0.0},
         "guidance_scale": family.defaults.training_guidance,

@@ -294,8 +294,8 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
     def read(values: Values, context: Context) -> Values:
         micro = whole(next(values[key] for key in keys if values.get(key) is not None))
         steps, gpus = (whole(values.get(key) or 1) for key in (accumulation, processes))
-        several = {"num_gpus": gpus} if gpus > 1 else {}
-        return {"micro_batch_size": micro, "effective_batch_size": micro * steps * gpus, **several}
+        found = {"micro_batch_size": micro, "effective_batch_size": micro * steps * gpus}
+        return {**found, "num_gpus": gpus} if gpus > 1 else found
 
     def write(ours: Values, context: Context) -> Values:
         micro, gpus = ours["micro_batch_size"], ours.get("num_gpus", 1)
@@ -321,13 +321,12 @@ def duration(
         return {"num_steps": num_steps} if num_steps else {}
 
     def write(ours: Values, context: Context) -> Values:
-        num_epochs = ours.get("num_train_epochs")
+        if num_epochs := ours.get("num_train_epochs"):
+            return {**dict.fromkeys(keys), epochs: num_epochs}
         if steps:
-            num_steps = None if num_epochs else ours["num_steps"]
-            return {epochs: num_epochs or no_epochs, steps: num_steps}
+            return {epochs: no_epochs, steps: ours["num_steps"]}
         images = max(1, ours.get("num_images", 1))
-        enough = -(-ours["num_steps"] * ours["effective_batch_size"] // images)
-        return {epochs: num_epochs or enough}
+        return {epochs: -(-ours["num_steps"] * ours["effective_batch_size"] // images)}
 
     return Rule(keys, ("num_steps", "num_train_epochs"), read, write, synonyms=keys)
 
@@ -354,9 +353,8 @@ def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
 
     def write(ours: Values, context: Context) -> Values:
         found = (theirs for theirs, own in own_names.items() if own == ours["lr_scheduler"])
-        theirs = next(found, constant)
-        has_warmup = always or "warmup" in theirs
-        return {key: theirs, warmup: ours.get("lr_warmup_steps", 0) if has_warmup else None}
+        theirs, steps = next(found, constant), ours.get("lr_warmup_steps", 0)
+        return {key: theirs, warmup: steps if always or "warmup" in theirs else None}
 
     return Rule((key, warmup), ("lr_scheduler", "lr_warmup_steps"), read, write)
 

@@ -1,7 +1,6 @@
 """Plans as other trainers' files: what is exact comes back, what is not is said, and nothing
 needs more memory."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +83,8 @@ def test_exact_plans_come_back(tmp_path: Path, trainer: str, model: str) -> None
     context = Context(FAMILIES[spec.family], spec.num_blocks)
     planned = values_of(plan)
     again = {one.name for one in compare(planned, {**config.options, **config.pins}, context)}
-    assert again - set(LOADING) - FROM_SCRIPT == set()
+    assert again <= {*LOADING, "allocator"}  # which stands in the script that starts a trainer
     assert [line for line in config.not_carried if line.line] == []
-
-
-FROM_SCRIPT = {"allocator"}
-"""What stands in the script that starts a trainer, and not in its configuration."""
 
 
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)
@@ -122,11 +117,10 @@ def test_neighbors_need_no_more_memory(
 
 def test_strict_refuses_differences() -> None:
     plan = plan_of("qwen-image", timestep_shift=2.2, checkpointed_blocks=31)
-    with pytest.raises(InvalidInput, match=re.escape("timestep_shift is 2.2 in the plan, 1 there")):
+    with pytest.raises(InvalidInput, match="timestep_shift is 2.2 in the plan, 1 there"):
         export_plan(plan, get_trainer("ai-toolkit"), strict=True)
     loose = plan_of("qwen-image", timestep_shift=1.0, checkpointed_blocks=59, batch_memory="pinned")
-    exported_loose = export_plan(loose, get_trainer("ai-toolkit"), strict=True)
-    assert exported_loose.differences[0].kind == "loading"
+    export_plan(loose, get_trainer("ai-toolkit"), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -146,28 +140,21 @@ def test_inexpressible_plans_are_refused(
         export_plan(plan_of(family, **changes), get_trainer(trainer))
 
 
-@pytest.mark.parametrize(
-    ("trainer", "lacking"),
-    [
-        ("musubi", "quantization=torchao-int8 quantization=bnb-nf4 attention=_native_flash"),
-        ("diffusers", "swapped_blocks=8 quantization=torchao-fp8"),
-        ("ai-toolkit", "quantization=bnb-nf4"),
-        ("simpletuner", ""),
-    ],
-)
-def test_inexpressible_choices_are_found(trainer: str, lacking: str) -> None:
-    choices = {
-        "checkpointed_blocks": (59, 30, 15, 0),
-        "swapped_blocks": (0, 8),
-        "loader": ("safetensors", "mmap"),
-        "quantization": ("none", "torchao-int8", "torchao-fp8", "bnb-nf4"),
-        "compile": ("off", "block"),
-        "attention": ("native", "_native_flash", "flash"),
-        "micro_batch_size": (1, 2, 4),
-    }
-    found = inexpressible(get_trainer(trainer), "qwen-image", 60, choices)
-    parts = set() if trainer == "simpletuner" else {f"checkpointed_blocks={n}" for n in (30, 15)}
-    assert {f"{name}={value}" for name, value in found} == {*lacking.split(), *parts}
+CHOICES = {
+    **{"checkpointed_blocks": (59, 30, 0), "swapped_blocks": (0, 8), "loader": ("mmap",)},
+    **{"attention": ("native", "_native_flash", "flash"), "micro_batch_size": (1, 2, 4)},
+    **{"quantization": ("none", "torchao-int8", "torchao-fp8", "bnb-nf4")},
+}
+LACKING = {
+    **{"musubi": "torchao-int8 bnb-nf4 _native_flash 30", "diffusers": "8 torchao-fp8 30"},
+    **{"ai-toolkit": "bnb-nf4 30", "simpletuner": ""},
+}
+
+
+@pytest.mark.parametrize("trainer", LACKING)
+def test_inexpressible_choices_are_found(trainer: str) -> None:
+    found = inexpressible(get_trainer(trainer), "qwen-image", 60, CHOICES)
+    assert {value for _, value in found} == set(LACKING[trainer].split())
 
 
 def test_texts_run_nothing(tmp_path: Path) -> None:
@@ -187,13 +174,10 @@ def test_searches_suit_another_trainer(tmp_path: Path) -> None:
     model, _ = write_model_and_images(tmp_path)
     asked: dict[str, Any] = {"hardware": "nvidia-rtx-4090", "resolution": 64}
     everything = list_choices(str(model), **asked).choices
-    space = list_choices(str(model), **asked, for_trainer="musubi")
+    choices = list_choices(str(model), **asked, for_trainer="musubi").choices
     blocks = everything["checkpointed_blocks"]
-    assert len(blocks) > 2
-    assert set(space.choices["checkpointed_blocks"]) == {min(blocks), max(blocks)}
-    assert "torchao-int8" in everything["quantization"]
-    assert "torchao-int8" not in space.choices["quantization"]
-    assert space.choices["loader"] == everything["loader"]
-    for name in SPARING.keys() & space.choices.keys():
-        assert space.choices[name] == (SPARING[name],)
-    assert space.choices["selective_blocks"] == (0,)
+    assert set(choices["checkpointed_blocks"]) == {min(blocks), max(blocks)} < set(blocks)
+    assert "torchao-int8" in set(everything["quantization"]) - set(choices["quantization"])
+    assert choices["loader"] == everything["loader"]
+    sparing = {**SPARING, "selective_blocks": 0}
+    assert all(choices[name] == (sparing[name],) for name in sparing.keys() & choices.keys())
