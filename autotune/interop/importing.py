@@ -20,8 +20,7 @@ class ConfigLine(Frozen):
 
     key: str
     value: str
-    line: int
-    """Number of the line, from 1; 0 for a default of the trainer that is not in the file."""
+    line: int  # from 1; 0 for a default of the trainer that is not in the file
     file: str
     meaning: str
 
@@ -55,12 +54,9 @@ WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, re
 
 
 def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
-    """Read a configuration file of `trainer`, or of the known one that its content tells.
-
-    Raises:
-        InvalidInput: it cannot be read, belongs to no known trainer, trains a model that autotune
-            does not know, or has a value that its trainer would refuse.
-    """
+    """Read a configuration file of `trainer`, or of the known one that its content tells. Raises
+    InvalidInput if it cannot be read, belongs to no known trainer, trains a model that autotune
+    does not know, or has a value that its trainer would refuse."""
     written = read_document(path)
     found = (one for one in trainers().values() if one.detects(written))
     table = next(found, None) if trainer is None else get_trainer(trainer)

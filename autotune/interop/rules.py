@@ -76,19 +76,16 @@ def read_data(name: str) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
+def number(value: Any, kind: str = "number") -> float:
+    """Convert to a number, also if it is written as text: YAML 1.1 reads 1e-4 so."""
+    if isinstance(value, bool) or (kind == "whole number" and float(value) != int(float(value))):
+        raise ValueError(f"{value!r} is not a {kind}")
+    return float(value)
+
+
 def whole(value: Any) -> int:
     """Convert to a whole number, also if it is written as text or as a float."""
-    number = float(value)
-    if isinstance(value, bool) or number != int(number):
-        raise ValueError(f"{value!r} is not a whole number")
-    return int(number)
-
-
-def number(value: Any) -> float:
-    """Convert to a number, also if it is written as text: YAML 1.1 reads 1e-4 so."""
-    if isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a number")
-    return float(value)
+    return int(number(value, "whole number"))
 
 
 def text(value: Any) -> str:
@@ -105,9 +102,9 @@ def boolean(value: Any) -> bool:
     return value
 
 
-def texts(value: Any) -> tuple[str, ...]:
-    """Convert a value, or each in a list."""
-    return tuple(map(str, value if isinstance(value, list | tuple) else [value]))
+def listed(value: Any) -> list[Any]:
+    """Return a list as it is, anything else as its only item."""
+    return value if isinstance(value, list) else [value]
 
 
 # A name takes a whole number unless it is here.
@@ -117,7 +114,7 @@ VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("max_grad_norm", "guidance_scale", "caption_dropout"), number),
     **dict.fromkeys(("caching.text_encoder_streamed", "flip"), boolean),
     "swapped_blocks": lambda value: str(whole(value)),
-    "preview_prompts": texts,
+    "preview_prompts": lambda value: tuple(map(str, listed(value))),
 }
 
 
@@ -250,7 +247,7 @@ def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False)
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
-        items = [*map(kind, values[key] if isinstance(values[key], list) else [values[key]])]
+        items = [*map(kind, listed(values[key]))]
         lost = otherwise if len(set(items)) > 1 else ""
         return {name: items[0] if kind is text else max(items), LOST: lost}
 
@@ -276,8 +273,7 @@ def resolution(written: str, *others: str) -> Rule:
 
     def read(values: Values, context: Context) -> Values:
         own = next(values[key] for key in keys if values.get(key) is not None)
-        parts = own.split(",") if isinstance(own, str) else own if isinstance(own, list) else [own]
-        sides = [whole(part) for part in parts]
+        sides = [*map(whole, own.split(",") if isinstance(own, str) else listed(own))]
         return {"resolution": sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])}
 
     def write(ours: Values, context: Context) -> Values:
@@ -432,8 +428,8 @@ def checkpointing(
         if blocks in (0, total, total - 1) or not enough or not has_patterns:
             return {key: blocks > 0, interval: None, stride: None}
         every, of = min(enough, key=lambda one: (enough[one], one[1]))
-        pattern = (every, of) if every > 1 else (of, None)
-        return {key: True, interval: pattern[0], stride: pattern[1]}
+        first, second = (every, of) if every > 1 else (of, None)
+        return {key: True, interval: first, stride: second}
 
     keys = (key, *filter(None, (interval, stride)))
     return Rule(keys, ("checkpointed_blocks",), read, write)
@@ -462,4 +458,4 @@ def share_of_blocks(key: str, switch: str = "") -> Rule:
         share = round(context.blocks(ours["swapped_blocks"]) / (context.num_blocks or 1), 5)
         return {switch: share > 0, key: share or None} if switch else {key: share}
 
-    return Rule((key, *filter(None, [switch])), ("swapped_blocks",), read, write)
+    return Rule((key, switch) if switch else (key,), ("swapped_blocks",), read, write)

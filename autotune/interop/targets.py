@@ -71,7 +71,7 @@ def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
     for verb, names in own.items():
         inside = ((one, _in_block(one)) for one in sorted(names))
         shown = (short + " outside the blocks" * (short == one) for one, short in inside)
-        texts += [f"{verb} {', '.join(dict.fromkeys(shown))}"] * bool(names)
+        texts += [f"{verb} {', '.join(dict.fromkeys(shown))}"] if names else []
     return name, " and ".join(texts)
 
 
@@ -206,21 +206,19 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
 def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
     """Relate parts of names with commas between, or patterns if a key says so, as in OneTrainer."""
 
-    def by(text: str, patterned: bool) -> Selects:
-        parts = [part.strip() for part in text.split(",")]
-        if not patterned:
+    def selects(values: Values, context: Context) -> Selects:
+        parts = [part.strip() for part in str(values.get(key) or "").split(",")]
+        if not values.get(is_pattern):
             return _by_parts(parts)
         patterns = [re.compile(part) for part in parts]
         return lambda name: any(pattern.search(name) for pattern in patterns)
 
-    def selects(values: Values, context: Context) -> Selects:
-        return by(str(values.get(key) or ""), bool(values.get(is_pattern)))
-
     def write(wanted: frozenset[str], context: Context) -> Values:
-        parts = ",".join(sorted(set(map(_in_block, wanted))))
-        is_exact = _all_chosen(by(parts, False), context.family) == wanted
-        patterns = ",".join(f"^{in_any_block(layer)}$" for layer in sorted(wanted))
-        return {key: parts if is_exact else patterns, is_pattern: not is_exact, preset: "custom"}
+        parts = sorted(set(map(_in_block, wanted)))
+        is_exact = _all_chosen(_by_parts(parts), context.family) == wanted
+        patterns = [f"^{in_any_block(layer)}$" for layer in sorted(wanted)]
+        written = ",".join(parts if is_exact else patterns)
+        return {key: written, is_pattern: not is_exact, preset: "custom"}
 
     def in_any_block(layer: str) -> str:
         if layer.startswith("mid_block.resnets."):  # its two are unlike each other

@@ -84,5 +84,4 @@ def test_target_sets_are_found(name: str) -> None:
         assert (layers_of(family, named), difference) == (layers_of(family, targets), "")
     attention = layers_of(family, "attention")
     found, difference = find_target_set(family, attention - {min(attention)})
-    assert found == "attention"
-    assert difference.startswith("also adapts ")
+    assert (found, difference[:12]) == ("attention", "also adapts ")
