@@ -54,12 +54,6 @@ def exact_of(trainer: str, model: str) -> dict[str, Any]:
         changes["timestep_shift"] = 3.0
     if defaults.training_guidance is None:
         changes.pop("guidance_scale", None)
-    if model == "sdxl" and trainer != "onetrainer":
-        changes["timestep_shift"] = 1.0
-    if trainer in ("diffusers", "simpletuner", "onetrainer"):
-        changes["targets"] = "attention"
-    if trainer == "diffusers" and model == "sdxl":
-        changes |= {"lora_alpha": 16.0, "caption": "a photo of sks"}
     return changes
 
 

@@ -143,9 +143,8 @@ def test_hostile_files_are_bounded(tmp_path: Path, text: str) -> None:
 def test_second_sections_are_reported(tmp_path: Path) -> None:
     text = (CONFIGS / "ai_toolkit.yaml").read_text()
     path = tmp_path / "config.yaml"
-    path.write_text(
-        text.replace("      train:\n", "        - folder_path: more\n      train:\n", 1)
-    )
+    second = "        - folder_path: more\n      train:\n"
+    path.write_text(text.replace("      train:\n", second, 1))
     assert "datasets[1].folder_path" in lost(read_config(path))
 
 

@@ -16,37 +16,24 @@ from autotune.interop.trainer import trainers
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES
 from autotune.plan.request import PlanRequest
+from tests.interop.test_importing import lost
 
 
-def read(folder: Path, name: str, content: str | dict[str, Any]) -> ImportedConfig:
-    path = folder / name
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+def read(folder: Path, content: dict[str, Any]) -> ImportedConfig:
+    path = folder / "config.json"
+    path.write_text(json.dumps(content))
     return read_config(path)
-
-
-def lost(config: ImportedConfig) -> dict[str, str]:
-    return {line.key: line.meaning for line in config.not_carried}
-
-
-def test_gui_files_for_sdxl_are_recognized(tmp_path: Path) -> None:
-    weights = "model.safetensors"
-    gui = {"LoRA_type": "Standard", "pretrained_model_name_or_path": weights, "text_encoder_lr": 0}
-    config = read(tmp_path, "gui.json", {**gui, "sdxl": True})
-    assert (config.trainer, config.family) == ("sd-scripts", "sdxl")
-    assert "network_train_unet_only" not in lost(config)
-    with pytest.raises(InvalidInput, match="does not know"):
-        read(tmp_path, "gui.json", {**gui, "sdxl": False})
 
 
 def test_onetrainer_s_unet_has_its_settings(tmp_path: Path) -> None:
     written = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "LORA"}
     written["layer_filter"] = "attentions"
     own = {"unet": {"weight_dtype": "NFLOAT_4"}, "transformer": {"weight_dtype": "FLOAT_32"}}
-    config = read(tmp_path, "config.json", {**written, **own, "gradient_checkpointing": "OFF"})
+    config = read(tmp_path, {**written, **own, "gradient_checkpointing": "OFF"})
     assert (config.pins["quantization"], config.pins["checkpointed_blocks"]) == ("bnb-nf4", "0")
     assert config.options["targets"] == "attention+mlp+proj"
     assert {"text_encoder.train", "text_encoder_2.train"} <= lost(config).keys()
-    full = read(tmp_path, "config.json", {**written, **own, "layer_filter": ""})
+    full = read(tmp_path, {**written, **own, "layer_filter": ""})
     assert "does not adapt" in lost(full)["layer_filter"]
     assert "conv1" in lost(full)["layer_filter"]
 
