@@ -54,10 +54,9 @@ class Audit(Frozen):
 
     @property
     def step_seconds_saved(self) -> float:
-        """What all differences together save of a step."""
-        if self.fastest is None:
-            return 0.0
-        return self.as_written.step_seconds - self.fastest.step_seconds
+        """Seconds that all differences together save of a step."""
+        fastest = self.fastest or self.as_written
+        return self.as_written.step_seconds - fastest.step_seconds
 
     @property
     def sum_of_step_seconds_saved(self) -> float:

@@ -236,13 +236,13 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
     if "datasets[].target_frames" in values:
         values["datasets[].video_directory"] = values.pop("datasets[].image_directory")
     values["datasets[].cache_directory"] = f"{folder.rstrip('/')}-cache"
-    own = _in_file(values, lambda key: not _is_data(key) and key != flag)
+    own = _in_file(values, _is_option)
+    stored = [f"--{flag}"] * bool(own.pop(flag, False))
     if values["blocks_to_swap"]:
         own |= {"block_swap_h2d_only": True, "block_swap_ring_size": 2}
     version = values.get("model_version")
     model = ["--model_version", version] if version else []
     paths = [word for encoder in encoders.split() for word in (f"--{encoder}", FILL_IN)]
-    stored = [f"--{flag}"] * bool(values.get(flag))
 
     def cache(what: str, *words: str) -> list[str]:
         script = f"{TRAINER}/src/musubi_tuner/{name}_cache_{what}.py"
@@ -256,12 +256,11 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
 
 
 def _sd_scripts(title: str, values: Values, head: str) -> Mapping[str, str]:
-    is_flux = values["network_module"] == "networks.lora_flux"
-    script = "flux_train_network.py" if is_flux else "sdxl_train_network.py"
-    files = ("pretrained_model_name_or_path", "clip_l", "t5xxl", "ae") if is_flux else ()
-    own = _in_file(values, lambda key: not _is_data(key) and key not in files)
-    train = dict.fromkeys(files, FILL_IN) | own
-    return _kohya(title, values, head, script, train)
+    if values["network_module"] != "networks.lora_flux":
+        return _kohya(title, values, head, "sdxl_train_network.py", _in_file(values, _is_option))
+    files = dict.fromkeys(("pretrained_model_name_or_path", "clip_l", "t5xxl", "ae"), FILL_IN)
+    train = {**files, **_in_file(values, _is_option), **files}
+    return _kohya(title, values, head, "flux_train_network.py", train)
 
 
 def _kohya(
@@ -273,7 +272,7 @@ def _kohya(
     given = {key: value for key, value in train.items() if value is not False}
     return {
         "train.toml": head + _toml_text(given),
-        "data.toml": _toml_text(_in_file(values, _is_data)),
+        "data.toml": _toml_text(_in_file(values, lambda key: not _is_option(key))),
         "run.sh": _shell(title, values, *before, run),
     }
 
@@ -324,9 +323,9 @@ def _in_file(values: Values, wanted: Callable[[str], bool] = lambda key: True) -
     return {k: v for k, v in values.items() if not k.startswith(of_command) and wanted(k)}
 
 
-def _is_data(key: str) -> bool:
-    """Whether a key belongs to kohya's file of data sets."""
-    return key.startswith(("general.", "datasets["))
+def _is_option(key: str) -> bool:
+    """Whether a key of kohya's does not belong to the file of data sets."""
+    return not key.startswith(("general.", "datasets["))
 
 
 def _nest(values: Values) -> dict[str, Any]:

@@ -212,10 +212,10 @@ def _model_of(trainer: Trainer, known: KnownModel, settings: Settings) -> tuple[
     if weights is None or weights.value == FILL_IN:
         return known.name, lines
     name = str(weights.value)
-    hub_ids = (one.hub_id for one in known.family.models if one.hub_id.lower() == name.lower())
-    hub_id = next(hub_ids, None)
-    if hub_id or (Path(name).expanduser() / "model_index.json").is_file():
-        return hub_id or name, [*lines, line_for("carried", weights, f"model {hub_id or name}")]
+    hub_ids = {one.hub_id.lower(): one.hub_id for one in known.family.models}
+    is_folder = (Path(name).expanduser() / "model_index.json").is_file()
+    if (own := hub_ids.get(name.lower(), name if is_folder else None)) is not None:
+        return own, [*lines, line_for("carried", weights, f"model {own}")]
     advice = "to train these weights, name their diffusers folder as the job's model"
     meaning = f"planned as {known.name}; {advice}"
     return known.name, [*lines, line_for("not_carried", weights, meaning)]
