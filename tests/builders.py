@@ -24,10 +24,9 @@ BITSANDBYTES = pytest.mark.skipif(
 def storages() -> list[Any]:
     """Every way to quantize weights, for `parametrize`; what is not installed is skipped."""
     names = [name for name in WEIGHT_FORMATS if name != "none"]
+    marks = {"bitsandbytes": BITSANDBYTES}
     return [
-        pytest.param(name, marks=BITSANDBYTES)
-        if WEIGHT_FORMATS[name].needs.library == "bitsandbytes"
-        else name
+        pytest.param(name, marks=marks.get(WEIGHT_FORMATS[name].needs.library, ()))
         for name in names
     ]
 

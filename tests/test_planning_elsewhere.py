@@ -23,16 +23,8 @@ SMALL = WorkloadRequest(resolution=(512, 512), effective_batch_size=2)
 
 
 def test_an_estimate_of_what_does_not_fit_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    asked = [
-        "--model",
-        "qwen-image",
-        "--hardware",
-        "nvidia-rtx-4090",
-        "--resolution",
-        "512x768",
-        "--json",
-    ]
-    process = autotune_here(capfd, "estimate", *asked)
+    asked = "--model qwen-image --hardware nvidia-rtx-4090 --resolution 512x768 --json"
+    process = autotune_here(capfd, "estimate", *asked.split())
     assert process.returncode == 0, process.stderr
     assert process.stderr == "tracing the model\n"
     estimate = Estimate.model_validate_json(process.stdout)
@@ -58,17 +50,10 @@ def test_a_model_that_overflows_fp16_is_planned_in_fp32() -> None:
 @pytest.mark.parametrize(("card", "quantization"), [("5080", "torchao-int8"), ("5090", "none")])
 def test_qwen_image_fits_16_gb_without_block_swap(card: str, quantization: str) -> None:
     exact = {"modulation": "ahead", "norm_rope": "compiled"}
-    settings = {
-        "hardware": card,
-        "quantization": quantization,
-        "checkpointed_blocks": 59,
-        "resolution": "1024",
-    }
-    found = [
-        estimate("qwen-image", **settings, **levers).fits
-        for levers in (exact, {"modulation": "resident"})
-    ]
-    assert found == [True, False]
+    settings = {"hardware": card, "quantization": quantization, "resolution": "1024"}
+    for levers, fits in ((exact, True), ({"modulation": "resident"}, False)):
+        found = estimate("qwen-image", **settings, **levers, checkpointed_blocks=59)
+        assert found.fits is fits
 
 
 COUNTING = """

@@ -19,8 +19,8 @@ from autotune.system.files import write_text_atomic
 from autotune.train.folder import ADAPTER_FILE, comparison_file
 from autotune.weights.hub import upload
 
+# What the hub calls each kind of model.
 TASKS = {"image": "text-to-image", "edit": "image-to-image", "video": "text-to-video"}
-"""What the hub calls each kind of model."""
 
 
 def _model_card(
@@ -83,15 +83,12 @@ def _escaped(text: str) -> str:
 def push_to_hub(folder: Path, repo: str) -> str:
     """Upload a run's adapter, samples and model card, nothing of the data; return the address.
 
-    Raises:
-        InvalidInput: the folder holds no finished run.
-        AutotuneError: the hub cannot be reached, or the token may not write there.
+    Raises AutotuneError if the hub cannot be reached, or the token may not write there.
     """
     found = read_run(folder)
     if found.report is None or not (folder / ADAPTER_FILE).is_file():
-        raise InvalidInput(
-            f"{folder} holds no finished run", hint="finish it first: autotune train --resume"
-        )
+        hint = "finish it first: autotune train --resume"
+        raise InvalidInput(f"{folder} holds no finished run", hint=hint)
     pictures = [
         (prompt, name)
         for at, prompt in enumerate(found.plan.job.preview_prompts)

@@ -40,7 +40,7 @@ PROBLEMS = {
     "metadata": "wrong in metadata.jsonl",
 }
 VERDICTS = {"exact": "counts here", "near": "a prior here", "none": "does not count here"}
-PARTS = {
+PARTS = {  # of memory and time, whose titles are not their names
     "weight": "weights",
     "gradient": "gradients",
     "saved_activation": "saved activations",
@@ -50,7 +50,6 @@ PARTS = {
     "overhead": "launch overhead",
     "transfer": "transfers",
 }
-"""Parts of memory and time whose titles are not their names."""
 
 
 def profile_view(profile: HardwareProfile) -> RenderableType:
@@ -280,9 +279,8 @@ def estimate_text(estimate: Estimate) -> str:
     recompute, doubt = prediction.step_time.recompute_seconds, prediction.time_uncertainty
     needed, budget = memory_text(prediction.run_memory_bytes), memory_text(estimate.budget_bytes)
     training = memory_text(prediction.training.run_memory_bytes)
-    quantization = f"quantization {candidate.quantization}"
-    if candidate.quantization == "none":
-        quantization = "no quantization"
+    is_plain = candidate.quantization == "none"
+    quantization = "no quantization" if is_plain else f"quantization {candidate.quantization}"
     verdict = "fits" if estimate.fits else "does not fit"
     phases = [(phase.name, phase.run_memory_bytes) for phase in prediction.phases]
     times = [part for part in prediction.step_time if part[0] != "recompute_seconds"]

@@ -29,19 +29,18 @@ if TYPE_CHECKING:
 
 TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaults"
 SETTINGS_COLUMN = TRIAL_HEADER.index("settings")
+# Settings that have a column of their own, or that no two trials are compared for.
 UNTOLD = ("micro_batch_size", "allocator", "data_workers", "batch_memory")
-"""Settings that have a column of their own, or that no two trials are compared for."""
 MAX_SETTINGS = 10  # so that the whole answer has at most 25 lines
 MAX_SIZES = 8
 MAX_REASONS = 5
-WORTH_TELLING = 1.05
-"""Gain from more memory that is named."""
+WORTH_TELLING = 1.05  # gain from more memory that is named
 DENSITIES = {
     "logit_normal": "Stable Diffusion 3's density",
     "uniform": "the model's own noise schedule",
 }
+# So end the names of what is measured, not chosen, and compared by its ratio.
 QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
-"""How names end whose values are compared by their ratio: they are measured, not chosen."""
 
 
 def trial_lines(number: int, result: TrialResult, first: Candidate) -> list[str]:
@@ -393,8 +392,7 @@ class Difference:
     first: str | int | float | None
     second: str | int | float | None
     ratio: float | None = None
-    first_uncertainty: float | None = None
-    """Standard error of `first`, as a share of it, if it is a time that was predicted."""
+    first_uncertainty: float | None = None  # standard error as a share, of predicted times
     second_uncertainty: float | None = None
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 WIDTH = 80
 BEYOND_MEASURE = 1e15  # no run takes so many seconds or bytes: a damaged file does
-SMOOTHING = 0.05
-"""Share of each new value in a smoothed series, once there are enough of them."""
+SMOOTHING = 0.05  # share of each new value in a smoothed series, once there are enough of them
 
 
 def memory_text(num_bytes: float | None) -> str:

@@ -54,20 +54,6 @@ def test_commands_have_few_options() -> None:
     assert len(names(app) - {"--help"}) <= 110
 
 
-@pytest.mark.slow
-def test_arguments_are_typed_for_consumers(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from autotune import plan\n"
-        "rank: int = plan('qwen-image', data='photos', rank=32).frozen.workload.rank\n"
-        "plan('qwen-image', rank='x')\n"
-        "plan('qwen-image', rnak=3)\n"
-    )
-    told, _, _ = mypy.api.run(["--config-file", str(ROOT / "pyproject.toml"), str(script)])
-    lines = {line.split(":")[1] for line in told.splitlines() if ": error:" in line}
-    assert lines == {"3", "4"}, told
-
-
 def test_unknown_arguments_name_the_nearest() -> None:
     with pytest.raises(InvalidInput, match="no argument of plan 'rnak'") as caught:
         autotune.plan("qwen-image", rnak=3)

@@ -69,26 +69,6 @@ def test_no_card_holds_more_than_torch_reports_on_linux():
         assert hardware_named(name).device.total_memory_bytes <= seen_gib * GIB, name
 
 
-@pytest.mark.parametrize(
-    ("name", "id_", "gb_per_second"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "nvidia-a100-80gb", 2039),
-        ("NVIDIA A100 80GB PCIe", "nvidia-a100-pcie-80gb", 1935),
-        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-40gb", 1555),
-        ("NVIDIA A100-PCIE-40GB", "nvidia-a100-pcie-40gb", 1555),
-        ("Tesla V100-PCIE-32GB", "nvidia-v100-pcie-32gb", 900),
-    ],
-)
-def test_pcie_cards_are_not_their_sxm_siblings(name, id_, gb_per_second):
-    gpu = find_gpu(name, None)
-    assert (gpu.id, gpu.memory_gb_per_second) == (id_, gb_per_second)
-
-
-def test_measured_peaks_are_of_products():
-    known = [gpu for gpu in load_catalog() if "bf16" in gpu.measured_tflops]
-    assert [gpu.id for gpu in known if "cuBLAS" not in gpu.source + gpu.notes] == []
-
-
 def test_geforce_tensor_cores_sum_in_fp32_at_half_rate():
     """What the vendor gives no table for is SMs x operations x boost clock: 512 of GeForce
     cards, 1,024 of others."""
@@ -99,18 +79,13 @@ def test_geforce_tensor_cores_sum_in_fp32_at_half_rate():
             assert gpu.dense_tflops["bf16"] == gpu.dense_tflops["fp16"] or gpu.id == "nvidia-gb10"
 
 
-@pytest.mark.parametrize(
-    ("name", "bytes_per_second"),
-    [
-        ("rtx-4090", 16 * PCIE_BYTES_PER_LANE[4]),
-        ("rtx-4060-ti-16gb", 8 * PCIE_BYTES_PER_LANE[4]),
-        ("rtx-5060-ti-16gb", 8 * PCIE_BYTES_PER_LANE[5]),
-        ("gh200-96gb", 450e9),
-        ("gh200-144gb", 450e9),
-    ],
-)
-def test_the_host_is_reached_by_lanes_or_nvlink(name, bytes_per_second):
-    assert hardware_named(name).datasheet.pcie_bytes_per_second == bytes_per_second
+def test_the_host_is_reached_by_lanes_or_nvlink():
+    for name, bytes_per_second in {
+        "rtx-4090": 16 * PCIE_BYTES_PER_LANE[4],
+        "rtx-5060-ti-16gb": 8 * PCIE_BYTES_PER_LANE[5],
+        "gh200-96gb": 450e9,
+    }.items():
+        assert hardware_named(name).datasheet.pcie_bytes_per_second == bytes_per_second
 
 
 def test_cards_without_bf16_train_in_fp16():

@@ -1,6 +1,5 @@
 """Rates are measured for real, within their limits; what fails costs one rate and leaves a note."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -9,10 +8,8 @@ import signal
 import sys
 import time
 from statistics import median
-from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -236,18 +233,6 @@ def test_a_child_that_chatters_is_understood():
     assert {named.host.cpu, "noisy: why"} <= {*profile.notes}
 
 
-def test_own_work_is_no_other_process():
-    others = BackgroundLoad()
-    begin = time.process_time()
-    while time.process_time() < begin + 0.2:
-        pass
-    pairs = zip(others._times(), others._begin, strict=True)
-    busy, _, own = (now - before for now, before in pairs)
-    assert own >= 0.15
-    assert 0 <= others.share() <= 1
-    assert busy >= own - 0.1
-
-
 @pytest.mark.parametrize(
     ("spread", "again", "noisy"), [(0.02, 1.0, False), (0.3, 1.0, True), (0.01, 1.2, True)]
 )
@@ -255,21 +240,3 @@ def test_disagreement_is_noise(spread, again, noisy):
     first = Rate(name="r0", value=1.0, unit="s", spread=0.01, num_samples=9)
     found = (first, first.changed(name="r1", spread=spread))
     assert rates.is_noisy(found, first.changed(value=again)) is noisy
-
-
-def test_a_small_kernel_is_loaded_before_it_is_captured(monkeypatch):
-    """A CUDA graph cannot hold the loading of a kernel, and CUDA loads it when it first runs."""
-    told = []
-
-    @contextlib.contextmanager
-    def capture(_):
-        told.append("captured")
-        yield
-
-    graph = SimpleNamespace(replay=lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch, "add", lambda *_, out: told.append("added"))
-    Meter(CPU, lambda: None).small("kernel.least")
-    assert told[:3] == ["added", "captured", "added"]

@@ -186,15 +186,11 @@ def edit(old: str, new: str) -> Callable[[str], str]:
         (lambda t: t + "extra: 1\n", "extra"),
         (edit("num_steps: 100", "num_steps: many"), "job.num_steps"),
         (edit("num_steps: 100", "num_steps: -1"), "job.num_steps"),
-        (edit("preview_steps: 20", "preview_steps: 1000000000"), "job.preview_steps"),
         (edit("learning_rate: 0.0001", "learning_rate: .nan"), "job.learning_rate"),
         (edit("seed: 0", f"seed: {2**63}"), "job.seed"),
         (edit("output: output", 'output: "a\\0b"'), "job.output"),
         (edit("job:", "job:\n  <<: {seed: 1}\n"), "line 5 has a key"),
         (edit("torch: '2.13'", "torch: '2.13'\n      .nan: a"), "a key that is not plain text"),
-        (edit("job:", "job:\n  ? [seed]\n  : 1\n"), "a key that is not plain text"),
-        (edit("num_steps: 100", "num_steps: 0100"), "job.num_steps"),
-        (edit("num_steps: 100", "num_steps: 1:30"), "job.num_steps"),
         (edit("num_steps: 100", "num_steps: 1" + "0" * 400), "job.num_steps"),
         # YAML 1.1 makes a number of it, in minutes.
         (lambda t: "a: 1" + ":1" * (1 << 20), "not a valid plan"),
@@ -207,7 +203,6 @@ def edit(old: str, new: str) -> Callable[[str], str]:
         (lambda t: "a: !!python/object/apply:os.system ['true']\n", "tags are not allowed"),
         (lambda t: "a: 1\n---\nb: 2\n", "not YAML"),
         (lambda t: "x" * (MAX_PLAN_BYTES + 1), "too large"),
-        (lambda t: "a: 2001-01-01\n", "not a valid plan"),
         (lambda t: "1: 2\n", "line 1 has a key"),
     ],
 )
@@ -268,11 +263,6 @@ def test_steps_whose_times_would_be_absurd_are_refused() -> None:
     assert job.steps_on(4, 4) == 10**9
     with pytest.raises(InvalidInput, match="1,000,000,000 epochs are 1,250,000,000 steps"):
         job.steps_on(5, 4)
-
-
-def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
-    expected = make_plan().frozen.expected.model_copy(update={"phases": ()})
-    assert expected.run_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
 
 
 def test_words_in_a_plan_cannot_steer_the_terminal(
