@@ -131,11 +131,8 @@ def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey
     with FileLock(folder / "lock"):
         if not Path(found.printed).exists():
             asked = [*write_small("qwen-image", folder), "--no-profiles", "-o", found.plan_file]
-            options = [
-                *["--steps", "60", "--max-trials", "3", "--quality", "exact"],
-                "--run-output",
-            ]
-            options.append(str(found.result))
+            options = ["--steps", 60, "--max-trials", 3, "--quality", "exact"]
+            options += ["--run-output", found.result]
             processes = [autotune("plan", *asked, *options), autotune("train", found.plan_file)]
             printed = "".join(process.stdout + process.stderr for process in processes)
             assert [process.returncode for process in processes] == [0, 0], printed
