@@ -19,7 +19,10 @@ from autotune.plan.base import image_size, memory_bytes
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", sorted({*autotune.__all__} - {"AutotuneError", "__version__"}))
+FUNCTIONS = sorted({*autotune.__all__} - {"AutotuneError", "__version__"})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_name_has_types_and_an_example(name: str) -> None:
     thing = getattr(autotune, name)
     if inspect.isfunction(thing):
@@ -37,7 +40,7 @@ def example_of(name: str) -> str:
 @pytest.mark.slow
 def test_examples_use_what_objects_have(tmp_path: Path) -> None:
     source = "from pathlib import Path\n\nimport autotune\nfrom autotune.events import Event\n\n"
-    for name in autotune.__all__:
+    for name in FUNCTIONS:
         code = textwrap.indent(example_of(name), "    ")
         source += f"\ndef example_of_{name}(event: Event) -> None:\n{code}\n"
     (file := tmp_path / "examples.py").write_text(source)
