@@ -1,14 +1,12 @@
 """A model of PyTorch's CUDA caching allocator: what it reserves for a sequence of allocations.
 
-Rules and constants: c10/cuda/CUDACachingAllocator.cpp of torch 2.x. Sizes round up to 512 bytes.
-Requests up to 1 MiB come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones
-get a segment rounded up to 2 MiB. The best-fitting free block is split when the rest is worth
-keeping, and neighbors merge when freed. With expandable segments each pool is one range that grows
-at its end by whole pages, 2 MiB for the small pool and 20 MiB for the large.
+Rules and constants: c10/cuda/CUDACachingAllocator.cpp of torch 2.x. The best-fitting free block is
+split when the rest is worth keeping, and neighbors merge when freed. With expandable segments each
+pool is one range that grows at its end by whole pages.
 """
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MIB = 1 << 20
@@ -18,6 +16,7 @@ SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 LARGE_REQUEST_BYTES = 10 * MIB
 SEGMENT_STEP_BYTES = 2 * MIB
+Events = Iterable[tuple[int, int]]  # (number, bytes); a free has negative bytes
 
 
 def rounded(size: int, step: int) -> int:
@@ -147,10 +146,8 @@ class CachingAllocator:
             pool.give(block)
 
 
-def replayed(
-    events: Iterable[tuple[int, int]], *, expandable_segments: bool = False
-) -> CachingAllocator:
-    """Replay (number, bytes) events; a free has negative bytes."""
+def replayed(events: Events, *, expandable_segments: bool = False) -> CachingAllocator:
+    """Replay events from an empty allocator."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     for number, size in events:
         if size >= 0:
@@ -165,30 +162,22 @@ class Waste:
     """Bytes that the allocator reserves beyond what is allocated."""
 
     fixed_bytes: float  # holes that a pass leaves whatever its depth
-    saved_share: float
-    """Of what stays for the backward pass: rounding of its tensors to segments."""
+    saved_share: float  # of what stays for the backward pass: its tensors are rounded to segments
 
 
-def waste_of(
-    events: Sequence[tuple[int, int]],
-    kept: Sequence[tuple[int, int]],
-    *,
-    expandable_segments: bool = False,
-) -> Waste:
-    """Tell waste from the events of a short pass, and those of its tensors that outlive one block's
-    forward pass."""
+def waste_of(events: Events, kept: Events, *, expandable_segments: bool = False) -> Waste:
+    """Tell waste from a short pass, and from those of its tensors that outlive one block's
+    forward."""
     allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
     share = waste_share(kept, expandable_segments=expandable_segments)
     return Waste(max(0.0, allocator.reserved_bytes - peak - share * peak), share)
 
 
-def waste_share(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> float:
-    """Return reserved over allocated bytes, minus one, of what stays: (number, bytes) of a few
-    blocks that stand for many.
+def waste_share(events: Events, *, expandable_segments: bool = False) -> float:
+    """Return reserved over allocated bytes, minus one, of what stays, from that of a few blocks.
 
-    Tensors that stay lie side by side in expandable segments, which lose the end of their last page
-    alone, once whatever the number of blocks: in a replay of few it would pass for a share.
+    Expandable segments lose the end of their last page alone, whatever the number of blocks.
     """
     if expandable_segments:
         return 0.0

@@ -1,10 +1,8 @@
 """Lessons of trials for the cost model: log-residuals per knob, by Bayesian linear regression.
 
 log(measured / predicted) = offset + a term for each choice of a candidate + noise, all with
-Gaussian priors, so one trial moves every prediction, more trials tell the choices apart, and
-uncertainty shrinks with each (Bishop, Pattern Recognition and Machine Learning, section 3.3). A
-dozen terms need no linear algebra library, whose last bits differ between CPUs: residuals are
-learned one after the other, in plain arithmetic.
+Gaussian priors (Bishop, Pattern Recognition and Machine Learning, section 3.3). Residuals are
+learned one after the other in plain arithmetic: libraries' last bits differ between CPUs.
 """
 
 import math
@@ -18,36 +16,30 @@ from autotune.plan.prediction import Prediction
 OFFSET, DOUBLING, KEEPS_ATTENTION = "offset", "batch>", "keeps attention"
 IN_PRECISION = "in precision="
 LEVERS = ("modulation=", "norm_rope=")
+# One sigma of the offset's logarithm before any trial, by where the rates are from.
 PRIOR_TIME_DATASHEET = 0.35
 PRIOR_TIME_MEASURED = 0.25
-"""One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at the
-model's shapes."""
 PRIOR_MEMORY = 0.04
+# Sigma of a choice's term, of the offset's. .2, .4, .7 and 1 were tried on 40 simulated searches:
+# .7 was within 5% of the best most often (see benchmarks/DECISIONS.md).
 CHOICE_SHARE = 0.7
-"""Sigma of each choice's term, relative to the offset's. .2, .4, .7 and 1 were tried on 40
-simulated searches: .7 was within 5% of the best most often (see benchmarks/DECISIONS.md)."""
+# Of a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks.
 DOUBLING_SHARE = 0.3
-"""Of a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks (see the
-log)."""
+# Keeping attention saves 4% of a step (Qwen-Image, FLUX.1, Z-Image at 1,024 px on a 4090,
+# predicted), and a quarter of that is doubted. With .1 simulated searches took 11 trials, with .03
+# 8 to 10, without these variants 7 or 8.
 VARIANT_SHARE = 0.03
-"""Of variants of recomputing. Keeping attention saves 4% of a step (Qwen-Image, FLUX.1, Z-Image at
-1,024 px on a 4090, predicted), and a quarter of that is doubted. With .1, searches on simulated
-cards took 11 trials; with .03 they take 8 to 10, and without these variants 7 or 8."""
+# Without these terms a search never learned that a lever is worth less than predicted.
 LEVER_SHARE = 0.3
-"""Of modulation ahead of time and of norm and RoPE as one function. Without these terms a search
-never learned that one of them is worth less than predicted (see the log)."""
+# Of a format or backend in one precision: its kernels for another are others. On development tables
+# the fastest of 8 trials was 0.0% slower than the best there is, 1.4% without.
 IN_PRECISION_SHARE = 0.3
-"""Of a weight format or an attention backend in one precision: its kernels for another are others.
-On development tables the fastest of 8 trials was 0.0% slower than the best there is, 1.4% without
-(see the log)."""
 NOISE = {"time": 0.03, "memory": 0.005}  # one sigma of a repeated measurement
-DIGITS = 9
-"""Decimals that are kept: logarithms' last bits differ between CPUs and C libraries."""
+DIGITS = 9  # Decimals that are kept: logarithms' last bits differ between CPUs and C libraries.
 
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
-    """List the terms that a candidate has: the offset and one per choice that changes how a step
-    runs."""
+    """List a candidate's terms: the offset, and one per choice that changes how a step runs."""
     return _features(
         candidate.compile != "off",
         candidate.swapped_blocks > 0,
@@ -107,7 +99,6 @@ class Posterior:
     )
 
     def sigma(self, feature: str) -> float:
-        """Prior sigma of a term."""
         if feature == OFFSET:
             return self.prior
         if feature == KEEPS_ATTENTION:
@@ -119,11 +110,10 @@ class Posterior:
         return self.prior * (DOUBLING_SHARE if feature.startswith(DOUBLING) else CHOICE_SHARE)
 
     def log_factor(self, candidate: Candidate) -> float:
-        """Expected log-residual."""
         return self._moments(features_of(candidate))[0]
 
     def uncertainty(self, candidate: Candidate) -> float:
-        """One sigma of the log-residual."""
+        """Return one sigma of the log-residual."""
         return self._moments(features_of(candidate))[1]
 
     def _moments(self, names: tuple[str, ...]) -> tuple[float, float]:
@@ -136,8 +126,7 @@ class Posterior:
         return found
 
     def tempered(self, weight: float) -> "Posterior":
-        """Return how far it holds for something else, whose terms correlate with these by `weight`
-        in [0, 1]."""
+        """Return what holds for something else, whose terms correlate by `weight` in [0, 1]."""
         covariance = [[weight**2 * value for value in row] for row in self.covariance]
         for name, i in self.index.items():
             covariance[i][i] += (1 - weight**2) * self.sigma(name) ** 2
@@ -168,30 +157,21 @@ def fit(
         surprise = residual - math.fsum(mean[i] for i in terms)
         for i, share in enumerate(shared):
             mean[i] += share / variance * surprise
-            row = covariance[i]
-            covariance[i] = [
-                v - share * other / variance for v, other in zip(row, shared, strict=True)
-            ]
+            pairs = zip(covariance[i], shared, strict=True)
+            covariance[i] = [value - share * other / variance for value, other in pairs]
     rounded = tuple(round(value, DIGITS) for value in mean)
     return Posterior(before.prior, index, rounded, tuple(map(tuple, covariance)))
 
 
 def time_doubt(one: Candidate, other: Candidate) -> float:
-    """Return one sigma of what trials may yet teach about the ratio of two candidates' step times,
-    as a logarithm.
-
-    0 for candidates with the same terms: whatever is learned moves both alike.
-    """
-    prior = Posterior(PRIOR_TIME_DATASHEET)
-    return math.sqrt(
-        math.fsum(prior.sigma(name) ** 2 for name in {*features_of(one)} ^ {*features_of(other)})
-    )
+    """Return one sigma of what trials may yet teach of the log-ratio of two step times."""
+    prior, different = Posterior(PRIOR_TIME_DATASHEET), {*features_of(one)} ^ {*features_of(other)}
+    return math.sqrt(math.fsum(prior.sigma(name) ** 2 for name in different))
 
 
 @dataclass(frozen=True)
 class PriorResiduals:
-    """Residuals of another machine or other work, against the cost model of that machine and
-    work."""
+    """Residuals of another machine or other work, against the cost model of that."""
 
     residuals: tuple[tuple[Candidate, Residual], ...]
     weight: float  # in [0, 1]: how much of it is believed to hold here
@@ -211,11 +191,10 @@ class Calibration:
         rates_measured: bool,
         priors: Sequence[PriorResiduals] = (),
     ) -> "Calibration":
-        """Learn from what trials here differed from predictions by, and from `priors`, the most
-        alike first.
+        """Learn from how trials here differed from predictions, and from `priors`, most alike
+        first.
 
-        Priors may tell that steps take more memory than predicted, never that they take less:
-        trials here tell that.
+        Priors may tell that steps take more memory than predicted, never less.
         """
         time = Posterior(PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET)
         memory = Posterior(PRIOR_MEMORY)
@@ -233,16 +212,10 @@ class Calibration:
 
 
 def residual_of(trial: TrialResult, prediction: Prediction) -> Residual | None:
-    """Tell how far a trial was from its prediction before any calibration; None if it did not
-    run."""
+    """Tell how far a trial was from its uncalibrated prediction; None if it did not run."""
     seconds, num_bytes = trial.median_step_seconds, trial.peak_memory_bytes
     if trial.outcome not in ("ok", "oom") or not seconds or not num_bytes:
         return None
-    time, memory = (
-        min(MAX_RESIDUAL, max(-MAX_RESIDUAL, math.log(ratio)))
-        for ratio in (
-            seconds / prediction.step_seconds,
-            num_bytes / prediction.allocated_memory_bytes,
-        )
-    )
+    ratios = seconds / prediction.step_seconds, num_bytes / prediction.allocated_memory_bytes
+    time, memory = (min(MAX_RESIDUAL, max(-MAX_RESIDUAL, math.log(ratio))) for ratio in ratios)
     return Residual(time=time, memory=memory)

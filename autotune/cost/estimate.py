@@ -1,5 +1,4 @@
-"""Answer for one candidate what it would take: memory, step time, and a whole job's hours and
-money."""
+"""Answer for one candidate what it would take: memory, step time, a job's hours and money."""
 
 from autotune.cost.model import VaeCost
 from autotune.cost.predict import CostModel
@@ -15,12 +14,12 @@ from autotune.plan.workload import mean_text_tokens, pad_text
 
 DISK_BYTES_PER_SECOND = 1e9  # a cold read from a plain NVMe disk, if no loader was measured
 ENCODER_WIDTH = 4096
+# Of the rate of products that wide, which text encoders reach on single captions.
 ENCODER_SHARE = 0.6
-"""Of the rate of products that wide, which text encoders reach on single captions."""
+# For cuDNN's plan of attention at a length that is new, twice that under checkpointing. Not
+# measured here: a graph took .4 s (sgl-project/sglang#4650), one per shape .18 s
+# (modelscope/FunASR#3705).
 PLAN_SECONDS = 1.0
-"""cuDNN's plan of attention for a length that it has not met, which is twice as long under
-checkpointing. Not measured here: a graph took .4 s (sgl-project/sglang#4650), and one for each new
-shape .18 s a step (modelscope/FunASR#3705)."""
 CHECKPOINTS_PER_JOB = 4
 CHECKPOINT_SECONDS = 1.0  # writing and syncing some hundred megabytes
 
@@ -32,8 +31,8 @@ def estimate(
     num_steps: int | None = None,
     price_per_hour: float | None = None,
 ) -> Estimate:
-    """Predict `candidate`, and the job of `num_steps` that would run with it; by default as many as
-    the family advises.
+    """Predict `candidate` and a job of `num_steps` with it; by default as many as the family
+    advises.
 
     Raises InvalidInput if the candidate cannot be.
     """
@@ -69,8 +68,7 @@ def job_time(
     num_previews: int,
     num_validations: int = 0,
 ) -> JobTime:
-    """Return wall time of a whole job: load, caches, steps, previews, validations and
-    checkpoints."""
+    """Return wall time of a job: load, caches, steps, previews, validations and checkpoints."""
     candidate = prediction.candidate
     rates = cost.tables.rates_of(candidate)
     model_bytes = cost.model.model_bytes(candidate.precision, "none")
@@ -100,8 +98,7 @@ def job_time(
 
 
 def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
-    """Return the time until cuDNN has a plan of attention for every length of image and text that a
-    run meets."""
+    """Return the time until cuDNN has a plan for every length of image and text in a run."""
     if cost.tables.kernel_of(candidate) != "cudnn":
         return 0.0
     work, multiple = cost.workload, max(cost.tables.padded_to(candidate), cost.family.text_multiple)
@@ -116,8 +113,8 @@ def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
 
 
 def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_bytes: int) -> float:
-    """Encoding one caption where the caching settings have the encoders; streamed ones cross the
-    bus for each."""
+    """Encoding one caption where caching settings have the encoders; streamed ones cross the
+    bus."""
     caching, tokens = cost.caching, mean_text_tokens(cost.workload)
     flops = 2 * parameters * tokens
     if caching.text_encoder_device == "cpu" and cost.hardware.device.kind != "cpu":
@@ -129,8 +126,7 @@ def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_byt
 
 
 def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
-    """Encoding one image or clip where the caching settings have the VAE; another GPU is taken to
-    be as fast."""
+    """Encoding one item where caching settings have the VAE; other GPUs are taken to be as fast."""
     if cost.caching.vae_device == "cpu" and cost.hardware.device.kind != "cpu":
         return vae.encode_flops / host_flops_per_second(cost.hardware.host)
     return vae.encode_bytes_moved / rates.bandwidth
@@ -152,22 +148,19 @@ def require_divisor(size: int, effective: int) -> None:
 
 
 def require_sound(candidate: Candidate, context: TuningContext) -> None:
-    """Raise InvalidInput if a candidate's values are unknown, or do not go with the work or with
-    each other."""
+    """Raise InvalidInput if values are unknown, or do not go with the work or each other."""
     workload = context.workload
     for name, value in candidate:
         require_choice(name, value)
-    blocks = workload.model.num_blocks
-    if candidate.checkpointed_blocks > blocks:
+    number, blocks = candidate.checkpointed_blocks, workload.model.num_blocks
+    if number > blocks:
+        hint = f"the nearest valid value is {blocks}, or `all`"
         raise InvalidInput(
-            f"{candidate.checkpointed_blocks} checkpointed blocks are more than the model's "
-            f"{blocks}",
-            hint=f"the nearest valid value is {blocks}, or `all`",
+            f"{number} checkpointed blocks are more than the model's {blocks}", hint=hint
         )
     require_divisor(candidate.micro_batch_size, workload.effective_batch_size)
     for knob in KNOBS:
         if conflict := knob.why_not(candidate, context):
-            raise InvalidInput(
-                f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}",
-                hint="see which settings go together: autotune plan --list-knobs",
-            )
+            what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here"
+            hint = "see which settings go together: autotune plan --list-knobs"
+            raise InvalidInput(f"{what}: {conflict}", hint=hint)

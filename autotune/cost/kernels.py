@@ -17,16 +17,10 @@ from diffusers.models.attention_dispatch import attention_backend
 from torch import nn
 from torch.nn import functional
 
+from autotune.knobs import quantized_layers
 from autotune.knobs.attention import cuda_kernel
 from autotune.knobs.formats import NESTED_BLOCK, NF4_BLOCK, WEIGHT_FORMATS
 from autotune.knobs.norm_rope import KERNELS
-from autotune.knobs.quantized_layers import (
-    CONVERTS_AS_IT_READS,
-    PRODUCT_KERNELS,
-    Kernels,
-    as_stored,
-    quantize_blocks,
-)
 from autotune.models.family import Family
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import ProductPractice
@@ -34,12 +28,9 @@ from autotune.plan.prediction import ProductPractice
 DeviceRules = Literal["cpu", "cuda"]
 
 Work = tuple[str, tuple[int, ...], int, int]
-"""One kind of operation: class, shape, FLOPs, bytes moved.
-
-A class may be followed by a dot and what tells its kernel apart: `attention.backward`,
-`elementwise.gelu`, `dequantization.int8`, `matmul.fp8`. Shapes: (m, k, n) of a matmul, (batch,
-heads, queries, keys, dimension) of attention.
-"""
+"""(kind, shape, FLOPs, bytes moved) of an operation. A dot may tell its kernel apart:
+`attention.backward`, `elementwise.gelu`, `matmul.fp8`. Shapes: (m, k, n) of a matmul, (batch,
+heads, queries, keys, dimension) of attention."""
 
 
 def rules_of(hardware: HardwareProfile) -> DeviceRules:
@@ -47,26 +38,22 @@ def rules_of(hardware: HardwareProfile) -> DeviceRules:
     return "cuda" if hardware.device.kind == "cuda" else "cpu"
 
 
+# Seconds are broken down into these. `adapter`: matmuls with the rank as a dimension.
 CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution")
-"""Classes that seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
 
+# Elementwise kernels at a quarter to a thirtieth of a copy's rate, which the probe measures.
+# `narrow`: broadcasts and sums over a last dimension of `NARROW` at most, as Kandinsky turns pairs
+# of channels; nothing of that is vectorized.
 SLOW_ON_CPU = ("gelu", "gelu_backward", "narrow")
-"""Elementwise kernels that a CPU computes for longer than it moves their bytes: a quarter to a
-thirtieth of a copy's rate. The probe measures them, and conversions of stored weights, by
-themselves. `narrow`: broadcasts and sums over a last dimension of `NARROW` at most, as Kandinsky
-turns pairs of channels; nothing of that is vectorized."""
 NARROW = 4
 
+# Backward passes that sum the query's gradient in fp32 scratch memory
+# (aten/src/ATen/native/transformers/cuda: flash_attn, `mha_bwd`;
+# mem_eff_attention/kernel_backward.h, `workspace_elements_gq`). That cuDNN, whose sources are
+# closed, takes as much is assumed from its last kernel, which converts the query's gradient.
 ACCUMULATES = tuple(
     f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")
 )
-"""Backward passes that sum the query's gradient in fp32 scratch memory
-(aten/src/ATen/native/transformers/cuda: flash_attn, `mha_bwd`; mem_eff_attention/kernel_backward.h,
-`workspace_elements_gq`). cuDNN's sources are closed: that it takes as much is an assumption, from
-its last kernel, which converts the query's gradient."""
-
-CUDA_BLOCK_BYTES = 512
-"""Granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 
 
 def kernel_for(
@@ -87,12 +74,10 @@ def kernel_for(
 
 @contextmanager
 def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
-    """Trace functions that the device fuses as the device runs them, within this context. Not
-    thread-safe.
+    """Trace functions that the device fuses as the device runs them, within this context.
 
-    They are replaced by name: a torch function mode would be suspended while `backward` recomputes
-    a checkpoint. Whatever backend this process last trained with, the model calls the function that
-    is replaced.
+    They are replaced by name, so not thread-safe: `backward` would suspend a torch function mode
+    while it recomputes a checkpoint.
     """
     functions: dict[str, Any] = {}
     if kernel != "math":
@@ -103,11 +88,12 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     norm_rope = KERNELS["compiled"]._replace(
         forward=_joined_norm_rope, backward=_norm_rope_backward
     )
+    converts = quantized_layers.CONVERTS_AS_IT_READS
     with (
         patch.multiple(functional, **functions) if functions else nullcontext(),
         patch.dict(KERNELS, compiled=norm_rope),
-        patch.dict(PRODUCT_KERNELS, meta=_products_of(rules)),
-        patch.dict(CONVERTS_AS_IT_READS, meta=CONVERTS_AS_IT_READS[rules]),
+        patch.dict(quantized_layers.PRODUCT_KERNELS, meta=_products_of(rules)),
+        patch.dict(converts, meta=converts[rules]),
         attention_backend("native"),
     ):
         yield
@@ -198,11 +184,11 @@ def _norm_rope_backward(
     return [part * stream for part, stream in zip(parts, streams, strict=True)]
 
 
-def _products_of(rules: DeviceRules) -> Kernels:
+def _products_of(rules: DeviceRules) -> quantized_layers.Kernels:
     def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return x.to(dtype), torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
-    plain = PRODUCT_KERNELS["cpu"]
+    plain = quantized_layers.PRODUCT_KERNELS["cpu"]
     if rules == "cpu":
         return plain
     return plain._replace(
@@ -220,8 +206,7 @@ def _fused_dropout(
 
 
 def conversion_bytes(operation: Any, inputs: list[torch.Tensor]) -> int:
-    """Return what a CPU takes for a moment to convert operands to their common dtype, and factors
-    in float8."""
+    """Return what a CPU takes for a moment to convert operands to their common dtype."""
     # Emulated: copies in fp32, of the second factor two.
     if operation is torch.ops.aten._scaled_mm.default:
         return 4 * (inputs[0].numel() + 2 * inputs[1].numel())
@@ -234,7 +219,7 @@ def conversion_bytes(operation: Any, inputs: list[torch.Tensor]) -> int:
 
 
 def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
-    """Return an aten operation's scratch memory, from (batch, heads, tokens, head dimension) of a
+    """Return an aten operation's scratch memory; (batch, heads, tokens, head dimension) of a
     query."""
     if operation not in ACCUMULATES:
         return 0
@@ -245,18 +230,14 @@ def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
 
 
 PRODUCTS = ("linear", "conv2d", "conv3d", "scaled_dot_product_attention")
+# Of aten/src/ATen/autocast_mode.h what models call: AT_FORALL_LOWER_PRECISION_FP and
+# AT_FORALL_FP32, with `rms_norm` since torch 2.12 (pytorch/pytorch#174824).
 IN_FP32 = ("layer_norm", "group_norm", "mse_loss", "rms_norm")
-"""Of aten/src/ATen/autocast_mode.h what models call: AT_FORALL_LOWER_PRECISION_FP and
-AT_FORALL_FP32, with `rms_norm` since torch 2.12 (pytorch/pytorch#174824)."""
 
 
 @contextmanager
 def under_autocast(dtype: torch.dtype) -> Iterator[None]:
-    """Cast arguments of functions as autocast to `dtype` does, within this context. Not thread-
-    safe.
-
-    They are replaced by name, for autocast knows no meta device.
-    """
+    """Cast arguments of functions as autocast does, which knows no meta device. Not thread-safe."""
     table = {**dict.fromkeys(PRODUCTS, dtype), **dict.fromkeys(IN_FP32, torch.float32)}
     functions: dict[str, Any] = {
         name: _casting(getattr(functional, name), to) for name, to in table.items()
@@ -277,10 +258,10 @@ def _casting(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., 
     return call
 
 
+# Up to so many rows every CUDA card multiplies by the stored weight, if its columns fill whole
+# blocks (bitsandbytes/backends/cuda/ops.py, `_GEMM_4BIT_CUSTOM_FLOOR_M`); above, that depends on
+# card and shape.
 FUSED_4_BIT_ROWS = 4
-"""Up to so many rows, every CUDA card multiplies by the 4-bit weight as it is stored, if its
-columns fill whole blocks (bitsandbytes/backends/cuda/ops.py, `_GEMM_4BIT_CUSTOM_FLOOR_M`); above,
-that depends on card and shape. Micro-batches above 4 follow the line through 2 and 4."""
 
 NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4  # code table, nested code table and offset of every layer
 
@@ -306,7 +287,7 @@ def quantize_for_tracing(
     elif weight_format.stand_in:
         stand_in = partial(resolve_name(weight_format.stand_in), rules=rules)
     else:
-        quantize_blocks(transformer, family, quantization)
+        quantized_layers.quantize_blocks(transformer, family, quantization)
         return
     layers = [layer for module in stored for layer in module.modules()]
     for layer in layers:
@@ -314,14 +295,14 @@ def quantize_for_tracing(
             stand_in(layer)
 
 
-def stand_in_for_nf4(layer: nn.Linear, rules: DeviceRules) -> None:
+def stand_in_for_nf4(layer: Any, rules: DeviceRules) -> None:
     """Let a layer on the meta device take and do what bitsandbytes' `Linear4bit` would."""
     shape, dtype = layer.weight.shape, layer.weight.dtype
     stored = torch.empty(nf4_bytes(layer.weight.numel()), dtype=torch.uint8, device="meta")
     layer.weight = nn.Parameter(stored, requires_grad=False)
     multiply: Callable[..., torch.Tensor] = MatMul4Bit.apply
     # It computes in its own precision, and answers in the input's.
-    _replace_forward(layer, lambda x: multiply(x.to(dtype), layer, shape, rules).to(x.dtype))
+    layer.forward = lambda x: multiply(x.to(dtype), layer, shape, rules).to(x.dtype)
 
 
 def _stand_in_for_practice(
@@ -330,21 +311,22 @@ def _stand_in_for_practice(
     dtype = layer.weight.dtype
     quantize(layer)
     multiply: Any = _keeping_weight if practice.keeps == "weights" else WithWeightGradient.apply
-    _replace_forward(layer, lambda x: multiply(x, layer, dtype))
-
-    # Autograd keeps the converted weight for the input's gradient.
+    layer.forward = lambda x: multiply(x, layer, dtype)  # type: ignore[assignment,method-assign]
 
 
 def _keeping_weight(x: torch.Tensor, layer: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+    # Autograd keeps the converted weight for the input's gradient.
     scale: Any = layer.scale
-    weight = as_stored(layer.weight).to(dtype) * scale.to(dtype)[:, None]
+    weight = quantized_layers.as_stored(layer.weight).to(dtype) * scale.to(dtype)[:, None]
     # A model that casts to the precision of a weight may have made bytes of it.
     return nn.functional.linear(x if x.is_floating_point() else x.to(dtype), weight, layer.bias)
 
 
 class WithWeightGradient(torch.autograd.Function):
-    """A product with int8 weights that computes their gradient, too, and converts them for each
-    pass (torchao/prototype/quantized_training/int8.py, _Int8WeightOnlyLinear)."""
+    """A product with int8 weights that computes their gradient, and converts them for each pass.
+
+    Source: torchao/prototype/quantized_training/int8.py, _Int8WeightOnlyLinear.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any, dtype: torch.dtype) -> Any:
@@ -364,13 +346,8 @@ class WithWeightGradient(torch.autograd.Function):
         return of_input.to(x.dtype), None, None
 
 
-def _replace_forward(layer: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    layer.forward = forward  # type: ignore[assignment,method-assign]
-
-
 class MatMul4Bit(torch.autograd.Function):
-    """Dequantizes the weight for each product, but for a few rows on CUDA, and keeps it as
-    stored."""
+    """Dequantizes the stored weight for each product, but for a few rows on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, shape: Any, rules: DeviceRules) -> Any:

@@ -21,15 +21,13 @@ from autotune.plan.prediction import MemoryBreakdown, Overheads, PhaseMemory
 from autotune.plan.workload import ADAMW
 
 FP32_BYTES = 4
+# cuBLAS's default (its documentation, CUBLAS_WORKSPACE_CONFIG), from PyTorch's allocator.
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
 HOPPER_WORKSPACE_BYTES = 32 << 20
-"""cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes from
-its allocator."""
+# Threads that multiply: the backward pass runs on autograd's own, with a handle of its own.
 WORKSPACES = 2
-"""One for each thread that multiplies: the backward pass runs on autograd's own, with its own
-handle."""
+# Python with torch, diffusers, transformers and CUDA's libraries loaded.
 HOST_PROCESS_BYTES = 3 << 29
-"""Resident memory of Python with torch, diffusers, transformers and CUDA's libraries loaded."""
 PHASES = ("load", "cache", "train", "preview", "save")
 EMPTY = dict.fromkeys(MemoryBreakdown.model_fields, 0)
 
@@ -120,8 +118,7 @@ def resident_of(
 def _optimizer_bytes(
     model: TracedModel, model_bytes: ModelBytes, candidate: Candidate
 ) -> tuple[int, int]:
-    """State, and what a step works with: copies of the adapter in fp32 beside its state. Another
-    program's practice is known of AdamW alone."""
+    """State, and what a step works with beside it; another program's is known of AdamW alone."""
     work, parameters = model.workload, model_bytes.adapter_parameters
     is_half = candidate.precision != "fp32"
     if model.overheads and is_half and work.optimizer == ADAMW:
@@ -136,8 +133,7 @@ def _optimizer_bytes(
 def _modulation_bytes(
     layers: ModulationBytes | None, model: TracedModel, *, is_pinned: bool
 ) -> tuple[int, int, int]:
-    """On the host for the coming draws, and while a preview is sampled; on the device while a
-    window is computed, the largest layer with its inputs and outputs."""
+    """On the host for coming draws and for a preview; on the device while a window is computed."""
     if layers is None:
         return 0, 0, 0
     images, defaults = model.workload.effective_batch_size, model.family.defaults
@@ -204,8 +200,6 @@ def phases_of(
 
 @lru_cache(maxsize=1024)
 def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseMemory, ...]]:
-    """The phases before training and those after it, which thousands of candidates have in
-    common."""
     kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
     weights = r.weight_bytes + r.buffer_bytes
     quantizing = r.quantizing_bytes + r.gathered_bytes
@@ -248,8 +242,7 @@ def kept_part_bytes(
 ) -> Mapping[str, int]:
     """Return bytes that each phase needs beyond what autotune's executor needs there.
 
-    `encoder_bytes` are those of the text encoders' weights in bf16, as they are stored on the
-    device; while captions are encoded they are there anyway.
+    `encoder_bytes` are those of the text encoders' weights in bf16, which captions need anyway.
     """
     found: dict[str, int] = {}
     for one in overheads.kept:
@@ -285,10 +278,10 @@ def with_kept(phases: Sequence[PhaseMemory], kept: Mapping[str, int]) -> tuple[P
 GATHERED_BLOCKS = 2  # the one that runs and the next, which FSDP2 gathers meanwhile
 PASSES = 2  # weights are gathered for the forward and again for the backward pass
 
+# Bytes per second and direction in a collective: about half of what third-generation NVLink and
+# PCIe 4.0 x16 carry. Round figures, not measured here.
 LINK_BANDWIDTH = {"nvlink": 150e9}
 PCIE_BANDWIDTH = 12e9
-"""Bytes per second and direction in a collective: about half of what third-generation NVLink and
-PCIe 4.0 x16 carry. Round figures, not measured here."""
 
 
 @dataclass(frozen=True)
@@ -308,17 +301,13 @@ class Parallel:
         return device.budget_bytes // (self.num_processes if device.kind == "cpu" else 1)
 
     def weight_bytes(self, model_bytes: ModelBytes) -> int:
-        """Frozen weights that one device keeps."""
         return -(-model_bytes.weight_bytes // self.num_shards)
 
     def resident(self, whole: Resident, model_bytes: ModelBytes) -> Resident:
-        """Return what one device keeps of a model that alone would take `whole`.
-
-        DDP's buckets hold each gradient once more, beside the one that accumulates without
-        synchronization.
-        """
+        """Return what one device keeps of a model that alone would take `whole`."""
         if self.strategy == "single":
             return whole
+        # DDP's buckets hold each gradient once more, beside the one that accumulates.
         one = replace(whole, bucket_bytes=whole.adapter_bytes)
         if self.num_shards == 1:
             return one
@@ -330,11 +319,9 @@ class Parallel:
     def exchange_seconds(
         self, hardware: HardwareProfile, model_bytes: ModelBytes, accumulation: int
     ) -> float:
-        """Return the time in which one step's gradients and weights are sent; it overlaps with
-        computing.
+        """Return the time in which one step's gradients and weights are sent, besides computing.
 
-        Each collective is a ring, through which every byte but a process's own passes: its slowest
-        link decides.
+        Each collective is a ring, through which every byte but a process's own passes.
         """
         if self.strategy == "single":
             return 0.0

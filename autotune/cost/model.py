@@ -12,18 +12,10 @@ import diffusers
 import torch
 from torch import nn
 
+from autotune.cost import trace
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, quantize_for_tracing, substitutes
 from autotune.cost.recorder import Remembering
-from autotune.cost.trace import (
-    TracePass,
-    block_kinds,
-    choose_traced,
-    shorten,
-    stored_tensors,
-    trace_inference,
-    trace_pass,
-)
 from autotune.errors import InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.block_swap import region_offsets
@@ -40,9 +32,10 @@ from autotune.plan.workload import Bucket, Workload
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 ALLOCATORS = ("default", "expandable")
+# Mix a decoded tile's margin into its neighbor's, row by row: thousands of operations.
 BLENDS = {"blend_v", "blend_h", "blend_t"}
-"""Methods that mix a decoded tile's margin into its neighbor's, row by row: thousands of
-operations."""
+# What classes raise that are built from a configuration that nobody published.
+MISTAKES = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 VISITING_BLOCKS = 2  # swapped blocks on the device at once: the one that runs and the next
 NUM_REMEMBERED = 4  # traced models that are kept for whoever asks for the same again
 P = ParamSpec("P")
@@ -79,8 +72,7 @@ class ModelBytes:
     modulation: ModulationBytes | None  # if its layers are not among the weights
 
     def away_bytes(self, swapped: int) -> int:
-        """Return frozen weights that wait on the host: those of the swapped blocks but for the two
-        that visit the device."""
+        """Return the frozen weights of swapped blocks, but for the two that visit the device."""
         blocks = self.block_weight_bytes[:swapped]
         return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
 
@@ -140,13 +132,13 @@ class TracedModel:
         self.parts = parts
         self.overheads = overheads
         self._resident = build_on_meta(family, config)
-        kinds = block_kinds(family, self._resident)
+        kinds = trace.block_kinds(family, self._resident)
         self.num_blocks = sum(map(len, kinds))  # of the full model
         adapted = block_numbers(workload.adapted_blocks, self.num_blocks)
         # Blocks of each list that are traced; for each of the full model, which stands for it.
-        self.picked, self.index, adapted_traced = choose_traced(kinds, adapted)
+        self.picked, self.index, adapted_traced = trace.choose_traced(kinds, adapted)
         self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
-        shorten(family, self._resident, self.picked)
+        trace.shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
         self.model, self.traced = self._cached(self._model), self._cached(self._traced)
         self.model_bytes, self.vae_cost = cache(self._model_bytes), self._cached(self._vae_cost)
@@ -157,11 +149,10 @@ class TracedModel:
             return self._resident
         transformer = build_on_meta(self.family, self.config)
         take_layers(self.family, transformer)
-        shorten(self.family, transformer, self.picked)
+        trace.shorten(self.family, transformer, self.picked)
         return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
-        """Under images of one size and captions of one length: itself, if these are its largest."""
         if (bucket, text_tokens) == (self.workload.largest_bucket, self.workload.max_text_tokens):
             return self
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
@@ -170,20 +161,13 @@ class TracedModel:
         return other
 
     def _cached(self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function`, called once for each argument. Its failures on what nobody published are
-        InvalidInput: classes are built from most configurations, and fail when they run."""
+        """`function`, called once for each argument; what fails on an unpublished model is
+        InvalidInput."""
 
         def call(*arguments: P.args, **options: P.kwargs) -> T:
             try:
                 return function(*arguments, **options)
-            except (
-                ArithmeticError,
-                AttributeError,
-                LookupError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except MISTAKES as error:
                 published = (dict(self.family.transformer_config), self.family.parts)
                 if is_out_of_memory(error) or (dict(self.config), self.parts) == published:
                     raise
@@ -196,11 +180,9 @@ class TracedModel:
         return cache(call)  # type: ignore[return-value]
 
     def with_rules(self, rules: DeviceRules) -> "TracedModel":
-        """Return the same model with the kernels of a kind of device."""
         return self if rules == self.rules else self._with(rules, self.overheads)
 
     def with_overheads(self, overheads: Overheads | None) -> "TracedModel":
-        """Return the same model as another program trains it."""
         return self if overheads == self.overheads else self._with(self.rules, overheads)
 
     def _with(self, rules: DeviceRules, overheads: Overheads | None) -> "TracedModel":
@@ -260,7 +242,7 @@ class TracedModel:
         norm_rope: str = "stock",
         *,
         train: bool = True,
-    ) -> TracePass:
+    ) -> trace.TracePass:
         """A pass whose first `recomputed` blocks recompute, all of them or all but attention."""
         transformer, dtype = self.model(precision, quantization, modulation), torch_dtype(precision)
         selective = recomputed if keeps_attention else 0
@@ -273,7 +255,7 @@ class TracedModel:
         practice = self._practice(quantization)
         autocast = dtype if practice and practice.autocasts and precision != "fp32" else None
         known = self.family, transformer, batch
-        return trace_pass(*known, kernel, self.rules, autocast=autocast, train=train)
+        return trace.trace_pass(*known, kernel, self.rules, autocast=autocast, train=train)
 
     def _batch(self, size: int, dtype: torch.dtype, token_multiple: int = 1) -> Batch:
         """A batch on the meta device; if it needs a mask, captions differ in length."""
@@ -297,11 +279,11 @@ class TracedModel:
     def forward_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> int:
         """Return the most that one item's forward pass takes without gradients."""
         kernel = kernel_for("native", self.rules, self.masked(1))
-        trace = self.traced(
+        passed = self.traced(
             precision, quantization, kernel, 1, 0, modulation=modulation, train=False
         )
         level = peak = 0
-        for segment in (trace.before, *trace.forward, trace.between):
+        for segment in (passed.before, *passed.forward, passed.between):
             peak = max(peak, level + segment.peak_bytes)
             level += segment.growth_bytes
         return peak
@@ -324,12 +306,14 @@ class TracedModel:
             return vae.decode(family.decodable(latents))
 
         pipeline = SimpleNamespace(vae=vae)
-        encode = trace_inference(lambda: family.encode_pixels(pipeline, pixels), vae, self.rules)
+        encode = trace.trace_inference(
+            lambda: family.encode_pixels(pipeline, pixels), vae, self.rules
+        )
         if hasattr(vae, "enable_tiling"):
             vae.enable_tiling()
         for name in BLENDS & set(dir(vae)):
             setattr(vae, name, lambda _, tile, extent: tile)
-        decode = trace_inference(decode_latents, vae, self.rules)
+        decode = trace.trace_inference(decode_latents, vae, self.rules)
         weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
         flops = sum(count * work[2] for work, count in encode.work.items())
         moved = sum(count * work[3] for work, count in encode.work.items())
@@ -352,7 +336,7 @@ class TracedModel:
         outside_trainable = [p for p in all_trainable if id(p) not in in_blocks]
         full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
         plain = self.family.blocks(self.model(precision, "none", modulation))
-        stored = [tensor for block in blocks for tensor in stored_tensors(block)]
+        stored = [tensor for block in blocks for tensor in trace.stored_tensors(block)]
         kept = [(i, t.untyped_storage().nbytes()) for i, t in enumerate(stored)]
         kept = kept if self.rules == "cuda" else []
         return ModelBytes(
@@ -391,7 +375,7 @@ def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:
 
 def _frozen_sizes(module: nn.Module) -> list[int]:
     parameters = [p for p in module.parameters() if not p.requires_grad]
-    return [t.untyped_storage().nbytes() for p in parameters for t in stored_tensors(p)]
+    return [t.untyped_storage().nbytes() for p in parameters for t in trace.stored_tensors(p)]
 
 
 def _attribute_bytes(model: nn.Module) -> int:
@@ -408,8 +392,7 @@ def add_adapter_as_practiced(
 ) -> None:
     """Add the workload's adapter as a program does, or as autotune, to what computes in `dtype`.
 
-    peft copies an input to the precision of the adapter. Autocast, which cannot be traced without a
-    device, casts the adapter instead; here its weights do that themselves, whenever they are read.
+    Autocast cannot be traced without a device: weights cast themselves whenever they are read.
     """
     if practice is None:
         add_adapter(family, transformer, workload, dtype)

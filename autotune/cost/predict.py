@@ -26,24 +26,20 @@ from autotune.plan.plan import EncoderGpu, Reason
 from autotune.plan.prediction import Overheads, Prediction, StepTime
 from autotune.plan.workload import Workload
 
+# Of the time of elementwise kernels in compiled blocks. Not measured: it decides what is tried.
 ELEMENTWISE_SHARE = 0.6
-"""Share of the time of elementwise kernels that is left in compiled blocks. Not measured: it
-decides what is tried."""
 LAUNCH_SHARE = 0.4  # share of the launches that is left there
+# Per adapter parameter and step: gradient cast, clipping, AdamW's states, copy back.
 OPTIMIZER_BYTES_MOVED = 52
-"""Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and
-written, copy back."""
+# Of fused AdamW, and of others, which step each tensor by itself (8-bit AdamW: 0.4 s for 1,440).
 FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 30
-"""Of fused AdamW and of other optimizers, which step each tensor by itself: 8-bit AdamW took 0.4 s
-for 1,440."""
 
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
     """The cost model of one workload on one machine: an immutable value.
 
-    A prediction depends on its fields and the candidate alone. Methods that replace a field return
-    a new cost model, which shares everything that was traced.
+    Methods that replace a field return a new cost model, which shares everything that was traced.
     """
 
     tables: PassTables  # the traced model at the machine's rates
@@ -72,8 +68,8 @@ class CostModel:
         says so.
 
         `hardware` and `workload` are those of one process; `parts` are by default the published
-        ones. Pins and exclusions are values of `CachingSettings`, as text. `overheads` are those of
-        the program that trains, if it is another. Raises InvalidInput if a pin cannot be.
+        ones. Pins and exclusions are values of `CachingSettings`, as text. Raises InvalidInput if a
+        pin cannot be.
         """
         if parts is None:
             parts = next(
@@ -113,7 +109,6 @@ class CostModel:
 
     @property
     def encoder_gpu(self) -> EncoderGpu | None:
-        """The GPU beside the one that trains that encodes captions or images."""
         return encoder_gpu_of(self.hardware, self.caching, self.tables.encoder_size)
 
     @property
@@ -171,8 +166,7 @@ class CostModel:
         return replace(self, tables=PassTables(model, hardware, self.overheads), calibration=None)
 
     def residual(self, trial: TrialResult) -> Residual | None:
-        """Tell how far the trial was from the prediction without calibration; None if it did not
-        run."""
+        """Tell how far the trial was from the uncalibrated prediction; None if it did not run."""
         if not trial.peak_memory_bytes:
             return None
         return residual_of(trial, self.as_trials_run().predict_uncalibrated(trial.candidate))
@@ -261,11 +255,10 @@ class CostModel:
     def predict_block_counts(
         self, candidate: Candidate, passes: NDArray[np.int64], swapped: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Predict bytes of a training step and its seconds for many numbers of blocks at once,
-        before any calibration.
+        """Predict a step's bytes and seconds for many numbers of blocks at once, uncalibrated.
 
-        Shapes: `passes` (passes, 2) has numbers of checkpointed and selective blocks, `swapped`
-        (numbers,) those of swapped blocks; bytes and seconds are (passes, numbers).
+        `passes` (passes, 2) has numbers of checkpointed and selective blocks, `swapped` (numbers,)
+        those of swapped blocks; bytes and seconds are (passes, numbers).
         """
         accumulation = self._accumulation(candidate)
         composed = self.tables.passes(PassChoice.of(candidate), passes, accumulation > 1)
@@ -285,8 +278,8 @@ class CostModel:
     def _step_time(
         self, candidate: Candidate, composed: ComposedPasses, swapped: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
-        """By class of operation; each broadcasts to (passes, numbers of swapped blocks). `swapped`
-        is (1, numbers), or (passes, 1) for one each."""
+        """By class, broadcast to (passes, numbers); `swapped` is (1, numbers), or (passes, 1) for
+        one each."""
         rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
         model_bytes = self.tables.model_bytes(candidate)
         shares = self.tables.typical_shares(candidate)
@@ -329,6 +322,5 @@ class CostModel:
 
 
 def _idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The host is no more than some 1,000 launches ahead: what one pass leaves idle no other makes
-    up for."""
+    # The host is at most some 1,000 launches ahead: no other pass makes up for what one leaves.
     return np.maximum(0.0, host - device)

@@ -20,15 +20,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from autotune.cost.kernels import (
-    CUDA_BLOCK_BYTES,
-    NARROW,
-    SLOW_ON_CPU,
-    DeviceRules,
-    Work,
-    conversion_bytes,
-    workspace_bytes,
-)
+from autotune.cost import kernels
+from autotune.cost.allocator import BLOCK_BYTES
 
 MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
 PRODUCTS = {"_int_mm": "int8", "_scaled_mm": "fp8"}  # those with factors of 8 bits, and the dtype
@@ -54,17 +47,17 @@ class Segment:
     growth_bytes: int = 0  # live at the end minus live at the start
     peak_bytes: int = 0  # highest level inside
     workspace_bytes: int = 0  # kernel scratch memory within that peak
-    work: Counter[Work] = field(default_factory=Counter)
+    work: Counter[kernels.Work] = field(default_factory=Counter)
+    # (storage number, bytes) of an allocation; negative bytes of a free.
     events: list[tuple[int, int]] = field(default_factory=list)
-    """(storage number, bytes) of each allocation, (storage number, -bytes) of each free."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records segments between calls of `mark`."""
 
-    def __init__(self, rules: DeviceRules) -> None:
+    def __init__(self, rules: kernels.DeviceRules) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.granularity = CUDA_BLOCK_BYTES if rules == "cuda" else 1
+        self.granularity = BLOCK_BYTES if rules == "cuda" else 1
         self.counts_host = rules == "cpu"
         self.segments: list[Segment] = []
         self._live: dict[int, weakref.ref[Any]] = {}
@@ -77,7 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def seed(self, tensors: Iterable[Tensor]) -> int:
-        """Count `tensors` and their views as live from before the pass; returns new bytes."""
+        """Count `tensors` and their views as live from before the pass; return new bytes."""
         return sum(self._watch(tensor, None) for tensor in tensors)
 
     def mark(self, name: str) -> None:
@@ -101,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = name_of(func)
         sums = name == "add" and _sums_gradients(inputs)
         self._summed = (_storage_key(inputs[0]), len(segment.events)) if sums else None
-        if self.counts_host and (scratch := conversion_bytes(func, inputs)):
+        if self.counts_host and (scratch := kernels.conversion_bytes(func, inputs)):
             self._allocate(segment, scratch)()
         if name != "empty" and (fresh or not (func.is_view or name in FREE)):
             charge = known.charge if known else None
@@ -115,7 +108,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _watch(self, tensor: Tensor, segment: Segment | None) -> int:
-        """Returns the bytes of a storage that is new, 0 for one that is known."""
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         if key in self._live or (tensor.device.type != "meta" and not self.counts_host):
@@ -133,7 +125,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return size
 
     def _sum_in_place(self, freed: int) -> None:
-        """Autograd lets a sum take the place of the first of two gradients, except under a dispatch
+        """Autograd sums in the place of the first of two gradients, but not under a dispatch
         mode."""
         events = self.segments[-1].events
         if self._summed == (freed, len(events) - 1):
@@ -153,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _charge_of(
     func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
-) -> tuple[Work, int]:
+) -> tuple[kernels.Work, int]:
     name = name_of(func)
     moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
     kind, shape = _class_of(name, inputs)
@@ -161,7 +153,7 @@ def _charge_of(
     if kind.startswith("attention"):
         backward = kind == "attention.backward"
         flops = math.prod(shape) * (10 if backward else 4)  # 5 and 2 products, 2 FLOPs each
-        scratch = workspace_bytes(name, inputs[1 if backward else 0].shape)
+        scratch = kernels.workspace_bytes(name, inputs[1 if backward else 0].shape)
     elif kind.startswith("matmul"):
         flops = 2 * math.prod(shape)
     else:
@@ -176,8 +168,7 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 def _sums_gradients(inputs: list[Tensor]) -> bool:
-    """True for autograd's own addition of two gradients, if the first has room for the sum: below
-    the recorder's frames lies the start of the backward pass, no Python code."""
+    """Autograd's own addition of two gradients, if the first has room: called by no Python code."""
     if torch.is_grad_enabled() or inputs[0].untyped_storage().nbytes() != inputs[0].nbytes:
         return False
     frame: FrameType | None = sys._getframe()
@@ -204,14 +195,12 @@ def _class_of(name: str, inputs: list[Tensor]) -> tuple[str, tuple[int, ...]]:
     if stored := [tensor.dtype for tensor in inputs if tensor.dtype in STORED]:
         return f"dequantization.{str(stored[0]).removeprefix('torch.')}", ()
     kernel = "narrow" if _is_narrow(name, inputs) else name
-    return (f"elementwise.{kernel}" if kernel in SLOW_ON_CPU else "elementwise"), ()
+    return (f"elementwise.{kernel}" if kernel in kernels.SLOW_ON_CPU else "elementwise"), ()
 
 
 def _is_narrow(name: str, inputs: list[Tensor]) -> bool:
-    """True if a last dimension of a few numbers is summed or broadcast over; see
-    `kernels.SLOW_ON_CPU`."""
     whole = [tensor for tensor in inputs if tensor.ndim > 1]
-    if not whole or max(tensor.shape[-1] for tensor in whole) > NARROW:
+    if not whole or max(tensor.shape[-1] for tensor in whole) > kernels.NARROW:
         return False
     return name == "sum" or any(t.shape != whole[0].shape or not t.is_contiguous() for t in whole)
 
@@ -227,8 +216,8 @@ def summarize(segments: Iterable[Segment]) -> None:
         segment.growth_bytes, segment.peak_bytes, segment.workspace_bytes = level, peak, scratch
 
 
+# An operation on these can be remembered; subclasses are quantized weights.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Tensors that an operation can be remembered of: no subclasses, as quantized weights are."""
 
 _Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -237,9 +226,8 @@ _Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
 class RememberedCall:
     """Results of a function called with arguments of certain shapes."""
 
+    # Tensors' shape, strides and dtype; empty if it wrote into an argument, None if unknown.
     results: tuple[_Result | int | None, ...] | None = None
-    """(shape, strides, dtype) of each tensor in the result, and what is none. None: not known. Of
-    functions that write into an argument and return it: nothing."""
     charge: Any = None  # whatever else follows from the key, for who records
 
 
@@ -326,8 +314,7 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Move arguments to the meta device if any is there: models that read numbers have some on the
-    host."""
+    """Move arguments to the meta device if any is there: some models read numbers on the host."""
     if all(tensor.is_meta for tensor in tensors):
         return args
     places = {tensor.device.type for tensor in tensors if tensor.ndim}

@@ -9,45 +9,20 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.cost import memory, trace
 from autotune.cost.allocator import Waste, waste_of
 from autotune.cost.kernels import kernel_for
-from autotune.cost.memory import (
-    HOST_PROCESS_BYTES,
-    Parallel,
-    Resident,
-    kept_part_bytes,
-    resident_of,
-)
 from autotune.cost.model import ModelBytes, TracedModel
 from autotune.cost.timing import Rates
-from autotune.cost.trace import (
-    PLAIN,
-    SECONDS,
-    SELECTIVE,
-    WHOLE,
-    BlockTables,
-    ComposedPass,
-    ComposedPasses,
-    PassTable,
-    TracePass,
-    compose,
-    table_of,
-)
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.caching import EncoderSize, size_of
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.modulation import window_steps
 from autotune.knobs.settings import encoder_element_bytes, plain_choices
+from autotune.plan import workload
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Overheads
-from autotune.plan.workload import (
-    has_typical_shape,
-    mean_text_tokens,
-    pad_text,
-    padded_text_tokens,
-    typical_bucket,
-)
 
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
 
@@ -69,7 +44,7 @@ class PassChoice(NamedTuple):
         return cls(*(getattr(candidate, name) for name in cls._fields))
 
 
-Step = tuple[ComposedPass, float, dict[str, float]]
+Step = tuple[trace.ComposedPass, float, dict[str, float]]
 """A pass, bytes that the allocator reserves beyond its peak, and a step's seconds by class."""
 
 
@@ -91,9 +66,9 @@ class PassTables:
         self._typical_shares = cache(self._find_typical_shares)
         self.pass_of = cache(self._find_pass)
         # What cost models on these tables have found, whatever trials taught them.
-        self.steps: dict[tuple[Candidate, Parallel], Step] = {}
+        self.steps: dict[tuple[Candidate, memory.Parallel], Step] = {}
         self._modulation = cache(self._find_modulation)
-        self._residents: dict[tuple[object, ...], Resident] = {}
+        self._residents: dict[tuple[object, ...], memory.Resident] = {}
         self._own: PassTables | None = None
 
     @cached_property
@@ -106,17 +81,14 @@ class PassTables:
 
     @cached_property
     def encoder_size(self) -> EncoderSize:
-        """The sizes that decide how captions can be encoded."""
         precision = self.usual_choice.precision
         vae = self.model.vae_cost(precision)
         return size_of(self.model.parts, precision, vae.weight_bytes, vae.encode_transient_bytes)
 
     def rates_of(self, choice: Candidate | PassChoice) -> Rates:
-        """Return the device's rates with the precision and attention of the choice."""
         return self._rates(choice.precision, choice.attention, self.kernel_of(choice))
 
     def model_bytes(self, choice: Candidate | PassChoice) -> ModelBytes:
-        """Return what the full model keeps as the choice stores its weights."""
         return self.model.model_bytes(choice.precision, choice.quantization, choice.modulation)
 
     def kernel_of(self, choice: Candidate | PassChoice, size: int | None = None) -> str:
@@ -127,44 +99,45 @@ class PassTables:
 
     def _find_pass(
         self, choice: PassChoice, mixture: tuple[int, int], accumulates: bool
-    ) -> ComposedPass:
+    ) -> trace.ComposedPass:
         return self.passes(choice, np.array([mixture]), accumulates)[0]
 
     def passes(
         self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool
-    ) -> ComposedPasses:
+    ) -> trace.ComposedPasses:
         """Compose one micro-batch of the full model for many mixtures of what blocks keep."""
         whole, selective = mixtures.T
         at_most = self._num_blocks - selective
         mixtures = np.stack([np.minimum(whole, at_most), selective], axis=1)
         deepest = self._num_traced - bool((whole + selective).max() < self._num_blocks)
         kinds = bool(selective.any()), bool(whole.any())
-        return compose(self._blocks(choice, deepest, *kinds), mixtures, accumulates)
+        return trace.compose(self._blocks(choice, deepest, *kinds), mixtures, accumulates)
 
     def _find_blocks(
         self, choice: PassChoice, recomputed: int, selective: bool, whole: bool
-    ) -> BlockTables:
-        tables = [self._table(choice, PLAIN, 0)] * 3
+    ) -> trace.BlockTables:
+        tables = [self._table(choice, trace.PLAIN, 0)] * 3
         # What keeps attention is told by its difference from what keeps nothing.
         if selective or whole:
-            tables[WHOLE] = self._table(choice, WHOLE, recomputed)
+            tables[trace.WHOLE] = self._table(choice, trace.WHOLE, recomputed)
         if selective:
-            tables[SELECTIVE] = self._table(choice, SELECTIVE, recomputed)
+            tables[trace.SELECTIVE] = self._table(choice, trace.SELECTIVE, recomputed)
         model_bytes = self.model_bytes(choice)
-        return BlockTables(tables, np.array(model_bytes.block_adapter_bytes, dtype=np.float64))
+        return trace.BlockTables(
+            tables, np.array(model_bytes.block_adapter_bytes, dtype=np.float64)
+        )
 
-    def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
-        """The full model's pass when the first `recomputed` of the traced blocks are of a kind."""
+    def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> trace.PassTable:
         (low, high), size = TRACED_SIZES, choice.micro_batch_size
-        if kind == SELECTIVE:
-            # What it saves to keep attention has nothing to do with weights, and is proportional to
-            # the micro-batch.
+        if kind == trace.SELECTIVE:
+            # Keeping attention saves in proportion to the micro-batch, whatever the weights.
             usual = choice._replace(quantization="none", micro_batch_size=1 if size == 1 else low)
             start, end = (
-                self._traced_table(usual, each, recomputed) for each in (WHOLE, SELECTIVE)
+                self._traced_table(usual, each, recomputed)
+                for each in (trace.WHOLE, trace.SELECTIVE)
             )
             share = size / usual.micro_batch_size
-            return self._table(choice, WHOLE, recomputed).plus(share, start, end)
+            return self._table(choice, trace.WHOLE, recomputed).plus(share, start, end)
         if size in (1, low, high):
             return self._traced_table(choice, kind, recomputed)
         ends = [self._traced_table(choice, kind, recomputed, at) for at in TRACED_SIZES]
@@ -172,11 +145,10 @@ class PassTables:
 
     def _find_traced_table(
         self, choice: PassChoice, kind: int, recomputed: int, size: int | None = None
-    ) -> PassTable:
-        """From a trace at the choice's micro-batch, or at `size`, at the rates of the choice."""
-        at, keeps = size or choice.micro_batch_size, kind == SELECTIVE
-        trace = self._trace(choice, at, recomputed, keeps_attention=keeps)
-        table = table_of(trace, self.rates_of(choice), self.workload.rank)
+    ) -> trace.PassTable:
+        at, keeps = size or choice.micro_batch_size, kind == trace.SELECTIVE
+        traced = self._trace(choice, at, recomputed, keeps_attention=keeps)
+        table = trace.table_of(traced, self.rates_of(choice), self.workload.rank)
         return table.stretched(self.model.index)
 
     def _trace(
@@ -187,7 +159,7 @@ class PassTables:
         *,
         keeps_attention: bool = False,
         model: TracedModel | None = None,
-    ) -> TracePass:
+    ) -> trace.TracePass:
         kernel = self.kernel_of(choice, size)
         known = choice.precision, choice.quantization, kernel, size, recomputed
         others = choice.modulation, choice.norm_rope
@@ -195,16 +167,17 @@ class PassTables:
 
     def forward_seconds(self, candidate: Candidate) -> float:
         """Return the time of one item's forward pass, as a preview's denoising step makes it."""
-        table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), PLAIN, 0)
-        return float(table.before[SECONDS:-1].sum() + table.forward[:, SECONDS:-1].sum())
+        table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), trace.PLAIN, 0)
+        return float(
+            table.before[trace.SECONDS : -1].sum() + table.forward[:, trace.SECONDS : -1].sum()
+        )
 
     def waste_bytes(
         self, candidate: Candidate, recomputed: NDArray[np.int64], saved_bytes: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """Return bytes that the caching allocator reserves beyond the peaks of passes.
 
-        Known for no recomputing block and for all but one; between them it goes by the share of
-        blocks.
+        Known for no recomputing block and all but one; between, it goes by the share of blocks.
         """
         if self.model.rules == "cpu":
             return np.zeros(len(recomputed))
@@ -234,24 +207,24 @@ class PassTables:
         return waste.fixed_bytes * size / traced_size + waste.saved_share * saved_bytes
 
     def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
-        trace = self._trace(choice, choice.micro_batch_size, checkpointed)
-        segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
-        block = trace.forward[len(trace.forward) // 2].events
+        traced = self._trace(choice, choice.micro_batch_size, checkpointed)
+        segments = (traced.before, *traced.forward, traced.between, *reversed(traced.backward))
+        block = traced.forward[len(traced.forward) // 2].events
         freed = {number for number, num_bytes in block if num_bytes < 0}
         saved = [event for event in block if event[0] not in freed]
         events = [event for segment in segments for event in segment.events]
         return waste_of(events, saved, expandable_segments=allocator == "expandable")
 
     def resident_of(
-        self, candidate: Candidate, caching: CachingSettings, parallel: Parallel
-    ) -> Resident:
+        self, candidate: Candidate, caching: CachingSettings, parallel: memory.Parallel
+    ) -> memory.Resident:
         """Return what stays on one device, whatever the micro-batch and checkpointing."""
         stored = candidate.precision, candidate.quantization, candidate.modulation
         key = (*stored, candidate.allocator, candidate.swapped_blocks, caching, parallel)
         if key in self._residents:
             return self._residents[key]
         keeps = self.overheads is not None and self.overheads.has("text_encoders", "cache")
-        alone = resident_of(
+        alone = memory.resident_of(
             self.hardware,
             self.model,
             candidate,
@@ -261,29 +234,28 @@ class PassTables:
         # Which previews encode here.
         if caching.vae_device != "training" and not self.model.family.max_controls:
             alone = replace(alone, encode_transient_bytes=0)
-        # Before the transformer comes, by one process of a node for all of them: each counts its
-        # share.
+        # By one process of a node for all, before the transformer comes: each counts its share.
         encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.num_processes)
-        encoding = HOST_PROCESS_BYTES + encoders
+        encoding = memory.HOST_PROCESS_BYTES + encoders
         alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
         self._residents[key] = parallel.resident(alone, self.model_bytes(candidate))
         return self._residents[key]
 
     def kept_part_bytes(
-        self, candidate: Candidate, caching: CachingSettings, parallel: Parallel
+        self, candidate: Candidate, caching: CachingSettings, parallel: memory.Parallel
     ) -> Mapping[str, int]:
-        """Return what the program that trains keeps in each phase, beyond what autotune's executor
-        does."""
+        """Return what the program that trains keeps in each phase beyond autotune's executor."""
         if self.overheads is None or not self.overheads.kept:
             return {}
         precision, encoders = candidate.precision, self.encoder_size.weight_bytes(caching)
         vae = self.model.vae_cost(precision).weight_bytes // encoder_element_bytes(precision)
         resident = self.resident_of(candidate, caching, parallel)
-        return kept_part_bytes(self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders)
+        return memory.kept_part_bytes(
+            self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders
+        )
 
     @property
     def of_autotune(self) -> "PassTables":
-        """The same work by autotune's own executor."""
         if self.overheads is None:
             return self
         self._own = self._own or PassTables(self.model.with_overheads(None), self.hardware)
@@ -292,8 +264,8 @@ class PassTables:
     def modulation_seconds(self, candidate: Candidate) -> float:
         """Return a step's share of computing a window of modulations ahead, and of copying its own.
 
-        The layers' files are mapped, and taken to be in the page cache after the first window; what
-        is computed crosses the bus to the host, and then to the device again.
+        The layers' files are taken to be in the page cache; what is computed crosses the bus to the
+        host and back.
         """
         return self._modulation(PassChoice.of(candidate))
 
@@ -318,23 +290,23 @@ class PassTables:
         return (products + moved) / steps
 
     def typical_shares(self, candidate: Candidate) -> NDArray[np.float64] | float:
-        """Return what steps of usual shapes take of the time that the largest take, by class of
-        operation.
+        """Return the time of steps of usual shapes over that of the largest, by class of operation.
 
-        Between captions of mean length and the longest, both traced without checkpoints, it goes by
-        the length that micro-batches are padded to: the larger they are, the more often they hold a
-        long one.
+        Between captions of mean length and the longest it goes by the length that micro-batches are
+        padded to: the larger they are, the more often they hold a long one.
         """
         work, size = self.workload, candidate.micro_batch_size
-        if not has_typical_shape(work):
+        if not workload.has_typical_shape(work):
             return 1.0
-        mean, longest = mean_text_tokens(work), work.max_text_tokens
+        mean, longest = workload.mean_text_tokens(work), work.max_text_tokens
         if mean == longest:
             return self._typical_shares(longest)
         multiple = self.padded_to(candidate)
-        image_tokens = self.model.image_tokens(typical_bucket(work))
-        end = pad_text(longest, image_tokens, multiple)
-        padded = (padded_text_tokens(work, size, image_tokens, multiple) - mean) / (end - mean)
+        image_tokens = self.model.image_tokens(workload.typical_bucket(work))
+        end = workload.pad_text(longest, image_tokens, multiple)
+        padded = (workload.padded_text_tokens(work, size, image_tokens, multiple) - mean) / (
+            end - mean
+        )
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
 
     def padded_to(self, candidate: Candidate) -> int:
@@ -346,10 +318,10 @@ class PassTables:
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
         choice, rates = self.usual_choice, self.rates_of(self.usual_choice)
-        typical_shape = self.model.in_shape(typical_bucket(self.workload), text_tokens)
+        typical_shape = self.model.in_shape(workload.typical_bucket(self.workload), text_tokens)
         traces = [self._trace(choice, 1, 0, model=each) for each in (typical_shape, self.model)]
         typical, largest = (
-            table_of(each, rates, self.workload.rank).stretched(self.model.index).seconds
+            trace.table_of(each, rates, self.workload.rank).stretched(self.model.index).seconds
             for each in traces
         )
         return np.divide(typical, largest, out=np.ones_like(typical), where=largest > 0)

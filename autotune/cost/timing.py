@@ -1,5 +1,4 @@
-"""Seconds of one operation on one machine: from measured rates where the probe has them, else the
-datasheet's.
+"""Seconds of one operation: from rates that the probe measured, else from the datasheet's.
 
 Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt
 where the catalog knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, products
@@ -22,44 +21,37 @@ REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
 CPU_ATTENTION_EFFICIENCY = 0.6
 BANDWIDTH_EFFICIENCY = 0.7
+# Published steps of LoRA training over their kernels at the efficiencies above: 1.15 in the median
+# of 49 readings of seven programs on nine cards (benchmarks/published.py lists them). They do not
+# say which attention kernel ran; cuDNN is charged on the H100. Used where nothing was measured.
 STEP_OVER_KERNELS = 1.15
-"""Published steps of LoRA training take .7 to 2.1 times their kernels at the efficiencies above,
-but for five that wait for the host or do what nobody computes here: 49 readings of seven programs
-on nine cards (benchmarks/published.py lists them), 1.15 in the median, and 1.17 without those of
-SimpleTuner. They do not say which attention kernel ran; cuDNN is charged on the H100. Used where
-nothing was measured."""
+# Host time of one operation where no probe measured it (9 us on an EPYC core), and a launch.
 LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
-"""Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on an
-EPYC core), and a launch."""
+# Of each operation of a checkpoint that runs again: saved tensors are packed and unpacked in
+# Python. Small models of all families on a CPU: 2.9 to 3.5 times the probe's rate.
 RECOMPUTED_LAUNCHES = 3
-"""Launches' worth of host time for each operation of a checkpoint that runs again: saved tensors
-are packed and unpacked in Python. Small models of all families on a CPU: 2.9 to 3.5 times the
-probe's rate."""
+# The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and next
+# to none backward (small models of all families on a CPU).
 LAUNCHES_OF = {"dequantization.uint8": 8}
-"""The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and next
-to none backward (small models of all families on a CPU)."""
+# For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32.
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
-"""For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
 EIGHT_BITS = ("int8", "fp8")  # dtypes of 8-bit products
 UNKNOWN_BUS_BANDWIDTH = 1.6e10  # PCIe 3.0 with 16 lanes
+# From the start of a kernel to the next, where no probe measured it (forums.developer.nvidia.com,
+# thread 233645).
 KERNEL_SECONDS = 3e-6
-"""From the start of a kernel to that of the next, however little it does, where no probe measured
-it (forums.developer.nvidia.com, thread 233645)."""
+# Of the L2 cache, what a kernel's tensors may take to be there still. Published curves
+# (te42kyfo/gpu-benches, gpu-l2-cache) keep its rate up to 93% of an L40's; of cards with two halves
+# that copy each other's lines, up to 69% of an A100's and 72% of an H100's and of an H200's.
 CACHE_SHARE = 0.9
-"""Of the L2 cache, what a kernel's tensors may take to be there still. Published curves
-(te42kyfo/gpu-benches, gpu-l2-cache) keep its rate up to 93% of an L40's, then fall to the
-memory's."""
 CACHE_SHARE_IN_HALVES = 0.7
-"""The same for data-center cards since the A100, whose cache has two halves with copies of each
-other's lines: 69% of an A100's, 72% of an H100's and of an H200's."""
+# Of the memory's rate, where no probe measured it. The cache is 2.5 (H200) to 6 (L40) times as
+# fast, but an operand from long ago comes from memory.
 CACHE_GAIN = 2.0
-"""Times the memory's rate at which such a kernel moves its bytes, where no probe measured it.
-The cache itself is 2.5 (H200) to 6 (L40) times as fast, but an operand from long ago comes from
-memory."""
+# A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has 16
+# FLOPs a byte, where a GPU computes a hundred and more in the time that it moves one.
 THIN = 64
-"""A product with a dimension of this or less takes as long as its bytes do: one of rank 16 has 16
-FLOPs a byte, where a GPU computes a hundred and more in the time that it moves one."""
 TILE = 128
 
 
@@ -114,8 +106,8 @@ class Rates:
     def seconds(self, work: Work) -> float:
         """Return the device time of one operation.
 
-        A GPU fetches while it computes: the longer of the two counts. A CPU's rates are those of
-        operands in its caches, and in a step they come from memory first: both count.
+        A GPU fetches while it computes: the longer counts. Both count on a CPU, whose rates are
+        those of operands in its caches.
         """
         kind, shape, flops, moved = work
         if kind == "matmul" and self._thin and is_thin(shape):
@@ -132,8 +124,8 @@ class Rates:
         return max(self.min_kernel_seconds, seconds)
 
     def matmul_rate(self, shape: tuple[int, ...], eight_bits: str = "") -> float:
-        """Return FLOP/s of a product (m, k, n), or of one in 8 bits: measured, or by the
-        datasheet's ratio."""
+        """Return FLOP/s of a product (m, k, n), in 8 bits if measured or by the datasheet's
+        ratio."""
         if eight_bits:
             if measured := self._eight_bits[eight_bits]:
                 return _interpolated(tuple(measured), shape)
@@ -163,7 +155,6 @@ class Rates:
 
 
 def _gain(sheet: Datasheet | None, precision: str, eight_bits: str) -> float:
-    """Peak of products in 8 bits over that of those in the compute dtype."""
     if sheet is None:
         return 1.0
     tf32_or_plain = sheet.tf32_flops_per_second or sheet.fp32_flops_per_second
@@ -179,10 +170,10 @@ def host_flops_per_second(host: Host) -> float:
 
 
 def _reached(sheet: Datasheet | None, precision: str) -> float | None:
-    """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does.
-    Before compute capability 8.0 tensor cores do the work in fp16, and plain fp32 units in fp32."""
+    """FLOP/s of large products alone; TF32 falls short of its peak as bf16 does."""
     if sheet is None:
         return None
+    # Before compute capability 8.0 tensor cores work in fp16 alone.
     if sheet.bf16_flops_per_second is None:
         is_half = precision == "fp16"
         peak = sheet.fp16_flops_per_second if is_half else sheet.fp32_flops_per_second
@@ -197,7 +188,7 @@ def _reached(sheet: Datasheet | None, precision: str) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...]) -> float:
-    """Measured rates weighted by inverse squared distance in the logarithms of m, k and n."""
+    """Weighted by inverse squared distance in the logarithms of m, k and n."""
     total = weight = 0.0
     for product in products:
         distance = sum(
@@ -210,8 +201,7 @@ def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...])
 
 
 def _measured_products(hardware: HardwareProfile, precision: str) -> list[MeasuredProduct]:
-    """The matmuls that the profile has measured in this dtype; for fp32 on CUDA in TF32, as
-    training computes them."""
+    # In TF32 on CUDA, as training computes fp32.
     in_tf32 = precision == "fp32" and hardware.device.kind == "cuda"
     for name in ["tf32", "fp32"] if in_tf32 else [precision]:
         found = []
@@ -231,8 +221,7 @@ def _rates_under(prefix: str, hardware: HardwareProfile) -> list[tuple[str, floa
 def _measured_attention(
     hardware: HardwareProfile, precision: str, backend: str, kernel: str
 ) -> tuple[tuple[int, float], ...]:
-    """(tokens, FLOP/s) of the backend, or of `native`, which with a mask may run the efficient
-    kernel."""
+    """(tokens, FLOP/s); with a mask `native` may run the efficient kernel."""
     same = [
         each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"
     ]

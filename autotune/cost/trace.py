@@ -1,10 +1,9 @@
 """Trace one micro-batch's forward and backward pass of a family's real transformer without data.
 
 The model is the real class with the real adapter, checkpointing and quantization, on the meta
-device, shortened to three blocks of each row of blocks that are alike: the first (whose input needs
-no gradient), one from the middle, and the last; and if a part of the blocks is adapted, of each row
-of those that are and of those that are not. All blocks between are alike, so `composition` repeats
-the middle one to any depth.
+device, shortened to three of each row of blocks that are alike, and all adapted or all not: the
+first (whose input needs no gradient), one from the middle, and the last. `compose` repeats the
+middle one to any depth.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -40,11 +39,10 @@ class TracePass:
 def choose_traced(
     kinds: Sequence[Sequence[Hashable]], adapted: Collection[int] | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], list[int], list[int]]:
-    """Choose the blocks that are traced: of each row that are alike, and all adapted or all not,
-    three.
+    """Choose the blocks that are traced: three of each row alike, and all adapted or all not.
 
-    Returns for each list the numbers, within it, of the blocks that are traced; for each block of
-    the full model, the traced one that stands for it; and which of the traced ones are adapted.
+    Returns for each list the numbers, within it, of traced blocks; for each block of the full
+    model, the traced one that stands for it; and which of the traced ones are adapted.
     """
     picked: list[tuple[int, ...]] = []
     index: list[int] = []
@@ -71,20 +69,18 @@ def choose_traced(
 
 def block_kinds(family: Family, transformer: nn.Module) -> list[list[Hashable]]:
     """List for each list what each block is: the names and shapes of its weights."""
-    return [
-        [
-            tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
-            for block in blocks
-        ]
-        for blocks in family.find_block_lists(transformer).values()
-    ]
+
+    def kind_of(block: nn.Module) -> Hashable:
+        return tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
+
+    lists = family.find_block_lists(transformer).values()
+    return [[kind_of(block) for block in blocks] for blocks in lists]
 
 
 def shorten(family: Family, transformer: nn.Module, picked: Sequence[Sequence[int]]) -> None:
     """Leave these blocks of each list."""
-    for (name, blocks), places in zip(
-        family.find_block_lists(transformer).items(), picked, strict=True
-    ):
+    lists = family.find_block_lists(transformer).items()
+    for (name, blocks), places in zip(lists, picked, strict=True):
         if len(blocks) > len(places):
             transformer.set_submodule(name, nn.ModuleList(blocks[place] for place in places))
 
@@ -99,11 +95,9 @@ def trace_pass(
     autocast: torch.dtype | None = None,
     train: bool = True,
 ) -> TracePass:
-    """Trace one micro-batch of a transformer that lies on the meta device, with all settings
-    applied.
+    """Trace a micro-batch of a transformer on the meta device, with all settings applied.
 
-    `kernel` is named as by `kernel_for`. Without `train` there is no backward pass to keep anything
-    for.
+    `kernel` is named as by `kernel_for`. Without `train` there is no backward pass.
     """
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
@@ -144,8 +138,7 @@ def trace_pass(
 
 
 def trace_inference(call: Callable[[], object], module: nn.Module, rules: DeviceRules) -> Segment:
-    """Trace what `call` takes, on meta tensors and without gradients, beyond `module`'s own
-    bytes."""
+    """Trace what `call` takes, on meta tensors without gradients, beyond `module`'s own bytes."""
     recorder = Recorder(rules)
     recorder.seed(stored_tensors(module))
     recorder.mark("all")
@@ -221,19 +214,16 @@ class PassTable:
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """By class, of the whole pass."""
         rows = np.concatenate([self.before[None], self.forward, self.between[None], self.backward])
         by_class: NDArray[np.float64] = rows[:, SECONDS:-1].sum(axis=0)
         return by_class
 
     def plus(self, share: float, start: "PassTable", end: "PassTable") -> "PassTable":
         """Return this table and `share` of the way from `start` to `end`."""
-        names = (each.name for each in fields(self))
-        parts = (
-            getattr(self, name) + share * (getattr(end, name) - getattr(start, name))
-            for name in names
+        rows = (
+            [getattr(table, each.name) for table in (self, start, end)] for each in fields(self)
         )
-        return PassTable(*parts)
+        return PassTable(*(own + share * (last - first) for own, first, last in rows))
 
 
 def table_of(traced: TracePass, rates: Rates, rank: int) -> PassTable:
@@ -283,8 +273,8 @@ class ComposedPasses:
 
 
 class BlockTables:
-    """Stretched tables of one model whose blocks keep everything, the output of attention, and
-    their input alone, in this order. `gradients` has bytes of each block's adapter gradients."""
+    """Tables of a model whose blocks keep all, the output of attention, and their input, in this
+    order."""
 
     def __init__(self, tables: Sequence[PassTable], gradients: NDArray[np.float64]) -> None:
         self.num_blocks, self.gradients = len(gradients), gradients
@@ -307,8 +297,7 @@ def compose(tables: BlockTables, mixtures: NDArray[np.int64], accumulates: bool)
     """Compose levels and work of passes that differ in what their blocks keep.
 
     `mixtures` (mixtures, 2) has the number of blocks that keep their input alone, and of those
-    after them that keep attention. With `accumulates`, gradients of an earlier micro-batch are
-    there already.
+    after them that keep attention. `accumulates`: gradients of an earlier micro-batch are there.
     """
     blocks, gradients = tables.num_blocks, tables.gradients
     number = np.arange(blocks)
