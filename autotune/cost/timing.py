@@ -205,17 +205,12 @@ def _measured_products(hardware: HardwareProfile, precision: str) -> list[Measur
     in_tf32 = precision == "fp32" and hardware.device.kind == "cuda"
     for name in ["tf32", "fp32"] if in_tf32 else [precision]:
         found = []
-        for shape, rate in _rates_under(f"matmul.{name}.", hardware):
+        for shape, rate in hardware.rates_under(f"matmul.{name}.").items():
             m, k, n = map(int, shape.split("x"))
             found.append(MeasuredProduct((m, k, n), rate))
         if found:
             return found
     return []
-
-
-def _rates_under(prefix: str, hardware: HardwareProfile) -> list[tuple[str, float]]:
-    rates = [rate for rate in hardware.rates if rate.name.startswith(prefix)]
-    return [(rate.name.removeprefix(prefix), rate.value) for rate in rates]
 
 
 def _measured_attention(
@@ -226,8 +221,8 @@ def _measured_attention(
         each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"
     ]
     for name in (*(same if backend == "native" else (backend,)), "native"):
-        if points := _rates_under(f"attention.{name}.{precision}.", hardware):
-            return tuple(sorted((int(tokens), rate) for tokens, rate in points))
+        if points := hardware.rates_under(f"attention.{name}.{precision}."):
+            return tuple(sorted((int(tokens), rate) for tokens, rate in points.items()))
     return ()
 
 

@@ -3,21 +3,18 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from autotune.knobs.knob import Entry, Requirements
-from autotune.plan.hardware import is_at_least
-
-if TYPE_CHECKING:
-    from diffusers.models.attention_dispatch import AttentionBackendName
+from autotune.knobs.knob import Entry, Requirements, TuningContext
+from autotune.plan.hardware import HardwareProfile, is_at_least
 
 Kernel = Literal["fused", "flash", "flash3", "flash4", "efficient", "cudnn", "math"]
 
+# Major compute capabilities on which cuDNN has beaten flash (1.7 to 2.3 times on Hopper), and the
+# version from which torch's dispatcher picks it first on them, with and without a mask
+# (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch 2.11
+# to 2.14).
 CUDNN_WINS, CUDNN_PREFERRED = (9, 10), "9.15.1"
-"""Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on
-Hopper), and the version from which torch's dispatcher picks it first on them, with and without a
-mask (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch
-2.11 to 2.14)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,46 +22,41 @@ class AttentionBackend(Entry):
     """One implementation of attention, under diffusers' name or, with `function`, a new one."""
 
     knob = "attention"
-    kernel: Kernel = "fused"
-    """Charged by the cost model on a GPU; `fused` is the one that torch's own dispatcher picks."""
+    kernel: Kernel = "fused"  # `fused` is the one that torch's own dispatcher picks
     refuses_masks: bool = False  # even one that is all True
     why_not: str = ""  # why no machine can train with it
+    # `package.module:function`, called as FlashAttention's on (batch, tokens, heads, head
+    # dimension), that diffusers lacks or gave no backward pass.
     function: str = ""
-    """`package.module:function` that diffusers lacks or gave no backward pass, called as
-    FlashAttention's are, with tensors of shape (batch, tokens, heads, head dimension)."""
     tolerance: float = 0.02
-    tolerance_reason: str = (
-        "another kernel sums in another order and rounds other intermediate results"
-    )
+    tolerance_reason: str = "another kernel sums in another order, and rounds other numbers"
 
-    def diffusers_name(self) -> "AttentionBackendName":
+    def diffusers_name(self) -> Any:
         """Return the member of diffusers' enumeration that selects this backend.
 
         The enumeration is closed, so a `function` is added to it through its internals. Raises
         ValueError if this diffusers has no such backend.
         """
-        from diffusers.models.attention_dispatch import (
-            AttentionBackendName,
-            _AttentionBackendRegistry,
-        )
+        from diffusers.models import attention_dispatch
 
-        if self.function and self.name not in AttentionBackendName.__members__:
-            member = str.__new__(AttentionBackendName, self.name)
+        names: Any = attention_dispatch.AttentionBackendName
+        if self.function and self.name not in names.__members__:
+            member = str.__new__(names, self.name)
             member._name_ = member._value_ = self.name
-            AttentionBackendName._member_map_[self.name] = member
-            AttentionBackendName._value2member_map_[self.name] = member
-            _AttentionBackendRegistry.register(member)(_flash_attention(self.function))
-        return AttentionBackendName(self.name)
+            names._member_map_[self.name] = names._value2member_map_[self.name] = member
+            register = attention_dispatch._AttentionBackendRegistry.register(member)
+            register(_flash_attention(self.function))
+        return names(self.name)
 
 
 EFFICIENCY: Mapping[str, float] = {"flash": 0.69, "flash4": 0.69, "efficient": 0.38, "cudnn": 0.56}
+# By the major compute capability of data-center cards. Flash and efficient are kernels for Ampere
+# there: on B200 they are taken to do in a second what they do on H100 (312 TFLOP/s was measured,
+# Dao-AILab/flash-attention#1589).
 EFFICIENCY_OF: Mapping[int, Mapping[str, float]] = {
     9: {"flash": 0.45, "flash3": 0.8, "flash4": 0.72, "efficient": 0.25, "cudnn": 0.75},
     10: {"flash": 0.2, "flash4": 0.59, "efficient": 0.11, "cudnn": 0.56},
 }
-"""By the major compute capability of data-center cards. Flash and efficient are kernels for
-Ampere there: on B200 they are taken to do in a second what they do on H100 (312 TFLOP/s was
-measured, Dao-AILab/flash-attention#1589)."""
 UNKNOWN_EFFICIENCY = 0.3
 
 
@@ -99,8 +91,7 @@ def cuda_kernel(
     """Name the kernel that `attention` runs on CUDA; without `capability` a card of 8.0 is meant.
 
     torch's dispatcher prefers cuDNN on some cards, then flash, which takes no mask, no fp32 and
-    needs 8.0, then the memory-efficient kernel
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and
+    needs 8.0, then the memory-efficient kernel (sdp_utils.cpp, `priority_order`,
     `check_tensor_dtype`).
     """
     backend = ATTENTION_BACKENDS.get(attention)
@@ -116,8 +107,7 @@ def cuda_kernel(
 def token_multiple(kernel: str) -> int:
     """Return what the number of tokens is padded to a multiple of where a kernel gets a mask.
 
-    cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678), and
-    a plan of it serves one length alone; no other kernel gains anything.
+    cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678).
     """
     return 128 if kernel == "cudnn" else 1
 
@@ -141,6 +131,9 @@ FLASH_ATTN_3 = Requirements(("cuda",), (9, 0), "flash_attn_3", "3.0.0b1", only_m
 FLASH_ATTN_4 = Requirements(("cuda",), (9, 0), "flash_attn_4", "4.0.0b36")
 XFORMERS = Requirements(("cuda",), (7, 0), "xformers", "0.0.29")
 
+# `native` is the default; it is held against plain products in fp32, and the others against it.
+# diffusers' flash_varlen is none of them: under a mask it takes the first keys, and with the text
+# first its padding comes before the image.
 _ENTRIES = (
     AttentionBackend("native", "PyTorch chooses the kernel"),
     AttentionBackend(
@@ -182,21 +175,68 @@ _ENTRIES = (
     ),
     *_refused(NO_BACKWARD, "sageattention", "sage", "sage_hub", "sage_varlen"),
 )
-"""`native` is the default; it is held against plain products in fp32, and the others against it.
-
-diffusers' flash_varlen is none of them: under a mask it takes the first keys, and with the text
-first its padding comes before the image.
-"""
 ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = {each.name: each for each in _ENTRIES}
 
 
-def _flash_attention(function: str) -> Any:
-    """Wrap the function of FlashAttention 3 (built from source for Hopper) or 4 (which compiles
-    its kernels when they are first used), with a backward pass of its own.
+DEFAULT = "native"
+MIN_SPEED = 1.03  # times the default's measured speed: less is noise
 
-    diffusers runs version 3 inside an operation that it gave no backward pass, and would fetch
-    version 4 from the hub. Betas of version 3 return log sums too, and version 4 always does
-    (`hopper/flash_attn_interface.py`; `flash_attn/cute/interface.py` of flash-attn-4 4.0.0b36).
+
+def why_not_faster(backend: AttentionBackend, context: TuningContext) -> str | None:
+    """Tell why a backend is not worth a trial, by measured speeds or published ones."""
+    hardware, name = context.hardware, backend.name
+    if name == DEFAULT or hardware.device.kind != "cuda":
+        return None
+    cases = [False, True] if _takes_masks(backend, context) else [False]
+    if hardware.origin == "catalog" and backend.needs.library:
+        what = "published for its kernel is"
+        speed = max(_assumed_speed(name, hardware, masked) for masked in cases)
+    else:
+        found = [_measured_speed(name, hardware, masked) for masked in cases]
+        if not any(found):
+            best = "the kernel that torch holds for the best"
+            return f"not measured beside {DEFAULT}, which takes {best}"
+        what, speed = "the probe measured", max(each or 0.0 for each in found)
+    return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
+
+
+def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
+    work, family = context.workload, context.family
+    has_some = family.has_attention_mask(work.effective_batch_size, work.text_padding)
+    always = family.has_attention_mask(1, "exact")  # of the text alone
+    return has_some and not always and not backend.refuses_masks
+
+
+def _kernel(name: str, hardware: HardwareProfile, masked: bool) -> Kernel:
+    capability, cudnn = hardware.device.compute_capability, hardware.versions.cudnn
+    return cuda_kernel(name, masked=masked, precision="bf16", capability=capability, cudnn=cudnn)
+
+
+def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
+    kernels = (_kernel(each, hardware, masked) for each in (name, DEFAULT))
+    capability = hardware.device.compute_capability
+    own, usual = (assumed_efficiency(kernel, capability) for kernel in kernels)
+    return own / usual
+
+
+def _measured_speed(name: str, hardware: HardwareProfile, masked: bool) -> float | None:
+    """In the longest common shape; the default under a mask may be measured by another name."""
+    plain, usual = (_kernel(DEFAULT, hardware, each) for each in (False, masked))
+    default = DEFAULT if usual == plain else "_native_efficient"
+    theirs = hardware.rates_under(f"attention.{default}.")
+    own = hardware.rates_under(f"attention.{name}.")
+    if not (common := theirs.keys() & own.keys()):
+        return None
+    longest = max(common, key=lambda shape: int(shape.rpartition(".")[2]))
+    return own[longest] / theirs[longest]
+
+
+def _flash_attention(function: str) -> Any:
+    """Wrap FlashAttention 3 (for Hopper, from source) or 4, with a backward pass of its own.
+
+    diffusers gave version 3 no backward pass, and would fetch version 4 from the hub. Betas of
+    version 3 return log sums too, and version 4 always does (`hopper/flash_attn_interface.py`;
+    `flash_attn/cute/interface.py` of 4.0.0b36).
     """
 
     def attend(

@@ -24,16 +24,14 @@ REGION_ALIGNMENT_BYTES = 256
 
 
 def swap_blocks(transformer: nn.Module, family: Family, num_blocks: int) -> None:
-    """Swap the first `num_blocks`, once per loaded model, to the device on which weights of other
-    blocks lie."""
+    """Swap the first `num_blocks`, once per loaded model, to the device where other blocks lie."""
     if blocks := family.blocks(transformer)[:num_blocks]:
         on_cuda = (each.device for each in transformer.parameters() if each.is_cuda)
         BlockSwap(blocks, next(on_cuda, next(transformer.parameters()).device))
 
 
 def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return where tensors of these bytes begin in the region of one block, and the region's
-    bytes."""
+    """Return where tensors of these bytes begin in a block's region, and the region's bytes."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -58,20 +56,17 @@ class HostRegion:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
         if code:
-            raise AutotuneError(
-                f"{num_bytes / 2**20:.0f} MiB of the host's memory could not be locked for the GPU "
-                f"(CUDA error {code})",
-                hint="raise the limit of locked memory (ulimit -l unlimited), or plan with --pin "
-                "swapped_blocks=0",
-            )
+            what = f"{num_bytes / 2**20:.0f} MiB of the host's memory could not be locked"
+            limit = "raise the limit of locked memory (ulimit -l unlimited)"
+            hint = f"{limit}, or plan with --pin swapped_blocks=0"
+            raise AutotuneError(f"{what} for the GPU (CUDA error {code})", hint=hint)
         memory = self.bytes  # must outlive its registration
         # The driver does so when the process ends.
         weakref.finalize(self, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
 
 
 class HostWeight(NamedTuple):
-    """A frozen parameter whose values wait on the host: one tensor, or each that a quantized one
-    has."""
+    """A frozen parameter whose values wait on the host in one tensor, or in each that it has."""
 
     module: nn.Module
     name: str
@@ -90,16 +85,13 @@ class HostBlock(NamedTuple):
 
 
 class BlockSwap:
-    """Brings two blocks to the device at most: the one that runs, and the next; each under a
-    checkpoint."""
+    """Brings two blocks to the device at most: the one that runs, and the next."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.blocks = [_offload_frozen(block, device) for block in blocks]
-        assert all(block.weights for block in self.blocks), (
-            "a block without frozen weights is swapped in name only"
-        )
+        assert all(block.weights for block in self.blocks), "a block has no frozen weights"
         # When the weights of each block on the device arrived; None if at once.
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
         self.last = -1
@@ -121,9 +113,8 @@ class BlockSwap:
 
     def _following(self, number: int) -> int | None:
         """Forward passes go up, backward passes down, and without gradients all go up."""
-        is_forward = number > self.last or (
-            number == 0 and (self.last == 0 or not torch.is_grad_enabled())
-        )
+        begins = number == 0 and (self.last == 0 or not torch.is_grad_enabled())
+        is_forward = number > self.last or begins
         following = number + (1 if is_forward else -1)
         return following if 0 <= following < len(self.blocks) else None
 
@@ -143,8 +134,7 @@ class BlockSwap:
         self.arrivals[number] = self.stream.record_event() if self.stream is not None else None
 
     def _await(self, number: int) -> None:
-        event = self.arrivals[number]
-        if event is not None:
+        if (event := self.arrivals[number]) is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def _evict(self, number: int) -> None:
@@ -174,10 +164,9 @@ def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
     for module, name, parameter in frozen:
         own = tuple(next(begin) for _ in _parts_of(parameter))
         on_host = _placed(parameter, region.bytes, own)
-        for copy, part in zip(
-            _parts_of(on_host.detach()).values(), _parts_of(parameter).values(), strict=True
-        ):
-            copy.copy_(part)
+        copies = _parts_of(on_host.detach())
+        for place, part in _parts_of(parameter).items():
+            copies[place].copy_(part)
         weights.append(HostWeight(module, name, on_host, own))
     for module in block.modules():
         for name, buffer in module._buffers.items():
@@ -188,19 +177,15 @@ def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
 
 
 def _parts_of(tensor: Any) -> dict[str, Tensor]:
-    """The plain tensors behind one, by name: itself, or those that a quantized one consists of."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return {"": tensor}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
-    """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on."""
     like = like.detach()
-    parts = {
-        name: _view(region, offset, part)
-        for (name, part), offset in zip(_parts_of(like).items(), offsets, strict=True)
-    }
+    pairs = zip(_parts_of(like).items(), offsets, strict=True)
+    parts = {name: _view(region, offset, part) for (name, part), offset in pairs}
     if "" in parts:
         return nn.Parameter(parts[""], requires_grad=False)
     context = like.__tensor_flatten__()[1]
@@ -209,7 +194,6 @@ def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
 
 
 def _view(region: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A view of `region` with dtype, shape and, if it has no holes, strides of `like`."""
     flat = region[offset : offset + like.nbytes].view(like.dtype)
     # Those of `like` if it is dense, else contiguous ones.
     strides = torch.empty_like(like, device="meta").stride()

@@ -19,16 +19,14 @@ from autotune.plan.candidate import Choice
 def apply_recomputation(
     transformer: nn.Module, family: Family, whole: int, selective: int = 0
 ) -> None:
-    """Let the first `whole` blocks recompute all, and `selective` ones after them all but
-    attention."""
+    """Let the first `whole` blocks recompute all, and `selective` after them all but attention."""
     if not whole + selective:
         transformer.disable_gradient_checkpointing()  # type: ignore[operator]
         return
     # Without, no block need save the random state.
     has_dropout = bool(find_dropout_layers(transformer))
-    position = {
-        id(block): at for at, block in enumerate(family.blocks(transformer)[: whole + selective])
-    }
+    recomputing = family.blocks(transformer)[: whole + selective]
+    position = {id(block): at for at, block in enumerate(recomputing)}
 
     def run(block: Any, *inputs: Any) -> Any:
         at = position.get(id(block))
@@ -51,8 +49,7 @@ def _keep_attention() -> tuple["_OnAttention", "_OnAttention"]:
 
     def run_and_keep(operation: Any, args: Any, kwargs: Any) -> Any:
         results = operation(*args, **kwargs)
-        # Autograd gives the results themselves a history, which would hold on to all that made
-        # them.
+        # Autograd gives the results a history, which would hold on to all that made them.
         kept.append(tuple(item.detach() if isinstance(item, Tensor) else item for item in results))
         return results
 
@@ -60,9 +57,10 @@ def _keep_attention() -> tuple["_OnAttention", "_OnAttention"]:
 
 
 class _OnAttention:
-    """While a block runs, torch's fused attention operations go through `attend`, below
-    autograd. The function is replaced by name, as what a block calls through whichever of
-    torch's backends."""
+    """Sends a block's fused attention operations through `attend`, below autograd.
+
+    The function is replaced by name: a block calls it whichever of torch's backends it runs.
+    """
 
     def __init__(self, attend: Callable[[Any, Any, Any], Any]) -> None:
         self._mode = _AttentionMode(attend)
@@ -97,26 +95,22 @@ def compile_blocks(transformer: nn.Module, family: Family, choice: Choice) -> No
     if choice == "block":
         # Sizes that are equal at the second shape would have to be so at all others.
         torch.fx.experimental._config.use_duck_shape = False
-        # What both passes compute alike would be computed once and kept: weights of 8 bits that
-        # are cast.
-        torch._functorch.config.cse = all(
-            weight.element_size() > 1 for weight in transformer.parameters()
-        )
+        # What both passes compute alike would be kept: weights of 8 bits that are cast.
+        sizes = {weight.element_size() for weight in transformer.parameters()}
+        torch._functorch.config.cse = min(sizes) > 1
     for block in family.blocks(transformer):
         is_adapted = any(parameter.requires_grad for parameter in block.parameters())
-        block._compiled_call_impl = (
-            CompiledBlock(block._call_impl, is_adapted) if choice == "block" else None
-        )
+        compiled = CompiledBlock(block._call_impl, is_adapted) if choice == "block" else None
+        block._compiled_call_impl = compiled
 
 
 class CompiledBlock:
     """The code of a compiled block: one for the first shapes, and one for all others.
 
-    Left to itself torch compiles anew when another input's size is first seen to change, and all of
-    it twice: what enters the first block needs no gradient. Three buckets and three lengths of
-    captions made six graphs; two are left if the first block runs uncompiled and the second shape
-    stands for all others. The first is known by its first input, the stream, which needs no
-    gradient: Kandinsky 5's first visual block gets text that does.
+    Left to itself torch compiles anew when another input's size changes, and twice what enters the
+    first block, which needs no gradient: three buckets and three lengths of captions made six
+    graphs. Two are left if the first block runs uncompiled. It is known by its first input, the
+    stream: Kandinsky 5's gets text that needs a gradient.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -129,8 +123,7 @@ class CompiledBlock:
 
     @cached_property
     def recomputing(self) -> "CompiledBlock":
-        """The same with its checkpoint compiled, too: around compiled code all of it would run
-        twice."""
+        """The same with its checkpoint compiled, too: around compiled code all would run twice."""
         plain = self._plain
 
         def run(*inputs: Any) -> Any:
@@ -140,9 +133,8 @@ class CompiledBlock:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         leaves = torch.utils._pytree.tree_leaves((inputs, named))
-        stream = next(
-            leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        )
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        stream = next(tensor for tensor in tensors if tensor.is_floating_point())
         if self._is_adapted and not stream.requires_grad:
             return self._plain(*inputs, **named)
         shapes = tuple(getattr(leaf, "shape", leaf) for leaf in leaves)

@@ -1,8 +1,7 @@
 """Choose how captions and images are encoded before training: where, and how weights are stored.
 
-The text encoder of Qwen-Image alone takes 16 GB in bf16, and the VAE of a video model tens of them
-for a clip. No search: the first option that is predicted to fit is taken, exact and fast ones
-first.
+Qwen-Image's text encoder alone takes 16 GB in bf16, a video model's VAE tens of them for a clip. No
+search: the first option that is predicted to fit is taken, exact and fast ones first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,15 +27,14 @@ from autotune.plan.hardware import (
 from autotune.plan.plan import EncoderGpu, Reason, Rejected
 
 PIN = "caching."  # what pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`
+# Of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B).
 QUANTIZED_SHARE = 0.86
-"""Of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B)."""
+# Largest share on the device while it is streamed: its embeddings (7% of Qwen2.5-VL-7B).
 PASSING_SHARE = 0.08
-"""Largest share on the device while it is streamed: its embeddings (7% of Qwen2.5-VL-7B)."""
+# Beyond the weights, for one caption: 1,024 tokens' hidden states of 29 layers, and logits.
 WORKING_SHARE = 0.06
-"""Beyond the weights, for one caption: 1,024 tokens' hidden states of 29 layers, and their
-logits."""
+# Reserved by an allocator beyond what is used; 1 to 4% is predicted of transformers.
 ROUNDED_SHARE = 0.04
-"""Of what is used, what an allocator reserves beyond; 1 to 4% is predicted of transformers."""
 RESIDENCIES = get_args(CachingSettings.model_fields["residency"].annotation)
 # Settings that are chosen together, or pinned together.
 TEXT_FIELDS = ("text_encoder_device", "text_encoder_quantization", "text_encoder_streamed")
@@ -53,7 +51,6 @@ class EncoderSize:
 
     @property
     def plain_bytes(self) -> int:
-        """Unquantized weights of text encoders."""
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
@@ -80,7 +77,6 @@ class EncoderSize:
         return round((self._stored_share(caching) + WORKING_SHARE) * self.plain_bytes)
 
     def weight_bytes(self, caching: CachingSettings) -> int:
-        """The part of `device_bytes` which is weights."""
         is_there = caching.text_encoder_device == "training"
         return round(self._stored_share(caching) * self.plain_bytes) if is_there else 0
 
@@ -110,18 +106,17 @@ def choose_caching(
 ) -> tuple[CachingSettings, Reason]:
     """Choose the settings, and say why; the VAE's place after the text encoders' way.
 
-    `pins` fix fields by name, `exclusions` take values of fields away. With several processes no
-    GPU is free for encoders. Raises InvalidInput for a pin that is unknown, excluded, or impossible
-    here, and if exclusions leave nothing.
+    `pins` fix fields by name, `exclusions` take values away. With several processes no GPU is free
+    for encoders. Raises InvalidInput for a pin that is unknown, excluded, or impossible here, and
+    if exclusions leave nothing.
     """
     pins = pins or {}
     pinned, excluded = parse_pins(pins, context), _pairs(exclusions)
     for name, value in exclusions:
         _read_fields({name: value})
     if conflict := next(iter(_pairs(pins.items()) & excluded), None):
-        raise InvalidInput(
-            f"{PIN}{'='.join(conflict)} is both pinned and excluded", hint="leave one of them out"
-        )
+        what = f"{PIN}{'='.join(conflict)} is both pinned and excluded"
+        raise InvalidInput(what, hint="leave one of them out")
     allowed = [value for value in RESIDENCIES if ("residency", value) not in excluded]
     if not allowed:
         raise _nothing_left("no residency of encoders")
@@ -200,9 +195,8 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
     if settings.text_encoder_streamed and (weight_format, device) != ("none", "training"):
         what = "only unquantized encoders are streamed, and only to the training device"
         raise InvalidInput(what, hint="pin caching.text_encoder_streamed=true alone")
-    if "cpu" in (device, settings.vae_device) and shares_host_memory(
-        context.hardware.device.memory_kind
-    ):
+    shares = shares_host_memory(context.hardware.device.memory_kind)
+    if shares and "cpu" in (device, settings.vae_device):
         what = "the CPU and the training device share their memory here"
         part = "text_encoder_device" if device == "cpu" else "vae_device"
         raise InvalidInput(what, hint=f"leave out --pin caching.{part}=cpu")
@@ -211,10 +205,8 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
 
 def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
     values: dict[str, object] = dict(pins)
-    if "text_encoder_streamed" in pins:
-        values["text_encoder_streamed"] = {"true": True, "false": False}.get(
-            pins["text_encoder_streamed"].lower()
-        )
+    if streamed := pins.get("text_encoder_streamed"):
+        values["text_encoder_streamed"] = {"true": True, "false": False}.get(streamed.lower())
     try:
         return CachingSettings.model_validate(values)
     except ValidationError as error:
@@ -247,9 +239,9 @@ def _place_name(place: str) -> str:
 def _require_choice(
     refusals: Mapping[CachingSettings, str | None], is_pinned: bool, what: str
 ) -> None:
-    """No trial would tell that another GPU that is pinned has no room."""
     if not refusals:
         raise _nothing_left(f"no way to encode {what}")
+    # No trial would tell that another GPU that is pinned has no room.
     option, why = next(iter(refusals.items()))
     place = option.vae_device if what == "images" else option.text_encoder_device
     if is_pinned and why and place == option.other_gpu:
@@ -262,7 +254,6 @@ def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
 
 
 def _places(context: TuningContext, num_processes: int, pinned: CachingSettings) -> list[str]:
-    """Places for a model that only encodes, fast ones first."""
     device, places = context.hardware.device, ["training"]
     if device.others and num_processes == 1:
         roomiest = max(device.others, key=lambda gpu: gpu.budget_bytes)

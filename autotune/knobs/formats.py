@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from autotune.knobs.knob import Entry, Requirements
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Quality
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from autotune.system.lazy import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +17,12 @@ class WeightFormat(Entry):
     knob = "quantization"
     quality: Quality  # the strictest floor that admits it
     bytes_per_parameter: float  # scales included
+    # `package.module:function` that gets each `torch.nn.Linear` when its weight has arrived. It
+    # changes the layer in place, or returns another that peft adapts, with frozen parameters.
     quantize: str = ""
-    """`package.module:function` that gets each `torch.nn.Linear` when its weight has arrived, on
-    its device. It changes the layer in place, or returns another that peft adapts, with frozen
-    parameters."""
+    # If `quantize` does not work on the meta device: makes a layer (with `cuda` or `cpu`) store,
+    # keep and compute as much for the cost model's trace.
     stand_in: str = ""
-    """For the cost model's trace, if `quantize` does not work on the meta device: makes a layer
-    store, keep for backward and compute as much. Gets the layer, and `cuda` or `cpu`."""
     stored_dtype: str = ""  # torch's name of what is converted before each product, and probed
     product_dtype: str = ""  # `int8` or `fp8` if products have factors of 8 bits, which are probed
     quantizing_slices: float = 0.0  # slices' bytes that quantizing takes beside the layer
@@ -43,16 +41,17 @@ class WeightFormat(Entry):
         return get_args(Quality).index(self.quality) <= get_args(Quality).index(floor)
 
 
+# Stored by torchao at first, and plain tensors now; keys of records stay comparable.
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
-"""Of formats that torchao stored at first. They are plain tensors now; keys of records stay
-comparable."""
 # 0.50 is the first whose kernels for CPUs were tried.
 BNB_NF4 = Requirements(("cuda", "cpu"), (6, 0), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
 # For what surrounds the products.
 EIGHT_BITS = Requirements(("cuda", "cpu"), (7, 5), compiles_on=("cuda",))
-SLOW_FP8 = (
-    "a CPU has no float8 units: a layer took two to seven times fp32's time, with int8 half of it"
-)
+
+
+def _slow_reason(hardware: HardwareProfile) -> str | None:
+    slow = "a layer took two to seven times fp32's time, with int8 half of it"
+    return f"a CPU has no float8 units: {slow}" if hardware.device.kind == "cpu" else None
 
 
 def _multiplied(
@@ -70,12 +69,14 @@ def _multiplied(
         tolerance=tolerance,
         tolerance_reason=f"{why} for weights, activations and gradients",
         hides_dtype=True,
-        why_not_searched=lambda hardware: (
-            SLOW_FP8 if dtype == "fp8" and hardware.device.kind == "cpu" else None
-        ),
+        why_not_searched=_slow_reason if dtype == "fp8" else lambda hardware: None,
     )
 
 
+# Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 12% of the
+# float8s, 22 to 38% of nf4; of Krea 2's 16 and 17% and 54%, Chroma's 62% of nf4. Of products in 8
+# bits 2 to 5% and 7 to 16%; of Krea 2's 7 to 11% and 22 to 26%. Slices, as measured on CPUs: nf4
+# 7.4, int8 and float8 with scales 4 in bf16, all 2 to 2.7 in fp32.
 _ENTRIES = (
     WeightFormat("none", "weights stay as they are", quality="exact", bytes_per_parameter=2.0),
     WeightFormat(
@@ -127,11 +128,6 @@ _ENTRIES = (
         is_tried_for_encoders=True,
     ),
 )
-"""Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 11% and
-6 to 12% of the float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%,
-Chroma's 62% of nf4. Of products in 8 bits 2 to 5% and 7 to 16%; of Krea 2's 7 to 11% and 22 to
-26%. Slices, as measured on CPUs: nf4 7.4, int8 and float8 with scales 4 in bf16, all 2
-to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in _ENTRIES}
 
 
@@ -139,9 +135,8 @@ NF4_BLOCK = 64  # weights per absolute maximum
 NESTED_BLOCK = 256  # absolute maxima per fp32 scale of theirs, with double quantization
 
 SLICE_BYTES = 32 << 20
+# Of a weight to quantize at a time: it stays in a CPU's caches; on a GPU it would be launches.
 CPU_SLICE_BYTES = 1 << 20
-"""Bytes of a weight to quantize at a time: the smaller stays in a CPU's caches; on a GPU it
-would be launches, and loading has memory to spare, since training needs far more."""
 
 
 def slice_bytes_of(weight: "Tensor") -> int:

@@ -1,5 +1,4 @@
-"""Questions that a knob, one field of `Candidate`, must answer, and entries of tables of its
-choices."""
+"""Questions that a knob, one field of `Candidate`, must answer, and entries of its choices."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,10 +9,6 @@ from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import DeviceKind, HardwareProfile
 from autotune.plan.workload import Workload
-
-WHOLE_WEIGHTS = (
-    "DoRA takes the norms of whole weights: it needs them on the device, in 16 bits or more"
-)
 
 
 @dataclass(frozen=True)
@@ -46,10 +41,10 @@ class GradientTolerance:
     """Limit on the error of adapters' gradients, or an optimizer's updates, against the
     reference's."""
 
+    # Run to find out, on a few blocks; choices with the same code share it: 2 blocks prove 40.
     checked_choice: Choice
-    """Run to find out, on a few blocks; choices with the same code share it: 2 blocks prove 40."""
+    # Root mean square, over the adapter's tensors, of the relative error; the dtype's is added.
     tolerance: float
-    """Root mean square, over the adapter's tensors, of the relative error; the dtype's is added."""
     reason: str
     # Without which it does not run.
     other_choices: Mapping[str, Choice] = field(default_factory=dict)
@@ -62,9 +57,8 @@ def gradient_capability(knob: str, checked_choice: Choice) -> str:
 
 def why_not(hardware: HardwareProfile, capability: str) -> str | None:
     """Tell why the machine lacks a capability; None if it has it, or if it is unknown."""
-    return next(
-        (g.reason for g in hardware.capabilities if g.name == capability and not g.available), None
-    )
+    named = (each for each in hardware.capabilities if each.name == capability)
+    return next((each.reason for each in named if not each.available), None)
 
 
 class Knob(ABC):
@@ -73,12 +67,11 @@ class Knob(ABC):
     name: ClassVar[str]
     is_composed: ClassVar[bool] = False  # a number of blocks, chosen together with the others
     needs_reload: ClassVar[bool] = False  # another value needs the model loaded anew
+    # If a rule settles the knob: the libraries' way, which the last trial is compared with.
     compared_with: ClassVar[Choice | None] = None
-    """If a rule settles the knob: the libraries' way, which the last trial is compared with."""
 
     @property
     def title(self) -> str:
-        """Name for people, in at most 14 characters."""
         return self.name.replace("_", " ")
 
     @property
@@ -97,13 +90,10 @@ class Knob(ABC):
             return choices
         field = Candidate.model_fields[self.name]
         default = 0 if field.is_required() else field.default
-        rejected = {
-            **dict.fromkeys((*choices.admitted, *choices.pinnable), reason),
-            **choices.rejected,
-        }
-        return Choices(
-            (default,), {choice: why for choice, why in rejected.items() if choice != default}
-        )
+        usable = dict.fromkeys((*choices.admitted, *choices.pinnable), reason)
+        rejected = {**usable, **choices.rejected}
+        rejected.pop(default, None)
+        return Choices((default,), rejected)
 
     def why_not_on(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         """Tell why `choice` does not work on this machine at all; None if it may."""
@@ -118,7 +108,6 @@ class Knob(ABC):
         return None
 
     def describe(self, choice: Choice, workload: Workload) -> str:
-        """Put the choice in words for people."""
         return str(choice)
 
 
@@ -145,9 +134,9 @@ class Entry:
     summary: str  # what people read about it if the machine can use it
     needs: Requirements = Requirements()
     _: KW_ONLY
+    # Of adapter gradients, against plain attention on unquantized random weights in fp32; 0 if
+    # none.
     tolerance: float = 0.0
-    """Of adapter gradients, against plain attention on unquantized random weights in fp32; 0 if
-    none."""
     tolerance_reason: str = ""
     # On a machine that could use it.
     why_not_searched: Callable[[HardwareProfile], str | None] = lambda hardware: None

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from autotune.models.family import Family
 
+# Of the host's memory for a window's modulations, however long the run; one step at least.
 MAX_WINDOW_BYTES = 1 << 30
-"""Of the host's memory for a window's modulations, however long the run; one step at least."""
+# More make the products hardly faster, and a small model's window only longer to wait for.
 MAX_WINDOW_DRAWS = 256
-"""More make the products hardly faster, and a small model's window only longer to wait for."""
 
 
 def window_steps(row_bytes: int, images_per_step: int) -> int:
@@ -60,8 +60,7 @@ class ModulationPart(nn.Module):
 
 
 class ModulationAhead(nn.Module):
-    """Rows for a transformer whose modulation layers have left it: `table` (draws, row) is on the
-    host."""
+    """Rows for a transformer without its modulation layers: `table` (draws, row) is on the host."""
 
     table: Tensor | None
 
@@ -82,12 +81,10 @@ class ModulationAhead(nn.Module):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters of all layers on the meta device, by name."""
         return {name: tensor for layer in self.layers for name, tensor in layer.tensors.items()}
 
     def connect(self, stream: Stream, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> None:
-        """Say where the layers' weights come from, and in which dtypes the model is to be
-        computed."""
+        """Say where the layers' weights come from, and in which dtypes the model is computed."""
         self._stream = stream
         self.set_dtype(dtype_of)
 
@@ -97,8 +94,8 @@ class ModulationAhead(nn.Module):
 
     @contextmanager
     def collecting(self, family: Family, transformer: nn.Module) -> Iterator[dict[bytes, Tensor]]:
-        """Run no block meanwhile: the transformer gives zeros, and what it is conditioned on is
-        collected."""
+        """Run no block meanwhile, and collect what the transformer is conditioned on; it gives
+        zeros."""
         blocks = {name: transformer.get_submodule(name) for name in family.block_lists}
         self._collected = {}
         try:
@@ -112,8 +109,8 @@ class ModulationAhead(nn.Module):
                 transformer.set_submodule(name, block)
 
     def hold(self, collected: Mapping[bytes, Tensor], capacity: int) -> None:
-        """Compute a window's rows from conditionings (features,) by key, with room for `capacity`
-        of them."""
+        """Compute a window's rows from conditionings (features,) by key, with room for
+        `capacity`."""
         conditionings = torch.stack(list(collected.values()))
         self._rows = {}
         if self.table is None or len(self.table) < len(conditionings):
@@ -138,12 +135,7 @@ class ModulationAhead(nn.Module):
                 self._rows.pop(key, None)
 
     def replace_conditioning(
-        self,
-        number: int,
-        _module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        embedded: Tensor,
+        self, number: int, _: nn.Module, args: Any, kwargs: dict[str, Any], embedded: Tensor
     ) -> Tensor:
         """Make the last embedder's output rows, as a forward hook; those before it add nothing."""
         if number == 0:
@@ -181,17 +173,15 @@ class ModulationAhead(nn.Module):
                 parts[name.rpartition(".")[2]] = tensor
                 del tensor  # one layer at a time
                 if len(parts) == len(layer.shapes):
-                    weights = {
-                        leaf: part.to(device) for leaf, part in arrived.pop(layer.name).items()
-                    }
+                    given = arrived.pop(layer.name).items()
+                    weights = {leaf: part.to(device) for leaf, part in given}
                     made = nn.functional.linear(activated.to(weights["weight"].dtype), **weights)
                     rows[: len(made), layer.start : layer.stop].copy_(made)
-                    del parts, weights, made
+                    del parts, given, weights, made
 
 
 def _keys_of(inputs: Sequence[Tensor], num_items: int) -> list[bytes]:
-    """Bytes of what each item is conditioned on: inputs with one number or vector an item. Others,
-    such as the image's tokens, tell the embedders a dtype alone."""
+    """Bytes of what each item is conditioned on; other inputs tell the embedders a dtype alone."""
     own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
     numbers = torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1)
     return [row.tobytes() for row in numbers.cpu().numpy()]
@@ -205,7 +195,7 @@ def find_modulation_ahead(transformer: nn.Module) -> ModulationAhead | None:
 
 
 def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
-    """Replace the modulation layers of a transformer; `connect` must follow before it runs on a
+    """Replace the modulation layers; `connect` must follow before the transformer runs on a
     device."""
     assert family.modulation is not None
     layers: list[ModulationLayer] = []

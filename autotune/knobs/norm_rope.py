@@ -1,11 +1,11 @@
-"""RMSNorm, rotary positions and concatenation of queries and keys as one function with a backward
-pass of its own.
+"""RMSNorm, rotary positions and concatenation of queries and keys, as one function with its
+gradient.
 
 Stock processors run about a dozen elementwise kernels for each of them, and autograd keeps several
 fp32 copies. Here the backward pass starts from the projections as they were before the norm and
 computes the rest again, so nothing else is kept; weights of norms are frozen and get no gradient.
-There are two sets of kernels: `fused`, which runs plain operations, in place where it can; and
-`compiled`, which torch.compile fuses into about one kernel per stream.
+`fused` kernels run plain operations, in place where they can; torch.compile fuses `compiled` ones
+into about one kernel per stream.
 
 With u = x / rms(x), y = w * u and out = R y for a rotation R, and g the gradient of out: the
 gradient of y is R^T g, and that of x is (h - u * mean(h * u)) / rms(x) with h = w * R^T g.
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from autotune.models.facts import AttentionLayout, Rotary, Stream
 
+Streams = Sequence[Tensor]
 Tables = Sequence[Any]  # for each stream what turns it, as the kernels take it, or None
 
 
@@ -32,12 +33,12 @@ class Kernels(NamedTuple):
     """One way to compute it; all sequences are in the order in which streams are joined."""
 
     table: Callable[[Tensor], Any]  # a complex table in the form that the others take
+    # (streams, weights, tables, epsilon) -> normed, turned and joined along the tokens.
     forward: Callable[[Sequence[Tensor], Sequence[Tensor | None], Tables, float], Tensor]
-    """(streams, weights, tables, epsilon) -> normed, turned and joined along the tokens."""
+    # (gradient, streams, weights, tables, epsilon) -> gradient of each stream.
     backward: Callable[
         [Tensor, Sequence[Tensor], Sequence[Tensor | None], Tables, float], list[Tensor]
     ]
-    """(gradient, streams, weights, tables, epsilon) -> gradient of each stream."""
 
 
 class NormRopeFunction(torch.autograd.Function):
@@ -81,16 +82,12 @@ def _as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
 
 
-def _eager_forward(
-    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
-) -> Tensor:
+def _eager_forward(streams: Streams, weights: Any, tables: Tables, epsilon: float) -> Tensor:
     first, lengths = streams[0], _lengths(streams)
-    out = torch.empty(
-        first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device
-    )
-    for x, weight, table, target in zip(
-        streams, weights, tables, torch.split(out, lengths, dim=1), strict=True
-    ):
+    shape = first.shape[0], sum(lengths), *first.shape[2:]
+    out = torch.empty(shape, dtype=first.dtype, device=first.device)
+    targets = torch.split(out, lengths, dim=1)
+    for x, weight, table, target in zip(streams, weights, tables, targets, strict=True):
         y = x * _inverse_rms(x, epsilon)
         if weight is not None:
             y.mul_(weight)
@@ -109,9 +106,8 @@ def _eager_backward(
     gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
 ) -> list[Tensor]:
     found = []
-    for g, x, weight, table in zip(
-        torch.split(gradient, _lengths(streams), dim=1), streams, weights, tables, strict=True
-    ):
+    parts = torch.split(gradient, _lengths(streams), dim=1)
+    for g, x, weight, table in zip(parts, streams, weights, tables, strict=True):
         if table is None:
             h = g.to(torch.float32, copy=True)
         else:
@@ -128,8 +124,7 @@ def _eager_backward(
 
 
 def _wide(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines, and sines with the signs of a rotation, of every channel, for vector
-    instructions."""
+    """Cosines, and sines with the signs of a rotation, of every channel."""
     real = torch.view_as_real(table)
     sines = real[..., 1]
     return real[..., 0].repeat_interleave(2, -1), torch.stack((-sines, sines), dim=-1).flatten(-2)
@@ -139,9 +134,7 @@ def _swap_pairs(x: Tensor) -> Tensor:
     return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
 
 
-def _wide_forward(
-    streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
-) -> Tensor:
+def _wide_forward(streams: Streams, weights: Any, tables: Tables, epsilon: float) -> Tensor:
     outs = []
     for x, weight, table in zip(streams, weights, tables, strict=True):
         y = x.float()
@@ -158,9 +151,8 @@ def _wide_backward(
     gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
 ) -> list[Tensor]:
     found = []
-    for g, x, weight, table in zip(
-        torch.split(gradient, _lengths(streams), dim=1), streams, weights, tables, strict=True
-    ):
+    parts = torch.split(gradient, _lengths(streams), dim=1)
+    for g, x, weight, table in zip(parts, streams, weights, tables, strict=True):
         h = g.float()
         if table is not None:
             h = h * table[0] + _swap_pairs(h * table[1])
@@ -177,20 +169,17 @@ _compile = cache(torch.compile)
 
 
 def _compiled(function: Any) -> Any:
-    def call(*inputs: Any) -> Any:
-        return _compile(function)(
-            *inputs
-        )  # when it is needed: the compiler takes seconds to import
+    def call(*inputs: Any) -> Any:  # when it is needed: the compiler takes seconds to import
+        return _compile(function)(*inputs)
 
     return call
 
 
+# Only `compiled` takes seconds at its first call, and for other shapes.
 KERNELS: dict[str, Kernels] = {
     "fused": Kernels(lambda table: table, _eager_forward, _eager_backward),
     "compiled": Kernels(_wide, _compiled(_wide_forward), _compiled(_wide_backward)),
 }
-"""By the name of the choice. Only `compiled` takes seconds at its first call, and for other
-shapes."""
 
 
 class RotaryTables:
@@ -248,9 +237,8 @@ class JoinedNormRope:
         attended = states if is_joined or text is None else [text]
 
         def project(kind: str, inputs: list[Any]) -> list[Tensor]:
-            outs = [
-                getattr(attn, getattr(name, kind))(x) for name, x in zip(names, inputs, strict=True)
-            ]
+            layers = (getattr(attn, getattr(name, kind)) for name in names)
+            outs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
             return [out.unflatten(-1, (-1, head_size)) for out in outs]
 
         head_size = len(getattr(attn, layout.image.query_norm).weight)
@@ -277,8 +265,7 @@ class JoinedNormRope:
 
     def _norm_rope(self, norms: list[Any], streams: list[Tensor], positions: Any) -> Tensor:
         weights = tuple(norm.weight for norm in norms)
-        # Code is compiled for training steps alone: previews and evaluations have shapes of their
-        # own.
+        # Code is compiled for training steps alone: previews have shapes of their own.
         name = self.kernels if torch.is_grad_enabled() else "fused"
         tables: list[Any] = [None] * len(streams)
         if positions is not None:
@@ -297,9 +284,8 @@ def _joint_mask(image: Tensor, arguments: dict[str, Any]) -> Tensor | None:
     mask: Tensor | None = arguments.get("attention_mask")
     prompt = arguments.get("encoder_hidden_states_mask")
     if prompt is not None:
-        mask = torch.cat(
-            [prompt, torch.ones(image.shape[:2], dtype=torch.bool, device=image.device)], dim=1
-        )
+        image_mask = torch.ones(image.shape[:2], dtype=torch.bool, device=image.device)
+        mask = torch.cat([prompt, image_mask], dim=1)
     return mask[:, None, None, :] if mask is not None and mask.ndim == 2 else mask
 
 
@@ -329,8 +315,7 @@ def _processor_class(stock: type) -> type:
 
 
 def use_kernels(transformer: nn.Module, layouts: Sequence[AttentionLayout], name: str) -> None:
-    """Let attention modules of one of `layouts` use these kernels, or diffusers' own for
-    `stock`."""
+    """Let attention modules of `layouts` use these kernels, or diffusers' own for `stock`."""
     by_class = {layout.processor: layout for layout in layouts}
     tables = RotaryTables()
     for module in transformer.modules():
@@ -338,13 +323,10 @@ def use_kernels(transformer: nn.Module, layouts: Sequence[AttentionLayout], name
         if isinstance(processor, JoinedNormRope):
             processor.__class__ = type(processor).__mro__[2]
         layout = by_class.get(type(processor).__name__)
-        if (
-            layout is None
-            or name == "stock"
-            or getattr(module, layout.image.query_norm, None) is None
-        ):
+        if layout is None or name == "stock":
             continue
-        changed: Any = processor
-        stock: Any = type(processor)
-        changed.__class__ = _processor_class(stock)
-        changed.layout, changed.kernels, changed.tables = layout, name, tables
+        if getattr(module, layout.image.query_norm, None) is not None:
+            changed: Any = processor
+            stock: type = type(processor)
+            changed.__class__ = _processor_class(stock)
+            changed.layout, changed.kernels, changed.tables = layout, name, tables

@@ -3,17 +3,16 @@
 Weights in 8 bits are plain int8 or float8 (e4m3) with one scale per row. float8 is kept as bytes:
 peft would round the adapter of a layer whose weight has a floating dtype to that dtype.
 
-`FrozenLinear` keeps nothing but those weights for its backward pass, which casts again: autograd
-would keep each converted copy. A scale is applied where that moves fewest bytes. CUDA's kernels
-convert operands as they read them, so there int8 is cast and scaled at once: 3 bytes a weight in
-bf16. torch multiplies no float8 by element, and a CPU converts beforehand, so there a weight is
-only cast, and the product's output is scaled, or the gradient that comes in.
+`FrozenLinear` keeps nothing but those weights for its backward pass, which casts again. A scale is
+applied where that moves fewest bytes: CUDA's kernels convert operands as they read them, so there
+int8 is cast and scaled at once. torch multiplies no float8 by element, and a CPU converts
+beforehand, so there the product's output is scaled, or the gradient that comes in.
 
 `EightBitLinear` multiplies in 8 bits: both factors, in both passes, from one stored weight. With W
 = s * Q, x = a * X and g * s = b * G, an output is a * (X @ Q.T) * s and the gradient of an input b
-* (G @ Q): the same Q serves both. What surrounds a product is as many bytes as a GPU moves in the
-product's time, so there it is compiled. Layers whose sides are no multiples of 16, which kernels on
-CUDA ask for, stay as they are.
+* (G @ Q). What surrounds a product is as many bytes as a GPU moves in the product's time, so there
+it is compiled. Layers whose sides are no multiples of 16, which kernels on CUDA ask for, stay as
+they are.
 """
 
 from collections.abc import Callable, Iterable
@@ -56,8 +55,8 @@ def _in_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def store_rows(
     layer: nn.Linear, dtype: torch.dtype, scales_as: torch.dtype = torch.float32
 ) -> None:
-    """Store the weight of `layer` in `dtype`, and fp32 scales (outputs,) that `scales_as` has, as
-    `scale`."""
+    """Store the weight of `layer` in `dtype`, and fp32 `scale` (outputs,), rounded to
+    `scales_as`."""
     weight = layer.weight.data
     stored = weight.new_empty(weight.shape, dtype=dtype)
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -82,7 +81,7 @@ CONVERTS_AS_IT_READS = {"cpu": False, "cuda": True, "meta": False}
 
 
 class FrozenProduct(torch.autograd.Function):
-    """`linear(x, scale * stored, bias)`: x (..., inputs), fp32 scale (outputs,); float8 comes as
+    """`linear(x, scale * stored, bias)`: x (..., inputs), fp32 scale (outputs,); float8 as
     uint8."""
 
     @staticmethod
@@ -135,9 +134,9 @@ def _freeze(dtype: torch.dtype, layer: nn.Linear) -> None:
 quantize_int8, quantize_float8 = partial(_freeze, torch.int8), partial(_freeze, FLOAT8)
 
 
+# Asked for by torch on CUDA: `_int_mm` sides that 8 divides and more than 16 rows (some cards
+# refuse fewer than 32), `_scaled_mm` sides that 16 divides.
 SIDE_MULTIPLE, MIN_ROWS = 16, 32
-"""Asked for by torch on CUDA: `_int_mm` sides that 8 divides and more than 16 rows (some cards
-refuse fewer than 32), `_scaled_mm` sides that 16 divides."""
 
 
 def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -194,8 +193,7 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return `(rows * left) @ (right * columns) + bias`: left (m, k) and right (k, n) in 8 bits,
-    rows (m, 1) and columns (n,) in fp32."""
+    """Return `(rows * left) @ (right * columns) + bias`: left (m, k) and right (k, n) in 8 bits."""
     kernels, num_rows = kernels_for(left), len(left)
     missing = MIN_ROWS - num_rows if kernels.has_cuda_limits else 0
     if missing > 0:
@@ -210,9 +208,8 @@ def multiply(
         columns = rows.new_ones(right.shape[1]) if columns is None else columns
         # All that kernels with scales per row write there.
         made = torch.bfloat16 if kernels.has_cuda_limits else dtype
-        out = torch._scaled_mm(
-            left, right, scale_a=rows, scale_b=columns.unsqueeze(0), out_dtype=made
-        ).to(dtype)
+        scales: Any = {"scale_a": rows, "scale_b": columns.unsqueeze(0)}
+        out = torch._scaled_mm(left, right, **scales, out_dtype=made).to(dtype)
         out = out if bias is None else out.add_(bias)
     return out[:num_rows] if missing > 0 else out
 
@@ -250,7 +247,7 @@ class EightBitLinear(nn.Linear):
 
 
 def _multiply_in(dtype: torch.dtype, layer: nn.Linear) -> None:
-    if not any(side % SIDE_MULTIPLE for side in layer.weight.shape):
+    if all(side % SIDE_MULTIPLE == 0 for side in layer.weight.shape):
         store_rows(layer, dtype)
         layer.__class__ = EightBitLinear
 
@@ -260,8 +257,7 @@ multiply_in_float8 = partial(_multiply_in, FLOAT8)
 
 
 def quantize_nf4(layer: nn.Linear) -> nn.Module:
-    """Return the layer that takes the place of `layer`: 4-bit NormalFloat with double
-    quantization."""
+    """Return the layer that takes the place of `layer`: 4-bit NormalFloat, doubly quantized."""
     from bitsandbytes import nn as bnb
 
     made = bnb.Linear4bit(
@@ -275,16 +271,17 @@ def quantize_nf4(layer: nn.Linear) -> nn.Module:
     )
     made.weight = pack_nf4(layer.weight.data, slice_bytes_of(layer.weight))
     # With AVX512-bf16 an input that needs no gradient would have the weight repacked for inference,
-    # for good: in bf16, without a backward pass, and only if the number of rows is a multiple of
-    # 32.
+    # for good: in bf16, without a backward pass.
     made.support_avx512bf16_for_cpu = False
     made.bias = layer.bias
     return made.train(layer.training)  # type: ignore[no-any-return]
 
 
 def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
-    """Return bitsandbytes' 4-bit parameter, quantized in slices to the bits of the whole: on a CPU
-    it takes seven times what it is given for a moment."""
+    """Return bitsandbytes' 4-bit parameter, quantized in slices to the bits of the whole.
+
+    On a CPU it takes seven times what it is given for a moment.
+    """
     from bitsandbytes import functional as bits
     from bitsandbytes import nn as bnb
 
@@ -293,9 +290,8 @@ def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
     stored = torch.empty(-(-len(flat) // 2), 1, dtype=torch.uint8, device=weight.device)
     maxima = torch.empty(-(-len(flat) // NF4_BLOCK), dtype=torch.float32, device=weight.device)
     for start in range(0, len(flat), step):
-        part, state = bits.quantize_4bit(
-            flat[start : start + step], blocksize=NF4_BLOCK, quant_type="nf4"
-        )
+        some = flat[start : start + step]
+        part, state = bits.quantize_4bit(some, blocksize=NF4_BLOCK, quant_type="nf4")
         stored[start // 2 : start // 2 + len(part)] = part
         maxima[start // NF4_BLOCK : start // NF4_BLOCK + len(state.absmax)] = state.absmax
     offset = maxima.mean()
@@ -332,16 +328,13 @@ def quantize_blocks(transformer: nn.Module, family: Family, weight_format: str) 
 
 
 def quantize_inside(blocks: Iterable[nn.Module], weight_format: str) -> Transform | None:
-    """Return what quantizes each Linear inside `blocks` as its weights arrive; None if they stay.
-
-    One layer at a time, because quantizing needs several times its input's size for a moment.
-    """
+    """Return what quantizes each Linear inside `blocks` as its weights arrive; None if they
+    stay."""
     if not (function := WEIGHT_FORMATS[weight_format].quantize):
         return None
     quantize_layer = resolve_name(function)
-    linears = {
-        id(layer) for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)
-    }
+    layers = (layer for block in blocks for layer in block.modules())
+    linears = {id(layer) for layer in layers if isinstance(layer, nn.Linear)}
 
     def quantize(name: str, module: nn.Module) -> nn.Module | None:
         return quantize_layer(module) if id(module) in linears else None

@@ -10,16 +10,10 @@ from functools import cache
 from typing import Any, ClassVar
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.knobs.attention import (
-    ATTENTION_BACKENDS,
-    AttentionBackend,
-    Kernel,
-    assumed_efficiency,
-    cuda_kernel,
-)
+from autotune.knobs import settings
+from autotune.knobs.attention import ATTENTION_BACKENDS, AttentionBackend, why_not_faster
 from autotune.knobs.formats import WEIGHT_FORMATS, WeightFormat
 from autotune.knobs.knob import (
-    WHOLE_WEIGHTS,
     Choices,
     GradientTolerance,
     Knob,
@@ -27,21 +21,15 @@ from autotune.knobs.knob import (
     gradient_capability,
     why_not,
 )
-from autotune.knobs.settings import (
-    PLAIN_SETTINGS,
-    optimizer_tolerance,
-    precision_tolerance,
-    setting_why_not_on,
-)
 from autotune.models.adapter import target_matcher
 from autotune.models.family import Family, build_on_meta
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Workload
 
-DEFAULT = "native"
-MIN_SPEED = 1.03
-"""Times the default's measured speed from which a backend is worth a trial: less is noise."""
+WHOLE_WEIGHTS = (
+    "DoRA takes the norms of whole weights: it needs them on the device, in 16 bits or more"
+)
 CHECKED_BLOCKS = 2  # the fewest of which one is fetched while another runs
 
 
@@ -195,10 +183,8 @@ class Swapping(Knob):
 
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.recomputed_blocks:
-            return (
-                "block swap needs blocks that recompute: "
-                "autograd would keep their weights on the device"
-            )
+            why = "autograd would keep their weights on the device"
+            return f"block swap needs blocks that recompute: {why}"
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.swapped_blocks and weight_format is not None and not weight_format.can_offload:
             return f"{weight_format.name} keeps what belongs to its weights on the GPU"
@@ -224,9 +210,7 @@ class Modulation(Knob):
 
     def choices(self, context: TuningContext) -> Choices:
         reason = _unsuited_reason(context)
-        if reason:
-            return Choices(("resident",), {"ahead": reason})
-        return Choices(("ahead", "resident"))
+        return Choices(("resident",), {"ahead": reason}) if reason else Choices(self.names[::-1])
 
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.modulation != "ahead":
@@ -254,7 +238,6 @@ def _unsuited_reason(context: TuningContext) -> str | None:
 
 @cache
 def _find_adapted_layer(family: Family, targets: str) -> str | None:
-    """A modulation layer that the set of adapted layers has, by peft's rule."""
     assert family.modulation is not None
     is_adapted = target_matcher(family, targets)
     model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
@@ -277,10 +260,8 @@ class Attention(_TableKnob):
             return None
         if family.has_attention_mask(1, "exact"):
             return f"{name} refuses masks, and the text of {family.name} always has one"
-        return (
-            f"{name} refuses masks, and captions of different lengths in one batch, "
-            "dropped ones too, need one"
-        )
+        captions = "captions of different lengths in one batch, dropped ones too, need one"
+        return f"{name} refuses masks, and {captions}"
 
     def _why_rejected(self, entry: AttentionBackend, context: TuningContext) -> str | None:
         capability, family = context.hardware.capability(entry.capability), context.family
@@ -291,78 +272,14 @@ class Attention(_TableKnob):
         return None
 
     def _why_not_searched(self, entry: AttentionBackend, context: TuningContext) -> str | None:
-        return super()._why_not_searched(entry, context) or _not_faster_reason(entry, context)
+        return super()._why_not_searched(entry, context) or why_not_faster(entry, context)
 
 
-def _not_faster_reason(backend: AttentionBackend, context: TuningContext) -> str | None:
-    """By what the probe measured, or for a card of the catalog by what is published of a package's
-    kernel."""
-    hardware, name = context.hardware, backend.name
-    if name == DEFAULT or hardware.device.kind != "cuda":
-        return None
-    cases = [False, True] if _takes_masks(backend, context) else [False]
-    if hardware.origin == "catalog" and backend.needs.library:
-        what = "published for its kernel is"
-        speed = max(_assumed_speed(name, hardware, masked) for masked in cases)
-    else:
-        found = [_measured_speed(name, hardware, masked) for masked in cases]
-        if not any(found):
-            best = "the kernel that torch holds for the best"
-            return f"not measured beside {DEFAULT}, which takes {best}"
-        what, speed = "the probe measured", max(each or 0.0 for each in found)
-    return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
-
-
-def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
-    work, family = context.workload, context.family
-    always = family.has_attention_mask(1, "exact")  # of the text alone
-    return (
-        not always
-        and not backend.refuses_masks
-        and family.has_attention_mask(work.effective_batch_size, work.text_padding)
-    )
-
-
-def _kernel(name: str, hardware: HardwareProfile, masked: bool) -> Kernel:
-    capability, cudnn = hardware.device.compute_capability, hardware.versions.cudnn
-    return cuda_kernel(name, masked=masked, precision="bf16", capability=capability, cudnn=cudnn)
-
-
-def _assumed_speed(name: str, hardware: HardwareProfile, masked: bool) -> float:
-    """Times the default's speed, by published figures."""
-    own, usual = (
-        assumed_efficiency(_kernel(each, hardware, masked), hardware.device.compute_capability)
-        for each in (name, DEFAULT)
-    )
-    return own / usual
-
-
-def _measured_speed(name: str, hardware: HardwareProfile, masked: bool) -> float | None:
-    """Times the default's speed in the longest common shape; what the default runs with a mask may
-    be measured under another name."""
-    plain, usual = (_kernel(DEFAULT, hardware, each) for each in (False, masked))
-    default = DEFAULT if usual == plain else "_native_efficient"
-    theirs, own = (
-        {
-            rate.name.removeprefix(prefix): rate.value
-            for rate in hardware.rates
-            if rate.name.startswith(prefix)
-        }
-        for prefix in (f"attention.{default}.", f"attention.{name}.")
-    )
-    if not (common := theirs.keys() & own.keys()):
-        return None
-    longest = max(common, key=lambda shape: int(shape.rpartition(".")[2]))
-    return own[longest] / theirs[longest]
-
-
+# To compile one kind of block for one shape, until a trial has measured it. A round figure;
+# Qwen-Image's with 8-bit products took 34 s of a CPU's time, and 43 more at the second shape.
 STARTUP_SECONDS = 60.0
-"""Seconds to compile one kind of block for one shape, until a trial has measured them. A round
-figure; Qwen-Image's with 8-bit products took 34 s of a CPU's time beside the C++ compiler's, 43
-more at the second shape, and 13 and 19 where an earlier process had left its code."""
+# For a model's kinds of attention: 57 to 73 for three mid-size families on two busy CPU cores.
 NORM_ROPE_STARTUP_SECONDS = 60.0
-"""For a model's kinds of attention: 57 to 73 for three mid-size families on two busy CPU cores, 7
-to 9 where torch still had the code. Not measured on a GPU."""
 
 
 def startup_seconds(candidate: Candidate, family: Family, workload: Workload) -> float:
@@ -464,23 +381,23 @@ KNOBS: tuple[Knob, ...] = (
 # Of each field of a candidate, what people call it.
 TITLES: Mapping[str, str] = {
     **{knob.name: knob.title for knob in KNOBS},
-    **{name: name.replace("_", " ") for name in PLAIN_SETTINGS},
+    **{name: name.replace("_", " ") for name in settings.PLAIN_SETTINGS},
 }
 
 
 # By field of a candidate.
 GRADIENT_TOLERANCES: Mapping[str, Callable[[Choice], GradientTolerance | None]] = {
-    "precision": precision_tolerance,
+    "precision": settings.precision_tolerance,
     **{knob.name: knob.gradient_tolerance for knob in KNOBS},
-    "optimizer": optimizer_tolerance,
+    "optimizer": settings.optimizer_tolerance,
 }
 
 
+# Values on any machine, by field of a candidate; none if they are numbers.
 NAMES: Mapping[str, tuple[str, ...]] = {
     **{knob.name: knob.names for knob in KNOBS},
-    **PLAIN_SETTINGS,
+    **settings.PLAIN_SETTINGS,
 }
-"""Values on any machine, by field of a candidate; none if they are numbers."""
 
 
 def require_choice(name: str, value: Choice) -> None:
@@ -497,7 +414,7 @@ def why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | Non
     for knob in KNOBS:
         if knob.name == name:
             return knob.why_not_on(value, hardware)
-    return setting_why_not_on(name, value, hardware)
+    return settings.setting_why_not_on(name, value, hardware)
 
 
 def reload_key(candidate: Candidate) -> tuple[Choice, ...]:

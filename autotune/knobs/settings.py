@@ -1,5 +1,4 @@
-"""Plain settings: fields of `Candidate` that a rule fills in and a user may pin, but no search
-turns.
+"""Plain settings: fields of `Candidate` that a rule fills in and a user may pin.
 
 Which optimizer learns is the user's choice, by name or as `package:Class`. A class that only a plan
 names is not loaded: importing it runs its code.
@@ -37,9 +36,9 @@ OPTIMIZERS: Mapping[str, str] = {
 }
 CUSTOM = "custom"  # of a `package:Class`
 ALLOWED = "AUTOTUNE_ALLOW_OPTIMIZER"  # the only `package:Class` that may be loaded
+# Of AdamW's: Lion's updates are signs, so larger (Chen et al. 2023, section 5: a third to a tenth).
 LION_RATE = 1 / 3
-"""Share of AdamW's learning rate: Lion's updates are signs, so they are larger (Chen et al. 2023,
-section 5, advise a third to a tenth)."""
+# Values that any machine may have; none if they are numbers.
 PLAIN_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "optimizer": (*OPTIMIZERS, CUSTOM),
@@ -48,17 +47,15 @@ PLAIN_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "data_workers": (),
     "batch_memory": ("pageable", "pinned"),
 }
-"""Values that any machine may have, by name; none if they are numbers."""
+# Relative error of gradients in a precision, against fp32, and where it comes from.
 ROUNDING = {
     "bf16": (0.1, "8 bits of mantissa: each rounding is wrong by up to 0.4%"),
     "fp16": (0.03, "11 bits of mantissa: each rounding is wrong by up to 0.05%"),
 }
-"""Relative error of gradients in a precision, against fp32, and where it comes from."""
+# Threads that collate batches that can be pinned: they pay on a slow network disk.
 MAX_WORKERS = (2, 4)
-"""Threads that collate batches that can be pinned: they pay on a slow network disk."""
 STORED_BYTES = 2  # of a parameter in published files
-AS_FAST = 0.9
-"""Share of the fastest rate from disk within which the page cache decides between loaders."""
+AS_FAST = 0.9  # Of the fastest rate from disk: within it the page cache decides between loaders.
 # Torch reads the first that is set, once.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -93,15 +90,13 @@ def plain_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
 
 
 def _precisions(context: TuningContext) -> tuple[str, ...]:
-    """bf16 has the range of fp32; CPUs have fp32, unless bf16 matmuls were measured to be
+    """bf16 has the range of fp32; a CPU has fp32 unless its bf16 products were measured to be
     faster."""
     hardware = context.hardware
     bf16, fp16 = (hardware.capability(f"precision.{name}").available for name in ("bf16", "fp16"))
     if hardware.device.kind == "cpu":
-        half, full = (
-            max((r.value for r in hardware.rates if r.name.startswith(prefix)), default=0.0)
-            for prefix in ("matmul.bf16.", "matmul.fp32.")
-        )
+        names = "matmul.bf16.", "matmul.fp32."
+        half, full = (max(hardware.rates_under(name).values(), default=0.0) for name in names)
         return ("bf16", "fp32", "fp16") if half > full else ("fp32", "bf16", "fp16")
     if bf16:
         return ("bf16", "fp16") if fp16 else ("bf16",)
@@ -111,14 +106,12 @@ def _precisions(context: TuningContext) -> tuple[str, ...]:
 
 
 def _fastest_loader(context: TuningContext) -> str:
-    """By the probe among those whose own memory fits beside the model; else as
-    `from_pretrained`."""
+    """By the probe, of those whose memory fits beside the model; else as `from_pretrained`."""
     hardware, budget = context.hardware, context.budget_bytes
     model = STORED_BYTES * context.workload.model.num_parameters
     shared = hardware.device.memory_kind == "integrated"
-    held = {
-        name: loader.overhead_bytes(model, shares_memory=shared) for name, loader in LOADERS.items()
-    }
+    loaders = LOADERS.items()
+    held = {name: each.overhead_bytes(model, shares_memory=shared) for name, each in loaders}
     # A model that is too large by itself speaks against no loader.
     fits = {name: model + held[name] <= budget or model > budget for name in LOADERS}
     measured = {name: rate for name in LOADERS if (rate := hardware.rate(f"disk.{name}"))}
@@ -167,7 +160,7 @@ def configure_allocator(choice: Choice) -> None:
 def encoder_precision(precision: str) -> str:
     """Return the precision of text encoders and the VAE: fp32 beside a transformer in fp16.
 
-    In fp16 activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE
+    There activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE
     (madebyollin/sdxl-vae-fp16-fix).
     """
     return "fp32" if precision == "fp16" else precision
@@ -184,15 +177,14 @@ def allow_optimizer(name: str) -> None:
 
 
 def usual_learning_rate(choice: OptimizerChoice, adamw_rate: float) -> float:
-    """Return the learning rate if the user names none; Prodigy finds its own, which this
-    multiplies."""
+    """Return the learning rate if the user names none; Prodigy finds its own, and multiplies it."""
     return {"prodigy": 1.0, "lion": adamw_rate * LION_RATE}.get(choice.name, adamw_rate)
 
 
+# Keyword arguments that are not the user's, or are fields of the job.
 OURS = frozenset(
     {"params", "lr", "weight_decay", "fused", "foreach", "capturable", "differentiable", "maximize"}
 )
-"""Keyword arguments that are not the user's, or are fields of the job."""
 
 
 def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
@@ -216,9 +208,8 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
         hint = extra if name in OPTIMIZERS else f"see where: python -c 'import {module}'"
         raise InvalidInput(what, hint=hint) from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise InvalidInput(
-            f"{name} is no torch.optim.Optimizer", hint=f"name one of {', '.join(OPTIMIZERS)}"
-        )
+        hint = f"name one of {', '.join(OPTIMIZERS)}"
+        raise InvalidInput(f"{name} is no torch.optim.Optimizer", hint=hint)
     return found
 
 
@@ -230,10 +221,8 @@ def check_options(choice: OptimizerChoice) -> None:
     open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
     for name, _ in choice.options:
         if name in OURS:
-            raise InvalidInput(
-                f"{name} is not an option of an optimizer here",
-                hint="the job has --learning-rate, and weight_decay in the plan's file",
-            )
+            hint = "the job has --learning-rate, and weight_decay in the plan's file"
+            raise InvalidInput(f"{name} is not an option of an optimizer here", hint=hint)
         if name not in takes and not open_ended:
             hint = suggest_nearest(name, sorted(takes.keys() - OURS))
             raise InvalidInput(f"{choice.name} takes no {name!r}", hint=hint)
@@ -267,11 +256,10 @@ def build_optimizer(
 def optimizer_bytes(
     choice: OptimizerChoice, shapes: Mapping[tuple[int, ...], int]
 ) -> tuple[int, int]:
-    """Return bytes of the optimizer's state for so many fp32 parameters of each shape, and bytes of
-    a step.
+    """Return bytes of the optimizer's state, for so many parameters of each shape, and of a step.
 
-    The state is measured by a step on two parameters of each shape on the CPU. A step takes one
-    copy of all parameters: what lists of tensors that are updated together need.
+    State is measured by a step on two of each shape on the CPU. A step takes one copy of all: what
+    lists of tensors that are updated together need.
     """
     numel = sum(math.prod(shape) * count for shape, count in shapes.items())
     # Two moments and a counter in one fused kernel: measuring would say the same.
@@ -293,17 +281,16 @@ def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], i
     except Exception as error:  # anybody's code
         message = f"the optimizer {choice.name} cannot take a step: {first_line(error)}"
         raise InvalidInput(message, hint="name one whose step takes no closure") from error
-    held = [
-        [v for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)] for p in parameters
-    ]
-    sizes = [
-        {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in state}
-        for state in held
-    ]
+
+    def sizes_of(parameter: Any) -> dict[int, int]:
+        values = optimizer.state[parameter].values()
+        storages = [v.untyped_storage() for v in values if isinstance(v, torch.Tensor)]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+    sizes = [sizes_of(parameter) for parameter in parameters]
     holders = Counter(itertools.chain(*sizes))
     # Such as a table of 8 bits.
     shared = {at: size for state in sizes for at, size in state.items() if holders[at] > 1}
     own = [sum(size for at, size in state.items() if at not in shared) for state in sizes]
-    return sum(shared.values()) + sum(
-        own[2 * number] * count for number, (_, count) in enumerate(shapes)
-    )
+    pairs = zip(own[::2], shapes, strict=True)
+    return sum(shared.values()) + sum(size * count for size, (_, count) in pairs)

@@ -295,6 +295,11 @@ class HardwareProfile(Frozen):
         """The measured rate called `name` in its unit, or None."""
         return next((rate.value for rate in self.rates if rate.name == name), None)
 
+    def rates_under(self, prefix: str) -> dict[str, float]:
+        """Measured rates whose names begin with `prefix`, by what follows it."""
+        rates = (rate for rate in self.rates if rate.name.startswith(prefix))
+        return {rate.name.removeprefix(prefix): rate.value for rate in rates}
+
 
 def _beginning(version: str | None, num_parts: int) -> str | None:
     return None if version is None else ".".join(version.split("+")[0].split(".")[:num_parts])
