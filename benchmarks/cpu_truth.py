@@ -206,7 +206,7 @@ class RealSteps:
         ]
         attributes = [value for value in values if isinstance(value, torch.Tensor)]
         kept = [*self.transformer.parameters(), *self.transformer.buffers(), *attributes]
-        return storage_bytes([*kept, *self.optimizer.live_tensors()])
+        return storage_bytes([*kept, *self.optimizer.live_tensors(self.transformer)])
 
 
 def run(

@@ -40,7 +40,6 @@ from autotune.system.memory import (
     release_memory,
     reset_host_peak,
 )
-from autotune.train.checkpoint import save_trained
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import (
     QualityMissed,
@@ -48,16 +47,16 @@ from autotune.train.model import (
     apply_settings,
     eager_eval,
     load_model,
+    save_trained,
 )
 from autotune.train.monitor import Monitor, allocator_retries
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.preview import Preview, PreviewSampler
+from autotune.train.sample import Preview, PreviewSampler
 from autotune.train.step import (
     ConditionedImage,
     ModulationWindows,
     Noising,
     StepOutcome,
-    live_tensors,
     optimizer_step,
     pick_inputs,
     to_device,
@@ -362,7 +361,7 @@ class StepRunner:
 
     def _live_tensors(self) -> list[torch.Tensor]:
         batches = (tensor for batch in self.batches for tensor in batch.values())
-        return [*live_tensors(self.model.transformer, self.optimizer), *batches]
+        return [*self.optimizer.live_tensors(self.model.transformer), *batches]
 
     def find_defect(self, outcome: StepOutcome) -> str | None:
         """Tell why the steps cannot be training: a non-finite loss, or layers without gradients.

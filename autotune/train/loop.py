@@ -1,6 +1,7 @@
 """The loop of a run: steps, learning rate, fallbacks, checkpoints, previews and progress."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -14,30 +15,20 @@ from autotune.data.batches import BatchLoader, BatchOrder
 from autotune.data.encode import EncodedDataset
 from autotune.errors import AutotuneError, Preempted, is_out_of_memory
 from autotune.events import Notice, OnEvent, StepFinished
+from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.registry import reload_key
 from autotune.models.family import Batch
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.system.memory import measure_peak_memory, release_memory
 from autotune.system.process import catch_stop_signals
-from autotune.train.checkpoint import Checkpoint, Checkpoints
+from autotune.train.folder import Checkpoint, Checkpoints
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, apply_settings, eager_eval
 from autotune.train.monitor import MORE_TO_SPARE, Monitor, profile_steps
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.processes import Processes
-from autotune.train.step import (
-    SAFE_ATTENTION,
-    GradientNotFinite,
-    Noising,
-    StepOutcome,
-    find_safe_attention,
-    live_tensors,
-    make_windows,
-    optimizer_step,
-    require_finite,
-    to_device,
-)
+from autotune.train.step import Noising, StepOutcome, make_windows, optimizer_step, to_device
 from autotune.train.validation import HeldOutLoss, Validation
 
 # Effective batches on which the adapter is judged at the end.
@@ -242,7 +233,7 @@ class TrainingLoop:
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         take = partial(self._step, step, batches)
         if step == self.measured_step:
-            live = partial(live_tensors, self.model.transformer, self.optimizer)
+            live = partial(self.optimizer.live_tensors, self.model.transformer)
             outcome, self.peak_bytes = measure_peak_memory(self.model.device, live, take)
         else:
             outcome = take()
@@ -358,3 +349,46 @@ class TrainingLoop:
                 total += float(loss) * planned.weight
                 position += len(planned.indices)
         return total / EVALUATION_STEPS
+
+
+LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
+CHECK_WEIGHTS = (
+    "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are "
+    "not finite"
+)
+TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
+# Losses that need a smaller one have gradients that fp16 has no numbers for.
+MIN_LOSS_SCALE = 1.0
+# Gradients that overflow after eight halvings are more likely wrong than large.
+LOW_LOSS_SCALE = 2.0**8
+# Both take any mask; what they make not finite, no other backend would.
+SAFE_ATTENTION = ("_native_efficient", "_native_math")
+
+
+class GradientNotFinite(AutotuneError):
+    """A gradient that is not finite although the loss is; the adapter was not updated."""
+
+
+def find_safe_attention(device_kind: str) -> str:
+    """Return the first of `SAFE_ATTENTION` that devices of a kind have."""
+    needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SAFE_ATTENTION}
+    return next(name for name, kinds in needs.items() if not kinds or device_kind in kinds)
+
+
+def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: bool) -> None:
+    """Raise GradientNotFinite if other attention may help, AutotuneError if nothing would."""
+    scale, hint = outcome.loss_scale, LOWER_LEARNING_RATE if number > 1 else CHECK_WEIGHTS
+    if scale is not None:
+        hint = f"{TRAIN_IN_FP32}; else {hint}"
+    if not math.isfinite(outcome.loss):
+        why = "" if scale is None else ": probably activations overflow fp16"
+        raise AutotuneError(f"the loss is {outcome.loss} at step {number}{why}", hint=hint)
+    if scale is not None and outcome.overflowed:
+        if scale < MIN_LOSS_SCALE:
+            message = f"gradients overflow fp16 at step {number}, unscaled ones too"
+            raise AutotuneError(message, hint=hint)
+        if scale > LOW_LOSS_SCALE or not can_change_attention:
+            return
+    if not math.isfinite(outcome.gradient_norm):
+        message = f"the norm of the gradient is {outcome.gradient_norm} at step {number}"
+        raise GradientNotFinite(message, hint=hint)

@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from autotune.knobs.modulation import take_layers, take_loaded_layers
 from autotune.knobs.norm_rope import use_kernels
 from autotune.knobs.quantized_layers import quantize_blocks, quantize_inside, torch_dtype
 from autotune.machine.sources import cudnn_version
-from autotune.models.adapter import add_adapter, disable_dropout
+from autotune.models.adapter import ADAPTER_NAME, add_adapter, disable_dropout
 from autotune.models.family import Batch, Family, Sample
 from autotune.models.noise import NoiseProcess
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate, QuantizationError
 from autotune.plan.workload import Quality, Workload
 from autotune.system.files import cache_path
+from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import shard_on_arrival
 from autotune.weights import stream
+from autotune.weights.adapters import AdapterInfo, save_adapter
 from autotune.weights.files import WeightSource
 from autotune.weights.stream import DtypePolicy, Transform
 
@@ -195,6 +198,36 @@ def _leave_modulation(
 
     ahead.connect(read_layers, policy)
     return None if source is None else source.select(lambda name: name not in layers)
+
+
+def save_trained(
+    path: Path,
+    model: TrainingModel,
+    optimizer: AdapterOptimizer,
+    workload: Workload,
+    plan_digest: str,
+    training_steps: int,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the adapter's fp32 masters; rsLoRA's scale becomes the alpha that any reader knows."""
+    from peft.utils import get_peft_model_state_dict
+
+    masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
+    named = {
+        name: masters[id(p)].detach().to(dtype or torch.float32)
+        for name, p in model.transformer.named_parameters()
+        if id(p) in masters
+    }
+    info = AdapterInfo(
+        model=workload.model.name,
+        transformer=model.family.transformer_class,
+        plan_digest=plan_digest,
+        rank=workload.rank,
+        alpha=workload.lora_alpha * (workload.rank**0.5 if workload.adapter == "rslora" else 1),
+        training_steps=training_steps,
+    )
+    state = get_peft_model_state_dict(model.transformer, named, adapter_name=ADAPTER_NAME)
+    save_adapter(path, state, info, model.family.adapter_component)
 
 
 # Of a block. Weights of 2048 x 3072 drawn from normal, Laplace and Student's t (5 degrees)

@@ -29,7 +29,7 @@ from autotune.plan.candidate import PhasePeak
 from autotune.plan.hardware import HardwareProfile, MemoryKind, shares_host_memory
 from autotune.plan.plan import FrozenPart
 from autotune.system import memory
-from autotune.system.lazy import torch  # a watching process loads none
+from autotune.system.lazy import torch
 
 # Share of the budget above which one fragmented allocation may end a run.
 ALARM_SHARE = 0.85

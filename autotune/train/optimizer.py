@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autotune.knobs.settings import build_optimizer
 from autotune.plan.job import Job
 from autotune.plan.workload import ADAMW, OptimizerChoice
+from autotune.weights.stream import attribute_tensors
 
 PLAIN = (bool, int, float, str, type(None))
 PLATEAU_FACTOR = 0.5
@@ -172,10 +173,12 @@ class AdapterOptimizer:
             masters = [master.data for master in self.masters]
             torch._foreach_copy_([parameter.data for parameter in self.parameters], masters)
 
-    def live_tensors(self) -> list[Tensor]:
+    def live_tensors(self, transformer: nn.Module) -> list[Tensor]:
+        """List what stays on the device between steps: weights, masters and state."""
+        weights = *transformer.parameters(), *transformer.buffers(), *attribute_tensors(transformer)
         values = (value for state in self.inner.state.values() for value in state.values())
         kept = [value for value in values if isinstance(value, Tensor)]
-        return [*self.masters, *self.averages, *kept]
+        return [*weights, *self.masters, *self.averages, *kept]
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

@@ -32,8 +32,7 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket, Learning, Workload, WorkloadRequest, quantiles_of
 from autotune.system.lazy import torch
 from autotune.system.process import current_launch
-from autotune.train.checkpoint import require_same_weights, starting_values
-from autotune.train.folder import check_folder, claim_folder, require_separate_output
+from autotune.train import folder
 from autotune.train.metrics import require_tracker
 from autotune.weights.files import open_weights, read_header, weights_digest
 from autotune.weights.names import can_write
@@ -59,8 +58,8 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     require_tracker(job.report_to)
     family = get_family(workload.model.family)
     check_job(job, family.with_expert(job.expert))
-    require_separate_output(job)
-    check_folder(plan, resume=resume)
+    folder.require_separate_output(job)
+    folder.check_folder(plan, resume=resume)
     if job.from_adapter is not None:
         read_header(Path(job.from_adapter))
     model = None if resolve.is_fetchable(job.model_ref) else read_model(plan)
@@ -105,11 +104,11 @@ def prepare(
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
     if resume:
-        require_same_weights(Path(job.output), weights)
+        folder.require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
     launch = current_launch()
     is_first = launch is None or launch.rank == 0  # which locks it for all processes
-    lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
+    lock = folder.claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
     return PreparedRun(model, data, workload, Path(job.output), lock, weights)
 
 
@@ -143,7 +142,7 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     adapter_bytes = sum(math.prod(shape) * count for shape, count in shapes.items()) * 4
     if job.from_adapter is not None:  # before any long work
         add_adapter(model.family, transformer, workload, torch.float32)
-        starting_values(Path(job.from_adapter), transformer, model.family)
+        folder.starting_values(Path(job.from_adapter), transformer, model.family)
     batch = workload.effective_batch_size
     every = job.checkpoint_every(epoch_size, batch) * job.checkpoints_keep_every
     num_permanent = job.steps_on(epoch_size, batch) // every if every else 0

@@ -12,16 +12,9 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
+from autotune import errors
 from autotune.data.cache import Cache, MemoryCache
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
-from autotune.errors import (
-    AutotuneError,
-    InvalidInput,
-    first_line,
-    is_out_of_memory,
-    reraise_disk_full,
-    reraise_oom,
-)
 from autotune.events import Notice, OnEvent, PhaseStarted, PreviewsWritten, Progressed, ignore_event
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
@@ -31,28 +24,18 @@ from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system.files import write_text_atomic
 from autotune.system.process import preempt_on_signal
-from autotune.train import folder
-from autotune.train.checkpoint import (
-    Checkpoints,
-    export_trained,
-    judge_adapter,
-    require_same_run,
-    save_trained,
-    start_from,
-)
+from autotune.train import folder, sample
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
-from autotune.train.model import TrainingModel, eager_eval, load_model
+from autotune.train.model import TrainingModel, eager_eval, load_model, save_trained
 from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor, Watchdog
 from autotune.train.prepare import PreparedRun, RunInputs, prepare
-from autotune.train.preview import Preview, PreviewSampler, PreviewTooLarge
 from autotune.train.processes import Processes, explain_lost_peer, init_distributed
-from autotune.train.sample import make_sheet, save_frames, save_image
 
 TRACE_FILE = "trace.json"
 # What a pipeline may raise that training need not end for.
 PREVIEW_ERRORS = (
-    PreviewTooLarge, InvalidInput, RuntimeError, TypeError, ValueError, LookupError
+    sample.PreviewTooLarge, errors.InvalidInput, RuntimeError, TypeError, ValueError, LookupError
 )  # fmt: skip
 
 
@@ -75,7 +58,7 @@ def train(
     configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
     hint = "free some space, then go on from the last checkpoint: --resume"
     try:
-        with reraise_disk_full(prepared.output, hint=hint), reraise_oom():
+        with errors.reraise_disk_full(prepared.output, hint=hint), errors.reraise_oom():
             device = torch.device(hardware.device.torch_name)
             processes = init_distributed(plan.frozen.hardware, device)
             with explain_lost_peer(), Watchdog.of_device(hardware.device.memory_kind) as watchdog:
@@ -122,7 +105,7 @@ class _Run:
         self.metrics: Metrics | None = None
         settings = plan.frozen.settings
         self.encoders = Encoders(prepared.model, plan.frozen.caching, settings, processes.device)
-        self.sampler = PreviewSampler(self.encoders, self._warn)
+        self.sampler = sample.PreviewSampler(self.encoders, self._warn)
         self.previews = self._list_previews() if self.processes.is_sampler else []
 
     def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
@@ -136,7 +119,7 @@ class _Run:
         batch = plan.frozen.workload.effective_batch_size
         every = job.checkpoint_every(epoch_size, batch)
         processes.require_same("the data, images or captions,", run_key)
-        with Checkpoints(
+        with folder.Checkpoints(
             self.output / folder.CHECKPOINTS,
             run_key,
             keep_last=job.checkpoints_total_limit,
@@ -151,7 +134,7 @@ class _Run:
             if first_step > num_steps:
                 hint = f"resume with --steps {first_step} or more, or choose another --output"
                 taken = f"{first_step} steps were taken already"
-                raise InvalidInput(f"{taken}, and the run is to take {num_steps}", hint=hint)
+                raise errors.InvalidInput(f"{taken}, and the run is to take {num_steps}", hint=hint)
             with self.monitor.phase("loading"):
                 trained = self._load()
                 processes.wait()
@@ -191,7 +174,7 @@ class _Run:
             job, encoders = self.plan.job, self.encoders
             how: Any = {"caption_dropout": job.caption_dropout, "flip": job.flip}
             items, entries = list_entries(encoders, training, buckets, self.cache, **how)
-            require_same_run(self.output, folder.compute_run_key(self.plan, items, entries))
+            folder.require_same_run(self.output, folder.compute_run_key(self.plan, items, entries))
 
     def _load(self) -> TrainingModel:
         self.on_event(PhaseStarted(name="loading the transformer"))
@@ -200,18 +183,20 @@ class _Run:
         model, workload = self.prepared.model, self.prepared.workload
         trained = load_model(model, workload, settings, device, seed, shards=shards)
         if (started_from := self.plan.job.from_adapter) is not None:
-            start_from(Path(started_from), trained.transformer, trained.family)
+            folder.start_from(Path(started_from), trained.transformer, trained.family)
         if self.previews:
             self.sampler.attach(trained.transformer)
         return trained
 
-    def _list_previews(self) -> list[Preview]:
+    def _list_previews(self) -> list[sample.Preview]:
         """Give each prompt the controls of the item with that caption, or of the first."""
         job, items = self.plan.job, self.prepared.data.training.items
         bucket, steps = self.prepared.workload.largest_bucket, job.preview_steps
         controls = {item.caption: item.control_paths for item in reversed(items)}
         return [
-            Preview(text, bucket, steps, job.seed + at, controls.get(text, items[0].control_paths))
+            sample.Preview(
+                text, bucket, steps, job.seed + at, controls.get(text, items[0].control_paths)
+            )
             for at, text in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
         ]
 
@@ -274,19 +259,21 @@ class _Run:
             path = self.output / folder.comparison_file(name, number)
             self._save_frames(frames, path, self.previews[number], name)
 
-    def _save_frames(self, frames: list[Image], path: Path, preview: Preview, adapter: str) -> None:
+    def _save_frames(
+        self, frames: list[Image], path: Path, preview: sample.Preview, adapter: str
+    ) -> None:
         fps = self.prepared.model.family.defaults.frames_per_second
-        save_frames(frames, path, preview.facts(self.plan, adapter=adapter), fps)
+        sample.save_frames(frames, path, preview.facts(self.plan, adapter=adapter), fps)
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:
         try:
             yield
         except PREVIEW_ERRORS as error:
-            is_ours = isinstance(error, AutotuneError)
-            if self.processes.num_shards > 1 or (not is_ours and is_out_of_memory(error)):
+            is_ours = isinstance(error, errors.AutotuneError)
+            if self.processes.num_shards > 1 or (not is_ours and errors.is_out_of_memory(error)):
                 raise
-            self._warn(f"{first_line(error)}; the run goes on without previews")
+            self._warn(f"{errors.first_line(error)}; the run goes on without previews")
             self.previews = []
 
     def _warn(self, message: str) -> None:
@@ -305,7 +292,7 @@ class _Run:
                 job, workload, digest = self.plan.job, self.plan.frozen.workload, self.plan.digest
                 model, optimizer, dtype = loop.model, loop.optimizer, torch_dtype(job.save_dtype)
                 save_trained(adapter, model, optimizer, workload, digest, kept_step, dtype)
-                self.adapter_file = export_trained(adapter, job.adapter_format).name
+                self.adapter_file = folder.export_trained(adapter, job.adapter_format).name
         adapter_loss = self._known(loop.evaluate(), "with")
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = self._known(loop.evaluate(), "without")
@@ -317,7 +304,7 @@ class _Run:
         if self.processes.is_first:
             last_block = loop.model.family.last_block(transformer)
             losses = {"base_loss": base_loss, "adapter_loss": adapter_loss}
-            verdict = judge_adapter(adapter, last_block=last_block, **losses)
+            verdict = folder.judge_adapter(adapter, last_block=last_block, **losses)
         report = self._report(loop, verdict, kept_step, time.monotonic() - started)
         if self.processes.is_first:
             write_text_atomic(
@@ -339,7 +326,9 @@ class _Run:
         if not self.processes.is_first or not pairs:
             return
         facts = self.previews[0].facts(self.plan, adapter="both")
-        save_image(make_sheet(self.previews, pairs), self.output / "samples.png", facts)
+        sample.save_image(
+            sample.make_sheet(self.previews, pairs), self.output / "samples.png", facts
+        )
 
     def _report(
         self, loop: TrainingLoop, verdict: AdapterVerdict | None, kept_step: int, seconds: float

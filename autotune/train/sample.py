@@ -1,31 +1,47 @@
-"""`autotune sample`, and the files that samples are written to."""
+"""Samples through the stock pipeline around the transformer in training, and `autotune sample`.
+
+Prompts are encoded before the transformer is loaded: the pipeline runs up to the first call of a
+transformer without weights, and the results of its `encode_prompt` are recorded and cached. Later
+it runs without any text encoder and gets these results, so no family needs code of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from autotune.data.cache import Cache
-from autotune.data.pixels import has_video_decoder
-from autotune.errors import InvalidInput, reraise_oom
+from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
+from autotune.data.pixels import has_video_decoder, open_image, to_rgb
+from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
 from autotune.knobs.settings import configure_allocator
+from autotune.models.adapter import ADAPTER_NAME
+from autotune.models.family import build_on_meta
 from autotune.models.resolve import ResolvedModel, fetch_model
 from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.workload import Bucket
 from autotune.system.files import atomic_write, require_writable
-from autotune.system.lazy import torch
+from autotune.system.lazy import nn, torch
+from autotune.system.memory import map_large_buffers, release_memory
+from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE
-from autotune.train.preview import Preview, PreviewSampler
+from autotune.weights.adapters import read_adapter
 from autotune.weights.files import read_header
+
+if TYPE_CHECKING:
+    from autotune.data.encode import Encoders
 
 # Height of a line of labels, as a share of a picture's.
 LINE_SHARE = 1 / 24
@@ -200,3 +216,297 @@ def sample_run(
             save_image(frames[0], path, facts)
         written.append(path)
     return written
+
+
+# Images with a shorter side are not halved when memory is short.
+MIN_HALVED_SIDE_PX = 256
+# Numbers of each token, or sizes in pixels, that fp16 would round.
+EXACT_INPUTS = ("timestep", "time_ids")
+
+# Gets `with` or `without` the adapter, the number of the preview, and its frames.
+OnFrames = Callable[[str, int, list[Image.Image]], None]
+
+
+class PreviewTooLarge(AutotuneError):
+    """Memory is too short for a preview, even of the smallest size."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One image to sample, always from the same noise."""
+
+    prompt: str
+    bucket: Bucket
+    num_steps: int
+    seed: int
+    control_paths: tuple[Path, ...] = ()
+
+    def facts(self, plan: TrainingPlan, *, adapter: str) -> dict[str, object]:
+        own = {"prompt": self.prompt, "seed": self.seed, "steps": self.num_steps}
+        made_by = {"plan": plan.digest, "model": plan.job.model}
+        return {**own, "adapter": adapter, "software": f"autotune {__version__}", **made_by}
+
+
+class _Reached(Exception):
+    pass
+
+
+class PreviewSampler:
+    """A sampler of previews: `encode_prompts` first, then `attach` a transformer."""
+
+    def __init__(
+        self, encoders: Encoders, on_warning: Callable[[str], None] = lambda message: None
+    ) -> None:
+        self.encoders, self.on_warning = encoders, on_warning
+        self.model, self.dtype, self.device = encoders.model, encoders.dtype, encoders.device
+        # Results of the calls of `encode_prompt`, in order, by prompt and control images.
+        self.encoded: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
+        self.pipeline: Any = None
+        # Of both sides of previews.
+        self.divisor = 1
+
+    @property
+    def transformer(self) -> Any:
+        return getattr(self.pipeline, self.model.family.denoiser)
+
+    def encode_prompts(self, previews: Sequence[Preview], cache: Cache) -> None:
+        """Encode the prompts of all previews, or read from `cache` what equal encoders made."""
+        identity, missing = self.encoders.identity, []
+        for preview in previews:
+            if stored := cache.read(_cache_key(preview, identity)):
+                self.encoded[preview.prompt, preview.control_paths] = _unpack(stored)
+            else:
+                missing.append(preview)
+        if missing:
+            self._encode(missing)
+        for preview in missing:
+            packed = _pack(self.encoded[preview.prompt, preview.control_paths])
+            cache.write(_cache_key(preview, identity), packed)
+
+    def _encode(self, previews: Sequence[Preview]) -> None:
+        from autotune.data.encode import move_tensors
+
+        pipeline, family = self.encoders.load_pipeline(), self.model.family
+        for name in (family.denoiser, *family.other_denoisers):
+            setattr(pipeline, name, self._build_stopping_transformer())
+        encode = pipeline.encode_prompt
+        for preview in previews:
+            encoded: list[Any] = []
+
+            def record(*args: Any, _encoded: list[Any] = encoded, **kwargs: Any) -> Any:
+                _encoded.append(move_tensors(encode(*args, **kwargs), torch.device("cpu")))
+                return move_tensors(_encoded[-1], self.device)
+
+            pipeline.encode_prompt = record
+            try:
+                self._run(pipeline, preview)
+            except _Reached:
+                self.encoded[preview.prompt, preview.control_paths] = encoded
+            finally:
+                pipeline.encode_prompt = encode
+        for name in (family.denoiser, *family.other_denoisers):
+            setattr(pipeline, name, None)
+
+    def _build_stopping_transformer(self) -> nn.Module:
+        shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
+        shape.register_forward_pre_hook(_stop)
+        return self._with_device(shape)
+
+    def _with_device(self, model: nn.Module) -> nn.Module:
+        """Give a model on meta a device: pipelines may take theirs from it."""
+        kind, device = type(model), property(lambda _: self.device)
+        model.__class__ = type(kind.__name__, (kind,), {"device": device})
+        return model
+
+    def attach(self, transformer: nn.Module) -> None:
+        """Build the pipeline around `transformer`; other denoisers are streamed."""
+        family, encoders = self.model.family, self.encoders
+        parts: dict[str, Any] = dict.fromkeys(family.text_encoders)
+        parts[family.denoiser] = transformer
+        for name in family.other_denoisers:
+            streamed = encoders.load_streamed(name, encoders.denoiser_dtype)
+            parts[name] = self._with_device(streamed)
+        vae = encoders.load_vae(torch.device("cpu"))
+        self.pipeline = encoders.build_pipeline(torch_dtype=self.dtype, vae=vae, **parts)
+
+    def sample(self, preview: Preview) -> list[Image.Image]:
+        """Sample a preview's frames; if memory is short the VAE tiles, then the image is halved."""
+        while True:
+            try:
+                return self._sample(preview)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            release_memory()  # outside of the handler: the error references what the pass had made
+            self._shrink(preview)
+
+    def _shrink(self, preview: Preview) -> None:
+        vae, bucket = self.pipeline.vae, preview.bucket
+        if hasattr(vae, "enable_tiling") and not getattr(vae, "use_tiling", True):
+            vae.enable_tiling()
+        elif min(bucket.width_px, bucket.height_px) // self.divisor >= MIN_HALVED_SIDE_PX:
+            self.divisor *= 2
+            smaller = self._reduced(bucket)
+            wanted = f"a preview of {bucket.width_px}x{bucket.height_px} px"
+            now = f"it is {smaller.width_px}x{smaller.height_px}"
+            self.on_warning(f"memory is too short for {wanted}: {now}")
+        else:
+            hint = "train without previews: set preview_prompts to [] in the plan's job"
+            raise PreviewTooLarge("memory is too short for a preview", hint=hint)
+
+    def _reduced(self, bucket: Bucket) -> Bucket:
+        multiple, sides = self.model.family.size_multiple_px, ("width_px", "height_px")
+        counts = {side: getattr(bucket, side) // self.divisor // multiple for side in sides}
+        smaller = {side: max(1, count) * multiple for side, count in counts.items()}
+        return bucket.model_copy(update=smaller)
+
+    def _sample(self, preview: Preview) -> list[Image.Image]:
+        reduced = replace(preview, bucket=self._reduced(preview.bucket))
+        decoders = [getattr(self.pipeline, name) for name in self.model.family.decoders]
+        try:
+            for decoder in decoders:
+                decoder.to(self.device)
+            with map_large_buffers(), self._modulation(reduced):
+                return self._run_encoded(reduced)
+        finally:
+            for decoder in decoders:
+                is_kept = decoder is self.pipeline.vae and self.encoders.caching.residency == "keep"
+                decoder.to(self.encoders.vae_device if is_kept else "cpu")
+
+    def _run_encoded(self, preview: Preview) -> list[Image.Image]:
+        from autotune.data.encode import move_tensors
+
+        encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
+
+        def replay(*_: object, **__: object) -> Any:
+            return move_tensors(next(encoded), self.device)
+
+        self.pipeline.encode_prompt = replay
+        return self._run(self.pipeline, preview)
+
+    def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
+        """Compute a preview's modulations at once: a run without blocks tells what they need."""
+        from autotune.knobs.modulation import find_modulation_ahead
+
+        ahead = find_modulation_ahead(self.transformer)
+        if ahead is None:
+            return contextlib.nullcontext()
+        vae = self.pipeline.vae
+        vae.decode = _stop
+        try:
+            with ahead.collecting(self.model.family, self.transformer) as collected:
+                self._run_encoded(preview)
+        except _Reached:
+            pass
+        finally:
+            del vae.decode
+        return ahead.holding_also(collected)
+
+    def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
+        try:
+            controls = [to_rgb(open_image(path)) for path in preview.control_paths]
+        except MemoryError:  # says nothing of the file
+            raise
+        except Exception as error:  # decoders raise anything for damaged files
+            message = f"a control image cannot be decoded: {error}"
+            raise InvalidInput(message, hint="check the files") from error
+        family, how = self.model.family, {"num_steps": preview.num_steps, "seed": preview.seed}
+        names = family.denoiser, *family.other_denoisers
+        with self._casting([getattr(pipeline, name) for name in names]):
+            return family.sample(pipeline, preview.prompt, preview.bucket, controls=controls, **how)
+
+    @contextlib.contextmanager
+    def _casting(self, transformers: Sequence[nn.Module]) -> Iterator[None]:
+        """Let a pipeline in fp32 call transformers in fp16, levels and sizes apart."""
+        own = self.encoders.denoiser_dtype
+        if own == self.dtype:
+            yield
+            return
+
+        def cast(path: tuple[Any, ...], value: Any) -> Any:
+            is_exact = any(getattr(step, "key", None) in EXACT_INPUTS for step in path)
+            if is_exact or not isinstance(value, torch.Tensor) or value.ndim < 2:
+                return value
+            return value.to(own) if value.is_floating_point() else value
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return torch.utils._pytree.tree_map_with_path(cast, (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            cast_back = partial(torch.Tensor.to, dtype=self.dtype)
+            return torch.utils._pytree.tree_map_only(torch.Tensor, cast_back, output)
+
+        hooks = [each.register_forward_pre_hook(enter, with_kwargs=True) for each in transformers]
+        hooks += [each.register_forward_hook(leave) for each in transformers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def compare_adapter(
+        self, adapter: Path, previews: Sequence[Preview], on_frames: OnFrames
+    ) -> list[tuple[Image.Image, Image.Image]]:
+        """Sample all without and with the adapter in the file; return pairs of first frames."""
+        self.transformer.delete_adapters(ADAPTER_NAME)
+        first: dict[str, list[Image.Image]] = {"without": [], "with": []}
+        for name, images in first.items():
+            if name == "with":
+                self.load_adapter(adapter)
+            for number, preview in enumerate(previews):
+                frames = self.sample(preview)
+                on_frames(name, number, frames)
+                images.append(frames[0])
+        return list(zip(*first.values(), strict=True))
+
+    def load_adapter(self, adapter: Path) -> None:
+        """Load an adapter file by the pipeline's own loader."""
+        hint = "name the output folder of `autotune train`, or train again"
+        for name, layer in read_adapter(adapter).layers.items():
+            if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
+                raise InvalidInput(f"{adapter}: {name} has values that are not finite", hint=hint)
+        family = self.model.family
+        others = {name: getattr(self.pipeline, name) for name in family.other_denoisers}
+        try:
+            for name in others:  # diffusers would end their streaming
+                setattr(self.pipeline, name, self.transformer)
+            options = {"weight_name": adapter.name, **family.adapter_options}
+            self.pipeline.load_lora_weights(adapter.parent, **options)
+        except Exception as error:  # anything, for an adapter of another model
+            if is_out_of_memory(error):
+                raise
+            message = f"{adapter} is not an adapter of this model: {first_line(error)}"
+            raise InvalidInput(message, hint=hint) from error
+        finally:
+            for name, other in others.items():
+                setattr(self.pipeline, name, other)
+        if not getattr(self.transformer, "peft_config", None):
+            bug = "this is a bug in autotune: please report it"
+            raise AutotuneError(f"{adapter} could not be loaded back", hint=bug)
+
+
+def _stop(*_: object, **__: object) -> None:
+    raise _Reached
+
+
+def _cache_key(preview: Preview, identity: EncoderIdentity) -> str:
+    bucket = preview.bucket
+    prompt = make_prompt_entry(preview.prompt, preview.control_paths, bucket, identity)
+    return entry_key("preview", prompt=prompt.key, size=(bucket.width_px, bucket.height_px))
+
+
+# The tensor that holds, as JSON in bytes, how an entry's other tensors nest.
+STRUCTURE = "structure"
+
+
+def _pack(encoded: list[Any]) -> dict[str, torch.Tensor]:
+    leaves, structure = torch.utils._pytree.tree_flatten(encoded)
+    tensors = {str(number): leaf for number, leaf in enumerate(leaves) if leaf is not None}
+    text = json.dumps([len(leaves), torch.utils._pytree.treespec_dumps(structure)])
+    return {**tensors, STRUCTURE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def _unpack(tensors: dict[str, torch.Tensor]) -> list[Any]:
+    count, structure = json.loads(bytes(tensors[STRUCTURE].tolist()))
+    leaves = [tensors.get(str(number)) for number in range(count)]
+    return torch.utils._pytree.tree_unflatten(leaves, torch.utils._pytree.treespec_loads(structure))  # type: ignore[no-any-return]

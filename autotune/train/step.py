@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from autotune.data.batches import BatchOrder, Draw
 from autotune.data.encode import EncodedDataset
-from autotune.errors import AutotuneError
-from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, window_steps
 from autotune.models.family import Batch, Family, denoising_loss, unwrap_model
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
@@ -23,7 +21,6 @@ from autotune.plan.workload import Bucket
 from autotune.train.model import TrainingModel
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes
-from autotune.weights.stream import attribute_tensors
 
 # Keeps quantiles off 0 and 1, where a normal distribution has none.
 TINY = 1e-9
@@ -182,55 +179,6 @@ def optimizer_step(
     if math.isfinite(outcome.gradient_norm):
         optimizer.average()
     return outcome
-
-
-def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[Tensor]:
-    """List what stays on the device between steps: weights, masters and the optimizer's state."""
-    weights = *transformer.parameters(), *transformer.buffers(), *attribute_tensors(transformer)
-    return [*weights, *optimizer.live_tensors()]
-
-
-LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
-CHECK_WEIGHTS = (
-    "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are "
-    "not finite"
-)
-TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
-# Losses that need a smaller one have gradients that fp16 has no numbers for.
-MIN_LOSS_SCALE = 1.0
-# Gradients that overflow after eight halvings are more likely wrong than large.
-LOW_LOSS_SCALE = 2.0**8
-# Both take any mask; what they make not finite, no other backend would.
-SAFE_ATTENTION = ("_native_efficient", "_native_math")
-
-
-class GradientNotFinite(AutotuneError):
-    """A gradient that is not finite although the loss is; the adapter was not updated."""
-
-
-def find_safe_attention(device_kind: str) -> str:
-    """Return the first of `SAFE_ATTENTION` that devices of a kind have."""
-    needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SAFE_ATTENTION}
-    return next(name for name, kinds in needs.items() if not kinds or device_kind in kinds)
-
-
-def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: bool) -> None:
-    """Raise GradientNotFinite if other attention may help, AutotuneError if nothing would."""
-    scale, hint = outcome.loss_scale, LOWER_LEARNING_RATE if number > 1 else CHECK_WEIGHTS
-    if scale is not None:
-        hint = f"{TRAIN_IN_FP32}; else {hint}"
-    if not math.isfinite(outcome.loss):
-        why = "" if scale is None else ": probably activations overflow fp16"
-        raise AutotuneError(f"the loss is {outcome.loss} at step {number}{why}", hint=hint)
-    if scale is not None and outcome.overflowed:
-        if scale < MIN_LOSS_SCALE:
-            message = f"gradients overflow fp16 at step {number}, unscaled ones too"
-            raise AutotuneError(message, hint=hint)
-        if scale > LOW_LOSS_SCALE or not can_change_attention:
-            return
-    if not math.isfinite(outcome.gradient_norm):
-        message = f"the norm of the gradient is {outcome.gradient_norm} at step {number}"
-        raise GradientNotFinite(message, hint=hint)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from autotune.models.family import Batch, image_losses
 from autotune.plan.base import digest_of
 from autotune.plan.job import VALIDATION_DRAWS, Job
 from autotune.plan.plan import ValidationResult
-from autotune.train.checkpoint import Checkpoints
+from autotune.train.folder import Checkpoints
 from autotune.train.model import TrainingModel, eager_eval
 from autotune.train.monitor import Monitor
 from autotune.train.optimizer import AdapterOptimizer

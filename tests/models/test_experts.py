@@ -17,7 +17,7 @@ from autotune.models.registry import find_published
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.job import ModelRef
-from autotune.train.preview import Preview, PreviewSampler
+from autotune.train.sample import Preview, PreviewSampler
 from autotune.train.step import Noising
 from autotune.weights.adapters import AdapterInfo, save_adapter
 from tests.models.small import CAPTIONS, Small

@@ -17,8 +17,7 @@ from autotune.models.family import build_on_meta
 from autotune.models.registry import get_family
 from autotune.plan.job import Job
 from autotune.plan.workload import WorkloadRequest
-from autotune.train.checkpoint import start_from, starting_values, update_norm
-from autotune.train.folder import ADAPTER_FILE
+from autotune.train.folder import ADAPTER_FILE, start_from, starting_values, update_norm
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import apply_settings, eager_eval, load_model
 from autotune.train.prepare import describe_workload

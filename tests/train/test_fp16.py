@@ -18,7 +18,7 @@ from autotune.plan.candidate import CachingSettings
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import apply_settings
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.preview import PreviewSampler
+from autotune.train.sample import PreviewSampler
 from tests.train.conftest import CPU, Bench
 from tests.train.small import SETTINGS
 from tests.train.test_loop import adamw

@@ -19,8 +19,7 @@ from autotune.models.registry import get_family
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.train import loop as loop_module
-from autotune.train.checkpoint import update_norm
-from autotune.train.folder import list_checkpoints
+from autotune.train.folder import list_checkpoints, update_norm
 from autotune.train.model import apply_settings
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.step import Noising, StepOutcome, optimizer_step

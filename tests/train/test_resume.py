@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.plan.file import read_plan, write_plan
-from autotune.train import checkpoint, validation
-from autotune.train.checkpoint import Checkpoints
-from autotune.train.folder import ADAPTER_FILE, claim_folder, list_checkpoints
+from autotune.train import validation
+from autotune.train.folder import ADAPTER_FILE, Checkpoints, claim_folder, list_checkpoints
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import prepare
@@ -157,7 +156,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
     def fill(step: int) -> None:
         if step == 2:  # the first is written by a thread
             wait_until(lambda: 1 in list_checkpoints(tmp_path / "checkpoints"))
-            monkeypatch.setattr(checkpoint, "save_file", full)
+            monkeypatch.setattr(folder, "save_file", full)
 
     with pytest.raises(AutotuneError, match="No space left"):
         bench.loop(plan, tmp_path, on_step=lambda event: fill(event.step))
@@ -178,7 +177,7 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
         released.wait(20)
         written.append(tensors["weight"].clone())
 
-    monkeypatch.setattr(checkpoint, "save_file", slow)
+    monkeypatch.setattr(folder, "save_file", slow)
     weight = torch.ones(4)
     with Checkpoints(tmp_path, "key", keep_last=1) as checkpoints:
         checkpoints.save(1, {"weight": weight}, {})

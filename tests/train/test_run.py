@@ -30,8 +30,7 @@ from autotune.train import run as run_module
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.loop import TrainingLoop
 from autotune.train.prepare import prepare
-from autotune.train.preview import Preview, PreviewSampler
-from autotune.train.sample import MIN_LINE_PX
+from autotune.train.sample import MIN_LINE_PX, Preview, PreviewSampler
 from autotune.weights.tensors import save_file
 from tests.events import notices_to, phases_to
 from tests.search.machines import make_plan
