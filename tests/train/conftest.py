@@ -19,10 +19,10 @@ from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import RunReport, TrainingPlan
-from autotune.train.folder import Checkpoints, compute_run_key, save_trained
+from autotune.train.folder import Checkpoints, compute_run_key
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
-from autotune.train.model import TrainingModel, load_model
+from autotune.train.model import TrainingModel, load_model, save_trained
 from autotune.train.monitor import Monitor
 from autotune.train.processes import Processes
 from autotune.train.run import train

@@ -156,7 +156,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
     def fill(step: int) -> None:
         if step == 2:  # the first is written by a thread
             wait_until(lambda: 1 in list_checkpoints(tmp_path / "checkpoints"))
-            monkeypatch.setattr(folder, "save_file", full)
+            monkeypatch.setattr("autotune.train.folder.save_file", full)
 
     with pytest.raises(AutotuneError, match="No space left"):
         bench.loop(plan, tmp_path, on_step=lambda event: fill(event.step))
@@ -177,7 +177,7 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
         released.wait(20)
         written.append(tensors["weight"].clone())
 
-    monkeypatch.setattr(folder, "save_file", slow)
+    monkeypatch.setattr("autotune.train.folder.save_file", slow)
     weight = torch.ones(4)
     with Checkpoints(tmp_path, "key", keep_last=1) as checkpoints:
         checkpoints.save(1, {"weight": weight}, {})
