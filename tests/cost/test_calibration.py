@@ -1,5 +1,4 @@
-"""What residuals teach is what Bayesian linear regression says, learned at once or one after the
-other."""
+"""What residuals teach is what Bayesian linear regression says, at once or one by one."""
 
 import numpy as np
 import pytest
@@ -17,24 +16,21 @@ candidates = st.builds(
     quantization=st.sampled_from(["none", "torchao-int8", "bnb-nf4"]),
     attention=st.sampled_from(["native", "_native_cudnn"]),
 )
+Pairs = list[tuple[Candidate, float]]
 pairs = st.lists(st.tuples(candidates, st.floats(-1, 1)), min_size=1, max_size=10)
+
+
+def learn(before: Posterior, noise: float, known: Pairs) -> Posterior:
+    return fit(before, noise, [candidate for candidate, _ in known], [each for _, each in known])
 
 
 @settings(max_examples=50)
 @given(pairs, candidates)
-def test_what_is_learned_is_the_regressions_posterior(
-    known: list[tuple[Candidate, float]], asked: Candidate
-) -> None:
-    learned = fit(
-        Posterior(0.25),
-        NOISE["time"],
-        [candidate for candidate, _ in known],
-        [each for _, each in known],
-    )
+def test_what_is_learned_is_the_regressions_posterior(known: Pairs, asked: Candidate) -> None:
+    learned = learn(Posterior(0.25), NOISE["time"], known)
     names = [*learned.index]
-    rows = np.array(
-        [[float(name in features_of(candidate)) for name in names] for candidate, _ in known]
-    )
+    terms = [features_of(candidate) for candidate, _ in known]
+    rows = np.array([[float(name in has) for name in names] for has in terms])
     prior = np.diag([1 / learned.sigma(name) ** 2 for name in names])
     covariance = np.linalg.inv(prior + rows.T @ rows / NOISE["time"] ** 2)
     mean = covariance @ rows.T @ np.array([each for _, each in known]) / NOISE["time"] ** 2
@@ -45,19 +41,10 @@ def test_what_is_learned_is_the_regressions_posterior(
 
 @settings(max_examples=20)
 @given(pairs, pairs)
-def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(
-    first: list[tuple[Candidate, float]], second: list[tuple[Candidate, float]]
-) -> None:
-    def learn(before: Posterior, known: list[tuple[Candidate, float]]) -> Posterior:
-        return fit(
-            before,
-            NOISE["memory"],
-            [candidate for candidate, _ in known],
-            [each for _, each in known],
-        )
-
-    prior = Posterior(0.04)
-    one, other = learn(prior, first + second), learn(learn(prior, first), second)
+def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(first: Pairs, second: Pairs) -> None:
+    prior, noise = Posterior(0.04), NOISE["memory"]
+    one = learn(prior, noise, first + second)
+    other = learn(learn(prior, noise, first), noise, second)
     for candidate, _ in first + second:
         assert other.log_factor(candidate) == pytest.approx(one.log_factor(candidate), abs=1e-7)
         assert other.uncertainty(candidate) == pytest.approx(one.uncertainty(candidate), abs=1e-7)
@@ -68,8 +55,6 @@ def test_half_of_what_was_learned_elsewhere_holds_with_the_doubt_that_is_left() 
     elsewhere = fit(Posterior(0.25), NOISE["time"], [candidate], [0.4])
     here = elsewhere.tempered(0.5)
     assert here.log_factor(candidate) == pytest.approx(elsewhere.log_factor(candidate) / 2)
-    variance = (
-        0.25 * elsewhere.covariance[elsewhere.index[OFFSET]][elsewhere.index[OFFSET]]
-        + 0.75 * 0.25**2
-    )
-    assert here.covariance[here.index[OFFSET]][here.index[OFFSET]] == pytest.approx(variance)
+    at = elsewhere.index[OFFSET]
+    variance = 0.25 * elsewhere.covariance[at][at] + 0.75 * 0.25**2
+    assert here.covariance[at][at] == pytest.approx(variance)

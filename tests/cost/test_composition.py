@@ -69,8 +69,7 @@ def test_every_block_is_stood_for_by_one_of_its_kind(kinds, adapted):
     assert index == sorted(index)
     assert set(index) == set(range(len(traced)))
     assert [i in numbers for i in index] == [number in adapted for number in range(len(every))]
-    assert [(traced[i][0], traced[i][2]) for i in index] == [
-        (place, kind) for place, _, kind in every
-    ]
+    kinds_of = [(place, kind) for place, _, kind in every]
+    assert [(traced[i][0], traced[i][2]) for i in index] == kinds_of
     alike = [["a"] * len(own) for own in kinds]
     assert [len(own) for own in choose_traced(alike)[0]] == [min(len(own), 3) for own in kinds]

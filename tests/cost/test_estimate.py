@@ -23,9 +23,8 @@ def test_a_vae_elsewhere_is_priced_in_memory_and_time():
     parts = dataclasses.replace(family.parts, text_encoder_parameters=())
 
     def built(**pins: str) -> CostModel:
-        return CostModel.build(
-            card, workload_of(name), family, TINY[name], parts=parts, caching_pins=pins
-        )
+        how = {"parts": parts, "caching_pins": pins}
+        return CostModel.build(card, workload_of(name), family, TINY[name], **how)
 
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     here, there = built(vae_device="training"), built(vae_device="cpu")
@@ -36,9 +35,8 @@ def test_a_vae_elsewhere_is_priced_in_memory_and_time():
     assert on_host == vae.weight_bytes + vae.encode_transient_bytes
     assert there.host_memory_bytes(candidate) > on_host
     counts = {"num_steps": 1, "num_images": 1, "num_previews": 0}
-    seconds = [
-        job_time(own, own.predict(candidate), **counts).cache_seconds for own in (here, there)
-    ]
+    jobs = [job_time(own, own.predict(candidate), **counts) for own in (here, there)]
+    seconds = [job.cache_seconds for job in jobs]
     cores = there.hardware.host.physical_cores or there.hardware.host.logical_cores
     moving = vae.encode_bytes_moved / here.tables.rates_of(candidate).bandwidth
     assert seconds[1] - seconds[0] == pytest.approx(vae.encode_flops / (5e10 * cores) - moving)
@@ -47,9 +45,8 @@ def test_a_vae_elsewhere_is_priced_in_memory_and_time():
 
 def plans_for(attention="native", size=1, **changes):
     """Seconds of cuDNN's plans for 30 images of two shapes, with captions of 10 to 200 tokens."""
-    buckets = tuple(
-        Bucket(width_px=96, height_px=side, num_frames=1, num_items=15) for side in (64, 96)
-    )
+    plain = {"width_px": 96, "num_frames": 1, "num_items": 15}
+    buckets = tuple(Bucket(height_px=side, **plain) for side in (64, 96))
     tokens = {"max_text_tokens": 200, "text_token_quantiles": (10, 100, 200)}
     work = workload_of("qwen-image", buckets=buckets, **tokens, **changes)
     own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])

@@ -39,31 +39,21 @@ def test_native_is_the_kernel_torch_prefers(card, cudnn, precision, masked, kern
 
 
 def measured(card: str, rates: dict[str, float]):
-    known = (
-        Rate(name=name, value=value, unit="FLOP/s", spread=0.0, num_samples=1)
-        for name, value in rates.items()
-    )
-    return gpu(card).model_copy(update={"rates": tuple(known)})
+    how = {"unit": "FLOP/s", "spread": 0.0, "num_samples": 1}
+    known = tuple(Rate(name=name, value=value, **how) for name, value in rates.items())
+    return gpu(card).model_copy(update={"rates": known})
 
 
-RANK_16 = (
-    "matmul",
-    (4096, 3072, 16),
-    2 * 4096 * 3072 * 16,
-    2 * (4096 * 3072 + 3072 * 16 + 4096 * 16),
-)
+BYTES_16 = 2 * (4096 * 3072 + 3072 * 16 + 4096 * 16)
+RANK_16 = ("matmul", (4096, 3072, 16), 2 * 4096 * 3072 * 16, BYTES_16)
 
 
 def test_products_of_a_rank_wait_for_bytes():
     rank_8 = ("matmul", (4096, 3072, 8), RANK_16[2] // 2, RANK_16[3] // 2)
     rates = {"matmul.bf16.4096x3072x3072": 5e14, "memory.bandwidth": 3e12}
-    measured_thin = measured(
-        "nvidia-h100-sxm", {**rates, "matmul.bf16.4096x3072x16": RANK_16[2] / 2e-5}
-    )
-    known, unknown = (
-        Rates(one, "bf16", "native", "cudnn")
-        for one in (measured_thin, measured("nvidia-h100-sxm", rates))
-    )
+    thin = {**rates, "matmul.bf16.4096x3072x16": RANK_16[2] / 2e-5}
+    cards = (measured("nvidia-h100-sxm", each) for each in (thin, rates))
+    known, unknown = (Rates(card, "bf16", "native", "cudnn") for card in cards)
     assert known.seconds(RANK_16) == pytest.approx(2e-5)
     assert known.seconds(rank_8) == pytest.approx(1e-5)
     assert known.matmul_rate((2048, 3072, 768)) == unknown.matmul_rate((2048, 3072, 768))
@@ -72,8 +62,7 @@ def test_products_of_a_rank_wait_for_bytes():
 
 
 def recorded(call):
-    """(operations, bytes moved) of `call(x)`, forward and backward, for an fp32 `x` of 4 MB on
-    the meta device."""
+    """(operations, bytes moved) of `call(x)`, forward and backward, for an fp32 `x` of 4 MB."""
     x = torch.empty(1024, 1024, device="meta", requires_grad=True)
     recorder = Recorder("cuda")
     recorder.seed([x])
@@ -110,10 +99,8 @@ def test_a_block_moves_less_than_half():
     model = TracedModel(family, config, work, "cuda", Parts())
     trace = model.traced("bf16", "none", "flash", 1, 0, norm_rope="compiled")
     middle = trace.forward[1].work + trace.backward[-2].work
-    between = sum(
-        work[3] * count for work, count in middle.items() if work[0].startswith("elementwise")
-    )
-    assert between <= 3.5e9
+    between = {work: n for work, n in middle.items() if work[0].startswith("elementwise")}
+    assert sum(work[3] * number for work, number in between.items()) <= 3.5e9
     assert middle.total() <= 0.6 * 244
 
 

@@ -7,10 +7,10 @@ import pytest
 from autotune.cost.memory import GATHERED_BLOCKS, Parallel
 from autotune.cost.predict import CostModel
 from autotune.plan.candidate import Candidate
-from autotune.plan.job import Job
 from autotune.search.expected import build_expectation
 from autotune.search.winner import Score
 from tests.builders import trial
+from tests.plan.test_file import make_plan
 
 CANDIDATE = Candidate(micro_batch_size=1, checkpointed_blocks=0)
 
@@ -39,21 +39,9 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) 
     residual = two.residual(ran)
     assert residual is not None
     assert (residual.time, residual.memory) == (0.0, 0.0)
-    job = Job(
-        model="flux1-dev",
-        data=None,
-        num_steps=10,
-        learning_rate=1e-4,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        timestep_shift=1.0,
-        seed=0,
-        preview_steps=2,
-    )
     score = Score(CANDIDATE, one.step_seconds, one.allocated_memory_bytes)
-    beside, single = (
-        build_expectation(score, [ran], cost, alone.workload, job) for cost in (two, alone)
-    )
+    known = alone.workload, make_plan().job
+    beside, single = (build_expectation(score, [ran], cost, *known) for cost in (two, alone))
     buckets = alone.model.model_bytes("bf16", "none").adapter_bytes
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
 
@@ -63,12 +51,6 @@ def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: CostModel) -> None:
     one, four = alone.predict(CANDIDATE), _several(alone, "fsdp2", 4).predict(CANDIDATE)
     gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
     kept = -(-model_bytes.weight_bytes // 4)
-    build_expectation = (
-        one.allocated_memory_bytes
-        - model_bytes.weight_bytes
-        + kept
-        + gathered
-        + model_bytes.adapter_bytes
-    )
-    assert four.allocated_memory_bytes == pytest.approx(build_expectation, abs=2)
+    more = kept - model_bytes.weight_bytes + gathered + model_bytes.adapter_bytes
+    assert four.allocated_memory_bytes == pytest.approx(one.allocated_memory_bytes + more, abs=2)
     assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept

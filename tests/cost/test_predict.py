@@ -15,6 +15,7 @@ from autotune.plan.candidate import BLOCK_COUNTS, Candidate, TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.prediction import Prediction
 
+MASKED = [name for name in TINY if FAMILIES[name].has_attention_mask(2, "masked")]
 STEP_PARTS = (*CLASSES, "optimizer", "overhead", "transfer")
 
 
@@ -30,9 +31,8 @@ def card_model(name):
 @pytest.mark.quick("int8-matmul", "bnb-nf4")
 @pytest.mark.parametrize("quantization", WEIGHT_FORMATS)
 def test_parts_add_up_and_survive_json(card, quantization):
-    prediction = card.predict(
-        Candidate(micro_batch_size=2, checkpointed_blocks=3, quantization=quantization)
-    )
+    depth = {"micro_batch_size": 2, "checkpointed_blocks": 3}
+    prediction = card.predict(Candidate(**depth, quantization=quantization))
     for phase in prediction.phases:
         assert sum(dict(phase.breakdown).values()) == phase.run_memory_bytes
     parts = sum(getattr(prediction.step_time, f"{part}_seconds") for part in STEP_PARTS)
@@ -42,10 +42,8 @@ def test_parts_add_up_and_survive_json(card, quantization):
 
 
 def test_other_batches_lie_on_the_line_of_traced_ones(card):
-    low, middle, high, beyond = (
-        card.predict(Candidate(micro_batch_size=size, checkpointed_blocks=2)).allocated_memory_bytes
-        for size in (2, 3, 4, 6)
-    )
+    tried = (Candidate(micro_batch_size=size, checkpointed_blocks=2) for size in (2, 3, 4, 6))
+    low, middle, high, beyond = (card.predict(each).allocated_memory_bytes for each in tried)
     assert middle == pytest.approx((low + high) / 2, rel=1e-3)
     assert beyond == pytest.approx(2 * high - low, rel=1e-3)
 
@@ -53,12 +51,7 @@ def test_other_batches_lie_on_the_line_of_traced_ones(card):
 @pytest.mark.quick(("qwen-image", "masked"))
 @pytest.mark.parametrize(
     ("name", "text_padding"),
-    [
-        *((name, "exact") for name in TINY),
-        *(
-            (name, "masked") for name in TINY if FAMILIES[name].has_attention_mask(2, "masked")
-        ),  # others trace the same
-    ],
+    [*((name, "exact") for name in TINY), *((n, "masked") for n in MASKED)],
 )
 def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
     known = (cpu(), workload_of(name, text_padding=text_padding), FAMILIES[name], TINY[name])
@@ -80,12 +73,9 @@ def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
 
 
 def test_one_trial_corrects_all_and_uncertainty_shrinks():
-    own = CostModel.build(
-        cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"]
-    )
-    first, other = (
-        Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32") for size in (1, 2)
-    )
+    name, plain = "qwen-image", {"checkpointed_blocks": 0, "precision": "fp32"}
+    own = CostModel.build(cpu(), workload_of(name), FAMILIES[name], TINY[name])
+    first, other = (Candidate(micro_batch_size=size, **plain) for size in (1, 2))
     before = {c: own.predict(c) for c in (first, other)}
     ran = TrialResult(
         candidate=first,
@@ -163,6 +153,5 @@ def test_many_predictions_at_once_are_those_alone(card):
     ]
     together.prepare(candidates)
     assert len(together.tables.steps) == len(candidates)
-    assert [together.predict(each) for each in candidates] == [
-        alone.predict(each) for each in candidates
-    ]
+    found, expected = ([own.predict(each) for each in candidates] for own in (together, alone))
+    assert found == expected

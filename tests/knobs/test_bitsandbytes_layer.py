@@ -18,23 +18,17 @@ SLICE_BYTES = 1 << 12
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(37, 64), (33, 48), (1, 2), (5, 2000)])
-def test_slices_give_the_bits_of_quantizing_whole(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_slices_give_the_bits_of_the_whole(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(shape[1], shape[0], dtype=dtype)
     four = pack_nf4(layer.weight.data, SLICE_BYTES)
     whole, state = functional.quantize_4bit(
         layer.weight.data, compress_statistics=True, quant_type="nf4"
     )
-    own = four.quant_state
     assert torch.equal(four.data, whole)
-    mine, theirs = (one.as_dict(packed=True) for one in (own, state))
+    mine, theirs = (one.as_dict(packed=True) for one in (four.quant_state, state))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
-    assert torch.equal(
-        functional.dequantize_4bit(four.data, own), functional.dequantize_4bit(whole, state)
-    )
 
 
 def test_quantizing_takes_the_result_and_some_slices() -> None:
@@ -49,8 +43,7 @@ def test_quantizing_takes_the_result_and_some_slices() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [96, 40])
 def test_a_pass_without_gradients_changes_no_later_one(rows: int, dtype: torch.dtype) -> None:
-    """bitsandbytes would repack 4-bit weights for inference, for good, and only multiples of 32
-    rows."""
+    """bitsandbytes would repack 4-bit weights of multiples of 32 rows for inference, for good."""
     torch.manual_seed(0)
     layer = nn.Linear(128, rows, dtype=dtype).requires_grad_(False)
     quantized = quantize_inside([layer], "bnb-nf4")("", layer).eval()  # type: ignore[misc, union-attr]

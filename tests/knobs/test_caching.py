@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.knobs.caching import (
-    EncoderSize,
-    choose_caching,
-    describe_caching,
-    encoder_gpu_of,
-    parse_pins,
-    size_of,
-)
+from autotune.knobs import caching as caching_module
+from autotune.knobs.caching import EncoderSize, choose_caching, describe_caching, size_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import FAMILIES
 from autotune.plan.hardware import OtherGpu
@@ -35,13 +29,9 @@ def on(
     capabilities=CAPABILITIES,
 ) -> TuningContext:
     plain = builders.hardware(*capabilities, budget_bytes=int(budget_gib * GIB))
+    size = {"total_memory_bytes": 48 * GIB}
     gpus = tuple(
-        OtherGpu(
-            index=index,
-            name=f"GPU {index}",
-            total_memory_bytes=48 * GIB,
-            budget_bytes=int(gib * GIB),
-        )
+        OtherGpu(index=index, name=f"GPU {index}", budget_bytes=int(gib * GIB), **size)
         for index, gib in enumerate(others, 1)
     )
     device = {"memory_kind": kind, "count": 1 + len(gpus), "total_memory_bytes": 24 * GIB}
@@ -70,9 +60,7 @@ def on(
         (on(11, capabilities=("precision.bf16",)), "cpu, as they are"),
     ],
 )
-def test_the_encoder_of_qwen_image_goes_where_it_fits(
-    context: TuningContext, expected: str
-) -> None:
+def test_the_encoder_of_qwen_goes_where_it_fits(context: TuningContext, expected: str) -> None:
     caching, reason = choose_caching(context, QWEN)
     assert describe_caching(caching) == expected == reason.chosen
     assert all(rejected.reason for rejected in reason.rejected)
@@ -109,13 +97,12 @@ CLIP = dataclasses.replace(QWEN, vae_working_bytes=30 * GIB)
 def test_captions_and_images_share_another_gpu() -> None:
     context = on(11, others=(44,))
     caching, _ = choose_caching(context, CLIP)
-    planned = encoder_gpu_of(context.hardware, caching, CLIP)
+    planned = caching_module.encoder_gpu_of(context.hardware, caching, CLIP)
     assert planned is not None
     assert planned.needed_bytes == pytest.approx(1.04 * CLIP.bytes_at("cuda:1", caching), rel=0.05)
     kept = caching.changed(residency="keep")
-    assert CLIP.bytes_at("cuda:1", kept) == CLIP.bytes_at("cuda:1", caching) + CLIP.captions_bytes(
-        caching
-    )
+    more = CLIP.captions_bytes(caching)
+    assert CLIP.bytes_at("cuda:1", kept) == CLIP.bytes_at("cuda:1", caching) + more
     assert CLIP.bytes_at("cpu", caching) == 0
     with_kept, _ = choose_caching(context, CLIP, {"residency": "keep"})
     assert describe_caching(with_kept) == "cuda:1, as they are, VAE on cpu, kept"
@@ -139,10 +126,7 @@ def test_t5_is_never_stored_by_bitsandbytes() -> None:
         ({"text_encoder_device": "gpu"}, "no device"),
         ({"vae_device": "gpu"}, "no device for the VAE"),
         ({"vae_device": "cuda:3"}, "images cannot be encoded on cuda:3 here"),
-        (
-            {"vae_device": "cuda:1", "text_encoder_device": "cuda:2"},
-            "on one GPU beside the one that trains",
-        ),
+        ({"vae_device": "cuda:1", "text_encoder_device": "cuda:2"}, "on one GPU beside the one"),
         ({"text_encoder_quantization": "int3"}, "unknown"),
         ({"text_encoder_quantization": "bnb-nf4"}, "--quality compact"),
         ({"residency": "sometimes"}, "caching.residency"),
@@ -153,6 +137,6 @@ def test_t5_is_never_stored_by_bitsandbytes() -> None:
 )
 def test_a_pin_that_cannot_be_is_refused_with_a_hint(pins: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        parse_pins(pins, on(24))
+        caching_module.parse_pins(pins, on(24))
     assert words in caught.value.message
     assert caught.value.hint

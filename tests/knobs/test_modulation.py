@@ -1,26 +1,16 @@
-"""Modulation ahead of time: where it is admitted, how long its windows are, and that it takes
-what it says."""
+"""Modulation ahead of time: where it is admitted, and how long its windows are."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.knobs import modulation
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.modulation import (
-    MAX_WINDOW_BYTES,
-    MAX_WINDOW_DRAWS,
-    find_modulation_ahead,
-    take_loaded_layers,
-    window_steps,
-)
 from autotune.knobs.registry import Modulation
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES, get_family
-from autotune.plan.candidate import Candidate
 from tests.builders import hardware, workload
-
-AHEAD = Candidate(micro_batch_size=1, checkpointed_blocks=0, modulation="ahead")
 
 
 def context(family: str = "qwen-image", targets: str = "attention") -> TuningContext:
@@ -41,21 +31,21 @@ def test_families_name_layers_or_say_why_not(name: str) -> None:
 
 @given(row_bytes=st.integers(1, 1 << 32), images=st.integers(1, 10_000))
 def test_a_window_is_within_its_limits_or_one_step(row_bytes: int, images: int) -> None:
-    steps = window_steps(row_bytes, images)
+    most_draws, most_bytes = modulation.MAX_WINDOW_DRAWS, modulation.MAX_WINDOW_BYTES
+    steps = modulation.window_steps(row_bytes, images)
     assert steps >= 1
     if steps > 1:
-        assert steps * images <= MAX_WINDOW_DRAWS
-        assert steps * images * row_bytes <= MAX_WINDOW_BYTES
-    assert (steps + 1) * images > min(MAX_WINDOW_DRAWS, MAX_WINDOW_BYTES // row_bytes)
+        assert steps * images <= most_draws
+        assert steps * images * row_bytes <= most_bytes
+    assert (steps + 1) * images > min(most_draws, most_bytes // row_bytes)
 
 
 def test_a_failing_call_leaves_the_blocks_where_they_were() -> None:
     family = get_family("qwen-image")
-    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config}).to_empty(
-        device="cpu"
-    )
-    take_loaded_layers(family, model)
-    ahead, blocks = find_modulation_ahead(model), model.transformer_blocks
+    config = {**family.transformer_config, **family.tiny_config}
+    model = build_on_meta(family, config).to_empty(device="cpu")
+    modulation.take_loaded_layers(family, model)
+    ahead, blocks = modulation.find_modulation_ahead(model), model.transformer_blocks
     assert ahead is not None
     with pytest.raises(TypeError), ahead.collecting(family, model):
         model(len(model.transformer_blocks))

@@ -1,5 +1,4 @@
-"""Optimizers by name and class: what they hold is predicted, runs go on to the bit, no plan's
-code runs unasked."""
+"""Optimizers: what they hold is predicted, runs go on to the bit, no plan's code runs unasked."""
 
 import json
 
@@ -8,20 +7,14 @@ import torch
 from torch import nn
 
 from autotune.errors import InvalidInput
-from autotune.knobs.settings import (
-    ALLOWED,
-    OPTIMIZERS,
-    allow_optimizer,
-    check_options,
-    optimizer_bytes,
-    optimizer_class,
-)
+from autotune.knobs import settings
+from autotune.knobs.settings import ALLOWED, optimizer_bytes
 from autotune.plan.workload import ADAMW, OptimizerChoice
 from autotune.train.optimizer import AdapterOptimizer
 
 SHAPES = ((4, 1200), (1200, 4), (8, 8))
 CHOICES = [
-    *(pytest.param(OptimizerChoice(name=name), id=name) for name in OPTIMIZERS),
+    *(pytest.param(OptimizerChoice(name=name), id=name) for name in settings.OPTIMIZERS),
     pytest.param(OptimizerChoice(name="prodigy", options=(("slice_p", 11),)), id="sliced prodigy"),
     pytest.param(
         OptimizerChoice(name="torch.optim:RMSprop", options=(("momentum", 0.9),)), id="class"
@@ -101,9 +94,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 def test_code_that_only_a_plan_names_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = OptimizerChoice(name="antigravity:Optimizer")
     with pytest.raises(InvalidInput, match="takes your consent") as caught:
-        check_options(choice)
+        settings.check_options(choice)
     assert "--optimizer antigravity:Optimizer" in caught.value.hint
     assert "antigravity" not in __import__("sys").modules
     monkeypatch.setenv(ALLOWED, "")
-    allow_optimizer("torch.optim:SGD")
-    assert optimizer_class("torch.optim:SGD") is torch.optim.SGD
+    settings.allow_optimizer("torch.optim:SGD")
+    assert settings.optimizer_class("torch.optim:SGD") is torch.optim.SGD

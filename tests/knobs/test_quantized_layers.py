@@ -5,20 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from autotune.knobs import quantized_layers
-from autotune.knobs.quantized_layers import (
-    CONVERTS_AS_IT_READS,
-    FLOAT8,
-    PLAIN,
-    PRODUCT_KERNELS,
-    as_stored,
-    quantize_inside,
-)
+from autotune.knobs.quantized_layers import FLOAT8, PRODUCT_KERNELS, as_stored, quantize_inside
 from tests.profiled import peak_allocated_bytes
 
 CONVERTED = ("torchao-int8", "torchao-fp8")
 MULTIPLIED = ("int8-matmul", "fp8-matmul")
+# Relative error that a few roundings to the dtype give outputs.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""Relative error that a few roundings to the dtype give outputs."""
 
 
 def layer_of(storage: str, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Linear:
@@ -56,10 +49,10 @@ def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("storage", CONVERTED)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("bias", [True, False])
-def test_converted_weights_give_their_products(
+def test_stored_weights_give_their_products(
     storage, dtype, bias, converts_as_it_reads, monkeypatch
 ):
-    monkeypatch.setitem(CONVERTS_AS_IT_READS, "cpu", converts_as_it_reads)
+    monkeypatch.setitem(quantized_layers.CONVERTS_AS_IT_READS, "cpu", converts_as_it_reads)
     layer, x = layer_of(storage, dtype, bias=bias), input_of(dtype)
     weight = weight_of(layer)
     out, given, gradient = run(layer, x)
@@ -152,7 +145,8 @@ def test_what_kernels_on_cuda_ask_for_changes_no_result(storage, dtype, shape, m
         return product(left, right)
 
     monkeypatch.setattr(torch, "_int_mm", checked)
-    monkeypatch.setitem(PRODUCT_KERNELS, "cpu", PLAIN._replace(has_cuda_limits=True))
+    limits = PRODUCT_KERNELS["cpu"]._replace(has_cuda_limits=True)
+    monkeypatch.setitem(PRODUCT_KERNELS, "cpu", limits)
     limited = run(layer, x.mT.contiguous().mT)  # in another order in memory
     assert len(seen) == (2 if storage == "int8-matmul" else 0)
     for found, expected in zip(limited, plain, strict=True):

@@ -23,13 +23,10 @@ def context(*capabilities: str, **changes: object) -> TuningContext:
 
 
 def test_shared_memory_decides_on_allocator_and_batches():
+    integrated = builders.context(machine({}, kind="integrated"))
     cases = (
         (context(), ("expandable", "default"), ("pinned", "pageable")),
-        (
-            builders.context(machine({}, kind="integrated")),
-            ("default", "expandable"),
-            ("pageable",),
-        ),
+        (integrated, ("default", "expandable"), ("pageable",)),
         (context(kind="cpu"), ("default",), ("pageable",)),
     )
     for where, allocators, memories in cases:
@@ -68,13 +65,11 @@ def test_expandable_segments_reach_a_running_allocator(told):
 def test_products_of_8_bits_need_the_compact_floor():
     names = ("quantization.int8-matmul", "quantization.fp8-matmul")
     strict = Quantization().choices(context(*names))
-    assert all(
-        "--quality compact" in strict.rejected[name] for name in ("int8-matmul", "fp8-matmul")
-    )
-    card, cpu = (
-        Quantization().choices(replace(where, workload=where.workload.changed(quality="compact")))
-        for where in (context(*names), context(*names, kind="cpu"))
-    )
+    both = ("int8-matmul", "fp8-matmul")
+    assert all("--quality compact" in strict.rejected[name] for name in both)
+    places = context(*names), context(*names, kind="cpu")
+    work = workload(quality="compact")
+    card, cpu = (Quantization().choices(replace(each, workload=work)) for each in places)
     assert card.admitted == ("int8-matmul", "fp8-matmul", "none")
     assert cpu.admitted == ("int8-matmul", "none")
     assert "float8 units" in cpu.pinnable["fp8-matmul"]
@@ -91,9 +86,7 @@ def test_measurements_decide_on_attention(speed, is_tried):
         Rate(name=f"attention.{name}.bf16.4096", value=value * 1e14, **known)
         for name, value in speeds.items()
     )
-    choices = Attention().choices(
-        TuningContext(one.model_copy(update={"rates": rates}), get_family("qwen-image"), workload())
-    )
+    choices = Attention().choices(builders.context(one.model_copy(update={"rates": rates})))
     assert ("_native_flash" in choices.admitted) == is_tried
     assert ("_native_flash" in choices.pinnable) == (not is_tried)
     assert {"_native_cudnn", "_native_efficient", "_native_math"} <= choices.pinnable.keys()
@@ -121,9 +114,8 @@ def machine(
     plain = builders.hardware(budget_bytes=budget_bytes)
     rates = [(f"disk.{name}", value) for name, value in cold.items()]
     rates += [(f"page_cache.{name}", value) for name, value in (warm or {}).items()]
-    measured = tuple(
-        Rate(name=n, value=v * 1e9, unit="B/s", spread=0.1, num_samples=3) for n, v in rates
-    )
+    how = {"unit": "B/s", "spread": 0.1, "num_samples": 3}
+    measured = tuple(Rate(name=name, value=value * 1e9, **how) for name, value in rates)
     device = plain.device.model_copy(update={"memory_kind": kind})
     return plain.changed(device=device, rates=measured)
 

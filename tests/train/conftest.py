@@ -50,8 +50,7 @@ class Bench:
     trained: TrainingModel
     encoded: EncodedDataset
     initial: list[torch.Tensor]
-    workload: dict[str, Any] = field(default_factory=dict)
-    """What plans have changed of their workload."""
+    workload: dict[str, Any] = field(default_factory=dict)  # what plans change of theirs
 
     def plan(self, **job: Any) -> TrainingPlan:
         plan = make_plan(self.model_folder, self.images, self.hardware, **job)
@@ -83,10 +82,9 @@ class Bench:
         held_out: int = 0,
         monitor: Monitor | None = None,
     ) -> TrainingLoop:
-        """Resume what is there and run until the end, or until the process would have been killed.
+        """Resume what is there and run until the end, or until the process would be killed.
 
-        So many of the images are held out if the plan's job names a validation, and else only left
-        out.
+        `held_out` images are only left out if the plan's job names no validation.
         """
         items = self.encoded.items
         training = self.encoded.select(items[held_out:].__contains__)
@@ -122,9 +120,8 @@ def values_of(parameters: list[Any]) -> list[torch.Tensor]:
 
 def save(loop: TrainingLoop, file: Path) -> Path:
     """Write the adapter as a run that ends after this loop does."""
-    plan = loop.plan
-    work, digest = plan.frozen.workload, plan.digest
-    save_trained(file, loop.model, loop.optimizer, work, digest, loop.num_steps)
+    known = loop.plan.frozen.workload, loop.plan.digest, loop.num_steps
+    save_trained(file, loop.model, loop.optimizer, *known)
     return file
 
 

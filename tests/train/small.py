@@ -45,64 +45,35 @@ def make_plan(
     **job: Any,
 ) -> TrainingPlan:
     resolved, num_frames = resolve_model(ModelRef.of(model)), job.get("num_frames", 1)
-    wishes = WorkloadRequest(
-        resolution=(resolution_px, resolution_px),
-        num_frames=num_frames,
-        rank=2,
-        effective_batch_size=4,
-    )
+    learning = {"num_frames": num_frames, "rank": 2, "effective_batch_size": 4}
+    wishes = WorkloadRequest(resolution=(resolution_px, resolution_px), **learning)
     dataset = read_dataset(images, make_options(job, resolved.family, num_frames))
     workload = describe_workload(resolved, dataset, wishes)
+    device = hardware.device
+    planned = PlannedHardware(
+        device_name=device.name, device_kind=device.kind, fingerprint=hardware.fingerprint,
+        match_keys=hardware.match_keys, total_memory_bytes=device.total_memory_bytes,
+        budget_bytes=device.budget_bytes, versions=hardware.versions, num_processes=num_processes,
+        strategy=strategy or ("ddp" if num_processes > 1 else "single"),
+    )  # fmt: skip
+    expected = Expected(
+        evidence="measured", step_seconds=0.1, images_per_second=40.0, peak_memory_bytes=2**20,
+        process_memory_bytes=2**20,
+    )  # fmt: skip
     frozen = FrozenPart(
-        schema_version=2,
-        autotune_version=__version__,
-        hardware=PlannedHardware(
-            device_name=hardware.device.name,
-            device_kind=hardware.device.kind,
-            fingerprint=hardware.fingerprint,
-            match_keys=hardware.match_keys,
-            total_memory_bytes=hardware.device.total_memory_bytes,
-            budget_bytes=hardware.device.budget_bytes,
-            versions=hardware.versions,
-            num_processes=num_processes,
-            strategy=strategy or ("ddp" if num_processes > 1 else "single"),
-        ),
-        workload=workload,
-        settings=settings,
-        expected=Expected(
-            evidence="measured",
-            step_seconds=0.1,
-            images_per_second=40.0,
-            peak_memory_bytes=2**20,
-            process_memory_bytes=2**20,
-        ),
-        reasons=(),
-        search_seconds=0.0,
-        trials=(),
-    )
+        schema_version=2, autotune_version=__version__, hardware=planned, workload=workload,
+        settings=settings, expected=expected, reasons=(), search_seconds=0.0, trials=(),
+    )  # fmt: skip
     defaults: dict[str, Any] = {
-        "num_steps": 6,
-        "learning_rate": 1e-3,
-        "weight_decay": 1e-3,
-        "max_grad_norm": 1.0,
-        "timestep_shift": 2.2,
-        "seed": 3,
-        "preview_steps": 2,
-        "report_to": "none",
+        "num_steps": 6, "learning_rate": 1e-3, "weight_decay": 1e-3, "max_grad_norm": 1.0,
+        "timestep_shift": 2.2, "seed": 3, "preview_steps": 2, "report_to": "none",
         "save_dtype": "fp32",
-    }
+    }  # fmt: skip
     return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)
 
 
 def finished_step(step: int) -> StepFinished:
     return StepFinished(
-        step=step,
-        num_steps=9,
-        loss=1.0 / step,
-        learning_rate=1e-4,
-        gradient_norm=0.5,
-        seconds=0.1,
-        data_seconds=0.0,
-        images_per_second=40.0,
-        memory_bytes=2**20,
-    )
+        step=step, num_steps=9, loss=1.0 / step, learning_rate=1e-4, gradient_norm=0.5, seconds=0.1,
+        data_seconds=0.0, images_per_second=40.0, memory_bytes=2**20,
+    )  # fmt: skip

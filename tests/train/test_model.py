@@ -15,13 +15,7 @@ from autotune.plan.candidate import QuantizationError
 from autotune.report.run import error_text
 from autotune.train import model as model_module
 from autotune.train.folder import ADAPTER_FILE
-from autotune.train.model import (
-    MAX_BLOCK_ERROR,
-    ErrorMeter,
-    QualityMissed,
-    load_transformer,
-    require_quality,
-)
+from autotune.train.model import ErrorMeter, QualityMissed, load_transformer, require_quality
 from autotune.train.run import train
 from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
 from tests.builders import BITSANDBYTES, storages
@@ -33,10 +27,8 @@ from tests.train.small import SETTINGS, machine, make_plan
 
 def blocks() -> list[nn.Module]:
     torch.manual_seed(0)
-    made = [
-        nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False)) for _ in range(3)
-    ]
-    return [block.requires_grad_(False) for block in made]
+    layers = ((nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False)) for _ in range(3))
+    return [nn.Sequential(*own).requires_grad_(False) for own in layers]
 
 
 def measured(made: list[nn.Module], choice: str) -> QuantizationError:
@@ -61,12 +53,10 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
         pytest.param("bnb-nf4", 0.07, 0.11, marks=BITSANDBYTES),
     ],
 )
-def test_ordinary_weights_stay_within_what_their_format_can_do(
-    choice: str, least: float, most: float
-) -> None:
+def test_ordinary_weights_stay_within_limits(choice: str, least: float, most: float) -> None:
     error = measured(blocks(), choice)
     assert least < error.overall <= error.worst < most
-    assert most < MAX_BLOCK_ERROR[WEIGHT_FORMATS[choice].quality]
+    assert most < model_module.MAX_BLOCK_ERROR[WEIGHT_FORMATS[choice].quality]
 
 
 def test_a_block_beyond_the_floor_is_refused_by_name() -> None:
@@ -87,9 +77,7 @@ def test_the_meter_agrees_with_a_plain_comparison() -> None:
     assert error.overall == pytest.approx(expected, rel=1e-3)
 
 
-def test_layers_of_swapped_blocks_are_measured_before_they_leave_the_device(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swapped_layers_are_measured_first(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     home: set[int] = set()
     measure, move = model_module._outputs, nn.Linear.to
     devices: list[str] = []
@@ -112,9 +100,7 @@ def test_layers_of_swapped_blocks_are_measured_before_they_leave_the_device(
 
 @pytest.mark.quick("torchao-int8")
 @pytest.mark.parametrize("storage", storages())
-def test_each_format_trains_samples_and_goes_on_to_the_bit(
-    bench: Bench, tmp_path: Path, storage: str
-) -> None:
+def test_each_format_trains_and_goes_on(bench: Bench, tmp_path: Path, storage: str) -> None:
     compact = bench.changed(quality="compact")
     settings = SETTINGS.changed(quantization=storage, checkpointed_blocks=1)
     job = {"settings": settings, "num_steps": 2, "checkpointing_steps": 1}

@@ -22,13 +22,8 @@ from tests.train.small import SETTINGS
 
 AHEAD = SETTINGS.changed(modulation="ahead")
 ALONE = Processes(0, 1, CPU)
-NAMES = [
-    name
-    for name, family in FAMILIES.items()
-    if family.modulation is not None and not family.max_controls
-]
-# The stock Kandinsky rounds queries and keys to bf16, which turns the last bit of a time embedding
-# into a bf16 step.
+NAMES = [name for name, one in FAMILIES.items() if one.modulation and not one.max_controls]
+# Kandinsky rounds queries and keys to bf16: the last bit of a time embedding becomes a bf16 step.
 TOLERANCES = {name: 2e-3 if name.startswith("kandinsky5") else 1e-6 for name in NAMES}
 
 
@@ -85,9 +80,7 @@ def gradients(loop: TrainingLoop, num_steps: int) -> torch.Tensor:
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("checkpointed", [0, 2])
 @pytest.mark.usefixtures("short_windows")
-def test_gradients_are_those_of_resident_layers(
-    family_bench: Bench, checkpointed: int, fetches: list[int]
-) -> None:
+def test_gradients_are_the_same(family_bench: Bench, checkpointed: int, fetches: list[int]) -> None:
     found = []
     settings = AHEAD.changed(checkpointed_blocks=checkpointed)
     for name in ("ahead", "resident"):
@@ -102,9 +95,7 @@ def test_gradients_are_those_of_resident_layers(
 
 @pytest.mark.quick("qwen-image", "sd3.5")
 @pytest.mark.usefixtures("short_windows")
-def test_layers_are_not_loaded_and_all_draws_of_a_run_come_from_windows(
-    family_bench: Bench, fetches: list[int]
-) -> None:
+def test_all_draws_come_from_windows(family_bench: Bench, fetches: list[int]) -> None:
     plan = family_bench.plan(settings=AHEAD, num_steps=5, caption_dropout=0.1)
     loop = loop_of(family_bench, plan)
     ahead = find_modulation_ahead(loop.model.transformer)
@@ -127,9 +118,7 @@ def test_layers_are_not_loaded_and_all_draws_of_a_run_come_from_windows(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_windows")
-def test_a_run_looked_at_and_killed_within_a_window_ends_in_the_same_bits(
-    tmp_path: Path, fetches: list[int]
-) -> None:
+def test_kills_and_previews_within_a_window(tmp_path: Path, fetches: list[int]) -> None:
     bench = make_bench(tmp_path / "flux", "flux1-dev")  # depends on the most
     watched, broken = tmp_path / "watched", tmp_path / "broken"
     job: dict[str, Any] = {"num_steps": 5, "checkpointing_steps": 1, "preview_steps": 3}
@@ -156,9 +145,7 @@ def test_random_weights_are_those_of_resident_layers(bench: Bench, precision: st
 
 
 @pytest.mark.usefixtures("short_windows")
-def test_each_process_computes_the_draws_of_its_own_images(
-    bench: Bench, fetches: list[int]
-) -> None:
+def test_each_process_computes_its_own_draws(bench: Bench, fetches: list[int]) -> None:
     rank, share = 1, 2
     loop = loop_of(bench, bench.plan(settings=AHEAD), Processes(rank, 2, CPU))
     assert loop.windows is not None

@@ -18,20 +18,10 @@ from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput, reraise_oom
 from autotune.events import StepFinished
-from autotune.train import monitor as monitor_module
+from autotune.train import monitor as watching
 from autotune.train.folder import checkpoints_of
 from autotune.train.metrics import read_metrics
-from autotune.train.monitor import (
-    MIN_SPIKE_STEPS,
-    NUM_WINDOWS,
-    SPILL_STEPS,
-    WINDOW_STEPS,
-    Growth,
-    HostMemoryShort,
-    MemoryReading,
-    Monitor,
-    Watchdog,
-)
+from autotune.train.monitor import HostMemoryShort, MemoryReading, Monitor, Watchdog
 from tests import builders
 from tests.builders import GIB
 from tests.events import steps_to
@@ -49,7 +39,7 @@ def told(readings: Iterable[MemoryReading], seconds: float = 1.0, **known: Any) 
 
 
 def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
-    steps = range(WINDOW_STEPS * (NUM_WINDOWS + 3))
+    steps = range(watching.WINDOW_STEPS * (watching.NUM_WINDOWS + 3))
     leak = [MemoryReading(8 * 10**8 + step * 2 * 10**5, 10**8) for step in steps]
     assert told(leak, budget_bytes=10**9) == ["memory grows by 0.19 MiB per step"]
     near = told([MemoryReading(1, 9 * 10**8)] * 3 + leak, budget_bytes=10**9)
@@ -64,7 +54,7 @@ def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_mo
 
 
 def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_drivers_setting() -> None:
-    (warning,) = told([FULL] * 3 * SPILL_STEPS, seconds=6.0, can_spill=True)
+    (warning,) = told([FULL] * 3 * watching.SPILL_STEPS, seconds=6.0, can_spill=True)
     slow = "steps take 6.0 times what was planned: with 97% of the GPU's memory taken"
     assert warning.startswith(slow)
     assert "Prefer No Sysmem Fallback" in warning
@@ -75,10 +65,8 @@ def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_driver
     [(FULL, 2.5, True), (ROOMY, 60.0, True), (FULL, 60.0, False)],
     ids=["a slower card", "something else is slow", "a driver that fails instead"],
 )
-def test_slow_steps_alone_are_no_spill(
-    reading: MemoryReading, seconds: float, can_spill: bool
-) -> None:
-    assert told([reading] * 3 * SPILL_STEPS, seconds, can_spill=can_spill) == []
+def test_slow_steps_are_no_spill(reading: MemoryReading, seconds: float, can_spill: bool) -> None:
+    assert told([reading] * 3 * watching.SPILL_STEPS, seconds, can_spill=can_spill) == []
 
 
 def test_after_a_fallback_slow_steps_are_no_spill_and_earlier_retries_are_known() -> None:
@@ -90,7 +78,7 @@ def test_after_a_fallback_slow_steps_are_no_spill_and_earlier_retries_are_known(
 
 def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not() -> None:
     def reserved(until: int) -> list[MemoryReading]:
-        steps = range(WINDOW_STEPS * (NUM_WINDOWS + 2))
+        steps = range(watching.WINDOW_STEPS * (watching.NUM_WINDOWS + 2))
         return [MemoryReading(0, 0, GIB + min(step, until) * 2**20, 0, 0.8) for step in steps]
 
     (warning,) = told(reserved(10**6))
@@ -102,14 +90,10 @@ def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not() -> None
     ("memory_kind", "system", "can_spill"),
     [("discrete", "linux", False), ("discrete", "wsl", True), ("integrated", "wsl", False)],
 )
-def test_only_some_drivers_spill_and_only_a_measured_plan_is_a_reference(
-    memory_kind: str, system: str, can_spill: bool
-) -> None:
+def test_only_some_drivers_spill(memory_kind: str, system: str, can_spill: bool) -> None:
     here, frozen = builders.hardware(), planned().frozen
-    device, host = here.device, here.host
-    here = here.changed(
-        device=device.changed(memory_kind=memory_kind), host=host.changed(memory_model=system)
-    )
+    device = here.device.changed(memory_kind=memory_kind)
+    here = here.changed(device=device, host=here.host.changed(memory_model=system))
     for evidence in ("measured", "predicted"):
         expected = frozen.expected.changed(evidence=evidence)
         monitor = Monitor.of_run(CPU, here, frozen.changed(expected=expected))
@@ -129,7 +113,7 @@ def test_a_run_warns_of_retries_once_records_them_and_goes_on(bench: Bench, tmp_
 
 def test_spikes_of_the_gradient_are_counted_over_all_starts() -> None:
     monitor = Monitor(CPU)
-    for _ in range(MIN_SPIKE_STEPS - 1):
+    for _ in range(watching.MIN_SPIKE_STEPS - 1):
         monitor.add_gradient(1.0)
     monitor.add_gradient(50.0)  # too early to tell
     assert monitor.num_spikes == 0
@@ -144,23 +128,20 @@ def test_spikes_of_the_gradient_are_counted_over_all_starts() -> None:
 
 def growth(floors: Iterable[int]) -> float:
     """What is found after windows with these minima."""
-    found = Growth()
-    return [found.add(floor) for floor in floors for _ in range(WINDOW_STEPS)][-1]
+    found = watching.Growth()
+    return [found.add(floor) for floor in floors for _ in range(watching.WINDOW_STEPS)][-1]
 
 
-@given(
-    st.integers(10**6, 10**9),
-    st.lists(st.integers(-5000, 5000), min_size=NUM_WINDOWS, max_size=NUM_WINDOWS),
-)
-def test_noise_is_no_leak(level: int, noise: list[int]) -> None:
+@given(st.integers(10**6, 10**9), st.tuples(*[st.integers(-5000, 5000)] * watching.NUM_WINDOWS))
+def test_noise_is_no_leak(level: int, noise: tuple[int, ...]) -> None:
     is_large = max(noise) - min(noise) > level * 0.05
     assert growth(level + one for one in noise) == 0.0 or is_large
 
 
 def test_memory_that_a_preview_raises_once_is_no_leak() -> None:
-    windows = range(NUM_WINDOWS)
-    assert growth(950 + window + 30 * (window >= NUM_WINDOWS - 1) for window in windows) == 0.0
-    assert growth(950 + 10 * window for window in windows) == 10 / WINDOW_STEPS
+    windows, last = range(watching.NUM_WINDOWS), watching.NUM_WINDOWS - 1
+    assert growth(950 + window + 30 * (window >= last) for window in windows) == 0.0
+    assert growth(950 + 10 * window for window in windows) == 10 / watching.WINDOW_STEPS
 
 
 @pytest.mark.skipif(
@@ -171,9 +152,7 @@ def test_a_phase_inside_another_counts_its_memory_apart() -> None:
     with monitor.phase("outer"), monitor.phase("inner"):
         block = b"x" * (300 * 2**20)
         del block
-    outer, inner = monitor.peaks["outer"].host_bytes, monitor.peaks["inner"].host_bytes
-    assert outer is not None
-    assert inner is not None
+    outer, inner = (monitor.peaks[name].host_bytes or 0 for name in ("outer", "inner"))
     assert inner - outer > 200 * 2**20
 
 
@@ -213,14 +192,12 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "available"
     path.write_text(str(PLENTY))
     command = (sys.executable, "-c", READER.format(path=str(path)))
-    monkeypatch.setattr(monitor_module, "COMMAND", command)
+    monkeypatch.setattr(watching, "COMMAND", command)
     monkeypatch.setattr(Watchdog, "of_device", lambda kind: Watchdog(10, has_run=kind == "host"))
     return path
 
 
-def test_a_run_on_a_host_short_of_memory_writes_a_checkpoint_and_can_go_on(
-    bench: Bench, tmp_path: Path, available: Path
-) -> None:
+def test_a_short_host_gets_a_checkpoint(bench: Bench, tmp_path: Path, available: Path) -> None:
     plan = bench.plan(num_steps=400, checkpointing_steps=0, output=str(tmp_path / "out"))
     taken: list[int] = []
 
@@ -230,8 +207,7 @@ def test_a_run_on_a_host_short_of_memory_writes_a_checkpoint_and_can_go_on(
             available.write_text(str(SHORT))
 
     before = signal.getsignal(signal.SIGUSR2)
-    words = r"GiB left, .*stopped by a shortage of host memory"
-    with pytest.raises(HostMemoryShort, match=words) as end:
+    with pytest.raises(HostMemoryShort, match=r"stopped by a shortage of host memory") as end:
         bench.train(plan, steps_to(take))
     assert (end.value.exit_status, "--resume" in end.value.hint) == (1, True)
     (checkpoint,) = checkpoints_of(tmp_path / "out")
@@ -239,18 +215,14 @@ def test_a_run_on_a_host_short_of_memory_writes_a_checkpoint_and_can_go_on(
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
-def test_a_run_that_is_still_loading_ends_at_once(
-    bench: Bench, tmp_path: Path, available: Path
-) -> None:
+def test_loading_on_a_short_host_ends(bench: Bench, tmp_path: Path, available: Path) -> None:
     available.write_text(str(SHORT))
     plan = bench.plan(num_steps=10**6, output=str(tmp_path / "out"))
     with pytest.raises(HostMemoryShort):
         bench.train(plan)
 
 
-def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortage(
-    available: Path,
-) -> None:
+def test_a_shortage_that_a_library_hides_is_told(available: Path) -> None:
     def read() -> None:
         available.write_text(str(SHORT))
         try:
@@ -263,7 +235,7 @@ def test_a_shortage_that_a_library_takes_for_a_damaged_file_is_told_as_a_shortag
 
 
 def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available: Path) -> None:
-    command = [sys.executable, "-c", STUCK, json.dumps(monitor_module.COMMAND), str(available)]
+    command = [sys.executable, "-c", STUCK, json.dumps(watching.COMMAND), str(available)]
     stuck = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert stuck.returncode == -signal.SIGKILL
     words = "error: the host had 0 MiB left, so training was ended at once\nhint: close other"

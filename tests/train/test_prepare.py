@@ -32,10 +32,8 @@ def test_the_gpu_that_encodes_must_be_another_one_with_room(part: str) -> None:
     plan = seal(plan.job, plan.frozen.changed(hardware=hardware, caching=caching))
 
     def beside(index: int, budget_bytes: int, own: int = 0) -> HardwareProfile:
-        total_bytes = 24 * builders.GIB
-        there = OtherGpu(
-            index=index, name="small", total_memory_bytes=total_bytes, budget_bytes=budget_bytes
-        )
+        size = {"total_memory_bytes": 24 * builders.GIB, "budget_bytes": budget_bytes}
+        there = OtherGpu(index=index, name="small", **size)
         return here.changed(device=here.device.changed(index=own, count=2, others=(there,)))
 
     assert hardware_misfits(plan, beside(1, 10**10)) == ()
@@ -55,9 +53,7 @@ def test_the_gpu_that_encodes_must_be_another_one_with_room(part: str) -> None:
         ({"storage": "bnb-nf4"}, "quantization.bnb-nf4"),
     ],
 )
-def test_what_does_not_work_here_is_named_with_the_reason(
-    settings: dict[str, str], closed: str
-) -> None:
+def test_what_does_not_work_here_is_named(settings: dict[str, str], closed: str) -> None:
     capability = Capability(name=closed, available=False, reason="package: not there")
     here = builders.hardware().model_copy(update={"capabilities": (capability,)})
     (misfit,) = hardware_misfits(planned(**settings), here)
@@ -91,9 +87,7 @@ def test_a_plan_fits_under_another_driver_and_not_under_another_major_version_of
 @pytest.mark.parametrize(
     ("side_px", "more", "fits"), [(1024, 40, True), (1024, 41, False), (128, 1, False)]
 )
-def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(
-    side_px: int, more: int, fits: bool
-) -> None:
+def test_a_caption_may_be_a_little_longer(side_px: int, more: int, fits: bool) -> None:
     bucket = Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=4)
     work = builders.workload(buckets=(bucket,), max_text_tokens=64)
     plan = planned()

@@ -45,22 +45,14 @@ Finished = tuple[Path, RunReport]
 @pytest.fixture(scope="module")
 def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("run") / "out"
-    plan = bench.plan(
-        output=str(folder),
-        num_train_epochs=5,  # 25 images in steps of 4
-        preview_prompts=PROMPTS,
-        preview_every=3,
-        checkpointing_steps=3,
-        report_to="tensorboard",
-        caption_dropout=0.1,
-    )
+    job = {"num_train_epochs": 5, "checkpointing_steps": 3, "caption_dropout": 0.1}
+    shown = {"preview_prompts": PROMPTS, "preview_every": 3, "report_to": "tensorboard"}
+    plan = bench.plan(output=str(folder), **job, **shown)  # 25 images in steps of 4
     return folder, bench.train(plan, trace=True)
 
 
 @pytest.mark.parametrize("damage", ["cut off", "nan", "another model's", "pickled"])
-def test_an_unusable_adapter_is_refused_before_sampling(
-    bench: Bench, run: Finished, tmp_path: Path, damage: str
-) -> None:
+def test_a_bad_adapter_is_refused(bench: Bench, run: Finished, tmp_path: Path, damage: str) -> None:
     shutil.copy(run[0] / "run-plan.yaml", tmp_path)
     whole, adapter = (run[0] / ADAPTER_FILE).read_bytes(), tmp_path / ADAPTER_FILE
     weights = load_file(run[0] / ADAPTER_FILE)
@@ -94,12 +86,12 @@ def test_curves_previews_trace_and_sheet_are_written(run: Finished) -> None:
     names = sorted(path.name for path in (folder / "previews").iterdir())
     assert names == [*previews, "with-1.png", "without-1.png"]
     assert Image.open(folder / "samples.png").size == (64, 2 * (32 + 2 * MIN_LINE_PX))
-    for file, facts in {
-        "sample_with_adapter.png": ("with", PROMPTS[0], "3"),
-        "sample_without_adapter.png": ("without", PROMPTS[0], "3"),
-        "previews/step-000003-1.png": ("after step 3", PROMPTS[1], "4"),
-    }.items():
-        text = Image.open(folder / file).text
+    for file, adapter, number in (
+        ("sample_with_adapter.png", "with", 0),
+        ("sample_without_adapter.png", "without", 0),
+        ("previews/step-000003-1.png", "after step 3", 1),
+    ):
+        text, facts = Image.open(folder / file).text, (adapter, PROMPTS[number], f"{3 + number}")
         assert (text["adapter"], text["prompt"], text["seed"]) == facts
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
@@ -136,16 +128,13 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
 
     monkeypatch.setattr(BlockSwap, "_fetch", visit)
     file = tmp_path / "sample.png"
-    pictures = [
-        Image.open(bench.sample(folder, output=file)).tobytes() for folder in (run[0], tmp_path)
-    ]
+    files = (bench.sample(each, output=file) for each in (run[0], tmp_path))
+    one, other = (Image.open(each).tobytes() for each in files)
+    assert one == other
     assert set(visits) == {0}
-    assert pictures[0] == pictures[1]
 
 
-def test_samples_are_what_the_stock_pipeline_samples(
-    bench: Bench, run: Finished, tmp_path: Path
-) -> None:
+def test_samples_are_the_stock_pipelines(bench: Bench, run: Finished, tmp_path: Path) -> None:
     family, bucket = bench.resolved.family, bench.plan().frozen.workload.largest_bucket
     stock = family.load_pipeline(bench.model_folder)
     plain = family.sample(stock, PROMPT, bucket, num_steps=2, seed=5)[0]
@@ -161,16 +150,14 @@ def test_prompts_of_previews_are_encoded_once_for_all_starts(
     bench: Bench, run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(Encoders, "_load_text_encoder")
-    plan = bench.plan(
-        num_steps=1, preview_prompts=PROMPTS, caption_dropout=0.1, output=str(tmp_path)
-    )
-    assert bench.train(plan).num_steps == 1
+    job = {"num_steps": 1, "preview_prompts": PROMPTS, "caption_dropout": 0.1}
+    assert bench.train(bench.plan(output=str(tmp_path), **job)).num_steps == 1
     without = "sample_without_adapter.png"
     first, again = (Image.open(folder / without).tobytes() for folder in (run[0], tmp_path))
     assert first == again
 
 
-def test_a_preview_too_large_for_memory_is_tiled_then_halved(
+def test_a_large_preview_is_tiled_then_halved(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.changed(width_px=512, height_px=512)
@@ -196,7 +183,7 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
 
 
-def test_a_run_goes_on_without_previews_if_none_can_be_made(
+def test_a_run_drops_previews(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(sampler: PreviewSampler, preview: Preview) -> list[Any]:
@@ -208,11 +195,10 @@ def test_a_run_goes_on_without_previews_if_none_can_be_made(
     report = bench.train(plan, notices_to(told.append))
     assert report.num_steps == 3
     assert [line for line in told if "preview" in line] == list(report.warnings)
-    words = "memory is too short for a preview; the run goes on without previews"
-    assert report.warnings == (words,)
+    assert "the run goes on without previews" in report.warnings[0]
 
 
-def test_the_adapter_is_written_before_anything_that_may_still_fail(
+def test_the_adapter_is_saved(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(loop: Any) -> float:
@@ -225,9 +211,7 @@ def test_the_adapter_is_written_before_anything_that_may_still_fail(
 
 
 @pytest.mark.slow
-def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_a_signal_after_the_last_step_ends_at_once(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_steps=2, output=str(tmp_path), preview_prompts=PROMPTS[:1])
 
     def stop(phase: str) -> None:
@@ -246,7 +230,7 @@ def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later
     assert (tmp_path / "samples.png").is_file()
 
 
-def test_a_finished_run_that_is_started_again_is_recognized(
+def test_a_finished_run_is_known(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = bench.plan(num_steps=1, output=str(tmp_path))
@@ -261,9 +245,7 @@ def test_a_finished_run_that_is_started_again_is_recognized(
     assert told == ["this run has taken all of its 1 steps: nothing is left to do"]
 
 
-def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_resuming_never_replaces_an_adapter(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_steps=1, output=str(tmp_path))
     bench.loop(plan, tmp_path)
     (tmp_path / ADAPTER_FILE).write_bytes(b"of hours")
@@ -276,9 +258,7 @@ def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(
 
 
 @pytest.mark.parametrize(("part", "is_missing"), [("transformer", False), ("vae", True)])
-def test_an_incomplete_model_is_refused_before_any_work(
-    bench: Bench, tmp_path: Path, part: str, is_missing: bool
-) -> None:
+def test_half_a_model_is_refused(bench: Bench, tmp_path: Path, part: str, is_missing: bool) -> None:
     model = shutil.copytree(bench.model_folder, tmp_path / "model")
     (file,) = (model / part).glob("*.safetensors")
     if is_missing:
@@ -293,9 +273,7 @@ def test_an_incomplete_model_is_refused_before_any_work(
         make_plan(PlanRequest(model=str(model), data=str(bench.images)), bench.hardware)
 
 
-def test_a_plan_without_masks_is_refused_where_captions_are_dropped(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_dropped_captions_need_masks(bench: Bench, tmp_path: Path) -> None:
     alike = shutil.copytree(bench.images, tmp_path / "images")
     for caption in alike.glob("*.txt"):
         caption.write_text("a red circle")
@@ -326,9 +304,7 @@ def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_pat
     assert (tmp_path / ADAPTER_FILE).read_bytes() == weights
 
 
-def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
@@ -351,9 +327,7 @@ sys.stdin.read()
 """
 
 
-def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_two_runs_never_share_a_folder(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_steps=2, output=str(tmp_path))
     command = [sys.executable, "-c", HOLDER, str(tmp_path / ".lock")]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

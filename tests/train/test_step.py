@@ -26,9 +26,8 @@ LATENTS = torch.randn(4, 3, 1, 2, 2, generator=torch.Generator().manual_seed(0))
 def _run(sizes, dtype=torch.float32, steps=2):
     torch.manual_seed(0)
     model = nn.Linear(3, 3).to(dtype)
-    optimizer = AdapterOptimizer(
-        list(model.parameters()), learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5
-    )
+    rates = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    optimizer = AdapterOptimizer(list(model.parameters()), **rates)
     outcomes = []
     for step in range(steps):
         batches = [{"latents": part.to(dtype)} for part in LATENTS.split(list(sizes))]

@@ -45,9 +45,7 @@ def test_without_the_adapter_means_an_adapter_of_zero(bench: Bench, tmp_path: Pa
     assert meter.measure(1) == pytest.approx(base, rel=1e-5), "the micro-batch changes nothing"
 
 
-def test_levels_are_spread_over_all_that_training_draws(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_are_spread_evenly(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", 32)
     noising = Noising(shift=2.2)
     draws = HeldOutLoss(bench.trained, bench.encoded, noising, lambda batch: batch)._draws
@@ -66,7 +64,7 @@ def test_validation_changes_nothing_that_is_learned(bench: Bench, tmp_path: Path
     assert same(bench.loop(bench.plan(**job), tmp_path / "validated", held_out=2), plain)
 
 
-def test_without_memory_for_it_a_run_goes_on_and_takes_no_step_twice(
+def test_a_run_goes_on_without(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure = HeldOutLoss._losses
@@ -86,7 +84,7 @@ def test_without_memory_for_it_a_run_goes_on_and_takes_no_step_twice(
     assert loop.validation.result(3) is None
 
 
-def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
+def test_nan_losses_are_unknown(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure, calls = HeldOutLoss.measure, [0]
@@ -116,9 +114,8 @@ def test_losses_that_are_not_finite_are_unknown_and_the_run_is_reported(
 def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) -> None:
     found = []
     for modulation in ("ahead", "resident"):
-        loop = loop_of(
-            family_bench, family_bench.plan(settings=AHEAD.changed(modulation=modulation))
-        )
+        plan = family_bench.plan(settings=AHEAD.changed(modulation=modulation))
+        loop = loop_of(family_bench, plan)
         meter = HeldOutLoss(loop.model, family_bench.encoded, loop.noising, loop._to_device)
         found.append(meter.measure(2))
     assert found[0] == pytest.approx(found[1], rel=2e-3)
