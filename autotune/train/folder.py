@@ -82,11 +82,8 @@ def compute_run_key(
 def claim_folder(
     plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: bool = True
 ) -> FileLock:
-    """Create the output folder, or take over a resumed run's, and lock it.
-
-    The operating system frees the lock of a dead process. With `lock` False the folder is only
-    checked, for another process of the run that holds it.
-    """
+    """Create the output folder, or take over a resumed run's, and lock it; without `lock` only
+    check it."""
     folder = Path(plan.job.output)
     require_separate_output(plan.job)
     folder_lock = FileLock(folder / LOCK_FILE)
@@ -345,8 +342,8 @@ def start_from(path: Path, transformer: nn.Module, family: Family) -> None:
 def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[str, Tensor]:
     """Read values for the adapter's parameters, by name, that give the same update as the file.
 
-    `transformer` may be on meta. Another alpha is made up for by the second matrix. Raises
-    BadWeights, or InvalidInput for an adapter of another model, rank or set of layers.
+    `transformer` may be on meta. Raises BadWeights, or InvalidInput for another model's, rank's or
+    set's.
     """
     named: Iterator[tuple[str, Any]] = transformer.named_modules()
     adapted = {name: part for name, part in named if ADAPTER_NAME in getattr(part, "lora_A", ())}

@@ -297,8 +297,7 @@ class TrainingLoop:
         """Have the processes average gradients, in an order that is the same after resuming.
 
         DDP searches for layers without a gradient in every step, if there are any; else it sorts
-        its buckets anew after its first backward pass, and with them the order of sums. So that
-        pass is not a step's, but one image's.
+        its buckets anew after its first backward pass, which is one image's, not a step's.
         """
         processes, transformer = self.processes, self.model.transformer
         with eager_eval(transformer):

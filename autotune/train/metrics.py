@@ -1,7 +1,4 @@
-"""Metrics of a run: a line of `metrics.jsonl` per step, and a tracker's curves.
-
-TensorBoard's own writer is used: accelerate's flushes after every call, which slows steps down.
-"""
+"""Metrics of a run: a line of `metrics.jsonl` per step, and a tracker's curves."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -195,10 +192,7 @@ TRACKERS: dict[str, Callable[[Path, int], Tracker]] = {
 
 @contextmanager
 def serve_metrics(port: int, on_event: OnEvent) -> Iterator[OnEvent]:
-    """Serve each known number of a step to Prometheus, on this machine's loopback alone.
-
-    What the context gives passes events on to `on_event`.
-    """
+    """Serve each number of a step to Prometheus, on this machine's loopback; gives a listener."""
     if find_spec("prometheus_client") is None:
         hint = "install it: pip install 'lora-autotune[metrics]'"
         raise InvalidInput("serving metrics needs prometheus_client", hint=hint)

@@ -143,10 +143,8 @@ def eager_eval(transformer: nn.Module) -> Iterator[None]:
 def load_transformer(
     model: ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
 ) -> tuple[nn.Module, QuantizationError | None]:
-    """Stream the weights in, quantizing each layer as it loads, and measure the error.
-
-    Without files they are random, which suffices to measure memory and time.
-    """
+    """Stream the weights in, quantizing as they load, and measure the error; random without
+    files."""
     family, dtype = model.family, torch_dtype(settings.precision)
     if device.type == "cuda":
         # TF32 for what stays in fp32, in trials and training alike.

@@ -239,10 +239,8 @@ class Growth:
         self.floors: list[int] = []
 
     def add(self, num_bytes: int) -> float:
-        """Count a step's reading; return a leak's bytes per step when a window ends.
-
-        That is the median growth of the windows' minima: a preview raises memory once and for good.
-        """
+        """Count a step's reading; return a leak's bytes per step, the median growth of windows'
+        minima."""
         self.window.append(num_bytes)
         if len(self.window) < WINDOW_STEPS:
             return 0.0

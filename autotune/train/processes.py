@@ -1,11 +1,9 @@
 """Several processes that train together, one per device.
 
-DDP is torch's own, since accelerate wraps no model with sharded weights on GPUs. It averages the
-adapter's gradients; frozen weights, quantized or sharded too, are on its ignore list. Layers
-without a gradient (the last block's text stream) are searched for in every step, since a static
-graph does not work with accumulation without synchronization (torch 2.13 fails in the second step).
-
-Nodes may have folders of their own: the first process decides from files and tells the others.
+DDP is torch's own, since accelerate wraps no model with sharded weights on GPUs. Layers without a
+gradient (the last block's text stream) are searched for in every step: a static graph does not work
+with accumulation without synchronization (torch 2.13 fails in the second step). Nodes may have
+folders of their own: the first process decides from files and tells the others.
 """
 
 import contextlib
@@ -213,10 +211,7 @@ def explain_lost_peer() -> Iterator[None]:
 
 
 def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str) -> Transform:
-    """Make a transform for loading that shards each block once complete, the rest at the end.
-
-    Blocks must have frozen weights of one dtype.
-    """
+    """Make a transform for loading that shards each block once complete, the rest at the end."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -28,10 +28,8 @@ TINY = 1e-9
 
 @dataclass(frozen=True)
 class Noising:
-    """The noise of each image and the weight of its loss, as in Stable Diffusion 3.
-
-    Esser et al. 2024, sections 3.1 and 5.3.2.
-    """
+    """The noise of each image and the weight of its loss (Esser et al. 2024, sections 3.1 and
+    5.3.2)."""
 
     seed: int = 0
     # Shift s towards noise, s * t / (1 + (s - 1) * t), or a function from latents' shapes to it.
@@ -41,10 +39,7 @@ class Noising:
     process: NoiseProcess = FLOW_MATCHING
 
     def draw(self, step: int, position: int, shape: Sequence[int]) -> tuple[Tensor, float]:
-        """Draw noise of `shape` and a level, by seed, step and position alone.
-
-        So a run is the same whatever its micro-batch size, processes and interruptions.
-        """
+        """Draw noise of `shape` and a level, by seed, step and position alone."""
         generator = torch.Generator().manual_seed(_seed_at(self.seed, step, position))
         level = self._level(generator, shape)
         return torch.randn(*shape, generator=generator), level
@@ -151,10 +146,9 @@ def optimizer_step(
 ) -> StepOutcome:
     """Accumulate the gradients of one effective batch, then update the adapter once.
 
-    Each micro-batch weighs by its size, so an uneven split gives the same gradient. With several
-    processes `effective_batch_size` counts this one's images, `first_position` those of the
-    processes before it, and `average` makes the loss its mean over all. DDP averages gradients in
-    the backward pass of the last micro-batch.
+    Each micro-batch weighs by its size. With several processes `effective_batch_size` counts this
+    one's images, `first_position` those of processes before it, and `average` makes the loss its
+    mean over all. DDP averages gradients in the last micro-batch's backward pass.
     """
     # Made there: sent from the host, it would wait for the device.
     total = torch.zeros((), device=optimizer.masters[0].device)

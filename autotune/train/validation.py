@@ -1,7 +1,4 @@
-"""The loss on held-out images, with and without the adapter, always at the same noise.
-
-Levels lie at even quantiles of those that training draws.
-"""
+"""The loss on held-out images at even quantiles of training's noise levels, always the same."""
 
 import contextlib
 import math
