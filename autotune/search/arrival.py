@@ -1,9 +1,6 @@
 """A predicted plan arrives at its machine: one trial tells whether its settings hold, and the plan
-becomes measured.
-
-Only settings that the plan itself names are turned to: the chosen ones, then its fallbacks, each of
-which needs less memory than the one before. Work, quality and effective batch stay as they are.
-"""
+becomes measured. Only settings that the plan names are turned to: the chosen ones, then its
+fallbacks, each of which needs less memory than the one before."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,11 +30,9 @@ PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 def load_or_verify(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
-    """Return the plan, or the measured plan that a trial here makes of a predicted one.
+    """Return the plan, or the measured one that a trial here makes of it, written beside `file`.
 
-    With sharded weights it stays predicted: a trial has one device. Beside `file`, the plan's, the
-    measured plan is written, and found by the next start. Raises DoesNotFit if neither the plan's
-    settings nor its fallbacks run here.
+    With sharded weights it stays predicted: a trial has one device. Raises DoesNotFit.
     """
     if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
         return plan
@@ -78,10 +73,7 @@ def sealed_path(path: Path) -> Path:
 def verify_prediction(
     plan: TrainingPlan, hardware: HardwareProfile, backend: PlannerBackend | None = None
 ) -> TrainingPlan:
-    """Try a predicted plan's settings here, then its fallbacks, for a measured plan.
-
-    Raises DoesNotFit if none of them runs here.
-    """
+    """Try a predicted plan's settings here, then its fallbacks. Raises DoesNotFit if none runs."""
     require_fit(key_misfits(plan, hardware))
     backend, model = backend or PlannerBackend(), resolve_model(plan.job.model_ref)
     require_model(plan, model)

@@ -28,15 +28,11 @@ class CatalogPrediction(Frozen):
     """What a plan of a model for one GPU predicts, with the family's defaults."""
 
     gpu: str
-    """Its name in the catalog."""
     memory_gb: float
-    """Nominal memory of the card."""
-    step_seconds: float | None = None
-    """Time of an optimizer step; None if nothing fits."""
+    step_seconds: float | None = None  # of an optimizer step; None if nothing fits
     time_uncertainty: float | None = None
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
-    """Memory of the phase that needs most."""
     settings: Candidate | None = None
 
 
@@ -44,18 +40,13 @@ class ComparedGpu(CatalogPrediction):
     """One GPU in a comparison. Seconds, hours and cost are None if nothing fits."""
 
     misfit: str | None = None
-    """Why nothing fits."""
     num_steps: int = 0
     image_seconds: float | None = None
-    """Time of a step for each image (or clip) in it."""
-    download_seconds: float | None = None
-    """Until the model's files are there."""
+    download_seconds: float | None = None  # until the model's files are there
     search_seconds: float | None = None
-    """What the search's trials may take at most."""
     other_seconds: float | None = None
     """Time of the run besides its steps: loading, caching, compiling, previews and checkpoints."""
     price_per_hour: float | None = None
-    """None if the user named no price of this GPU."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -74,7 +65,6 @@ class ComparedGpu(CatalogPrediction):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def cost(self) -> float | None:
-        """Cost of all that, in the currency of the price."""
         total, price = self.total_seconds, self.price_per_hour
         return None if total is None or price is None else price * total / 3600
 
@@ -92,11 +82,9 @@ class Comparison(Frozen):
     model: str
     gpus: tuple[ComparedGpu, ...]
     """Within the limits that were asked, in order; then those that nothing fits."""
-    num_left_out: int = 0
-    """GPUs that it fits, but beyond the limits."""
+    num_left_out: int = 0  # GPUs that it fits, but beyond the limits
     currency: str = ""
     priced: str = ""
-    """When the prices were looked up, as their file says."""
 
 
 def compared_gpu(
@@ -123,14 +111,8 @@ def compared_gpu(
     )
 
 
-def download_bytes(num_parameters: int, parts: Parts) -> int:
-    """Count the bytes of transformer and text encoders in bf16; the autoencoder is small."""
-    return BYTES_PER_PARAMETER * (num_parameters + sum(parts.text_encoder_parameters))
-
-
 def download_seconds(model: ResolvedModel, bytes_per_second: int | str) -> float:
-    """Return the seconds until the model's files are here; 0 if they are. Raises InvalidInput if
-    nothing comes at that rate."""
+    """Return the seconds until the model's files are here; 0 if they are."""
     rate = memory_bytes(bytes_per_second)
     if rate <= 0:
         raise InvalidInput(
@@ -139,8 +121,9 @@ def download_seconds(model: ResolvedModel, bytes_per_second: int | str) -> float
     if model.folder is not None:
         return 0.0
     num_transformers = 1 + len(model.family.other_denoisers)
-    parts = read_parts(model) or Parts()
-    return download_bytes(num_transformers * model.spec.num_parameters, parts) / rate
+    encoders = (read_parts(model) or Parts()).text_encoder_parameters  # autoencoders are small
+    num_parameters = num_transformers * model.spec.num_parameters + sum(encoders)
+    return BYTES_PER_PARAMETER * num_parameters / rate
 
 
 def select_gpus(
@@ -152,12 +135,9 @@ def select_gpus(
 ) -> tuple[ComparedGpu, ...]:
     """Sort those that a job fits within the limits, then those that nothing fits, by name.
 
-    By default the cheapest come first, those without a price last, if any has one, else the
-    fastest. `max_cost` leaves out those without a price, too.
+    By default the cheapest come first, if any has a price, else the fastest.
     """
     order = order or ("cost" if any(one.cost is not None for one in compared) else "hours")
-    most_cost = math.inf if max_cost is None else max_cost
-    most_seconds = math.inf if max_hours is None else 3600 * max_hours
 
     def rank(one: ComparedGpu) -> tuple[float | str, ...]:
         cost = math.inf if one.cost is None else one.cost
@@ -166,29 +146,23 @@ def select_gpus(
         return (*orders[order], one.gpu)
 
     def is_within(one: ComparedGpu) -> bool:
-        if max_cost is not None and one.cost is None:
-            return False
-        return (one.cost or 0.0) <= most_cost and (one.total_seconds or 0.0) <= most_seconds
+        is_cheap = max_cost is None or (one.cost is not None and one.cost <= max_cost)
+        return is_cheap and (max_hours is None or (one.total_seconds or 0.0) <= 3600 * max_hours)
 
     fitting = [one for one in compared if one.misfit is None and is_within(one)]
     others = [one for one in compared if one.misfit is not None]
     return (*sorted(fitting, key=rank), *sorted(others, key=lambda one: one.gpu))
 
 
-FILE = "predictions.json"
-"""In the shipped folder: for each published model and GPU what its plan predicts, or null if
-nothing fits."""
+FILE = "predictions.json"  # shipped: what each model's plan predicts on each GPU, null if unfit
 
 
 class NoGpu(NothingFits):
-    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs
-    it fits.
-    """
+    """A published model cannot be tried without a GPU; `elsewhere` says which it fits."""
 
     model: str = ""
     family: str = ""
     gpu: str = "NAME"
-    """The smallest that it fits."""
     elsewhere: tuple[CatalogPrediction, ...] = ()
 
     @classmethod
@@ -210,7 +184,6 @@ class NoGpu(NothingFits):
 
     @staticmethod
     def advice(command: str) -> str:
-        """The hint with a command."""
         return f"plan for a GPU by name: {command}  (all: autotune probe --list)"
 
 
@@ -237,40 +210,23 @@ LEVERS: Mapping[str, str] = {
     "quantization": "quantized weights",
     "compile": "compiled blocks",
 }
-"""What people call them, by knob."""
-
-
-def missing_levers(family: Family) -> dict[str, str]:
-    """Tell why the family lacks levers, by what people call them."""
-    return {
-        title: family.excluded[knob] for knob, title in LEVERS.items() if knob in family.excluded
-    }
 
 
 class ModelSummary(Frozen):
     """A published model that autotune knows by name."""
 
-    name: str
-    """What `--model` takes; the hub id does as well."""
+    name: str  # what `--model` takes, as it does the hub id
     family: str
     hub_id: str
     kind: Literal["image", "edit", "video"]
     """What it makes: images, images of control images, or clips, which images train as well."""
     num_parameters: int | None
-    """Of the transformer; None if the family does not state it."""
-    is_verified: bool
-    """Whether the transformer that is built without its files was compared with the published
-    one."""
+    is_verified: bool  # its build without files was compared with the published transformer
     license: str
-    """As its card names it; empty if that is not known."""
     note: str
-    """What whoever trains it should know."""
     levers: tuple[str, ...]
-    """What it has of the settings that spare memory or time."""
     missing_levers: Mapping[str, str]
-    """Why it lacks the other settings."""
     prediction: CatalogPrediction | None = None
-    """For the GPU that was asked for, with the family's defaults; None if that was not computed."""
 
 
 def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
@@ -281,7 +237,8 @@ def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
 
 
 def _summarize(family: Family, model: PublishedModel, gpu: str | None) -> ModelSummary:
-    missing, predictions = missing_levers(family), catalog_predictions(model.name)
+    why, predictions = family.excluded, catalog_predictions(model.name)
+    missing = {title: why[knob] for knob, title in LEVERS.items() if knob in why}
     return ModelSummary(
         name=model.name,
         family=family.name,

@@ -24,14 +24,11 @@ from autotune.plan.prediction import (
 from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.search.winner import Score
 
-MAX_ROWS = 64
-"""Rows of a forecast, but for what was tried and the best with each value of a knob: a plan is
-read by people."""
+MAX_ROWS = 64  # besides what was tried and the best with each value
 MAX_FRONT = 16  # candidates of the Pareto front
 MAX_BEYOND = 8  # candidates that do not fit
 EXACT_DIGITS, DIGITS = 9, 5
-"""Digits that are the same on every CPU, and those that are kept: rounding to the first before
-the second makes the last bits of a logarithm decide nothing."""
+"""Digits that are the same on every CPU, and those that are kept: rounding twice hides others."""
 
 
 class _Row(NamedTuple):
@@ -131,10 +128,7 @@ def build_expectation(
 
 
 def held_data_bytes(cost: CostModel, workload: Workload, job: Job, precision: str) -> int:
-    """Count what a run holds of its data on the host: loss masks, and what `cache: memory` keeps.
-
-    Captions count at their mean length, one for each image.
-    """
+    """Count what a run holds of its data on the host, captions at their mean length."""
     held = 0
     element = encoder_element_bytes(precision) if job.cache == "memory" else 0
     for bucket in workload.buckets:
@@ -157,10 +151,7 @@ def build_forecast(
     step_time: StepTime,
     first_predictions: Mapping[Candidate, Prediction],
 ) -> Forecast:
-    """Choose what a plan keeps of all predictions, which trials have corrected.
-
-    `step_time` of the settings and `first_predictions` of what was tried are from before.
-    """
+    """Choose what a plan keeps of predictions; step time and first ones are uncorrected."""
     rows = [_row_of(each, budget_bytes) for each in predictions]
     fitting, beyond = [row for row in rows if row.fits], [row for row in rows if not row.fits]
     at = next(number for number, row in enumerate(rows) if row.candidate == settings)

@@ -1,10 +1,9 @@
 """A choice may be tried on a machine only if its adapter gradients agree with the reference's
 there; an optimizer is given its gradients, so its updates have to agree.
 
-Reference: the same weights and inputs in fp32, native attention (for native attention itself: plain
-products), nothing quantized, nothing recomputed, on a tiny instance of the family's real class, on
-this device. Verdicts become capabilities of the hardware profile, named `parity.<knob>.<choice>`,
-and are saved for each machine, set of library versions and kind of work.
+Reference: the same weights and inputs in fp32, native attention (for that: plain products), nothing
+quantized or recomputed, on a tiny instance of the family's real class. Verdicts become capabilities
+named `parity.<knob>.<choice>`, saved for each machine, set of library versions and kind of work.
 """
 
 import contextlib
@@ -42,17 +41,13 @@ from autotune.train.step import to_device
 from autotune.weights.stream import build_empty, cast_as_loaded, fill_random
 
 MAX_TEXT_TOKENS = 40
-"""With the 24 tokens of the small picture 64: cuDNN's kernel has returned gradients that are not
-finite where a mask meets a length of 64 modulo 128."""
+"""With the picture's 24 tokens 64: cuDNN's gradients were infinite for masks of 64 modulo 128."""
 RANK = 4  # rank of the adapter: how it is multiplied does not depend on it
 TIMEOUT_SECONDS = 300.0  # compiling blocks takes a minute or two on a CPU
-TRANSIENT_OUTCOMES = ("timeout", "oom", "host_oom")
-"""Outcomes that say more about the moment than about the choice: they are not saved."""
+TRANSIENT_OUTCOMES = ("timeout", "oom", "host_oom")  # of the moment: they are not saved
 NUM_UPDATES = 3
-LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
-"""In fp16, the first under which no gradient overflows, as a run finds its own."""
-UPDATED_SHAPES = ((4, 64), (96, 4), (7,))
-"""Shapes of the parameters that an optimizer updates; one is no multiple of any vector length."""
+LOSS_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)  # fp16 takes the first without overflow
+UPDATED_SHAPES = ((4, 64), (96, 4), (7,))  # of parameters; one is no multiple of a vector's length
 
 
 @dataclass(frozen=True)
@@ -81,11 +76,7 @@ GradientCheckRequest = GradientRequest | UpdateRequest
 def check_gradients(
     context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
 ) -> HardwareProfile:
-    """Add to the hardware profile a verdict on each of `choices` that changes what is computed.
-
-    The first precision is the one that the other knobs are checked in. Raises AutotuneError if
-    another search has the device and does not end.
-    """
+    """Add verdicts on those of `choices` that change what is computed, in the first precision."""
     hardware, kinds = context.hardware, _kinds_of_computation(choices)
     tiny_config = {**model.config, **context.family.tiny_config}
     precision = str(choices["precision"][0])
@@ -269,10 +260,8 @@ def update_error(request: UpdateRequest, _: ChildState) -> float:
 
 
 def relative_error(tensors: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
-    """Average tensors' relative errors (root mean square); a missing tensor counts as 1.
-
-    Tensors whose reference is missing or zero are left out; infinite if none is left.
-    """
+    """Average tensors' relative errors (root mean square); a missing tensor counts as 1, one whose
+    reference is missing or zero not at all; infinite if none is left."""
     errors = []
     for found, wanted in zip(tensors, reference, strict=True):
         size = 0.0 if wanted is None else float(wanted.norm())
@@ -314,8 +303,7 @@ def adapter_gradients(
     batch = to_device(collated, device, dtype)
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)
-    # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings
-    # magnify the change.
+    # Exact in bf16, a thousandfold too: rounded noise levels are other inputs.
     shares = torch.linspace(0.25, 0.5, len(clean)).tolist()
     levels = torch.tensor([family.noise.level(share) for share in shares], device=clean.device)
     loss = denoising_loss(family, transformer, batch, noise, levels)

@@ -1,9 +1,8 @@
 """Chooses which candidate to try next, and whether any is worth it: pure.
 
-First the fastest of those that surely fit or, if there are none, the smallest, which is the safest;
-then by expected improvement on predictions that all results have corrected, as far as it is likely
-to fit. Only candidates of the enumerated space, each at most once, none that is predicted not to
-fit or is at least as large as one that ran out of memory; on shared memory none that may not fit.
+First the fastest of those that surely fit, else the smallest; then by expected improvement on
+predictions that all results have corrected, as far as it is likely to fit. None is tried that is
+predicted not to fit or as large as one that ran out; on shared memory none that may not fit.
 """
 
 import math
@@ -23,23 +22,15 @@ from autotune.search.space import SearchSpace
 
 SHARE_OF_RUN = 0.05  # of the planned run's time that a search may take by default
 MIN_SECONDS = 60.0
-MIN_TRIALS = 7
-"""With 6, two of nine searches in the development table stopped before they came within 5% (see
-benchmarks/DECISIONS.md)."""
+MIN_TRIALS = 7  # with 6, two of nine searches stopped too early (benchmarks/DECISIONS.md)
 MIN_TRIALS_WITH_PRIORS = 4  # the same if records of similar machines hold
 NUM_EXTRA_TRIALS = 2  # if predictions were overconfident: 8, 9 and 10 in all were tried
 STOP_SIGMAS = 1.5  # that a candidate may be better than predicted: fewer ended searches too early
 MEMORY_SIGMAS = 1.0  # that a step may take more than predicted; on shared memory it must still fit
 MIN_GAIN = 0.03  # the search stops when no remaining candidate is expected to save more
-MAX_GROWTH = 1.5
-"""On shared memory, what the next trial may be predicted to need, relative to the largest that
-has run: predictions are corrected by every trial, and stay right that near to it."""
-SAFE_SHARE = 0.5
-"""Share of the budget that is safe to try: what is predicted to need less may be wrong by a
-factor of two and fits."""
-COMPARE_AFTER = 6
-"""Trials after which the best settings are compared with the libraries' own way, if the search
-has not converged: it may have but two more."""
+MAX_GROWTH = 1.5  # of need over the largest that ran, on shared memory: predictions hold so near
+SAFE_SHARE = 0.5  # of the budget: a prediction below it may be wrong by a factor of two and fits
+COMPARE_AFTER = 6  # trials until the libraries' own way is compared: two more may follow
 DOUBT_SIGMAS = 2.0  # that a trial must be slower than all others let expect to be tried again
 MIN_WITNESSES = 4  # trials that must have run before one of them is doubted
 BROKEN_OUTCOMES = ("unsupported", "numerics")  # they condemn backends rather than a size
@@ -61,7 +52,6 @@ class ScoredCandidate:
 
     @property
     def lower_bound(self) -> float:
-        """Lower confidence bound of `expected`."""
         return self.expected - STOP_SIGMAS * self.uncertainty
 
     def expected_improvement(self, best: float) -> float:
@@ -110,9 +100,8 @@ class SearchLimits:
 class ResidualSearch:
     """Expected improvement of what the objective counts, among what is predicted to fit.
 
-    `priors` gives what similar machines have taught, as far as trials here do not contradict it;
-    `first` is tried before all others. If `ascending`, trials stay near to what has run: an
-    over-allocation of memory that is the host's hangs it.
+    `priors` gives what records taught; `first` is tried before all others. If `ascending`, trials
+    stay near to what has run: an over-allocation of memory that is the host's hangs it.
     """
 
     def __init__(
@@ -146,11 +135,8 @@ class ResidualSearch:
             return comparison
         if not remaining:
             return None
-        apart = [
-            scored
-            for scored in remaining
-            if not any(_teach_the_same(scored.candidate, candidate) for candidate in running)
-        ]
+        taught = set(map(_taught_by, running))
+        apart = [scored for scored in remaining if _taught_by(scored.candidate) not in taught]
         if _ran(results):
             best = self._best(results)
             promising = max(
@@ -173,11 +159,7 @@ class ResidualSearch:
     def remaining(
         self, results: Results, running: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
-        """Score the untried candidates that may run.
-
-        Of those that differ in swapped blocks alone, only the one with the fewest: a block that
-        stays never makes a step slower.
-        """
+        """Score the untried candidates that may run; of those alike but for swap, the least."""
         return self._remaining(tuple(results), frozenset(running))
 
     def _find_remaining(
@@ -190,12 +172,10 @@ class ResidualSearch:
             quantization = result.candidate.quantization
             if result.outcome in BROKEN_OUTCOMES:
                 broken.add((result.candidate.attention, quantization))
-            # Without a step it was the weights themselves that missed the quality floor: no
-            # attention changes that.
+            # Without a step it was the weights themselves that missed the quality floor.
             if result.outcome == "numerics" and not result.step_seconds:
                 too_coarse.add(quantization)
         fewest: dict[object, int] = defaultdict(lambda: sys.maxsize)
-        """Swapped blocks with which a candidate runs that is otherwise as the key says."""
         wants_fewest = self.objective != "memory"
         for result in _ran(results) if wants_fewest else ():
             key = _without_swap(result.candidate)
@@ -209,8 +189,7 @@ class ResidualSearch:
                 continue
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
-            # On shared memory nothing is tried that may not fit; elsewhere a trial too many is all
-            # that it may cost.
+            # On shared memory nothing is tried that may not fit; elsewhere it costs a trial.
             needed = required if self.ascending else prediction.run_memory_bytes
             if needed < limit and prediction.host_memory_bytes <= host_limit:
                 found.append(self._score(prediction, required, _chance_to_fit(prediction, limit)))
@@ -218,8 +197,7 @@ class ResidualSearch:
                     fewest[key] = candidate.swapped_blocks
         if found or results or running or self.ascending:
             return found
-        # On a device with memory of its own a trial has a cap: trying the smallest that is
-        # predicted to fit costs little, even if uncertainty alone speaks against it.
+        # A trial has a cap: the smallest is tried even if uncertainty alone speaks against it.
         predictions = (cost.predict(candidate) for candidate in self.space.candidates)
         smallest = min(predictions, key=lambda prediction: prediction.run_memory_bytes)
         needed = smallest.run_memory_bytes
@@ -231,19 +209,14 @@ class ResidualSearch:
     def _score(
         self, prediction: Prediction, required_bytes: float, chance_to_fit: float
     ) -> ScoredCandidate:
-        expected, uncertainty = prediction.step_seconds, prediction.time_uncertainty
+        seconds, uncertainty = prediction.step_seconds, prediction.time_uncertainty
+        expected: float = seconds
         if self.objective == "memory":
-            expected, uncertainty = (
-                prediction.allocated_memory_bytes,
-                prediction.memory_uncertainty,
-            )
+            expected = prediction.allocated_memory_bytes
+            uncertainty = prediction.memory_uncertainty
+        logarithm, fits = math.log(expected), chance_to_fit
         return ScoredCandidate(
-            prediction.candidate,
-            math.log(expected),
-            uncertainty,
-            prediction.step_seconds,
-            required_bytes,
-            chance_to_fit,
+            prediction.candidate, logarithm, uncertainty, seconds, required_bytes, fits
         )
 
     def is_over(
@@ -262,10 +235,9 @@ class ResidualSearch:
             return True
         if has_waiting:
             return False
-        if self.priors(results):
-            min_trials = MIN_TRIALS_WITH_PRIORS
-        else:
-            min_trials = MIN_TRIALS + (NUM_EXTRA_TRIALS if self.is_overconfident(results) else 0)
+        min_trials = MIN_TRIALS_WITH_PRIORS
+        if not self.priors(results):
+            min_trials = MIN_TRIALS + NUM_EXTRA_TRIALS * self.is_overconfident(results)
         if num_trials < min_trials or not has_run:
             return not self.remaining(results, running)
         is_compared = self._comparison(results, running) is None
@@ -280,8 +252,7 @@ class ResidualSearch:
         return min(scored.lower_bound for scored in remaining) > worth_trying
 
     def _comparison(self, results: Results, running: Collection[Candidate]) -> Candidate | None:
-        """The best settings with the libraries' own way of what rules settle; None if such settings
-        were tried, here or where the priors are from, or if these do not fit."""
+        """The best settings with the libraries' own way, unless that was tried or does not fit."""
         ran = _ran(results)
         if not ran or self.objective == "memory":  # what a rule settles never needs more
             return None
@@ -298,11 +269,7 @@ class ResidualSearch:
         return plain if fits and fits_host else None
 
     def find_doubtful(self, results: Results) -> TrialResult | None:
-        """Find the result that is slower than all others let expect by most, if it would have won.
-
-        Another program that wanted the machine meanwhile explains it as well: it should be tried
-        again.
-        """
+        """Find the result slowest for what others let expect, if it would have won: noise, too."""
         running = [r for r in _ran(results) if r.median_step_seconds and not r.confirms]
         if self.objective != "throughput" or len(running) < MIN_WITNESSES:
             return None
@@ -318,11 +285,7 @@ class ResidualSearch:
         return max(doubts, key=lambda doubt: doubt[0])[1] if doubts else None
 
     def is_overconfident(self, results: Results) -> bool:
-        """Tell if predictions, each from the results before it, were too sure of themselves.
-
-        Measured by the mean squared error in units of the predicted variance, which is 1 if
-        uncertainties are right.
-        """
+        """Tell if predictions from earlier results had squared errors beyond their variance."""
         squares = []
         for number, result in enumerate(results):
             prediction = self._calibrate(results[:number]).as_trials_run().predict(result.candidate)
@@ -333,7 +296,6 @@ class ResidualSearch:
         return bool(squares) and statistics.fmean(squares) > 1
 
     def _best(self, results: Results) -> float:
-        """Natural logarithm of the objective's best value."""
         return math.log(min(map(self._value, _ran(results))))
 
     def _value(self, result: TrialResult) -> float:
@@ -356,16 +318,11 @@ class ResidualSearch:
         return min(remaining, key=lambda scored: scored.required_bytes)
 
     def _memory_limit(self, results: Results, cost: CostModel) -> float:
-        """The budget or, once something ran out, halfway between what ran and what did not.
-
-        A trial that was measured beyond the budget has corrected the predictions instead.
-        """
-        too_large = [
-            _required_bytes(result, cost)
-            for result in results
-            if result.outcome == "spill"
-            or (result.outcome == "oom" and result.peak_memory_bytes is None)
-        ]
+        """The budget or, once something ran out, halfway between what ran and what did not."""
+        # One that was measured beyond the budget has corrected the predictions instead.
+        ran_out = [each for each in results if each.outcome in ("oom", "spill")]
+        unknown = [x for x in ran_out if x.outcome == "spill" or x.peak_memory_bytes is None]
+        too_large = [_required_bytes(result, cost) for result in unknown]
         if not too_large:
             return self.budget_bytes
         ran = max((_required_bytes(result, cost) for result in _ran(results)), default=0.0)
@@ -386,10 +343,9 @@ def _without_swap(candidate: Candidate) -> tuple[object, ...]:
     return tuple(value for name, value in candidate if name != "swapped_blocks")
 
 
-def _teach_the_same(one: Candidate, other: Candidate) -> bool:
-    """Whether trials of both at the same time would teach the cost model the same."""
-    names = ("quantization", "attention", "micro_batch_size")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+def _taught_by(candidate: Candidate) -> tuple[str, str, int]:
+    """What a trial teaches the cost model about, in the main."""
+    return candidate.quantization, candidate.attention, candidate.micro_batch_size
 
 
 def _chance_to_fit(prediction: Prediction, limit: float) -> float:

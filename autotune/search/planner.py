@@ -51,10 +51,9 @@ from autotune.search.study import (
     run_search,
     take_snapshot,
 )
+from autotune.search.winner import Trials
 from autotune.share.warm_start import NO_WARM_START, WarmStart
 from autotune.system.process import collect_rarely, interrupt_on_signal
-
-Trials = tuple[TrialResult, ...]
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,7 @@ class PlanningResult:
 
 
 class PlanInterrupted(KeyboardInterrupt):
-    """A search was stopped by Ctrl-C or another signal after something ran; `plan` is the best of
-    what it had tried.
-    """
+    """A search was stopped after something ran; `plan` is the best of what it had tried."""
 
     def __init__(self, plan: TrainingPlan) -> None:
         super().__init__()
@@ -84,16 +81,9 @@ def make_plan(
 ) -> PlanningResult:
     """Find the best settings for the request on this machine and freeze them.
 
-    Several processes that name the same study share its trials, and all return the plan that the
-    first of them froze.
-
-    Raises:
-        InvalidInput: the model or the data cannot be used, or the study is about another request or
-            machine.
-        NothingFits: no settings run here.
-        AutotuneError: the study's storage failed.
-        PlanInterrupted, KeyboardInterrupt: the search was stopped after, or before, a trial ran. It
-            can go on.
+    Processes that name the same study share its trials, and all return the plan that the first of
+    them froze. Raises PlanInterrupted if the search was stopped after a trial ran (it can go on),
+    and errors as `PlanningProblem.build` and `open_study`.
     """
     backend = backend or PlannerBackend()
     on_event(StatusChanged(text="reading model and data"))
@@ -243,7 +233,6 @@ class _Search:
         )
 
     def confirm(self, trials: Trials) -> Trials:
-        """Try the winner for longer, through every phase of a run."""
         problem = self.problem
         allowed = problem.limits.allowed_seconds(best_seconds(trials))
         seconds = max(winner.MIN_SECONDS, winner.SHARE_OF_SEARCH * allowed)
@@ -259,7 +248,6 @@ class _Search:
     def try_once(
         self, what: str, candidate: Candidate, run: Callable[[Candidate], TrialResult | None]
     ) -> TrialResult | None:
-        """Run it, unless a search that was interrupted already has."""
 
         def measure(candidate: Candidate) -> TrialResult | None:
             self.on_event(TrialStarted(candidate=candidate))

@@ -1,12 +1,9 @@
-"""What the fork server imports once, so that every trial starts warm. Imports only: no operation
-may run here.
+"""What the fork server imports once, so that every trial starts warm. Imports only: a parallel
+operation in the parent would deadlock its children, and a started CUDA could not be forked.
 
-A parallel operation in the parent would deadlock its children, and a started CUDA could not be
-forked. Two libraries look at the GPU when they are imported: torchao asks for its compute
-capability, which starts CUDA, and whether triton knows it, which counts GPUs and, without NVML or
-on a slice of a GPU, starts CUDA, too; so the GPU is hidden meanwhile (torchao decides only about MX
-kernels by it, which are unused here). bitsandbytes chooses its backend, so it is left to the trial
-that needs it.
+Two libraries may start CUDA when they are imported: torchao asks for the GPU's capability, and
+whether triton knows it; so the GPU is hidden meanwhile (torchao decides only about MX kernels by
+it, which are unused here). bitsandbytes chooses its backend: it is left to the trial that needs it.
 """
 
 import gc
@@ -20,9 +17,7 @@ silence_libraries()
 import torch._inductor.config  # noqa: E402
 import torch.utils._triton  # noqa: E402
 
-IS_HIDDEN = "bitsandbytes" not in sys.modules
-"""Whether it can be: a package whose submodules are there already would be imported again
-without them."""
+IS_HIDDEN = "bitsandbytes" not in sys.modules  # with its submodules there it cannot be
 if IS_HIDDEN:
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
 with (
@@ -42,8 +37,7 @@ for function in vars(torch.utils._triton).values():
 
 silence_progress_bars()
 gc.collect()  # what is garbage by now would be kept for good
-# a trial collects garbage often, and need not look through half a million objects of libraries each
-# time
+# a trial collects garbage often, and need not look through half a million objects each time
 gc.freeze()
 
 DONE = True  # read by the worker: the fork server itself would swallow a failing import

@@ -114,11 +114,9 @@ class PlanningProblem:
         hardware: HardwareProfile,
         backend: PlannerBackend,
     ) -> Self:
-        """Resolve model and data, check gradients, enumerate what may be tried, build the cost
-        model.
+        """Resolve model and data, check gradients, enumerate what may be tried.
 
-        Raises InvalidInput if the model or the data cannot be used, NothingFits if the weights
-        alone are too large in every format or nothing can be tried on this machine.
+        Raises InvalidInput if model or data cannot be used, NothingFits if nothing can be tried.
         """
         needs_weights = backend.needs_weights
         if isinstance(asked, PlanRequest):
@@ -164,7 +162,6 @@ class PlanningProblem:
 
     @property
     def budget_bytes(self) -> int:
-        """What training may take of one process's device, beside encoders that stay there."""
         return self.cost.budget_bytes
 
     @property
@@ -174,10 +171,8 @@ class PlanningProblem:
 
     @property
     def limits(self) -> SearchLimits:
-        """When the search ends at the latest."""
-        return SearchLimits(
-            self.request.max_trials, self.request.search_seconds, self.job.num_steps
-        )
+        request = self.request
+        return SearchLimits(request.max_trials, request.search_seconds, self.job.num_steps)
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -220,10 +215,7 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
 
 
 def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> None:
-    """Check by facts alone that the request can be tried here, before a rate is measured.
-
-    Raises NothingFits if a published model asks for a GPU, or the request for more than there are.
-    """
+    """Check by facts alone that the request can be tried here. Raises NothingFits if not."""
     request, model = resolved.request, resolved.model
     if model.folder is None and hardware.device.kind == "cpu":
         usual = (model.family, model.family.models[0])
@@ -299,10 +291,7 @@ def min_required_bytes(
 
 
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """Leave out candidates that keep more on the host, in all processes, than is left of it.
-
-    If all do, those that keep least stay.
-    """
+    """Leave out what keeps more on the host than is left of it; of only such, keep the least."""
     host, number = cost.hardware.host, cost.parallel.num_processes
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
@@ -447,10 +436,7 @@ def _size_text(bucket: Bucket) -> str:
 def advise_larger_batch(
     space: SearchSpace, cost: CostModel, best: Candidate, step_seconds: float
 ) -> tuple[str, ...]:
-    """Say what a larger effective batch would gain with the kernels and weights of `best`.
-
-    `step_seconds` is of its optimizer step; nothing is said of a small gain.
-    """
+    """Say what a larger effective batch would gain, if much, with kernels and weights of `best`."""
     effective, budget_bytes = cost.workload.effective_batch_size, cost.budget_bytes
     best_gain, best_batch = MIN_GAIN, 0
     for batch in (effective * factor for factor in LARGER_BATCHES):

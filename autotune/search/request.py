@@ -50,10 +50,7 @@ def build_space(request: PlanRequest, context: TuningContext) -> SearchSpace:
 def build_job(
     request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int
 ) -> Job:
-    """Build the job: the user's words, else the earlier plan's, else the family's defaults.
-
-    Raises InvalidInput or InvalidPlan if a value is out of range or not of the family.
-    """
+    """Build the job: the user's words, else the earlier plan's, else the family's defaults."""
     defaults = model.family.defaults
     items = dataset.items if dataset else ()
     usual = {
@@ -105,8 +102,7 @@ class ResolvedRequest:
     ) -> ResolvedRequest:
         """Read what the request names; with `needs_weights`, also the headers of local weights.
 
-        `on_sound` is called when all that can be judged without torch is found sound, before that
-        is imported. Raises InvalidInput or InvalidPlan if something cannot be used.
+        `on_sound` is called before torch is imported. Raises InvalidInput or InvalidPlan.
         """
         for pairs in (request.pin_pairs, request.exclusion_pairs):
             for name, value in split_pins(pairs)[0]:
@@ -146,8 +142,7 @@ class ResolvedRequest:
 
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
-    """Resolve the model, with tokenizers from the hub if there are captions to count, and unknown
-    architectures."""
+    """Resolve the model, from the hub if captions must be counted or it is unknown."""
     known = find_published(request.model_ref.name) is not None
     if not is_on_hub(request.model_ref) or (known and not (request.is_local and request.data)):
         return resolve_model(request.model_ref), ()

@@ -24,23 +24,15 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-MAX_STEP = 0.05
-"""Most by which neighbors on a frontier differ in memory, as a share of the activations of a
-pass that keeps all; less than one block makes no step."""
-NUM_STEPS = 30
-"""Values of each number of blocks that are looked at: steps of 3%, finer than `MAX_STEP`."""
+MAX_STEP = 0.05  # in memory between neighbors on a frontier, as a share of all activations
+NUM_STEPS = 30  # values of each number of blocks that are looked at: finer than `MAX_STEP`
 
 KnobValue = tuple[str, str]  # a knob and one of its values, as text
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be tried.
-
-    As it is enumerated, it has a candidate for each setting of the knobs that are no numbers of
-    blocks, with as many blocks recomputing and on the host as there may be; `expand_block_counts`
-    puts all others in their place.
-    """
+    """What may be tried: first one number of blocks each, until `expand_block_counts`."""
 
     candidates: tuple[Candidate, ...]
     choices: Mapping[str, tuple[Choice, ...]]
@@ -79,8 +71,8 @@ def build_search_space(
 ) -> SearchSpace:
     """Enumerate what may be tried: a pin leaves one value of a knob, an exclusion takes one away.
 
-    Raises InvalidInput if there is no such value, or what is left does not go together; NothingFits
-    if some knob has no admissible value here.
+    Raises InvalidInput for values that are unknown or do not go together, NothingFits if a knob
+    has none left.
     """
     for name, value in (*pins, *exclusions):
         require_choice(name, value)
@@ -131,8 +123,7 @@ def _enumerate(
     settings: Mapping[str, tuple[Choice]],
     context: TuningContext,
 ) -> tuple[tuple[Candidate, ...], list[tuple[str, Rejected]]]:
-    """All combinations without a conflict, with the numbers of blocks that need least memory; and
-    each value that had a conflict, by knob, in the order found."""
+    """Combinations without a conflict; and each value that had one, by knob, in order."""
     candidates = []
     conflicts: dict[tuple[str, Choice, str], None] = {}
     fixed = {knob.name: admitted[knob.name] for knob in KNOBS if not knob.is_composed}
@@ -297,8 +288,7 @@ def block_count_frontier(
     step = MAX_STEP * cost.activation_bytes(plain)
     kept = _drop_beaten([_thin(frontier(group), step) for group in _by_means(everything)], plain)
     same = {name: value for name, value in plain if name not in BLOCK_COUNTS}
-    # Not validated again, which would take most of the time: the rest is valid, and the numbers are
-    # admitted ones.
+    # All is valid; to validate it again would take most of the time.
     return [
         Candidate.model_construct(None, **same, **dict(zip(BLOCK_COUNTS, row, strict=True)))
         for group in kept

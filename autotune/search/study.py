@@ -55,8 +55,8 @@ def open_study(
 ) -> Iterator[Study]:
     """Open the study of a problem: under the user's name, else in a file in the cache folder.
 
-    Raises InvalidInput if the URL cannot be used or the study is about another request or machine,
-    AutotuneError if the storage failed.
+    Raises InvalidInput if the URL cannot be used or the study is another search's, AutotuneError if
+    the storage failed.
     """
     request, device = problem.request, problem.hardware.device
     key: dict[str, object] = {
@@ -338,10 +338,7 @@ def published_plan(study: Study) -> TrainingPlan | None:
 
 
 def publish_plan(study: Study, plan: TrainingPlan) -> TrainingPlan:
-    """Propose a plan; returns the first that any worker proposed, which the search ended in.
-
-    Trials are numbered one by one, so no two can be the first.
-    """
+    """Propose a plan; returns the first that any worker proposed: trials are numbered."""
     if published_plan(study) is None:
         attributes = {PLAN: plan.model_dump_json()}
         study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs=attributes))

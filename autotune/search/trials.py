@@ -1,8 +1,7 @@
 """Processes of trials: starts warm children, sends them requests, and survives whatever they do.
 
 A child leads a process group, so that the parent can end it with all it started, and ends itself
-when the parent is gone. It sends events, and last its result or the `Failure` that it ended with;
-after a failure, which may have left the device in disorder, it exits.
+when the parent is gone or after a `Failure`, which may have left the device in disorder.
 """
 
 import contextlib
@@ -54,16 +53,14 @@ from autotune.train.processes import set_device
 NUM_STEADY_STEPS = 3  # timed steps of a trial; the median of three shrugs off one disturbance
 TRIAL_TIMEOUT_SECONDS = 600.0  # limit on one trial, loading included
 CPU_SPARE_BYTES = 1 << 30
-"""On a CPU a child may take this much more than its budget, for the profiler's list of a step's
-allocations (some 300 MiB for eight micro-batches of six blocks) and files that it maps: the
-parent compares what the process took with the budget afterwards."""
+"""A CPU's child may take so much beyond its budget for mapped files and the profiler's list of
+allocations (some 300 MiB): the parent compares what it took with the budget afterwards."""
 NEAR_BUDGET = 0.85  # share of the budget: settings that need less do not spill
 CLEARLY_SLOWER = 1.25  # times the best median: finishing the trial would not change the order
 NUM_SPREADS = 4.0  # interquartile ranges of the best trial's steps that count as noise
 CAP_SLACK_BYTES = 1 << 30
 """CUDA's allocator holds a whole request against the cap, though an expandable segment has part
-of it already (c10/cuda/CUDACachingAllocator.cpp, `alloc_block`): the largest tensors of a step
-would end a trial that fits. What a trial really took is held against the cap when it has run."""
+of it (`alloc_block`). What a trial really took is held against the cap when it has run."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,10 @@ class _Child:
 class ProcessTrialRunner:
     """Runs trials in child processes; candidates that need no reload share one child.
 
-    The device's lock is held from the first trial to the end, or until another search wants a turn
-    between two trials. A trial may take `budget_bytes`, its process's own overhead included, and a
-    rehearsal `resident_bytes` besides, which a run keeps on the device. Without `predict`, the cost
-    model's, no spill is found by step time.
-
-    Raises InvalidInput if the workload's optimizer cannot be loaded, or is a `package:Class` that
-    the user has not named.
+    The device's lock is held until the end, or until another search wants a turn between trials. A
+    trial may take `budget_bytes`, its process's own overhead included, and a rehearsal
+    `resident_bytes` besides. Without `predict`, no spill is found by step time. Raises InvalidInput
+    if the workload's optimizer cannot be loaded, or was not named by the user.
     """
 
     def __init__(
@@ -135,10 +129,7 @@ class ProcessTrialRunner:
         self._log.touch()
 
     def run(self, candidate: Candidate) -> TrialResult:
-        """Run the candidate in a child that has, or loads, the model it needs.
-
-        Raises AutotuneError if another search has the device and does not end, as do the others.
-        """
+        """Run the candidate in a child that has, or loads, the model it needs."""
         self.lock.acquire()
         started = time.monotonic()  # waiting for the device is no part of a trial's cost
         ran = (result for result, _ in self._ran)
@@ -153,11 +144,7 @@ class ProcessTrialRunner:
     def confirm(
         self, candidate: Candidate, caching: CachingSettings, max_seconds: float
     ) -> TrialResult:
-        """Run a winner through every phase of a run, and until its steps are steady.
-
-        If a later phase fails or takes too long, what training showed stands, and the message says
-        so.
-        """
+        """Run a winner through every phase; if a later one fails, what training showed stands."""
         self.lock.acquire()
         started = time.monotonic()
         self.close_child()  # phases are measured from an empty device on
@@ -330,8 +317,7 @@ def find_spill(
 ) -> str | None:
     """Tell why a trial that ran must have gone beyond the device's memory; None if it has not.
 
-    Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap. Steps are
-    then far slower than predicted, and than `earlier` trials, each with its own predicted seconds.
+    Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap.
     """
     if result.allocator_retries:
         times = "once" if result.allocator_retries == 1 else f"{result.allocator_retries} times"
@@ -412,11 +398,7 @@ def require_preload() -> None:
 
 
 def cap_memory(limits: MemoryLimits) -> None:
-    """Let this process take no more than `limits` and, on a card, than is free now.
-
-    On a card it may take somewhat more, `CAP_SLACK_BYTES`, if that is free. On a CPU the cap comes
-    on top of the libraries that every trial has.
-    """
+    """Cap this process; on a CPU on top of the libraries that every trial has."""
     device, cap_bytes = torch.device(limits.device), limits.cap_bytes
     if device.type == "cuda":
         set_device(device)

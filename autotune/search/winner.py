@@ -1,9 +1,8 @@
 """Picks the winner among what was measured, or predicted if nothing can be, and says why: pure.
 
-The winner is tried for longer before a plan promises anything. Steady steps do not show what
-compiling takes to start: if the planned steps are predicted to pay that back, the fastest settings
-are tried compiled, and stay if what was measured says so. If a start-up with an empty cache is not
-paid back, another process tries again: it finds the code that the first one left, as the run will.
+The winner is tried for longer before a plan promises anything. The fastest settings are tried
+compiled if the planned steps are predicted to pay the start-up back; one that an empty cache
+made too long is tried again in another process, which finds the code that the first one left.
 """
 
 import operator
@@ -23,17 +22,13 @@ from autotune.search.space import SearchSpace
 GIB = 2**30
 MAX_FALLBACKS = 5
 MAX_FALLBACK_SHARE = 0.95  # memory of each fallback, relative to the settings before it
-TIE = (
-    0.03  # by which a time or memory may exceed the best and count as equal: a search's `MIN_GAIN`
-)
+TIE = 0.03  # by which time or memory may exceed the best and count as equal, as `MIN_GAIN`
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 LOSSY = ("quantization", "precision")  # knobs that decide how exactly the model is computed
 MAX_CONFIRMATIONS = 3  # winners that are tried for longer; those that fail do not count
 SHARE_OF_SEARCH = 0.1  # of the time that the search may take, for the steps of the longer trial
 MIN_SECONDS = 5.0
-WORTH_CONFIRMING = 0.95
-"""Share of what the confirmed settings take of time or memory, whichever is the
-objective: a candidate whose short trial did not take even less is not confirmed as well."""
+WORTH_CONFIRMING = 0.95  # of the confirmed value: what a short trial must undercut to be confirmed
 MAX_UNTRIED_SHARE = 0.9  # largest memory of a fallback, as a share of the winner's
 BLOCK, OFF = "block", "off"
 
@@ -50,7 +45,6 @@ class Score:
     failure: str | None = None  # None if it runs; then the figures hold
 
     def value(self, objective: Objective) -> float:
-        """Return what the objective wants little of: seconds or bytes."""
         return self.step_seconds if objective == "throughput" else self.peak_memory_bytes
 
 
@@ -102,11 +96,8 @@ def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> l
 
 
 def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
-    """Choose the best that runs: fastest, or smallest for `memory`.
-
-    Of those within `TIE` of it, the most exact wins, then the smallest (else the fastest), then the
-    simplest. So more freedom never gives a plan that is slower by more than `TIE`.
-    """
+    """Choose the fastest that runs, or the smallest for `memory`; within `TIE` of it what is most
+    exact, then smallest (else fastest), then simplest."""
     first = operator.methodcaller("value", objective)
     second = operator.methodcaller("value", "memory" if objective == "throughput" else "throughput")
     left = [score for score in scores if score.failure is None]
@@ -122,7 +113,6 @@ def _inexactness(score: Score) -> float:
 
 
 def _complexity(score: Score) -> int:
-    """Number of knobs that are not as in a plain training loop."""
     plain = Candidate(micro_batch_size=score.candidate.micro_batch_size, checkpointed_blocks=0)
     return sum(value != getattr(plain, name) for name, value in score.candidate)
 
@@ -154,8 +144,7 @@ def explain_choices(
     space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
 ) -> tuple[Reason, ...]:
     """Give a reason per knob: what was chosen, and what spoke against every other value."""
-    # Others ran for a short time: they are compared with the winner's short trial, not its long
-    # one.
+    # Others ran for a short time: they are compared with the winner's short trial.
     short = [score for score in scores if score.candidate == winner.candidate]
     own = choose_winner(short, objective) or winner
     return tuple(_explain_choice(name, space, scores, own, objective) for name in space.rejected)
@@ -191,8 +180,7 @@ def _explain_choice(
 
 
 def _others(knob: str, chosen: Choice, space: SearchSpace, scores: Sequence[Score]) -> list[Choice]:
-    """All other values that were searched or tried; of numbers, the next and the last either
-    way."""
+    """Values that were searched or tried; of numbers, the nearest and farthest."""
     seen = {getattr(score.candidate, knob) for score in scores}
     if knob in COMPOSED:
         numbers = sorted(seen)
@@ -278,7 +266,6 @@ class Payback:
 
     @property
     def pays(self) -> bool:
-        """Whether the steps save more than the start-up takes."""
         return self.num_steps * self.saved_seconds > self.startup_seconds
 
     def __str__(self) -> str:
@@ -311,10 +298,7 @@ def predicted_payback(
 
 
 def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | None:
-    """Choose the fastest settings that ran, compiled, if they are predicted to pay.
-
-    Only where the objective is time: what a start-up takes of anything else is not known.
-    """
+    """Choose the fastest settings compiled, if time is the objective and they pay."""
     if problem.workload.objective != "throughput":
         return None
     plain = sorted(filter(_is_plain, trials), key=lambda trial: trial.median_step_seconds or 0.0)
@@ -345,10 +329,7 @@ def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | Non
 def try_compiled(
     trials: Trials, problem: PlanningProblem, run: Callable[[str, Candidate], TrialResult | None]
 ) -> Trials:
-    """Add trials of the fastest settings compiled, `unpaid` if steps do not pay their start-up.
-
-    `run` tries a candidate in a process of its own, and is told what for.
-    """
+    """Add trials of the fastest settings compiled, `unpaid` if steps do not pay their start-up."""
     candidate = choose_compiled(trials, problem)
     if candidate is None:
         return trials

@@ -1,5 +1,4 @@
-"""What a trial process does with a request: takes real steps of a candidate by training's own
-function, or rehearses a whole run."""
+"""Performs requests in a trial process: real steps of a candidate, or the rehearsal of a run."""
 
 import contextlib
 import math
@@ -62,13 +61,9 @@ from autotune.train.step import (
     to_device,
 )
 
-MAX_SPREAD = 0.1
-"""Relative to the median: steps whose middle half differs by more are repeated, as on a machine
-that others use."""
+MAX_SPREAD = 0.1  # of the middle half of steps, relative to the median; beyond, they are repeated
 MAX_REPEATS = 4
-MIN_PRUNING_STEPS = 2
-"""The step after the one that is measured for memory is cold: on a CPU it took up to 1.6 times
-the next ones."""
+MIN_PRUNING_STEPS = 2  # the first after the one measured for memory is cold: up to 1.6 times
 MAX_REPEAT_SECONDS = 5.0  # no step is repeated once the timed ones have taken this long
 MAX_OVERFLOWS = 17  # then a loss scale that begins at 2**16 and halves is below 1
 LOSS_STEP = 3  # the steady step whose loss is reported: losses compare however many steps there are
@@ -76,8 +71,8 @@ MIN_REHEARSAL_STEPS, MAX_REHEARSAL_STEPS = 10, 40
 MAX_DRIFT = 0.03  # between the medians of both halves of a rehearsal's steps, relative
 NUM_PREVIEW_STEPS = 2  # memory is the same in each
 RUN_BYTES = 22 << 20
-"""Host memory that a run has and a rehearsal has not: the command line, the list of the data,
-curves. 13 to 32 MiB were measured (`benchmarks/run_memory.py`), most while it encodes."""
+"""Host memory that only a run has, e.g. the list of the data; 13 to 32 MiB were measured
+(`benchmarks/run_memory.py`)."""
 WORDS_PER_TOKEN = 0.5  # of the rehearsed caption: tokenizers split unusual words
 
 
@@ -134,7 +129,6 @@ class TrialRequest:
     """Two steady steps slower than this end the trial: other candidates are clearly faster."""
 
     def needs_another_step(self, seconds: list[float]) -> bool:
-        """Whether another step is worth its time after steady ones that took `seconds`."""
         limit = self.prune_above_seconds
         if limit is not None and len(seconds) >= MIN_PRUNING_STEPS and min(seconds) > limit:
             return False
@@ -149,10 +143,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalRequest(TrialRequest):
-    """Every phase of a run: caching, loading, training, previews, saving. Gives a TrialResult.
-
-    Without the model's files, only loading (of random weights), training and saving.
-    """
+    """Every phase of a run; without the model's files only loading, training and saving."""
 
     caching: CachingSettings
     max_seconds: float  # training takes no further step after this long
@@ -160,8 +151,6 @@ class RehearsalRequest(TrialRequest):
     """Folder to write in, which the parent removes, however the child ends."""
 
     def needs_another_step(self, seconds: list[float]) -> bool:
-        """Whether the second half of the steps is not yet as fast as the first, and time is
-        left."""
         if len(seconds) < self.num_steps:
             return True
         if sum(seconds) >= self.max_seconds or len(seconds) >= MAX_REHEARSAL_STEPS:
@@ -276,11 +265,9 @@ class StepRunner:
     def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
         """Take steps while `needs_another_step` of the steady ones' seconds.
 
-        Memory of compiled settings is that of the graph for the first shape, here the largest,
-        which a run may take through the graph for all others.
+        Memory of compiled settings is that of the graph for the first shape, here the largest.
         """
-        # The first step allocates the optimizer's state, unless its gradient overflows; the one
-        # after it is measured for memory, which can slow it down.
+        # The first step allocates the optimizer's state, unless its gradient overflows.
         outcome, first = self.timed_step()
         warmup = [first]
         while outcome.overflowed and len(warmup) < MAX_OVERFLOWS:
@@ -338,7 +325,6 @@ class StepRunner:
         )
 
     def _prepare_modulation(self) -> float:
-        """Its share of the seconds that the window of modulations took."""
         windows = self.loaded.windows
         if windows is None:
             return 0.0
@@ -364,13 +350,10 @@ class StepRunner:
         return [*self.optimizer.live_tensors(self.model.transformer), *batches]
 
     def find_defect(self, outcome: StepOutcome) -> str | None:
-        """Tell why the steps cannot be training: a non-finite loss, or layers without gradients.
-
-        Some layers of the last block may stay still (`Family.last_block`): what has no backward
-        pass shows in all.
-        """
+        """Tell why the steps cannot be training: a non-finite loss, or layers without gradients."""
         if not math.isfinite(outcome.loss):
             return "the loss is not finite"
+        # Some layers of the last block may stay still: what has no backward pass shows in all.
         last = set(map(id, self.model.family.blocks(self.model.transformer)[-1].parameters()))
         pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
         state = self.optimizer.inner.state
@@ -385,10 +368,7 @@ class StepRunner:
 
 
 def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
-    """Go through every phase of a run; from training on, each phase's end is reported.
-
-    Caching that fails says nothing about the candidate: the rest goes on, and the message names it.
-    """
+    """Go through every phase of a run; from training on, each phase's end is reported."""
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
     device, model = torch.device(request.device), resolve_model(request.model)
@@ -446,7 +426,7 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
         adapter, work = folder / ADAPTER_FILE, request.workload
         with phase("saving"):
             save_trained(adapter, steps.model, steps.optimizer, work, "rehearsal", 1)
-        # the pipeline loads the adapter, as at the end of a run, which takes more than the preview
+        # Loading the adapter into the pipeline takes more than the preview.
         if sampler:
             with phase("previews"), eager_eval(loaded.model.transformer):
                 sampler.compare_adapter(adapter, [preview], lambda *written: None)

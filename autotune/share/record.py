@@ -57,8 +57,7 @@ class Record(Frozen):
 
     schema_version: Literal[2]
     autotune_version: str
-    measured_on: date
-    """Day in UTC."""
+    measured_on: date  # in UTC
     machine: Machine
     workload: Workload
     """Its only bucket is the largest: the others would tell about the data."""
@@ -98,7 +97,6 @@ class Record(Frozen):
 
     @property
     def key(self) -> str:
-        """Where in a store it belongs."""
         return f"{architecture_folder(self.workload)}/{self.name}.json"
 
 

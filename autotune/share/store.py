@@ -30,8 +30,7 @@ class Transfer(Frozen):
     num_present: int
     refused: tuple[str, ...]
     """Why records were refused, one sentence each, with its name."""
-    target: str
-    """Where the records went."""
+    target: str  # where the records went
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class RecordFile:
 
     @property
     def name(self) -> str:
-        """The record's name, as its file says."""
         return Path(self.key).stem
 
 
@@ -123,7 +121,6 @@ class Store:
         return len(absent)
 
     def delete(self, key: str) -> None:
-        """Delete one file."""
         with self._translate_errors():
             self.fs.rm_file(self._path(key))
 

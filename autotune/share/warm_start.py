@@ -71,8 +71,7 @@ class MatchedRecord:
     name: str
     record: Record
     match: Match
-    trials: tuple[TrialResult, ...]
-    """Those that count: without the ones on a library of another version."""
+    trials: tuple[TrialResult, ...]  # without those on a library of another version
 
     @cached_property
     def winner(self) -> TrialResult | None:
@@ -307,7 +306,6 @@ class WarmStart:
 
     @cached_property
     def first_candidates(self) -> list[Candidate]:
-        """Candidates to try before all others."""
         settings = dict.fromkeys(item.record.settings for item in self.sources)
         limit, predict = BUDGET_MARGIN * self.budget_bytes, self.cost.predict_uncalibrated
         fitting = [each for each in settings if predict(each).run_memory_bytes <= limit]

@@ -16,7 +16,7 @@ from autotune.machine.probe import probe
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import Capability, HardwareProfile
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.search import gradient_checks as parity
@@ -27,7 +27,6 @@ from autotune.search.gradient_checks import (
     plain_transformer,
     update_error,
 )
-from autotune.search.space import build_search_space
 from autotune.search.worker import ChildState
 from tests.builders import storages, workload
 from tests.kinds import KINDS
@@ -212,12 +211,3 @@ def test_verdicts_come_from_a_child_once_and_are_then_kept(
     monkeypatch.setattr(parity, "ProcessTrialRunner", None)  # no child is needed any more
     assert prove(here, **choices).capabilities == first.capabilities
     assert first.fingerprint == here.hardware.fingerprint
-
-
-def test_a_wrong_choice_is_rejected_with_its_error(here: TuningContext) -> None:
-    name, why = gradient_capability("attention", "_native_math"), "adapter gradients differ by 1"
-    wrong = Capability(name=name, available=False, reason=why)
-    hardware = here.hardware.changed(capabilities=(*here.hardware.capabilities, wrong))
-    space = build_search_space(TuningContext(hardware, here.family, here.workload))
-    assert "_native_math" not in space.choices["attention"]
-    assert why in [item.reason for item in space.rejected["attention"]]

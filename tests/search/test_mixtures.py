@@ -1,8 +1,6 @@
 """Mixtures of numbers of blocks: nothing that is left out beats what is kept, and any number may
 be pinned."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,13 +8,7 @@ from hypothesis import strategies as st
 
 from autotune.cost.predict import CostModel
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate
-from autotune.search.space import (
-    MAX_STEP,
-    Mixtures,
-    build_search_space,
-    expand_block_counts,
-    frontier,
-)
+from autotune.search.space import Mixtures, frontier
 from tests import builders
 
 points = st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=60)
@@ -70,18 +62,3 @@ def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -
         peaks - num_bytes
     )  # adapter, optimizer, buffers, the process: the same for all but what rounds
     assert besides.max() - besides.min() < 0.001 * peaks.max()
-
-
-def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: CostModel) -> None:
-    pins = (
-        ("swapped_blocks", "0"),
-        ("micro_batch_size", "1"),
-        ("modulation", "resident"),
-        ("norm_rope", "stock"),
-    )
-    found = expand_block_counts(build_search_space(cost.context, pins), cost).candidates
-    assert any(c.selective_blocks for c in found)
-    plain = Candidate(micro_batch_size=1, checkpointed_blocks=0, norm_rope=found[0].norm_rope)
-    activations = cost.predict_uncalibrated(plain).phases[2].breakdown.saved_activation_bytes
-    sizes = sorted(cost.predict_uncalibrated(c).training.run_memory_bytes for c in found)
-    assert max(b - a for a, b in itertools.pairwise(sizes)) <= MAX_STEP * activations

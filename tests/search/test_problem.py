@@ -1,7 +1,9 @@
 """What follows from a request before anything is tried; and what the planner says of other requests
 is predicted, and true of its own predictions."""
 
+import math
 import re
+from typing import Any
 
 import pytest
 
@@ -10,9 +12,9 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.registry import KNOBS
 from autotune.plan.candidate import Candidate
 from autotune.plan.prediction import Prediction
-from autotune.plan.workload import WorkloadRequest
 from autotune.search.problem import PlanningProblem, advise_larger_batch
 from autotune.search.space import build_search_space
+from autotune.search.winner import TIE
 from tests import builders
 from tests.search.formula import GIB, FormulaCostModel
 from tests.search.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
@@ -41,37 +43,6 @@ def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
         surroundings(),
     )
     assert case.cost.parallel.strategy == strategy
-
-
-def test_a_host_that_is_too_small_for_any_run_is_told_whatever_the_gpu_holds() -> None:
-    roomy = builders.hardware(*CAPABILITIES)
-    small = roomy.changed(host=roomy.host.changed(available_memory_bytes=GIB // 2))
-    with pytest.raises(
-        NothingFits, match=r"a run needs 1\.0 GiB of the host's memory, 0\.5 GiB are available"
-    ):
-        PlanningProblem.build(request(hardware="another"), small, surroundings())
-
-
-ONE_EACH = WorkloadRequest(resolution=(256, 256), effective_batch_size=8)
-"""Work that 8 processes can share."""
-
-
-def test_what_processes_keep_on_their_host_is_counted_for_all_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By this formula, modulation ahead takes 10 GiB of it for each process; 44 of 48
-    may be taken."""
-    each = {True: 10 * GIB, False: GIB}
-    monkeypatch.setattr(
-        FormulaCostModel, "host_memory_bytes", lambda _, one: each[one.modulation == "ahead"]
-    )
-    several = request(**ONE_EACH.given, num_gpus=8, hardware="another")
-    usual = several.changed(num_gpus=4)
-    offloads = []
-    for asked in (several, usual):
-        space = PlanningProblem.build(asked, builders.hardware(*CAPABILITIES), surroundings()).space
-        offloads.append(any(candidate.modulation == "ahead" for candidate in space.candidates))
-    assert offloads == [False, True]
 
 
 @pytest.mark.quick("1")
@@ -117,3 +88,27 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(
     advise_larger_batch(build_search_space(context), cost, builders.candidate(**settings), 100.0)  # type: ignore[arg-type]
     assert not [one for one in asked for knob in KNOBS if knob.why_not(one, context)]
     assert bool(asked) is ("swapped_blocks" in settings)
+
+
+def seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) -> float:
+    """Of a step of the predicted plan; infinite if nothing fits."""
+    capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")
+    made = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
+    host = {"memory_bytes": host_gib * GIB, "available_memory_bytes": host_gib * GIB * 9 // 10}
+    asked = request(hardware="another", **changes)
+    try:
+        plan = make_plan(asked, made.changed(host=made.host.changed(**host)))
+    except NothingFits:
+        return math.inf
+    return plan.frozen.expected.step_seconds
+
+
+@pytest.mark.parametrize("budget_gib", [11, 16])
+def test_more_freedom_never_gives_a_slower_plan(budget_gib: int) -> None:
+    """Of a looser floor, no pins, or more memory of device and host; but for the width of a tie."""
+    free = seconds(budget_gib, quality="compact") / (1 + TIE)
+    assert free <= seconds(budget_gib, quality="high")
+    assert free <= seconds(budget_gib, quality="compact", pins=(("swapped_blocks", "0"),))
+    assert free <= seconds(budget_gib - 2, quality="compact")
+    assert free <= seconds(budget_gib, host_gib=24, quality="compact")
+    assert free < math.inf

@@ -18,14 +18,8 @@ import pytest
 import torch
 
 from autotune.machine import sources
-from autotune.plan.candidate import CachingSettings, Candidate
-from autotune.search.trials import (
-    MemoryLimits,
-    ProcessTrialRunner,
-    find_spill,
-    require_preload,
-    require_within_cap,
-)
+from autotune.plan.candidate import CachingSettings
+from autotune.search.trials import MemoryLimits, ProcessTrialRunner, find_spill, require_within_cap
 from autotune.search.worker import TASKS, ChildState, Failure, classify_error
 from autotune.train.monitor import Watchdog
 from tests.builders import candidate, trial
@@ -50,17 +44,6 @@ def test_only_a_reload_needs_a_fresh_child(runner: ProcessTrialRunner) -> None:
     assert not psutil.pid_exists(pid)
     peaks = [each.peak_memory_bytes or 0 for each in (quantized, first, second)]
     assert peaks == sorted(peaks)
-
-
-@pytest.mark.slow
-def test_every_micro_batch_and_backend_learns_the_same(runner: ProcessTrialRunner) -> None:
-    settings = (
-        FIRST,
-        Candidate(micro_batch_size=2, checkpointed_blocks=3, precision="fp32"),
-        FIRST.changed(micro_batch_size=4, checkpointed_blocks=0, attention="_native_math"),
-    )
-    losses = [runner.run(candidate).final_loss for candidate in settings]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
 
 def test_a_child_without_memory_is_an_outcome(
@@ -239,12 +222,6 @@ TASKS[LookAround] = look_around
 def test_the_fork_server_has_one_thread_and_no_cuda(runner: ProcessTrialRunner) -> None:
     """A parallel operation there would deadlock its children."""
     assert runner.send(LookAround()) == (1, False)
-
-
-def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "autotune.search.preload", None)
-    with pytest.raises(ImportError, match="preload"):
-        require_preload()
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from datetime import date
 
-from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.candidate import TrialResult
 from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile, Rate
 from autotune.plan.job import Job
@@ -23,8 +23,7 @@ TRIALS = (
 
 
 def machine(**changes: object) -> HardwareProfile:
-    """An RTX 4090 with measured rates; `changes` are fields of its device, versions, host or
-    profile."""
+    """An RTX 4090 with measured rates; `changes` are fields of the profile or its parts."""
     profile = hardware()
     parts = {name: dict(getattr(profile, name)) for name in ("device", "versions", "host")}
     parts["device"] |= {"total_memory_bytes": 25_386_352_640, "power_limit_watts": 450.0}
@@ -35,9 +34,7 @@ def machine(**changes: object) -> HardwareProfile:
     for key, value in changes.items():
         owner = next((part for part in parts.values() if key in part), top)
         owner[key] = value
-    built = {
-        name: type(getattr(profile, name)).model_validate(part) for name, part in parts.items()
-    }
+    built = {name: getattr(profile, name).changed(**part) for name, part in parts.items()}
     return HardwareProfile.model_validate({**dict(profile), **built, **top})
 
 
@@ -50,7 +47,6 @@ def plan(
     here: HardwareProfile | None = None,
     work: Workload | None = None,
     trials: tuple[TrialResult, ...] = TRIALS,
-    settings: Candidate | None = None,
     **job: object,
 ) -> TrainingPlan:
     """A plan measured on `here`, won by the fastest trial."""
@@ -70,7 +66,7 @@ def plan(
             versions=here.versions,
         ),
         workload=work,
-        settings=settings or best.candidate,
+        settings=best.candidate,
         expected=Expected(
             evidence="measured",
             step_seconds=seconds,
@@ -84,8 +80,8 @@ def plan(
     )
     values: dict[str, object] = {
         "model": "qwen-image", "data": None, "num_steps": 10, "learning_rate": 1e-4,
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0, "timestep_shift": 1.0, "seed": 0, "preview_steps": 4,
+        "weight_decay": 0.01, "max_grad_norm": 1.0, "timestep_shift": 1.0,
+        "seed": 0, "preview_steps": 4,
     }  # fmt: skip
     return seal(Job.model_validate(values | job), frozen)
 
@@ -102,5 +98,4 @@ def record(
 
 
 def several(count: int, start: int = 0) -> tuple[Record, ...]:
-    """Different records of one machine."""
     return tuple(record(search_seconds=60.0 + start + index) for index in range(count))

@@ -1,5 +1,4 @@
-"""Planning with records: fewer trials where they are true, the same answer where they are not,
-never an unsafe one."""
+"""Planning with records: fewer trials where they are true, else the same answer, and safe."""
 
 import math
 import random
@@ -46,9 +45,8 @@ H100 = {
 
 def gpu(**changes: object) -> HardwareProfile:
     """An H100 on which everything that trains is open."""
-    capabilities = tuple(
-        machine().capabilities[0].model_copy(update={"name": name}) for name in CAPABILITIES
-    )
+    one = machine().capabilities[0]
+    capabilities = tuple(one.changed(name=name) for name in CAPABILITIES)
     return machine(**{**H100, "capabilities": capabilities, **changes})
 
 
@@ -59,8 +57,7 @@ def case_on_gpu() -> PlanningProblem:
 
 @dataclass
 class Simulated:
-    """A machine whose every trial is decided beforehand. `slow`: factors of its choices; `seed`:
-    of its noise."""
+    """A machine whose every trial is decided beforehand; `slow` are factors of its choices."""
 
     hardware: HardwareProfile = field(default_factory=gpu)
     slow: dict[str, float] = field(default_factory=dict)
@@ -78,12 +75,8 @@ class Simulated:
         factor = math.prod(self.slow.get(str(choice), 1.0) for _, choice in candidate)
         seconds = predicted.step_seconds * 1.2 * factor * rng.gauss(1, 0.01)
         fits = predicted.run_memory_bytes <= self.hardware.device.budget_bytes
-        return trial(
-            candidate,
-            seconds if fits else None,
-            int(predicted.allocated_memory_bytes * 1.01),
-            wall_seconds=9,
-        )
+        peak = int(predicted.allocated_memory_bytes * 1.01)
+        return trial(candidate, seconds if fits else None, peak, wall_seconds=9)
 
     def backend(self, store: Store) -> PlannerBackend:
         return replace(
@@ -94,8 +87,6 @@ class Simulated:
 
 
 class Planned(NamedTuple):
-    """A plan with its record and what was told while it was made."""
-
     plan: FrozenPart
     record: Record
     doubts: tuple[str, ...]
@@ -168,7 +159,6 @@ def neighbor(seed: int, slow: dict[str, float] = SLOW) -> Simulated:
 
 
 def test_a_neighbors_profile_saves_trials() -> None:
-    """By a search that time did not end."""
     asked = QUESTION.changed(search_seconds=600.0)
     record = planned_on(Simulated(slow=UNFORESEEN), asked=asked).record
     machine = neighbor(1, UNFORESEEN)
