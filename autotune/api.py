@@ -118,10 +118,8 @@ class PlanNotWritten(AutotuneError):
 def probe(
     *, quick: bool = False, device: int | None = None, on_event: OnEvent = ignore_event
 ) -> HardwareProfile:
-    """Find out what this machine can do, and keep the measured rates for later plans.
-
-    With `quick`, facts are read alone: nothing is measured or kept. `device` is the index of a GPU,
-    by default of the one with the most memory.
+    """Find out what this machine can do, and keep the measured rates for later plans; with `quick`,
+    only read facts. `device` is the index of a GPU, by default of the one with the most memory.
 
     Raises:
         InvalidInput: there is no such device.
@@ -152,9 +150,8 @@ def list_models(
 ) -> tuple[ModelSummary, ...]:
     """List the published models that autotune knows by name.
 
-    With a GPU of the catalog, tells what it is predicted to do with each. With a single file of
-    ComfyUI, Kohya or Civitai, lists only those that it may be: models of one architecture differ in
-    nothing that is in it, and the one for which it is taken, by its name, comes first.
+    With a GPU of the catalog, tell what it is predicted to do with each. With a single file of
+    ComfyUI, Kohya or Civitai, list those of its architecture: the one that it is taken for first.
 
     Raises:
         InvalidInput: the catalog has no such GPU, or the file holds no known model.
@@ -189,9 +186,8 @@ def require_gpu(model: str) -> None:
 def plan(request: PlanRequest) -> TrainingPlan:
     """Search the fastest settings with short real trials, and freeze them into a plan.
 
-    On this machine trials run in child processes, and what they measured is kept for later
-    searches. For `hardware` that is named instead, the cost model answers alone, and the plan says
-    that it is predicted.
+    Trials run in child processes, and what they measured is kept for later searches. For
+    `hardware` that is named, the cost model answers alone, and the plan says that it is predicted.
 
     Raises:
         InvalidInput: an argument, the model or the data cannot be used.
@@ -231,10 +227,6 @@ def plan(request: PlanRequest) -> TrainingPlan:
 def list_choices(request: PlanRequest) -> SearchSpace:
     """List what `plan` with the same arguments could choose, and what it could not and why. Tries
     nothing.
-
-    Example:
-        >>> space = autotune.api.list_choices("qwen-image", hardware="4090")
-        >>> space.choices["quantization"], space.rejected["quantization"]
     """
     resolved, profile = _resolve_on_hardware(complete(request), tries=False)
     return resolved.space(profile)
@@ -477,11 +469,8 @@ def estimate(request: EstimateRequest) -> Estimate:
 
 @takes(CompareRequest, "model", "data")
 def compare(request: CompareRequest) -> Comparison:
-    """Predict the same job on several GPUs of the catalog: settings, speed, hours and cost of the
-    finished adapter.
-
-    Hours and cost count everything from an empty machine on: download, search, loading, caching,
-    steps, previews.
+    """Predict the same job on several GPUs of the catalog: settings, speed, and hours and cost from
+    an empty machine to the finished adapter.
 
     Raises:
         InvalidInput: an argument, the model, the data or the prices cannot be used.
@@ -565,8 +554,8 @@ def train(request: TrainRequest) -> RunReport:
     """Train exactly what a plan says, in as many processes as it says.
 
     Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan
-    is taken. A predicted plan is tried once on this machine first; the measured plan is written
-    beside its file. If torchrun started this process, it is one of the plan's; else it starts them.
+    is taken. A predicted plan is measured once first, and then written beside its file. If torchrun
+    started this process, it is one of the plan's; else it starts them.
 
     Raises:
         InvalidPlan: the file is not a valid plan, or a value of the job is out of range.
@@ -686,11 +675,9 @@ def sample(
 ) -> list[Path]:
     """Sample pictures from a trained adapter through the model's stock pipeline; return the files.
 
-    `run` is the output folder of a training run; or a plan, whose model is shown without an
-    adapter, which makes images for prior preservation. Picture N has the seed `seed` + N, and
-    `num_steps` denoising steps, by default the job's. `path` gets a number added if there are
-    several, and lies in or beside `run` by default. A video model writes an mp4; to a name that
-    ends otherwise, its first frame as a PNG.
+    `run` is a run's folder; or a plan, whose model is shown without an adapter (for prior
+    preservation). Picture N has the seed `seed` + N. `path` gets a number added if there are
+    several. A video model writes an mp4; to a name that ends otherwise, its first frame as a PNG.
 
     Raises:
         InvalidInput: the folder holds no trained adapter, or control images do not suit the model.
@@ -729,9 +716,6 @@ def inspect_weights(
 
     Raises:
         BadWeights: the file is not safetensors, or damaged.
-
-    Example:
-        >>> autotune.api.inspect_weights("pytorch_lora_weights.safetensors").num_nonfinite
     """
     name = "counting NaN and infinite values"
     on_event(StatusChanged(text=name))
@@ -749,9 +733,6 @@ def convert_weights(
     Raises:
         InvalidInput: the format does not exist, or `source` is no adapter.
         BadWeights: `source` cannot be read.
-
-    Example:
-        >>> autotune.api.convert_weights("run", "comfyui.safetensors", to="comfyui")
     """
     source, target = Path(source), Path(target)
     if to not in get_args(AdapterFormat):
@@ -787,11 +768,10 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
 
 @dataclass(frozen=True)
 class PlanFromConfig:
-    """A plan with the settings of another trainer's configuration, where this is possible."""
+    """A plan with another trainer's settings; `remarks` tell which it could not keep, and why."""
 
     plan: TrainingPlan
     remarks: tuple[str, ...]
-    """Settings of the configuration that the plan could not keep, and why."""
 
 
 def plan_from_config(
@@ -805,11 +785,6 @@ def plan_from_config(
 
     Raises:
         InvalidInput, NothingFits: as `plan`.
-
-    Example:
-        >>> config = autotune.import_config("train_lora.yaml")
-        >>> made = autotune.api.plan_from_config(config, hardware="4090")
-        >>> made.remarks
     """
     asked: dict[str, Any] = {**config.options, **options}
     data, remarks = _folder_here(config.data), []
@@ -834,11 +809,8 @@ def audit(
     measure: bool = False,
     on_event: OnEvent = ignore_event,
 ) -> Audit:
-    """Predict another trainer's configuration on a card as it is written, and the fastest plan that
-    learns the same; with `measure`, also run a few steps of both on this machine.
-
-    Settings are compared as autotune's executor takes them; `in_trainer` is the file in its own
-    program, by what that keeps on the card and how it holds the adapter.
+    """Predict another trainer's configuration on a card, in autotune and in its own program
+    (`in_trainer`), and the fastest plan that learns the same; with `measure`, run both here, too.
 
     Raises:
         InvalidInput: as `import_config` and `plan`.

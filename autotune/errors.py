@@ -7,8 +7,7 @@
     ├── DoesNotFit           4   a valid plan, but not for this machine
     └── Preempted           75   stopped by a signal with a checkpoint written
 
-The number is the exit status of the command line. Any other exception that reaches the user is a
-bug.
+The number is the exit status. Any other exception that reaches the user is a bug.
 """
 
 import contextlib
@@ -21,8 +20,7 @@ from typing import Any
 
 
 def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None) -> str:
-    """A hint for an unknown name: the nearest known one, if any is near, and all of them, or
-    where they are listed."""
+    """Return a hint for an unknown name: the nearest, and all of them or where they are listed."""
     names = sorted(known)
     near = get_close_matches(value, names, n=1, cutoff=0.4)
     return f"{f'nearest: {near[0]}; ' if near else ''}{listing or 'known: ' + ', '.join(names)}"
@@ -34,12 +32,7 @@ def first_line(error: BaseException) -> str:
 
 
 class AutotuneError(Exception):
-    """Base of all errors that autotune raises on purpose.
-
-    Args:
-        message: what happened and why, in one line.
-        hint: what to do about it, preferably a command; shown on its own line.
-    """
+    """Base of all errors that autotune raises on purpose; `hint` tells what to do."""
 
     exit_status = 1
 

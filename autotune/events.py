@@ -103,8 +103,7 @@ class StepFinished(Event):
     loss: float
     learning_rate: float
     gradient_norm: float | None = None
-    """Norm of the adapter's gradient before clipping; None if it overflowed fp16, and the step
-    was skipped."""
+    """Norm of the gradient before clipping; None if it overflowed fp16 and was skipped."""
     seconds: float
     """Wall time of the whole step."""
     data_seconds: float
@@ -117,8 +116,7 @@ class StepFinished(Event):
     allocator_retries: int | None = None
     """Times so far that the allocator ran out of memory and started over."""
     epoch: int | None = None
-    """Number of the epoch that the step begins in, counted from 1; None in files of an older
-    autotune."""
+    """Epoch that the step begins in, counted from 1."""
     gpu_utilization: float | None = None
     """Share of time that the GPU computed, in [0, 1]; None without NVML."""
     gradient_spikes: int = 0
@@ -126,8 +124,7 @@ class StepFinished(Event):
     nonfinite_gradients: int = 0
     """Gradients of the run so far that were not finite; their steps were taken again."""
     overflowed_gradients: int = 0
-    """Gradients of the run so far that overflowed fp16; their steps were skipped, and the loss
-    scale fell."""
+    """Gradients so far that overflowed fp16: their steps were skipped, and the scale fell."""
     loss_scale: float | None = None
     """Factor of the next step's losses, in fp16."""
     validation_loss: float | None = None
@@ -135,8 +132,7 @@ class StepFinished(Event):
     base_validation_loss: float | None = None
     """The same without the adapter."""
     remaining_seconds: float | None = None
-    """Time until the last step, with previews and checkpoints on the way; None after the first
-    step of a start."""
+    """Time until the last step, previews and checkpoints included; None after a start's first."""
 
 
 class PreviewsWritten(Event):

@@ -15,12 +15,7 @@ from autotune.share.warm_start import compare_machine
 
 
 class RecordSummary(Frozen):
-    """One record in a list.
-
-    Example:
-        >>> records = autotune.records.list_records()
-        >>> [(record.device_name, record.work, record.step_seconds) for record in records]
-    """
+    """One record in a list."""
 
     name: str
     measured_on: str
@@ -38,14 +33,8 @@ class RecordSummary(Frozen):
 
 
 def push(url: str, *, create: bool = False) -> Transfer:
-    """Copy your records to a team's store; only new ones travel.
-
-    Args:
-        url: a folder, a git checkout or an address such as `s3://bucket/path`.
-        create: make the folder if it does not exist.
-
-    Raises:
-        InvalidInput: there is no such folder, and `create` was not asked for.
+    """Copy your records to a team's store; only new ones travel. Raises InvalidInput if there is
+    no such folder, unless `create` makes it.
 
     Example:
         >>> autotune.records.push("s3://team/records").num_new
@@ -59,10 +48,8 @@ def push(url: str, *, create: bool = False) -> Transfer:
 
 
 def pull(url: str) -> Transfer:
-    """Copy a team's records to your own store; only new ones travel.
-
-    Raises:
-        InvalidInput: there are no records at the address.
+    """Copy a team's records to your own store; only new ones travel. Raises InvalidInput if there
+    are none.
 
     Example:
         >>> autotune.records.pull("s3://team/records").num_new
@@ -111,10 +98,8 @@ def list_records(
 def prune(
     names: Sequence[str] = (), store: str | None = None, *, dry_run: bool = False
 ) -> tuple[str, ...]:
-    """Delete the named records, or those that are superseded, damaged or impossible.
-
-    Returns:
-        one line for each record, with the reason.
+    """Delete the named records, or those that are superseded, damaged or impossible; return a line
+    for each, with the reason.
 
     Example:
         >>> autotune.records.prune(dry_run=True)

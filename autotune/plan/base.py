@@ -1,5 +1,4 @@
-"""The base that every frozen object shares: immutable, strict, closed, finite; the digest of one;
-and amounts as people write them."""
+"""The base of frozen objects: immutable, strict, closed, finite; their digest; amounts in words."""
 
 import hashlib
 import json
@@ -21,8 +20,7 @@ TRIAL_PROTOCOL_VERSION = 1
 
 PositiveInt = Field(ge=1, lt=2**63)
 NaturalInt = Field(ge=0, lt=2**63)
-"""Nothing that is counted here needs more than 63 bits, and the product of two such numbers
-still fits a float."""
+"""Nothing counted needs more than 63 bits; the product of two such numbers still fits a float."""
 
 
 class Frozen(BaseModel):
@@ -94,8 +92,7 @@ def told(problem: Mapping[str, Any]) -> str:
 
 
 def digest_of(value: Frozen | dict[str, object]) -> str:
-    """SHA-256 of the canonical JSON of `value` (sorted keys, no spaces), as `sha256:<64 hex
-    digits>`."""
+    """Return the SHA-256 of canonical JSON (sorted keys, no spaces) as `sha256:<64 hex digits>`."""
     data = value.model_dump(mode="json") if isinstance(value, Frozen) else value
     text = json.dumps(
         data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -118,8 +115,7 @@ def memory_bytes(amount: int | str) -> int:
 
 
 def image_size(size: int | str | tuple[int, int]) -> tuple[int, int]:
-    """Return (width, height) in pixels of `1024` or `512x768`. Raises ValueError if it is
-    neither."""
+    """Return (width, height) in pixels of `1024` or `512x768`; ValueError if it is neither."""
     if isinstance(size, int):
         return size, size
     if isinstance(size, tuple):

@@ -54,8 +54,7 @@ class Candidate(Frozen):
         return self.checkpointed_blocks + self.selective_blocks
 
     def label(self) -> str:
-        """The candidate in one short line: what differs from the defaults, and what people look
-        for."""
+        """Return one short line: what differs from the defaults, and what people look for."""
         weights = "no quantization" if self.quantization == "none" else self.quantization
         main = (
             f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {weights}, "
@@ -72,13 +71,11 @@ class Candidate(Frozen):
 
 
 PLACE = r"^(training|cpu|cuda:[0-9]{1,3})$"
-"""Where a model that only encodes can run: `training` for the device that trains, `cpu`, or
-another GPU (`cuda:1`)."""
+"""The device that trains (`training`), `cpu`, or another GPU (`cuda:1`), for what only encodes."""
 
 
 class CachingSettings(Frozen):
-    """Encoding of captions and images before training. Fields can be pinned: `--pin
-    caching.FIELD=VALUE`."""
+    """Encoding of captions and images before training; pinned by `--pin caching.FIELD=VALUE`."""
 
     text_encoder_device: str = Field(default="training", pattern=PLACE)
     """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
@@ -87,8 +84,7 @@ class CachingSettings(Frozen):
     text_encoder_streamed: bool = False
     """True if their weights stay in host memory and are copied to the device module by module."""
     vae_device: str = Field(default="training", pattern=PLACE)
-    """The place where images and clips are encoded, in the same words; previews are decoded on the
-    device that trains."""
+    """The same for images and clips; previews are decoded on the device that trains."""
     residency: Literal["release", "keep"] = "release"
     """`release` frees text encoders and VAE when everything is encoded; `keep` does not."""
 
@@ -119,13 +115,11 @@ Outcome = Literal[
 """How a trial ended. `host_oom`: host memory ran out although the device has its own; if both
 are one it is `oom`. `unpaid`: it ran, but the planned steps do not pay its start-up back."""
 MAX_RESIDUAL = 5.0
-"""Limit of a logarithmic residual, a factor of 148; what is further from its prediction counts
-as this far."""
+"""Limit of a logarithmic residual, a factor of 148; what is further off counts as this far."""
 
 
 class QuantizationError(Frozen):
-    """Distance of quantized layers from the real weights: relative error of their outputs on
-    random inputs."""
+    """Relative error of the outputs of quantized layers on random inputs."""
 
     overall: float = Field(ge=0)
     """Relative error of all quantized layers together."""
@@ -140,8 +134,7 @@ class PhasePeak(Frozen):
     name: str
     seconds: float = Field(ge=0)
     device_bytes: int | None
-    """Peak memory as the device's allocator counts it; None on CPU, where host memory is device
-    memory."""
+    """Peak as the device's allocator counts it; None on CPU, where host memory is device memory."""
     host_bytes: int | None
     """Largest resident memory of the process; None if the system does not tell."""
 
@@ -152,8 +145,7 @@ class TrialResult(Frozen):
     candidate: Candidate
     outcome: Outcome
     step_seconds: tuple[float, ...] = ()
-    """Wall time of every steady optimizer step of the whole effective batch, in order, without
-    warm-up steps."""
+    """Wall time of every steady optimizer step of the whole effective batch, in order."""
     warmup_seconds: tuple[float, ...] = ()
     """Wall time of the first steps, and of the step whose memory was measured."""
     load_seconds: float | None = None
@@ -162,15 +154,13 @@ class TrialResult(Frozen):
     load_peak_memory_bytes: int | None = None
     """Peak device memory while the weights were loaded; None on CPU."""
     confirms: bool = False
-    """True for the longer trial of a candidate that had won, whose figures a plan
-    promises."""
+    """True for the longer trial of a candidate that had won: a plan promises its figures."""
     phases: tuple[PhasePeak, ...] = ()
     """Every phase of a run that a confirming trial could rehearse."""
     allocator_retries: int = Field(default=0, ge=0)
     """Number of times that the device's allocator ran out, freed its cache, and went on."""
     memory_cap_bytes: int | None = None
-    """Memory limit that the user set. Such a trial is no evidence for a device that really has
-    only so much."""
+    """Limit that the user set: no evidence for a device that really has only so much."""
     host_memory_bytes: int | None = None
     """Largest resident memory of the child process."""
     wall_seconds: float | None = Field(default=None, ge=0)
@@ -188,8 +178,7 @@ class TrialResult(Frozen):
 
 
 class Residual(Frozen):
-    """Distance of a trial from its prediction before any calibration: logarithms of measured
-    over predicted."""
+    """Logarithms of measured over predicted values of a trial, before any calibration."""
 
     time: float = Field(ge=-MAX_RESIDUAL, le=MAX_RESIDUAL)
     memory: float = Field(ge=-MAX_RESIDUAL, le=MAX_RESIDUAL)

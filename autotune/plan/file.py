@@ -26,8 +26,7 @@ MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
 
 MAX_NODES = 100_000
-"""Maximum number of nodes in a document, far above any real plan: reading so many takes some
-seconds."""
+"""Far above any real plan: reading so many takes some seconds."""
 
 HEADER = """\
 # A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.
@@ -41,8 +40,7 @@ PLAN_AGAIN = "make the plan again with `autotune plan`"
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """SafeLoader without what no plan or configuration needs: anchors, tags, dates, merge and
-    repeated keys."""
+    """SafeLoader without anchors, tags, dates, merge and repeated keys, which no plan needs."""
 
     depth = nodes = 0
 
@@ -164,11 +162,7 @@ def read_plan(path: Path) -> TrainingPlan:
 
 
 def parse_plan(text: str) -> TrainingPlan:
-    """A plan from the JSON that a study keeps, as `read_plan` reads one from a file.
-
-    Raises:
-        InvalidPlan: as `read_plan`.
-    """
+    """Read a plan from the JSON that a study keeps. Raises InvalidPlan as `read_plan`."""
     try:
         return _load("the study's plan", dict(json.loads(text)))
     except (TypeError, ValueError, RecursionError) as error:
@@ -249,15 +243,13 @@ def _validated(source: str, data: Any) -> TrainingPlan:
 
 
 def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
-    """The same plan for another job; None leaves a value as it is. Raises InvalidPlan if a value
-    is out of range."""
+    """Return the plan for another job; None leaves a value as it is. Raises InvalidPlan."""
     overrides = {key: value for key, value in changes.items() if value is not None}
     return plan.changed(job=job_from(dict(plan.job), overrides))
 
 
 def job_from(before: Mapping[str, object], overrides: Mapping[str, object]) -> Job:
-    """The job with the values of `before`, but for `overrides`. Raises InvalidPlan if a value is
-    out of range."""
+    """Return the job with the values of `before`, but for `overrides`. Raises InvalidPlan."""
     gone: dict[str, object] = {}
     if overrides.keys() & {"model", "base"}:
         gone["revision"] = None  # a commit of another repository

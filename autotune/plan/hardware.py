@@ -33,8 +33,7 @@ class Link(Frozen):
 
     peer_index: int = NaturalInt
     path: str
-    """`nvlink`, or what the bytes cross instead: `same board`, `pcie switch`, `host bridge`,
-    `cpu sockets`."""
+    """`nvlink`, or what bytes cross: `same board`, `pcie switch`, `host bridge`, `cpu sockets`."""
 
 
 class OtherGpu(Frozen):
@@ -68,8 +67,7 @@ class Device(Frozen):
     """Memory that a run may use, its process's own overhead included."""
     budget_reason: str
     budget_set_by_user: bool = False
-    """True if an option changed the budget: what is measured within it is no evidence for other
-    users."""
+    """True if an option changed it: what is measured within it is no evidence for other users."""
     pcie_generation: int | None = None
     """Highest that both card and slot support; an idle card runs at less."""
     pcie_width: int | None = None
@@ -152,8 +150,7 @@ class Versions(Frozen):
 
 
 def is_at_least(version: str | None, min_version: str) -> bool:
-    """Tell if a version is that or newer, compared as versions ("9.0" < "13.0"); False if there
-    is none."""
+    """Tell if a version is that or newer, as versions ("9.0" < "13.0"); False if there is none."""
     try:
         return version is not None and Version(version.split("+")[0]) >= Version(min_version)
     except InvalidVersion:
@@ -182,8 +179,7 @@ class Rate(Frozen):
     name: str
     """Dotted: what, variant, shape; e.g. `matmul.bf16.4096x3072x3072`."""
     value: float = Field(ge=1e-15, le=1e24)
-    """Far beyond anything that is measured the file is damaged, or a lie that arithmetic might
-    choke on."""
+    """Far beyond anything that is measured: the file is damaged, or lies."""
     unit: Literal["FLOP/s", "B/s", "B", "s"]
     spread: float = Field(ge=0)
     """Interquartile range over the median."""
@@ -192,8 +188,7 @@ class Rate(Frozen):
 
 
 class Datasheet(Frozen):
-    """A GPU's published figures, dense and with fp32 accumulation. Never a measurement of this
-    machine."""
+    """A GPU's published figures, dense and with fp32 accumulation; never a measurement."""
 
     id: str
     """Name in the catalog, e.g. `nvidia-rtx-4090`."""
@@ -210,8 +205,7 @@ class Datasheet(Frozen):
     fp8_flops_per_second: float | None = None
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
-    """To the host in one direction, after encoding; of the faster link if there is one instead
-    of PCIe (GH200)."""
+    """To the host in one direction, after encoding; of a faster link if there is one (GH200)."""
     power_watts: float | None = None
     confidence: str
     source: str
@@ -221,8 +215,7 @@ class HardwareProfile(Frozen):
     """A machine with one device: its facts, what it can use, and how fast it was measured to be."""
 
     origin: Literal["probe", "catalog"] = "probe"
-    """`catalog` for a GPU that was not measured; its host and versions are assumed, as `notes`
-    tells."""
+    """`catalog` for a GPU that was not measured; its host and versions are assumed (`notes`)."""
     device: Device
     host: Host
     versions: Versions
@@ -232,11 +225,9 @@ class HardwareProfile(Frozen):
     noisy: bool = False
     """True if repeated timings disagreed, so that the rates are less reliable."""
     notes: tuple[str, ...] = ()
-    """Remarks for people: overrides, deprecations, assumptions, what was not measured and
-    why."""
+    """Remarks for people: overrides, assumptions, what was not measured and why."""
     assumed: tuple[str, ...] = ()
-    """Packages that a card of the catalog was told to have: how fast they are was taken from
-    publications."""
+    """Packages that a card of the catalog was told to have, as fast as published."""
     fingerprint: str = ""
     """Identifies the machine: a digest of a GPU's name, compute capability, memory kind and
     size, CUDA version and driver, or of a CPU's name, cores and memory. It is always derived;
@@ -306,8 +297,7 @@ def _beginning(version: str | None, num_parts: int) -> str | None:
 
 
 CUDA_CONTEXT_BYTES = 500 << 20
-"""Context, loaded kernels and library handles of a PyTorch process: 400 to 600 MiB on recent
-cards."""
+"""Context, kernels and library handles of a PyTorch process: 400 to 600 MiB on recent cards."""
 
 
 CPU_PROCESS_BYTES = 420 << 20
@@ -317,8 +307,7 @@ this figure by its own."""
 
 
 def shares_host_memory(kind: MemoryKind) -> bool:
-    """Tell if the device allocates from the host's memory, so that running out hangs the machine
-    before any error."""
+    """Tell if the device's memory is the host's: running out hangs the machine before any error."""
     return kind in ("integrated", "host")
 
 

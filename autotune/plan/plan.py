@@ -1,5 +1,4 @@
-"""A training plan: the user's job, and the settings that were frozen for it; and the report of a
-run, against the plan's promise."""
+"""A training plan, the user's job and settings frozen for it; and the report of a run."""
 
 from typing import Literal, Self
 
@@ -55,8 +54,7 @@ class Expected(Frozen):
 
     @property
     def run_memory_bytes(self) -> int:
-        """Run memory: what a run needs in its neediest phase, the training step or a rehearsed
-        one."""
+        """Return run memory: of the neediest phase, the training step or a rehearsed one."""
         measured = (
             phase.host_bytes
             if phase.device_bytes is None
@@ -75,8 +73,7 @@ class Expected(Frozen):
     memory_uncertainty: float | None = Field(default=None, ge=0)
     """The same of predicted memory."""
     other_seconds: float = Field(default=0.0, ge=0)
-    """Predicted time of everything but the steps: loading, caching, compiling, previews,
-    checkpoints."""
+    """Predicted time of loading, caching, compiling, previews and checkpoints."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """Price of one device, in any currency; None if the user named none."""
 
@@ -100,20 +97,16 @@ class PlannedHardware(Frozen):
     fingerprint: str
     """Identifies the machine, as `HardwareProfile.fingerprint`; says nothing about reuse."""
     match_keys: dict[str, str | None]
-    """Facts that must be equal on another machine for the plan to hold there; a refusal names the
-    difference."""
+    """Facts that must be equal on another machine; a refusal names the difference."""
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
     versions: Versions
     num_processes: int = Field(default=1, ge=1)
-    """Number of processes that train together, one for each device; they divide the effective
-    batch."""
+    """Processes that train together, one for each device; they divide the effective batch."""
     strategy: Strategy = "single"
-    """The way in which processes train together: `ddp`, each with all weights; or `fsdp2`, each
-    with a shard of the frozen ones."""
+    """`ddp`: each process has all weights; `fsdp2`: each has a shard of the frozen ones."""
     assumed: tuple[str, ...] = ()
-    """Packages that a card of the catalog was told to have; empty once trials have run, and in
-    older plans."""
+    """Packages that a card of the catalog was told to have; empty once trials have run."""
     encoder_gpu: EncoderGpu | None = None
     """None if the device that trains, or the CPU, encodes everything, and in older plans."""
 
@@ -207,8 +200,7 @@ class AdapterVerdict(Frozen):
 
     num_layers: int = NaturalInt
     num_unmoved: int = NaturalInt
-    """Number of layers before the last block whose update is still zero: no gradient reached
-    them."""
+    """Layers before the last block whose update is still zero: no gradient reached them."""
     num_not_finite: int = NaturalInt
     layer_norms: dict[str, float]
     """Frobenius norm of each layer's update, up @ down * alpha / rank; 0 if it is not finite.
@@ -221,8 +213,7 @@ class AdapterVerdict(Frozen):
 
 
 class ValidationResult(Frozen):
-    """The loss on images that were held out of training, always at the same noise levels and
-    noise."""
+    """The loss on held-out images, always at the same noise levels and noise."""
 
     num_images: int = PositiveInt
     base_loss: float

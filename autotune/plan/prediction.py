@@ -18,8 +18,7 @@ times nine tenths lie within one."""
 
 
 class MemoryBreakdown(Frozen):
-    """Device memory at the moment of a phase's peak, by what it is for. The parts add up to the
-    peak."""
+    """Device memory at a phase's peak, by what it is for; the parts add up to the peak."""
 
     weight_bytes: int = NaturalInt
     """All frozen models that are resident, with their buffers."""
@@ -50,8 +49,7 @@ class PhaseMemory(Frozen):
 
 
 class StepTime(Frozen):
-    """Seconds of one optimizer step by kind of work. All but `recompute_seconds` add up to the
-    step."""
+    """Seconds of an optimizer step; all parts but `recompute_seconds` add up to it."""
 
     matmul_seconds: float = Field(ge=0)
     """Matrix products of frozen layers."""
@@ -64,8 +62,7 @@ class StepTime(Frozen):
     overhead_seconds: float = Field(ge=0)
     """Launching of operations, as far as the device waits for it."""
     transfer_seconds: float = Field(default=0.0, ge=0)
-    """Bytes on their way between host, device and other devices, as far as the device waits for
-    them."""
+    """Transfers between host and devices, as far as the device waits for them."""
     recompute_seconds: float = Field(ge=0)
     """The part of all the above that recomputes checkpointed blocks."""
 
@@ -95,13 +92,11 @@ class Prediction(Frozen):
 
     candidate: Candidate
     allocated_memory_bytes: int = PositiveInt
-    """Step memory: the part of a training step that the allocator counts, `peak_memory_bytes`
-    where it was measured."""
+    """Step memory: the part of a step that the allocator counts, as trials measure it."""
     run_memory_bytes: int = PositiveInt
     """Run memory: of the phase that needs most, which the budget must hold."""
     host_memory_bytes: int = PositiveInt
-    """Need of one process of the host's memory, with its share of what the first of a node
-    does for all."""
+    """Host memory of one process, with its share of what a node's first does for all."""
     phases: tuple[PhaseMemory, ...]
     step_seconds: float = Field(gt=0)
     """Wall time of one optimizer step, the whole effective batch."""
@@ -162,8 +157,7 @@ MAX_ALTERNATIVES = 512
 
 
 class Alternative(Frozen):
-    """A candidate and its prediction: as first predicted if a trial ran it, else corrected by
-    all trials."""
+    """A candidate and its prediction: the first if a trial ran it, else corrected by trials."""
 
     changes: dict[str, Choice]
     """Values of the knobs that differ from the plan's settings; empty for these settings."""
@@ -200,8 +194,7 @@ class Forecast(Frozen):
     num_fitting: int = NaturalInt
     """Number of those that are predicted to fit."""
     step_time: StepTime
-    """Seconds of a step by kind of work, at the rates that the probe measured: nothing that
-    trials taught."""
+    """Seconds of a step by kind of work, at measured rates: nothing that trials taught."""
     phases: tuple[PhaseForecast, ...] = ()
     alternatives: tuple[Alternative, ...] = Field(default=(), max_length=MAX_ALTERNATIVES)
     """Those that tell most, the plan's settings among them: the Pareto front of memory and time,
@@ -226,8 +219,7 @@ KeptPhase = Literal["load", "cache", "train", "preview"]
 
 
 class AdapterPractice(Frozen):
-    """The way in which a program holds and steps an adapter when the model computes in bf16; in
-    fp32 all of it is in fp32."""
+    """A program's way to hold and step the adapter of a bf16 model; of fp32 all is fp32."""
 
     precision: Literal["bf16", "fp32"]
     """Of its parameters and gradients."""
@@ -236,8 +228,7 @@ class AdapterPractice(Frozen):
     computes in and norms in fp32, whatever their inputs are in; else each adapted layer copies
     its input to the adapter's precision."""
     optimizer_bytes: int = NaturalInt
-    """For each of its parameters: what AdamW keeps, a second copy of the parameters included if
-    there is one."""
+    """For each parameter: what AdamW keeps, a second copy of the parameters included."""
     step_bytes: int = NaturalInt
     """For each of its parameters: what AdamW needs beyond that while it steps."""
 
@@ -309,8 +300,7 @@ class Overheads(Frozen):
     adapter_by_format: dict[str, AdapterPractice] = Field(default_factory=dict)
     """Differences from `adapter`, by the weight format of the layers that are adapted."""
     products: dict[str, ProductPractice] = Field(default_factory=dict)
-    """By the weight format of frozen layers; others are stored and multiplied by as autotune
-    does."""
+    """By weight format; others are stored and multiplied by as autotune does."""
     kept: tuple[KeptPart, ...] = ()
 
     @property

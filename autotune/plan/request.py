@@ -33,7 +33,7 @@ KnobValues = Annotated[Pairs | Mapping[str, str | int], BeforeValidator(_as_pair
 
 
 class HardwareRequest(Request):
-    """What to plan for instead of this machine."""
+    """A machine to plan for instead of this one."""
 
     hardware: str | HardwareProfile | None = None
     """Another machine: a GPU of the catalog, e.g. 4090 (see `probe --list`), or a saved probe."""
@@ -56,11 +56,7 @@ class HardwareRequest(Request):
 
 
 class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
-    """What a user asks of a search.
-
-    Example:
-        >>> autotune.plan("qwen-image", data="photos", rank=32, max_trials=4, path="plan.yaml")
-    """
+    """A request for a plan."""
 
     path: Annotated[str | Path | None, Option("--output", short="-o", metavar="FILE")] = None
     """File to write the plan to; by default the command writes plan.yaml, Python none."""
@@ -190,11 +186,7 @@ CheckpointedBlocks = Annotated[
 
 
 class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
-    """What a user asks of an estimate: a workload, hardware, and one candidate.
-
-    Example:
-        >>> autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
-    """
+    """A request for an estimate: a workload, hardware, and one candidate."""
 
     model: Annotated[str, Option(is_required=True)] = ""
     """A known name, a folder in the diffusers layout, or a hub id."""
@@ -209,11 +201,7 @@ class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
 
 
 class CompareRequest(WorkloadRequest, JobFields):
-    """What a user asks of a comparison of GPUs.
-
-    Example:
-        >>> autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
-    """
+    """A request for a comparison of GPUs."""
 
     model: Annotated[Place | None, Option(is_required=True)] = None
     """A folder in the diffusers layout, a known name, a hub id, or a single file."""
@@ -240,11 +228,7 @@ class CompareRequest(WorkloadRequest, JobFields):
 
 
 class TrainRequest(JobFields, Request):
-    """What a user asks of a run: a plan, and fields of its job to replace.
-
-    Example:
-        >>> autotune.train("plan.yaml", output="first-run", learning_rate=5e-5)
-    """
+    """A request for a run: a plan, and fields of its job to replace."""
 
     plan: Annotated[TrainingPlan | str | Path | None, Option("PLAN")] = None
     """A plan made by `autotune plan`; without one, --model is planned first."""
@@ -270,11 +254,7 @@ class TrainRequest(JobFields, Request):
 
 
 class CheckDataRequest(DataFields, Request):
-    """What a user asks of a look at training data.
-
-    Example:
-        >>> autotune.check_data("photos", resolution_px=512).problems
-    """
+    """A request for a look at training data."""
 
     data: Annotated[
         str | tuple[str, ...], BeforeValidator(as_job_data), Option("DIR", is_required=True)

@@ -157,8 +157,7 @@ class WorkloadRequest(Learning, Request):
 
     @classmethod
     def again(cls, work: "Workload", *, has_data: bool = True) -> Self:
-        """Return the request that gives `work` again on data of its class; without data it names
-        shape and length."""
+        """Return the request for `work` on data of its class; without data it names the shape."""
         largest = work.largest_bucket
         side = (work.resolution_px, work.resolution_px)
         shape: dict[str, Any] = {"resolution": side}
@@ -215,8 +214,7 @@ class Workload(Learning):
         return self
 
     def share(self, num_processes: int) -> "Workload":
-        """The workload of each of several processes: its part of the effective batch, rounded
-        down."""
+        """Return the workload of each process: its part of the effective batch, rounded down."""
         batch = max(1, self.effective_batch_size // num_processes)
         return self if num_processes == 1 else self.changed(effective_batch_size=batch)
 
@@ -234,8 +232,7 @@ def has_typical_shape(workload: Workload) -> bool:
 
 
 def typical_bucket(workload: Workload) -> Bucket:
-    """The bucket whose size is nearest to the mean over all items; a step in it takes about the
-    mean time."""
+    """Return the bucket nearest to the mean size: a step in it takes about the mean time."""
     largest, items = workload.largest_bucket, sum(b.num_items for b in workload.buckets)
     mean = sum(b.num_items * b.num_pixels for b in workload.buckets) / max(1, items)
     if mean >= NEARLY * largest.num_pixels or not items:
@@ -259,8 +256,7 @@ def typical_text_tokens(workload: Workload) -> tuple[int, ...]:
 def padded_text_tokens(
     workload: Workload, micro_batch_size: int, image_tokens: int = 0, multiple: int = 1
 ) -> float:
-    """Mean padded length of the captions of a typical step in micro-batches of this size; see
-    `pad_text`."""
+    """Return the mean padded length of captions in micro-batches of this size (`pad_text`)."""
     tokens = typical_text_tokens(workload)
     groups = [
         tokens[start : start + micro_batch_size]
@@ -272,22 +268,19 @@ def padded_text_tokens(
 
 
 def pad_text(text_tokens: int, image_tokens: int, multiple: int) -> int:
-    """The least length of a text from `text_tokens` on that makes text and image together a
-    multiple of tokens."""
+    """Return the least length that makes text and image together a multiple of tokens."""
     return text_tokens + -(image_tokens + text_tokens) % multiple
 
 
 def quantiles_of(lengths: Sequence[int], count: int) -> tuple[int, ...]:
-    """`count` quantiles of sorted lengths for a workload; empty if all are about as long as the
-    longest."""
+    """Return `count` quantiles of sorted lengths; none if all are about as long as the longest."""
     if sum(lengths) >= NEARLY * len(lengths) * lengths[-1]:
         return ()
     return spread_of(lengths, count)
 
 
 def spread_of(values: Sequence[int], count: int) -> tuple[int, ...]:
-    """The means of `count` equal parts of sorted values; a part smaller than one value takes the
-    value it lies in."""
+    """Return the means of `count` equal parts of sorted values, each of at least one value."""
     starts = [i * len(values) // count for i in range(count + 1)]
     parts = [values[start : max(start + 1, end)] for start, end in pairwise(starts)]
     return tuple(round(sum(part) / len(part)) for part in parts)
