@@ -7,9 +7,8 @@ into a plan.
     report = autotune.train(plan, output="result")
     autotune.sample("result", "a photo of sks dog in the snow")
 
-Importing this package loads nothing: each name is loaded when it is first used. `autotune.api` has
-a few functions more; `autotune.records`, `autotune.events`, `autotune.errors` and the objects in
-`autotune.plan` are modules of their own.
+Importing this package loads nothing: each name is loaded when it is first used. `autotune.api`,
+`autotune.records`, `autotune.events`, `autotune.errors` and the rooms' modules have the rest.
 """
 
 import importlib

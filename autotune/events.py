@@ -1,7 +1,6 @@
 """Events of long work: one typed stream, which terminals, JSON lines and pages read.
 
-Every function that takes long has a parameter `on_event` and calls it with these objects, in the
-order in which things happen. Nothing depends on what a listener does with them.
+Every function that takes long calls its `on_event` with them; nothing depends on what it does.
 """
 
 import json
