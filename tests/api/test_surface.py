@@ -38,14 +38,21 @@ def example_of(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_examples_use_what_objects_have(tmp_path: Path) -> None:
+def test_consumers_scripts_pass_strict_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = "from pathlib import Path\n\nimport autotune\nfrom autotune.events import Event\n\n"
     for name in FUNCTIONS:
         code = textwrap.indent(example_of(name), "    ")
         source += f"\ndef example_of_{name}(event: Event) -> None:\n{code}\n"
-    (file := tmp_path / "examples.py").write_text(source)
-    told, _, status = mypy.api.run([str(file), "--config-file", str(ROOT / "pyproject.toml")])
-    assert status == 0, told
+    wrong = "from autotune import plan\nplan('qwen-image', rank='x')\nplan('qwen-image', rnak=3)\n"
+    (tmp_path / "script.py").write_text(source + wrong)
+    monkeypatch.chdir(tmp_path)  # without the project's own settings
+    monkeypatch.setenv("MYPYPATH", str(ROOT))
+    told, _, _ = mypy.api.run(["--strict", "--follow-imports=silent", "script.py"])
+    lines = {int(line.split(":")[1]) for line in told.splitlines() if ": error:" in line}
+    last = source.count("\n")
+    assert lines == {last + 2, last + 3}, told
 
 
 def test_commands_have_few_options() -> None:
