@@ -307,8 +307,9 @@ class WarmStart:
     @cached_property
     def first_candidates(self) -> list[Candidate]:
         settings = dict.fromkeys(item.record.settings for item in self.sources)
-        limit, predict = BUDGET_MARGIN * self.budget_bytes, self.cost.predict_uncalibrated
-        fitting = [each for each in settings if predict(each).run_memory_bytes <= limit]
+        predicted = ((each, self.cost.predict_uncalibrated(each)) for each in settings)
+        limit = BUDGET_MARGIN * self.budget_bytes
+        fitting = [each for each, found in predicted if found.run_memory_bytes <= limit]
         return fitting[:MAX_FIRST_CANDIDATES]
 
     def priors(self, results: Sequence[TrialResult]) -> tuple[PriorResiduals, ...]:
