@@ -61,8 +61,8 @@ import atexit, json, sys
 from pathlib import Path
 from autotune.system.process import prepare_process
 prepare_process(only_predicts=True)
-from autotune.cost import model
-traces, trace_pass = [], model.trace_pass
+from autotune.cost import trace
+traces, trace_pass = [], trace.trace_pass
 
 def counted(*known, **options):
     traces.append(options)
@@ -74,7 +74,7 @@ def tell():
     path.write_text(json.dumps({"mib": peak, "traces": len(traces), "modules": modules}))
 
 path = Path(sys.argv.pop())
-model.trace_pass = counted
+trace.trace_pass = counted
 atexit.register(tell)
 from autotune.cli.app import main
 main()
