@@ -1,8 +1,4 @@
-"""`autotune` commands in processes of their own, which a fork server starts: imports are paid for.
-
-For signals, kills, exit statuses and output; what a start proves needs `tests.conftest.autotune`.
-Importing this loads no torch, so children start at once.
-"""
+"""Commands in processes that a fork server starts, with imports paid: for signals and output."""
 
 import importlib
 import os

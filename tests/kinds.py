@@ -1,7 +1,3 @@
-"""The two families that are least alike, for tests that take seconds a family: a transformer and a
-UNet.
-
-The families' contract runs for all, and `make test-all` asks every family everything.
-"""
+"""The two families that are least alike, a transformer and a UNet, for tests of seconds each."""
 
 KINDS = ("qwen-image", "sdxl")

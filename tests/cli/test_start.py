@@ -1,8 +1,4 @@
-"""Commands that need no torch, and mistakes that are told before it is imported.
-
-One process runs them all, one after the other, and says what each added to `sys.modules`: so the
-first that loads a library is the one that fails.
-"""
+"""Commands that need no torch, and mistakes told before it is imported, all in one process."""
 
 import json
 import shutil

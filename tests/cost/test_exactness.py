@@ -1,5 +1,4 @@
-"""Where arithmetic decides, predictions equal the real model's to the byte; where kernels
-decide, nearly."""
+"""Predictions equal the real model to the byte; where kernels decide, nearly."""
 
 import weakref
 

@@ -1,7 +1,4 @@
-"""Tests on a real GPU, run by name: `pytest tests/gpu -o addopts=`.
-
-Without a GPU they are skipped, except those marked `anywhere`, which a CPU can rehearse.
-"""
+"""Tests on a real GPU (`pytest tests/gpu -o addopts=`); those marked `anywhere` run on a CPU."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Audits: the file as it is written on a card, the fastest that learns the same, and each
-difference alone."""
+"""A file as written on a card, the fastest that learns the same, and each difference alone."""
 
 import re
 from pathlib import Path

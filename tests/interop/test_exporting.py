@@ -1,5 +1,4 @@
-"""Plans as other trainers' files: what is exact comes back, what is not is said, and nothing
-needs more memory."""
+"""Exact settings come back from other files, others are told; nothing needs more memory."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,4 @@
-"""Other trainers' configurations: every key is accounted for, at its line, and means what its
-trainer means by it."""
+"""Every key is accounted for, at its line, and means what its trainer means by it."""
 
 import contextlib
 import re

@@ -1,5 +1,4 @@
-"""What each trainer means by its models, SDXL first of all: its own names of layers, kinds of
-noise and defaults."""
+"""Models as each trainer means them: names of layers, kinds of noise and defaults."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""What other trainers take of a device: predicted from their tables, told in plans and audits,
-and decisive."""
+"""Overheads of other trainers are predicted from their tables, told, and decisive."""
 
 from pathlib import Path
 from typing import Any

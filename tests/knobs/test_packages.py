@@ -1,7 +1,4 @@
-"""FlashAttention 3 and 4, reached through diffusers.
-
-Neither can be installed without a GPU: modules with their signatures stand where they would be.
-"""
+"""FlashAttention 3 and 4 through diffusers; modules with their signatures stand for them."""
 
 import sys
 from types import ModuleType

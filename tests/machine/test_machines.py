@@ -1,5 +1,4 @@
-"""Real machines, as their tools report them, give exactly the profile that a person would write
-down; nonsense raises nothing but the typed error."""
+"""Real machines give the profile that a person would write; nonsense the typed error."""
 
 import copy
 import json

@@ -1,5 +1,4 @@
-"""Predictions by formula instead of traces, without torch; the measured golden plan has the real
-ones."""
+"""Predictions by formula instead of traces, without torch."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,5 +1,4 @@
-"""A predicted plan becomes a measured one on arrival, or turns to its fallbacks, or says that it
-does not fit."""
+"""A predicted plan is measured on arrival, turns to its fallbacks, or does not fit."""
 
 from dataclasses import replace
 from pathlib import Path

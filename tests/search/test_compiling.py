@@ -1,5 +1,4 @@
-"""The fastest settings are compiled only if measured steps pay the measured start-up back, and
-the plan says why."""
+"""Settings are compiled only if measured steps pay the measured start-up back."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,4 @@
-"""On a CPU one figure decides in search, plan, check and train: what the process as a whole
-takes of the memory."""
+"""On a CPU one figure decides everywhere: what the process as a whole takes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,4 @@
-"""Only what learns the same is tried: right choices pass on every family, wrong ones are named
-with their error."""
+"""Right choices pass on every family, wrong ones are named with their error."""
 
 from pathlib import Path
 

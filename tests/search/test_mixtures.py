@@ -1,5 +1,4 @@
-"""Mixtures of numbers of blocks: nothing that is left out beats what is kept, and any number may
-be pinned."""
+"""Nothing that is left out beats what is kept, and any number may be pinned."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,4 @@
-"""A rehearsal goes through every phase of a run, as far as the model's files allow, and keeps
-what it knows."""
+"""A rehearsal goes through every phase of a run that the files allow."""
 
 import gc
 import weakref

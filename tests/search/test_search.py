@@ -1,5 +1,4 @@
-"""The search on simulated machines: finds what is good, never repeats, learns from failures,
-ends."""
+"""The search finds what is good, never repeats, learns from failures, ends."""
 
 import dataclasses
 import math

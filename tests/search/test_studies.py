@@ -1,5 +1,4 @@
-"""Searches that end early go on, and searches that several workers share lose nothing and
-measure nothing twice."""
+"""Searches that end early go on; shared ones lose nothing and measure nothing twice."""
 
 import contextlib
 import os

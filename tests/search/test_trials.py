@@ -1,5 +1,4 @@
-"""Trials in real child processes, with real faults: each ends as a typed outcome, and the next
-trial runs."""
+"""Each fault of a trial process ends as a typed outcome, and the next trial runs."""
 
 import os
 import signal
