@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from autotune.demo.lesson import TAUGHT_REPEATS, taught_scenes, write_images
@@ -106,7 +107,12 @@ def trace(folder: Path) -> dict[str, list[str]]:
 def as_markdown(walks: dict[str, list[str]]) -> str:
     """The walks as the list in CONTRIBUTING.md."""
     lines = [
-        f"- **{title}** ({len(walks[kind])} files): {', '.join(walks[kind])}"
+        textwrap.fill(
+            f"- **{title}** ({len(walks[kind])} files): {', '.join(walks[kind])}",
+            width=118,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
         for kind, title in TITLES.items()
     ]
     return "\n".join([BEGIN, *lines, END])
