@@ -95,8 +95,7 @@ if TYPE_CHECKING:
     from autotune.search.request import ResolvedRequest
     from autotune.search.space import SearchSpace
 
-ENCODED = "encoded"
-"""Folder of the user's cache that holds encoded captions and images."""
+ENCODED = "encoded"  # folder of the user's cache that holds encoded captions and images
 NUMBERS = ("micro_batch_size", "checkpointed_blocks")
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
 """Settings whose default is the first choice for the machine and the work rather than the

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 INSTEAD = {"num_train_epochs": "num_steps", "checkpointing_epochs": "checkpointing_steps"}
 """Fields that cannot be given together."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
+INTERRUPTED = 130  # exit status after Ctrl-C
 
 
 class Command(click.Command):

@@ -52,7 +52,7 @@ from autotune.search.study import (
     take_snapshot,
 )
 from autotune.search.winner import Trials
-from autotune.share.warm_start import NO_WARM_START, WarmStart
+from autotune.share.warm_start import MatchedRecord, WarmStart
 from autotune.system.process import collect_rarely, interrupt_on_signal
 
 
@@ -91,7 +91,8 @@ def make_plan(
     _announce(problem, on_event)
     version, is_named = backend.autotune_version, problem.request.study is not None
     if not problem.can_try:
-        return PlanningResult(freeze_plan(problem, version, _predict_all(problem, on_event)))
+        start, predicted = start_from(problem), _predict_all(problem, on_event)
+        return PlanningResult(freeze_plan(problem, version, predicted, (), start))
     # Killed by a signal, it would seem to have been taken down by what it tried.
     with interrupt_on_signal(), open_study(problem, version, on_event) as study:
         plan = published_plan(study) if is_named else None
@@ -137,20 +138,24 @@ def _predict_all(problem: PlanningProblem, on_event: OnEvent) -> list[Prediction
     for done, candidate in enumerate(candidates):
         on_event(Progressed(name="predicting", done=done, total=len(candidates)))
         predictions.append(problem.cost.predict(candidate))
-    budget_bytes = problem.budget_bytes
-    on_event(CandidatesPredicted(predictions=tuple(predictions), budget_bytes=budget_bytes))
+    shown = tuple(predictions)
+    on_event(CandidatesPredicted(predictions=shown, budget_bytes=problem.budget_bytes))
     return predictions
+
+
+def start_from(problem: PlanningProblem, records: Sequence[MatchedRecord] = ()) -> WarmStart:
+    """Return what records contribute to the search of a problem."""
+    space, cost = problem.space, problem.cost
+    return WarmStart(tuple(records), space.tried_choices, problem.budget_bytes, cost)
 
 
 def _find_warm_start(
     problem: PlanningProblem, backend: PlannerBackend, on_event: OnEvent
 ) -> WarmStart:
     if not problem.request.use_records:
-        return NO_WARM_START
-    budget_bytes = problem.budget_bytes
-    found = backend.find_matches(problem.hardware, problem.workload, budget_bytes)
-    choices = problem.space.tried_choices
-    warm_start = WarmStart(found.records, choices, budget_bytes, problem.cost)
+        return start_from(problem)
+    found = backend.find_matches(problem.hardware, problem.workload, problem.budget_bytes)
+    warm_start = start_from(problem, found.records)
     sources = warm_start.sources
     kind = sources[0].match.kind if sources else "none"
     on_event(RecordsMatched(kind=kind, num_records=len(sources), refused=found.refused))
@@ -263,8 +268,8 @@ def freeze_plan(
     problem: PlanningProblem,
     autotune_version: str,
     predictions: Sequence[Prediction],
-    trials: Trials = (),
-    warm_start: WarmStart = NO_WARM_START,
+    trials: Trials,
+    warm_start: WarmStart,
 ) -> TrainingPlan:
     """Choose the best of what was tried here or, where nothing could be, of what was predicted.
 

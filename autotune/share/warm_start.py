@@ -371,6 +371,3 @@ class WarmStart:
         local = {result.candidate: result for result in results}
         tried = (one for one in self.sources if one.winner and one.winner.candidate in local)
         return next((one for one in tried if not self._find_mismatch(one, local)), None)
-
-
-NO_WARM_START: WarmStart = WarmStart((), {}, 0, None)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from autotune.plan.workload import Workload
 from autotune.search import planner
 from autotune.search.problem import PlannerBackend, PlanningProblem, TrialFunction
 from autotune.share.record import Record
-from autotune.share.warm_start import MatchedRecord, StoreMatches, WarmStart, compare, usable_trials
+from autotune.share.warm_start import MatchedRecord, StoreMatches, compare, usable_trials
 from tests import builders
 
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
@@ -106,8 +106,7 @@ def replay(
     """The plan that a search's trials give, without a machine."""
     problem = PlanningProblem.build(asked, hardware, surroundings())
     found = matches_of(records, problem.hardware, problem.workload, problem.budget_bytes)
-    choices = problem.space.tried_choices
-    warm_start = WarmStart(found.records, choices, problem.budget_bytes, problem.cost)
+    warm_start = planner.start_from(problem, found.records)
     return planner.freeze_plan(problem, version, (), tuple(trials), warm_start)
 
 
