@@ -80,7 +80,7 @@ OTHER_NAMES = {
     "lr": "--learning-rate",
     "frames_per_clip": "--frames",
 }
-"""What options of other trainers are called here."""
+"""Our words for options of other trainers."""
 
 
 def _told_here(error: click.UsageError) -> str:
@@ -91,7 +91,6 @@ def _told_here(error: click.UsageError) -> str:
 
 
 def _only_predicts(words: Sequence[str]) -> bool:
-    """Whether the command neither trains nor tries anything."""
     named = any(word.partition("=")[0] == "--hardware" for word in words)
     return "compare" in words[:1] or (named and words[0] in ("plan", "estimate"))
 

@@ -174,7 +174,6 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
 
 
 def _ending(made: "TrainingPlan", file: Path) -> list[str]:
-    """What a person needs; with `--verbose` everything."""
     from autotune.report import plan as texts
 
     about, hint = texts.plan_lines(made), texts.train_hint(made, file)

@@ -1,4 +1,4 @@
-"""What commands print: data on stdout, progress and remarks on stderr. Rich is loaded if needed."""
+"""Output of commands: data on stdout, progress and remarks on stderr. Rich is loaded if needed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """What the options that all commands have say of progress, and the hint after Ctrl-C."""
+    """Choices of all commands about progress, and the hint after Ctrl-C."""
 
     form: ClassVar[str] = "bar"
     is_verbose: ClassVar[bool] = False

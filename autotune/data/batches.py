@@ -1,4 +1,4 @@
-"""Which samples make up each optimizer step, how they are cut into micro-batches, and their loader.
+"""Order of samples in optimizer steps, cut into micro-batches, and their loader.
 
 The order is a function of seed, data and effective batch size alone. Neither the micro-batch size
 nor the number of processes changes which images a step sees, so tuning, a fallback or a second GPU

@@ -241,7 +241,7 @@ class DataFolder(Frozen):
     """Word put in front of every caption that lacks it; the job's by default."""
     control: Place | None = None  # folder of control images, by the same stems
     regularization: bool = False
-    """Whether its images show what the model shall not forget: captions get no trigger."""
+    """True if its images show what the model shall not forget: captions get no trigger."""
 
     def options(self, job: DatasetOptions) -> DatasetOptions:
         return replace(
@@ -406,12 +406,12 @@ class DataReport(Frozen):
 
     @property
     def can_train(self) -> bool:
-        """Whether `read_dataset` would accept the folder."""
+        """Tell if `read_dataset` would accept the folder."""
         return self.num_usable > 0 and all(one.kind != "captionless" for one in self.problems)
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is nothing to complain of: what a strict check asks for."""
+        """Tell if there is nothing to complain of, as a strict check asks."""
         complaints = self.problems or self.num_enlarged or self.cropped or self.num_unverified
         return self.can_train and not complaints
 

@@ -410,7 +410,7 @@ def _encode_missing(
 
 
 def _is_sample_of(model: ResolvedModel, entry: CacheEntry, tensors: Tensors) -> bool:
-    """Whether names and shapes are a sample's: a digest tells only that nothing changed since."""
+    # a digest tells only that nothing changed since: names and shapes tell a sample
     prompt = tensors.get("prompt_embeds")
     num_tokens = prompt.shape[0] if prompt is not None and prompt.ndim else 1
     shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens)

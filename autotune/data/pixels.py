@@ -171,7 +171,7 @@ def _open_rgb(path: Path) -> Image.Image:
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """What a video file holds. Sizes are those of the frames as they are shown."""
+    """Facts of a video file. Sizes are those of the frames as they are shown."""
 
     width_px: int
     height_px: int

@@ -73,7 +73,7 @@ REPORTED_SEED = 1000
 
 @dataclass(frozen=True)
 class ConceptFidelity:
-    """How well unseen prompts are followed: 0 not at all, 1 as well as the VAE can show.
+    """Share of unseen prompts that are followed: 0 not at all, 1 as well as the VAE can show.
 
     `others` are shapes that the model knew. Means of `score_image`, divided by those of drawn
     scenes that went through the VAE.

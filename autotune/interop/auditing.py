@@ -1,4 +1,4 @@
-"""What a configuration's settings cost on a card, compared with the fastest there, and as pins."""
+"""Costs of a configuration's settings on a card, compared with the fastest there, and as pins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
 
 
 class SettingWorth(Frozen):
-    """What it would change to give one setting of a file the other value, all else as written."""
+    """Change by giving one setting of a file the other value, all else as written."""
 
     knob: str
     written: Choice
@@ -60,7 +60,7 @@ class Audit(Frozen):
 
     @property
     def sum_of_step_seconds_saved(self) -> float:
-        """What each difference saves alone, summed: not the whole if settings need each other."""
+        """Sum what each difference saves alone: not the whole if settings need each other."""
         return sum(one.step_seconds_saved for one in self.worth)
 
 

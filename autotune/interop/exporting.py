@@ -139,7 +139,6 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
 
 
 def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]:
-    """What takes more memory as it is read back than as it was planned."""
     for name in BLOCKS:
         own, there = (count_blocks(values.get(name, 0), num_blocks) for values in (planned, read))
         if there < own:
@@ -226,7 +225,6 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
 
 
 def _assumed(family: Family) -> dict[str, Any]:
-    """What a name that a trainer does not mention stands for, if not for a value of its own."""
     fields = {**Candidate.model_fields, **Job.model_fields}
     its_own = ("learning_rate", "weight_decay", "max_grad_norm", "timestep_shift", "seed")
     known = {name: field.default for name, field in fields.items() if not field.is_required()}
@@ -324,7 +322,6 @@ JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
 def _reread(
     trainer: Trainer, known: KnownModel, rule: Rule, values: Values, context: Context
 ) -> Values | None:
-    """What a rule writes, read back by it; None if it cannot be expressed, or not exactly."""
     try:
         own = _write(rule, values, context)
     except CannotExpress:

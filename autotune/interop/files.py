@@ -324,7 +324,6 @@ def _in_file(values: Values, wanted: Callable[[str], bool] = lambda key: True) -
 
 
 def _is_option(key: str) -> bool:
-    """Whether a key of kohya's does not belong to the file of data sets."""
     return not key.startswith(("general.", "datasets["))
 
 

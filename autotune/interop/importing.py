@@ -203,8 +203,7 @@ def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> l
 
 
 def _model_of(trainer: Trainer, known: KnownModel, settings: Settings) -> tuple[str, list[Line]]:
-    """What to plan for, and the lines that say so: the weights as written if `plan` can take
-    them."""
+    # the weights as written if `plan` can take them
     meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
     lines = [line_for("carried", settings[key], meaning) for key in known.keys if key in settings]
     named = (settings[key] for key in trainer.weights_keys if key in settings)

@@ -35,14 +35,14 @@ class CannotExpress(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What conversions depend on; the number of blocks is None if the model is not built."""
+    """Facts that conversions depend on; the number of blocks is None if the model is not built."""
 
     family: Family
     num_blocks: int | None = None
 
     @property
     def is_discrete(self) -> bool:
-        """Whether the model learns noise on a discrete schedule."""
+        """Tell if the model learns noise on a discrete schedule."""
         return isinstance(self.family.noise, DiscreteDiffusion)
 
     def blocks(self, value: str | int) -> int:
@@ -182,7 +182,6 @@ ANY: Any = object()
 
 
 def _fit(patterns: list[str], values: list[Any]) -> list[Any] | None:
-    """What the variables of the patterns stand for; None if a value does not fit its pattern."""
     bound: list[Any] = []
     for pattern, value in zip(patterns, values, strict=True):
         if value is ANY or pattern == "*":

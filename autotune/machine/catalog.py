@@ -79,7 +79,7 @@ class CatalogGpu(Frozen):
 
     @property
     def memory_bytes(self) -> int:
-        """What CUDA reports, or else 97% of the nominal size: the driver reserves some."""
+        """Return what CUDA reports, or else 97% of the nominal size: the driver reserves some."""
         if self.memory_cuda_mib is not None:
             return self.memory_cuda_mib * 2**20
         return int(self.memory_nominal_gb * 2**30 * 0.97)

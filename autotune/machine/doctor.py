@@ -68,7 +68,7 @@ class Gpu(Frozen):
 
     @property
     def needs_cuda_12(self) -> bool:
-        """Whether CUDA 13 no longer supports the card."""
+        """Tell if CUDA 13 no longer supports the card."""
         return self.compute_capability is not None and self.compute_capability < CUDA_13
 
 

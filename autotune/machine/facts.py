@@ -227,7 +227,7 @@ def _cuda_device(reader: Reader, count: int) -> Device:
 
 
 def _other_gpus(reader: Reader, count: int, kind: MemoryKind) -> tuple[OtherGpu, ...]:
-    """What is free is asked of NVML alone: torch would open a context there."""
+    # NVML alone tells what is free: torch would open a context there
     found = []
     wanted = {name: CUDA[name] for name in ("name", "total_memory_bytes", "drives_display")}
     for index in range(count):

@@ -48,8 +48,8 @@ PACKED = "uint8"  # the dtype in which bitsandbytes packs 4-bit weights, so that
 
 @dataclass(frozen=True)
 class BenchmarkSizes:
-    """How much to measure on a kind of device. Widths are the families': 3072, 12288 and 18432; on
-    a GPU the last four products are those of adapters of rank 16, and of 256 tokens of text. A CPU
+    """Amounts to measure on a kind of device. Widths are the families': 3072, 12288 and 18432; on a
+    GPU the last four products are those of adapters of rank 16, and of 256 tokens of text. A CPU
     trains small models only, so two of its products have their widths."""
 
     matmul_shapes: tuple[tuple[int, int, int], ...]

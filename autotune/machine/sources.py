@@ -381,7 +381,7 @@ def host_available_bytes() -> int:
 
 
 class BackgroundLoad:
-    """How much CPU time other processes take, from the creation of this object until now."""
+    """CPU time that other processes take, from the creation of this object until now."""
 
     def __init__(self) -> None:
         self._begin = self._times()

@@ -150,7 +150,7 @@ class Family(ABC):
         return self.experts[name]
 
     def is_pipeline(self, index: Config) -> bool:
-        """Whether a `model_index.json` is that of this family's pipelines."""
+        """Tell if a `model_index.json` is that of this family's pipelines."""
         expected = {"_class_name": self.pipeline_class, **self.pipeline_config}
         return all((index.get(key) or None) == value for key, value in expected.items())
 
@@ -370,7 +370,7 @@ class Family(ABC):
         return nullcontext()
 
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        """Whether attention gets a mask at this batch size, which some backends refuse."""
+        """Tell if attention gets a mask at this batch size, which some backends refuse."""
         return self.masks_padding and micro_batch_size > 1 and text_padding == "masked"
 
 

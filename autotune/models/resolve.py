@@ -189,7 +189,7 @@ class FetchedModel(Frozen):
     revision: str
     """Commit on the hub; `NAME@REVISION` means exactly these files."""
     folder: Path
-    """Where the hub's cache keeps it."""
+    """Its folder in the hub's cache."""
     size_bytes: int = NaturalInt
     num_verified: int | None
     """Number of files that have the hub's checksums; None if the hub was out of reach."""

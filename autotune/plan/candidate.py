@@ -112,8 +112,8 @@ class CachingSettings(Frozen):
 Outcome = Literal[
     "ok", "oom", "host_oom", "spill", "timeout", "unsupported", "numerics", "crash", "unpaid"
 ]
-"""How a trial ended. `host_oom`: host memory ran out although the device has its own; if both
-are one it is `oom`. `unpaid`: it ran, but the planned steps do not pay its start-up back."""
+"""End of a trial. `host_oom`: host memory ran out although the device has its own; if both are one
+it is `oom`. `unpaid`: it ran, but the planned steps do not pay its start-up back."""
 MAX_RESIDUAL = 5.0
 """Limit of a logarithmic residual, a factor of 148; what is further off counts as this far."""
 

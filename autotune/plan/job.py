@@ -102,7 +102,7 @@ def as_job_data(data: Any) -> Any:
 
 
 class ModelFields(Frozen):
-    """Which model, and which parts of it lie elsewhere."""
+    """The model, and parts of it that lie elsewhere."""
 
     model: Place | None = None
     """A folder in the diffusers layout, a known name, a hub id, or a single file."""
@@ -119,11 +119,11 @@ class ModelFields(Frozen):
     """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is
     first fetched."""
     expert: Expert | None = None
-    """Which transformer to train, if a model has two: high-noise or low-noise."""
+    """Transformer to train, if a model has two: high-noise or low-noise."""
 
 
 class DataFields(Frozen):
-    """Which data, and how it is read."""
+    """The data, and choices of reading it."""
 
     data: Annotated[Place | Places | None, BeforeValidator(as_job_data)] = None
     """Folder of images with same-stem .txt captions, or a YAML file that lists such folders."""
@@ -146,14 +146,14 @@ class DataFields(Frozen):
     flip: Annotated[bool, Option("--flip/--no-flip")] = False
     """Mirror images half of the time."""
     crop: Crop = "center"
-    """What stays of an image that is cropped to its shape."""
+    """Part that stays of an image that is cropped to its shape."""
     loss_mask: LossMask = "none"
-    """What the loss counts: all (none), what is white in NAME.mask.png (files), or what is opaque
-    (alpha)."""
+    """Pixels that the loss counts: all (none), those white in NAME.mask.png (files), or those
+    opaque (alpha)."""
 
 
 class JobFields(DataFields, ModelFields):
-    """What a user may say of a job. What is not given is the family's or as written here.
+    """Choices that a user has of a job. What is not given is the family's or as written here.
 
     Names are those of diffusers' training scripts where they have one.
     """
@@ -175,8 +175,8 @@ class JobFields(DataFields, ModelFields):
     learning_rate: float = Field(default=1e-4, gt=0, le=1)
     """Learning rate; by default the family's, or what is usual for the optimizer."""
     lr_scheduler: Schedule = "constant"
-    """How the rate goes on; plateau halves it when the mean loss of an epoch has not fallen for a
-    while."""
+    """Course of the learning rate; plateau halves it when the mean loss of an epoch has not fallen
+    for a while."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the rate rises from 0; constant and plateau have none."""
     weight_decay: Annotated[float, HIDDEN] = Field(default=0.01, ge=0, le=1)
@@ -192,13 +192,13 @@ class JobFields(DataFields, ModelFields):
     guidance_scale: Annotated[float | None, Option("--guidance")] = Field(default=None, ge=0)
     """Guidance scale in training, for distilled models; by default the family's."""
     weighting_scheme: Annotated[Weighting, Option("--loss-weighting")] = "none"
-    """How the loss weighs noise levels: none, sigma_sqrt or cosmap; SDXL: none or min_snr."""
+    """Weights of noise levels in the loss: none, sigma_sqrt or cosmap; SDXL: none or min_snr."""
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of captions that are left out, drawn anew each time."""
     mask_floor: Annotated[float, HIDDEN] = Field(default=0.0, ge=0, le=1)
     """Weight of the loss where a mask is black."""
     cache: Literal["disk", "memory"] = "disk"
-    """Where encoded captions and images are kept; those in memory are gone when the run ends."""
+    """Place of encoded captions and images; those in memory are gone when the run ends."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, order and noise."""
     checkpointing_steps: int = Field(default=250, ge=0)
@@ -210,7 +210,7 @@ class JobFields(DataFields, ModelFields):
     checkpoints_keep_every: Annotated[int, Option("--keep-every")] = Field(default=0, ge=0)
     """Keep one of every so many checkpoints for good; by default none."""
     preview_prompts: Annotated[tuple[Words, ...], Option("--preview-prompt", metavar="TEXT")] = ()
-    """What previews show, each always from the same noise; the first four are sampled."""
+    """Prompts of previews, each always from the same noise; the first four are sampled."""
     preview_steps: Annotated[int, HIDDEN] = Field(default=20, ge=1, le=1000)
     """Denoising steps of a preview; models know 1,000 noise levels."""
     preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
@@ -242,8 +242,7 @@ class Job(JobFields):
 
     @property
     def num_validations(self) -> int:
-        """How often the loss on held-out images is measured: without the adapter, at intervals,
-        and at the end."""
+        """Count measurements of the held-out loss: before, at intervals, and at the end."""
         if self.validation is None:
             return 0
         return 1 + (-(-self.num_steps // self.validation_every) if self.validation_every else 1)

@@ -1,4 +1,4 @@
-"""What a user asks of each command and function: declared once, with types, bounds and defaults.
+"""Requests of a user to each command and function: declared once, with types, bounds and defaults.
 
 From these fields come the keyword arguments of `autotune.plan` and the like, the options of the
 command line, their `--help`, and docs/reference.md.
@@ -95,7 +95,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     overheads: Annotated[Overheads | None, HIDDEN] = None
     """Overheads of the program that will train; None for autotune's own executor."""
     interrupted: Annotated[Literal["ignored", "resumed", "forgotten"], HIDDEN] = "ignored"
-    """What becomes of an interrupted search of the same without a name. `ignored` keeps trials in
+    """Fate of an interrupted search of the same without a name. `ignored` keeps trials in
     memory."""
 
     @property
@@ -118,7 +118,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
 
     @property
     def is_local(self) -> bool:
-        """Whether the hardware asked about is this machine's: only then can trials run."""
+        """Tell if the hardware asked about is this machine's: only then can trials run."""
         return self.hardware is None
 
     @property
@@ -210,13 +210,13 @@ class CompareRequest(WorkloadRequest, JobFields):
     prices: Annotated[
         Mapping[str, float] | str | Path | None, Option("--price-file", metavar="FILE")
     ] = None
-    """What an hour of each GPU costs: a YAML file such as docs/prices.yaml."""
+    """Price of an hour of each GPU: a YAML file such as docs/prices.yaml."""
     max_cost: Annotated[float | None, Option("--under")] = Field(default=None, ge=0)
     """Leave out what costs more."""
     max_hours: Annotated[Hours | None, Option("--within", metavar="TIME")] = None
     """Leave out what takes longer, e.g. 2h or 90min; a number counts hours."""
     order: Annotated[Literal["cost", "hours", "name"] | None, HIDDEN] = None
-    """What comes first; by default the cheapest if there are prices, else the fastest."""
+    """Order of rows; by default the cheapest first if there are prices, else the fastest."""
     download_rate: Annotated[MemoryAmount, HIDDEN] = 100_000_000
     """Bytes a second at which the model's files arrive; a folder needs no download."""
     pins: Annotated[KnobValues, Option("--pin", metavar="KNOB=VALUE")] = ()

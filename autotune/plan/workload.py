@@ -133,7 +133,7 @@ class Learning(Frozen):
     """Least fidelity of the base model: exact (16-bit), high (also 8-bit), or compact (also 4-bit,
     and 8-bit products)."""
     objective: Objective = "throughput"
-    """What to optimize: time, or memory of a step."""
+    """Quantity to minimize: time, or memory of a step."""
 
 
 class WorkloadRequest(Learning, Request):

@@ -246,7 +246,6 @@ def _unusual_settings(plan: TrainingPlan) -> list[str]:
 
 
 def _what_is_faster(plan: TrainingPlan) -> list[tuple[str, str]]:
-    """How much faster the least memory beyond the budget that helps would make it."""
     forecast, seconds = plan.frozen.forecast, plan.frozen.expected.step_seconds
     budget = plan.frozen.hardware.budget_bytes
     beyond = [

@@ -112,7 +112,7 @@ def verify_prediction(
 
 
 def _find_misfits(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
-    """What may not be tried, and why: an over-allocation can hang a machine."""
+    # an over-allocation can hang a machine
     budget, against = cost.budget_bytes, {}
     for candidate in candidates:
         needed = cost.predict(candidate).run_memory_bytes

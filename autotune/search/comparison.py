@@ -1,5 +1,5 @@
-"""What one job would take on several GPUs, and what published models take on the GPUs of the
-catalog, which `benchmarks/predict_catalog.py` predicts ahead with the planner itself."""
+"""Comparison of one job on several GPUs, and of published models on the GPUs of the catalog, which
+`benchmarks/predict_catalog.py` predicts ahead with the planner itself."""
 
 import json
 import math
@@ -25,7 +25,7 @@ ComparisonOrder = Literal["cost", "hours", "name"]
 
 
 class CatalogPrediction(Frozen):
-    """What a plan of a model for one GPU predicts, with the family's defaults."""
+    """Prediction by a plan of a model for one GPU, with the family's defaults."""
 
     gpu: str
     memory_gb: float
@@ -219,7 +219,7 @@ class ModelSummary(Frozen):
     family: str
     hub_id: str
     kind: Literal["image", "edit", "video"]
-    """What it makes: images, images of control images, or clips, which images train as well."""
+    """Kind of work: images, images of control images, or clips, which images train as well."""
     num_parameters: int | None
     is_verified: bool  # its build without files was compared with the published transformer
     license: str

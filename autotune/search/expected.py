@@ -1,4 +1,4 @@
-"""What a plan promises of its settings, and which predictions it keeps for a report: pure."""
+"""Expectations of a plan's settings, and the predictions that it keeps for a report: pure."""
 
 import math
 import operator

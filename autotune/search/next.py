@@ -83,7 +83,7 @@ def _ran(results: Results) -> list[TrialResult]:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """When a search ends at the latest."""
+    """Limits that end a search."""
 
     max_trials: int
     max_seconds: float | None = None
@@ -244,7 +244,6 @@ class ResidualSearch:
         return is_compared and self._expects_no_gain(results, running)
 
     def _expects_no_gain(self, results: Results, running: Collection[Candidate]) -> bool:
-        """Whether nothing is expected to be better by `MIN_GAIN` than the best that ran."""
         remaining = self.remaining(results, running)
         if not remaining or not _ran(results):
             return not remaining
@@ -344,7 +343,6 @@ def _without_swap(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _taught_by(candidate: Candidate) -> tuple[str, str, int]:
-    """What a trial teaches the cost model about, in the main."""
     return candidate.quantization, candidate.attention, candidate.micro_batch_size
 
 

@@ -1,5 +1,5 @@
-"""What the fork server imports once, so that every trial starts warm. Imports only: a parallel
-operation in the parent would deadlock its children, and a started CUDA could not be forked.
+"""Imports that the fork server makes once, so that every trial starts warm. A parallel operation in
+the parent would deadlock its children, and a started CUDA could not be forked.
 
 Two libraries may start CUDA when they are imported: torchao asks for the GPU's capability, and
 whether triton knows it; so the GPU is hidden meanwhile (torchao decides only about MX kernels by

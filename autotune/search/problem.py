@@ -83,7 +83,7 @@ class PlannerBackend:
     """Looks up records for the machine, the work of one process and the bytes that it may take."""
     autotune_version: str = __version__
     needs_weights: bool = True
-    """Whether trials read the model's files, so that they must be complete."""
+    """False if trials do not read the model's files, which then need not be complete."""
     check_gradients: Callable[
         [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile
     ] = check_gradients
@@ -95,7 +95,7 @@ class PlannerBackend:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """What a search works on."""
+    """A job, the machine and the cost model that a search works on."""
 
     request: PlanRequest
     hardware: HardwareProfile  # the whole machine
@@ -166,7 +166,7 @@ class PlanningProblem:
 
     @property
     def can_try(self) -> bool:
-        """Whether trials run: the machine must be this one, and a trial has one device."""
+        """Tell if trials run: the machine must be this one, and a trial has one device."""
         return self.request.is_local and self.cost.parallel.num_shards == 1
 
     @property

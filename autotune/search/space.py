@@ -32,7 +32,7 @@ KnobValue = tuple[str, str]  # a knob and one of its values, as text
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be tried: first one number of blocks each, until `expand_block_counts`."""
+    """Candidates to try: first one number of blocks each, until `expand_block_counts`."""
 
     candidates: tuple[Candidate, ...]
     choices: Mapping[str, tuple[Choice, ...]]
@@ -240,7 +240,7 @@ def _pin(name: str, value: str, choices: Choices) -> Choices:
 
 
 def _exclude(value: str, choices: Choices) -> Choices:
-    """Where a rule had settled on the value, those that may be pinned are tried instead."""
+    # if a rule had settled on the value, those that may be pinned are tried instead
     admitted = tuple(choice for choice in choices.admitted if str(choice) != value)
     pinnable = {choice: why for choice, why in choices.pinnable.items() if str(choice) != value}
     known = (*choices.admitted, *choices.pinnable)

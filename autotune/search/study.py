@@ -141,7 +141,7 @@ class _Storage(RDBStorage):
             super().record_heartbeat(trial_id)
 
     def set_trial_user_attr(self, trial_id: int, key: str, value: Any) -> None:
-        """What has begun has a heartbeat: for Optuna, a trial without one never ends."""
+        # what has begun has a heartbeat: for Optuna, a trial without one never ends
         if key == BEGAN:
             super().record_heartbeat(trial_id)
         super().set_trial_user_attr(trial_id, key, value)
@@ -196,7 +196,7 @@ def _translate_errors(url: str, kept: str = "") -> Iterator[None]:
 
 
 class StudySnapshot(NamedTuple):
-    """Where a search stands."""
+    """State of a search."""
 
     results: tuple[TrialResult, ...]
     running: tuple[Candidate, ...]

@@ -65,7 +65,7 @@ of it (`alloc_block`). What a trial really took is held against the cap when it 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """How much memory a child may take, whatever the machine would allow."""
+    """Memory that a child may take, whatever the machine would allow."""
 
     device: str
     cap_bytes: int
@@ -250,7 +250,7 @@ class ProcessTrialRunner:
         return "oom" if self.shares_memory else "host_oom"
 
     def _cap_bytes(self) -> int:
-        """What a trial may take now: on shared memory never what the watchdog would end it for."""
+        # never what the watchdog would end a trial for
         if not self.shares_memory:  # the child asks the card itself
             return self.memory_cap_bytes
         spare = CPU_SPARE_BYTES if self.device == "cpu" else 0

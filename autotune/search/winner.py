@@ -37,7 +37,7 @@ Trials = tuple[TrialResult, ...]
 
 @dataclass(frozen=True)
 class Score:
-    """What is known of a candidate: how fast and how large it is, or why it cannot run."""
+    """Speed and size of a candidate, or the reason why it cannot run."""
 
     candidate: Candidate
     step_seconds: float
@@ -258,7 +258,7 @@ def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candida
 
 @dataclass(frozen=True)
 class Payback:
-    """What compiling saves and takes, measured or predicted."""
+    """Time that compiling saves and takes, measured or predicted."""
 
     saved_seconds: float  # of a step; negative if compiled steps are slower
     startup_seconds: float

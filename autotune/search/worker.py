@@ -77,7 +77,7 @@ WORDS_PER_TOKEN = 0.5  # of the rehearsed caption: tokenizers split unusual word
 
 
 class Failure(AutotuneError):
-    """How a request ended without a result; sent to the parent as training's errors are."""
+    """End of a request without a result; sent to the parent as training's errors are."""
 
     partial: TrialResult | None = None  # the last partial result that the child reported
 

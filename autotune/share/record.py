@@ -1,4 +1,4 @@
-"""What leaves a machine: one search's measurements, without anything that tells who or where.
+"""The record that leaves a machine: one search's measurements, without who or where.
 
 A record is one JSON file, named by the SHA-256 of its content, so an altered one no longer fits its
 name. Free text (messages, notes, reasons), paths, names of data and of local folders stay out.
@@ -27,7 +27,7 @@ MAX_TRIALS = 512
 MAX_TEXT_LENGTH = 160
 MIN_CONCLUSIVE_TRIALS = 3  # of fewer trials the winner is no answer for others
 EXPECTED_FIELDS = ("evidence", "step_seconds", "peak_memory_bytes", "process_memory_bytes")
-"""What a job takes and its machine costs stay private."""
+"""Expectations that are shared: a job's hours and a machine's costs stay private."""
 ABSURD_NUMBER = re.compile(r"\d{22}|[eE][+-]?(?:\d{3}|[3-9]\d)")
 """A number that measures nothing and that arithmetic might choke on."""
 SPILL_RATIO = 1.02  # peak over total memory: above it the step would have spilled
@@ -68,7 +68,7 @@ class Record(Frozen):
     calibration: tuple[Residual | None, ...] = Field(default=(), max_length=MAX_TRIALS)
     """For each trial that ran, how far it was from the cost model of this version."""
     conclusive: bool = True
-    """Whether the search was neither cut short nor restricted by pins or exclusions."""
+    """False if the search was cut short, or restricted by pins or exclusions."""
 
     @model_validator(mode="after")
     def _is_evidence(self) -> "Record":

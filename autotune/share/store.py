@@ -24,7 +24,7 @@ KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
 
 
 class Transfer(Frozen):
-    """What a push or a pull did."""
+    """Result of a push or a pull."""
 
     num_new: int
     num_present: int

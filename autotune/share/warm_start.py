@@ -1,4 +1,4 @@
-"""Which records count for a machine and its work, and what a search does with them.
+"""Choice of the records that count for a machine and its work, and of their use in a search.
 
 A record only proposes. Its settings are tried first if they are predicted to fit; what it taught
 the cost model is trusted as far as its machine is similar; its measurements hold once a local trial
@@ -54,14 +54,14 @@ of 100 predictions are no farther off, and trials have a cap."""
 
 
 class Match(NamedTuple):
-    """How a record stands to a machine and its work."""
+    """Relation of a record to a machine and its work."""
 
     kind: Literal["exact", "near", "none"]
     """`exact`: one trial reproduces it; `near`: a prior; `none`: it does not count."""
     distance: float
     """Sum of weights: of each name that differs, of each doubling of a quantity; else infinite."""
     reasons: tuple[str, ...]
-    """What differs, one line each; the match keys alone if one of them does."""
+    """Differences, one line each; the match keys alone if one of them does."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class MatchedRecord:
 
     @cached_property
     def prior_residuals(self) -> PriorResiduals:
-        """What its trials taught the cost model of this version, as far as that is credible."""
+        """Return what its trials taught the cost model of this version, if credible."""
         from autotune.cost.calibration import PriorResiduals
 
         is_ours = self.record.autotune_version == __version__
@@ -101,7 +101,7 @@ class MatchedRecord:
 
 @dataclass(frozen=True)
 class StoreMatches:
-    """What a store has for a machine and its work."""
+    """Records that a store has for a machine and its work."""
 
     records: tuple[MatchedRecord, ...]
     """Exact ones first, then by distance; newer before older, of one day the fastest."""
@@ -274,7 +274,7 @@ def _work_facts(work: Workload) -> dict[str, Fact]:
 def _differences(
     there: Mapping[str, Fact], here: Mapping[str, Fact]
 ) -> Iterator[tuple[str, float]]:
-    """What one side does not know, or what is no quantity, is no difference."""
+    # what one side does not know, or what is no quantity, is no difference
     for name, fact in here.items():
         ours, theirs, weight = fact.value, there[name].value, fact.weight
         if theirs is None or ours is None or theirs == ours:
@@ -288,7 +288,7 @@ def _differences(
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What records contribute to one search, whose knobs may have the values in `choices`."""
+    """Records' contribution to one search, whose knobs may have the values in `choices`."""
 
     matches: tuple[MatchedRecord, ...]
     choices: Mapping[str, Sequence[Choice]]

@@ -265,7 +265,7 @@ class Launch:
     endpoint: str
     """`HOST:PORT` of the first process."""
     is_own: bool = False
-    """Whether autotune started it."""
+    """True if autotune started it."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self | None:

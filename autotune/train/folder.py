@@ -197,7 +197,7 @@ BEST_FILE = "best.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run needs to continue after `step` steps."""
+    """State that a run needs to continue after `step` steps."""
 
     step: int
     tensors: Mapping[str, Tensor]

@@ -40,7 +40,7 @@ from autotune.weights.names import can_write
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads, checked; `model` is None while it is to be fetched from the hub."""
+    """Checked inputs of a run; `model` is None while it is to be fetched from the hub."""
 
     data: SplitDataset
     model: ResolvedModel | None

@@ -177,7 +177,7 @@ def optimizer_step(
 
 @dataclass(frozen=True)
 class ConditionedImage:
-    """What decides an image's modulation, besides its noise level."""
+    """Facts of an image that decide its modulation, besides its noise level."""
 
     latents_shape: Sequence[int]
     inputs: Batch

@@ -316,7 +316,6 @@ def _reraise_bad_shapes() -> Iterator[None]:
 
 
 def _find_layout(adapter: Adapter, to: AdapterFormat, transformer: str | None) -> Layout | None:
-    """What the format's program calls the layers; None if as diffusers does."""
     known = transformer or _stored_class(adapter)
     if known and not can_write(to, known):
         message = f"autotune does not know what {to} calls the layers of a {known}"

@@ -387,7 +387,7 @@ def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _find_foreign_code(name: str, value: Any) -> str | None:
-    """What would load code; no `auto_map` does, as we do not set `trust_remote_code`."""
+    # no `auto_map` loads code, as we do not set `trust_remote_code`
     if name == "configuration_files" and value:
         return "replaces itself by other files"
     if "_implementation" in name:
