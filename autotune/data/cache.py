@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZE_LIMIT_BYTES = 50 * 1024**3
-FORMAT = "1"  # version of what an entry holds; with a new one, older entries are never found
+FORMAT = "2"  # version of what an entry holds; with a new one, older entries are never found
 STALE_SECONDS = 3600.0  # age above which a temporary file belongs to a writer that died
 TOUCH_SECONDS = 60.0  # updating the time of last use at every read would take longer than reading
 SAMPLE_BYTES = 1024**2  # of each end of a file: hashing a 16 GB text encoder takes half a minute

@@ -29,7 +29,7 @@ from autotune.data.cache import (
 )
 from autotune.data.dataset import Dataset, OnProgress
 from autotune.data.items import Item, Problem, file_digest
-from autotune.data.pixels import CENTERING, open_mask, open_pixels
+from autotune.data.pixels import CENTERING, UnusableFile, explain_damage, open_mask, open_pixels
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside, torch_dtype
@@ -356,7 +356,7 @@ def _plan_entries(
                 key, mask = find_mask(cache, item, item.mask_path, bucket, shape)
                 entries, masks[key] = replace(entries, mask_key=key), mask
         except OSError as error:
-            failures[index] = f"cannot be read: {error.strerror or error}"
+            failures[index] = explain_damage(error)
         else:
             planned[index] = entries
     return planned, masks, failures
@@ -476,10 +476,8 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
         if entry.flipped:
             pixels = [one.flip(-1) for one in pixels]
         has_changed = tuple(map(file_digest, entry.paths)) != entry.digests
-    except MemoryError:  # says nothing of the file
-        raise
     except Exception as error:  # decoders raise anything for damaged files
-        raise _Unreadable(f"cannot be decoded: {error}") from error
+        raise _Unreadable(explain_damage(error)) from error
     if has_changed:
         raise AutotuneError(
             f"{entry.paths[0]} changed while the data was encoded",
@@ -502,10 +500,8 @@ def find_mask(
     try:
         image = open_mask(path, is_alpha=is_alpha)
         mask = ImageOps.fit(image, shape, centering=CENTERING[item.crop])
-    except MemoryError:  # says nothing of the file
-        raise
     except Exception as error:  # decoders raise anything for damaged files
-        raise OSError(f"the mask {path.name} cannot be decoded: {error}") from error
+        raise UnusableFile(f"its mask {path.name}: {explain_damage(error)}") from error
     # The mean over the pixels of each latent.
     tensor = torch.from_numpy(np.array(mask.resize((width, height), Image.Resampling.BOX)))
     cache.write(key, {"mask": tensor})

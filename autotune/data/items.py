@@ -22,6 +22,7 @@ from autotune.data.pixels import (
     VIDEO_SUFFIXES,
     ClipSpan,
     choose_spans,
+    explain_damage,
     has_video_decoder,
     is_animation,
     is_black_mask,
@@ -44,6 +45,7 @@ REPEATS = re.compile(r"(\d{1,3})_.+")  # kohya's folder that is so often in an e
 QUARTERS = (3, 2, 1)  # of a clip's frames: more lengths would scatter a set
 MIN_SIDE_PX = 32  # smaller images teach nothing at any resolution that these models are trained at
 MASK_TOLERANCE = 0.01
+MIN_RATE_SHARE = 0.95  # of the model's frame rate, under which a video is named
 METADATA = "metadata.jsonl"
 MAX_REPEATS = 1000
 MAX_CAPTIONS = 100
@@ -306,10 +308,8 @@ class ItemReader:
                     break
                 for _ in read_clip(media.path, span):  # damage raises
                     pass
-        except MemoryError:  # says nothing of the file
-            raise
         except Exception as error:  # decoders raise anything for damaged files
-            raise _broken(error, media.path) from error
+            raise _Unusable("broken", explain_damage(error)) from error
         _require_side(facts.width_px, facts.height_px)
         if not spans:
             lasts = f"lasts {facts.duration_seconds:.2f} s"
@@ -317,9 +317,13 @@ class ItemReader:
             raise _Unusable("short", f"{lasts}, {needed:.2f} s are needed")
         item = self._make_item(media, facts.width_px, facts.height_px)
         found: list[Item | Problem] = [replace(item, span=span) for span in spans]
+        rate = f"at {options.frames_per_second:g} a second some are"
+        message = None
         if facts.is_variable:
-            rate = f"{options.frames_per_second:g} a second"
-            message = f"its frames are not evenly spaced: at {rate} some are repeated or left out"
+            message = f"its frames are not evenly spaced: {rate} repeated or left out"
+        elif facts.frames_per_second < MIN_RATE_SHARE * options.frames_per_second:
+            message = f"it has {facts.frames_per_second:.3g} frames a second: {rate} repeated"
+        if message:
             found.append(Problem(file=media.name, kind="variable", message=message))
         return found
 
@@ -420,10 +424,9 @@ def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
     subject = "" if path == media.path else f"{path.name} "
     try:
         width, height = read_size(path, decode=decode)
-    except MemoryError:  # says nothing of the file
-        raise
     except Exception as error:  # decoders raise anything for damaged files
-        raise _broken(error, path, subject) from error
+        where = f"{path.name}: " if subject else ""
+        raise _Unusable("broken", where + explain_damage(error)) from error
     _require_side(width, height, subject)
     return width, height
 
@@ -436,11 +439,6 @@ def _has_alpha(path: Path) -> bool:
 def _require_side(width: int, height: int, subject: str = "") -> None:
     if min(width, height) < MIN_SIDE_PX:
         raise _Unusable("tiny", f"{subject}is {width} x {height} px, under {MIN_SIDE_PX} px")
-
-
-def _broken(error: Exception, path: Path, subject: str = "") -> _Unusable:
-    reason = getattr(error, "strerror", None) or str(error).replace(f" '{path}'", "")
-    return _Unusable("broken", f"{subject}cannot be decoded: {reason}")
 
 
 def file_digest(path: Path) -> str:

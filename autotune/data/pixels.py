@@ -7,6 +7,7 @@ nothing outside of the file is opened, whatever a file asks for.
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 import stat
 import threading
@@ -19,8 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
+from autotune.errors import first_line
 from autotune.plan.job import ClipChoice, Crop
 from autotune.system.lazy import torch
 
@@ -35,6 +37,16 @@ TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)  # values of the EXIF orientation that sw
 
 FORMATS = ("PNG", "JPEG", "WEBP")  # one of Pillow's other decoders would start Ghostscript
 ANIMATED_FORMATS = ("GIF", "WEBP")
+# What files of other names turn out to be, by bytes near their start.
+OTHER_CONTENTS = {
+    b"ftyphe": "a HEIC image: `magick FILE FILE.png` converts it",
+    b"ftypmif1": "a HEIC image: `magick FILE FILE.png` converts it",
+    b"ftypavi": "an AVIF image: `magick FILE FILE.png` converts it",
+    b"<html": "a web page: download the image itself",
+    b"<!doctype": "a web page: download the image itself",
+    b"https://git-lfs": "a pointer of Git LFS: `git lfs pull` fetches the image",
+}
+PROFILE_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # by the color space of ICC profiles
 
 CENTERING = {"center": (0.5, 0.5), "top": (0.5, 0.0)}  # shares of what is cut on the left, above
 
@@ -63,25 +75,56 @@ def has_video_decoder() -> bool:
     return importlib.util.find_spec("av") is not None
 
 
+class UnusableFile(OSError):
+    """A file that is refused, and why: the text goes on after its name."""
+
+
+def explain_damage(error: Exception) -> str:
+    """Explain for people why a file cannot be decoded. Raises a MemoryError of this process again,
+    which says nothing of the file; ffmpeg's tells that a damaged file asks for too much."""
+    is_ffmpeg = type(error).__module__.startswith("av.")
+    if isinstance(error, MemoryError) and not is_ffmpeg:
+        raise error
+    if isinstance(error, UnusableFile):
+        return str(error)
+    if isinstance(error, OSError) and error.errno and not is_ffmpeg:
+        return f"it cannot be read: {error.strerror}"
+    reason = getattr(error, "strerror", None) or first_line(error)
+    if isinstance(error, MemoryError):
+        reason = "it asks for more memory than any clip needs"
+    return f"it is damaged or cut short ({reason})"
+
+
 def open_image(path: Path, *, animated: bool = False) -> Image.Image:
     """Open a png, jpeg or webp file, or with `animated` a gif or webp; only its header is read.
     Raises OSError for another format, too many pixels, and what might be read without end."""
     _require_regular(path)
+    limit = f"over {MAX_PIXELS >> 20} megapixels: make it smaller"
     try:
         image = Image.open(path, formats=ANIMATED_FORMATS if animated else FORMATS)
+    except Image.DecompressionBombError as error:
+        raise UnusableFile(f"it has {limit}") from error
     except UnidentifiedImageError as error:
-        kinds = "gif or webp" if animated else "png, jpeg or webp"
-        raise OSError(f"it is not a {kinds} image") from error
+        raise UnusableFile(_describe_content(path, animated=animated)) from error
     if image.width * image.height > MAX_PIXELS:
         image.close()
-        size = f"{image.width} x {image.height} px"
-        raise OSError(f"its {size} are over {MAX_PIXELS >> 20} megapixels: make it smaller")
+        raise UnusableFile(f"its {image.width} x {image.height} px are {limit}")
     return image
+
+
+def _describe_content(path: Path, *, animated: bool) -> str:
+    with path.open("rb") as file:
+        start = file.read(64).lower()
+    if not start:
+        return "it is empty"
+    kinds = "gif or webp" if animated else "png, jpeg or webp"
+    found = next((f", but {what}" for key, what in OTHER_CONTENTS.items() if key in start), "")
+    return f"it is not a {kinds} image{found}"
 
 
 def _require_regular(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(f"{path.name} is not a regular file")
+        raise UnusableFile("it is not a regular file")
 
 
 def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
@@ -115,23 +158,43 @@ def is_black_mask(path: Path, *, is_alpha: bool) -> bool:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert to 8-bit RGB: rotated as EXIF says, transparency on white, 16-bit gray scaled."""
+    """Convert to 8-bit sRGB as viewers do: rotated as EXIF says, by the ICC profile, transparency
+    on white, 16-bit gray scaled."""
+    to_srgb = _read_profile(image.info.get("icc_profile"))
     image = ImageOps.exif_transpose(image)
     converted = Image.new("RGB", image.size)
     height = max(1, BAND_PIXELS // image.width)
     for top in range(0, image.height, height):
         band = image.crop((0, top, image.width, min(top + height, image.height)))
-        converted.paste(_band_to_rgb(band), (0, top))
+        converted.paste(_band_to_rgb(band, to_srgb), (0, top))
     return converted
 
 
-def _band_to_rgb(image: Image.Image) -> Image.Image:
+def _read_profile(content: bytes | None) -> tuple[str, ImageCms.ImageCmsTransform] | None:
+    """The mode of the images that a profile describes, and their transform to sRGB."""
+    try:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(content or b""))
+        if "sRGB" in ImageCms.getProfileDescription(profile):
+            return None
+        mode = PROFILE_MODES[profile.profile.xcolor_space.strip()]
+        srgb = ImageCms.createProfile("sRGB")
+        return mode, ImageCms.buildTransform(profile, srgb, mode, "RGB")
+    except (ImageCms.PyCMSError, OSError, KeyError):  # viewers ignore what they do not understand
+        return None
+
+
+def _band_to_rgb(
+    image: Image.Image, to_srgb: tuple[str, ImageCms.ImageCmsTransform] | None
+) -> Image.Image:
     if image.mode.startswith("I"):  # of the formats read only PNG's 16 bits have these modes
-        return image.convert("I").point(lambda value: value / 257 + 0.5).convert("L").convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+        image = image.convert("I").point(lambda value: value / 257 + 0.5).convert("L")
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    if to_srgb and (image.mode == "CMYK") == (to_srgb[0] == "CMYK"):
+        if image.mode != "CMYK":
+            image = image.convert("RGB").convert(to_srgb[0])
+        image = to_srgb[1].apply(image)
+    image = image.convert("RGB")
+    return Image.composite(image, Image.new("RGB", image.size, "white"), alpha) if alpha else image
 
 
 @dataclass(frozen=True)
@@ -178,6 +241,7 @@ class VideoFacts:
     start_seconds: float
     duration_seconds: float
     is_variable: bool
+    frames_per_second: float
 
 
 @dataclass(frozen=True)
@@ -190,7 +254,7 @@ class _Frame:
         if isinstance(self.picture, Image.Image):
             return self.picture
         if self.picture.is_corrupt:
-            raise OSError(f"it is damaged at {self.seconds:.2f} s")
+            raise UnusableFile(f"it is damaged at {self.seconds:.2f} s")
         # A fifth of the time of `to_image`.
         image = Image.fromarray(self.picture.to_ndarray(format="rgb24"))
         degrees = _rotation(self.picture)
@@ -203,16 +267,16 @@ def read_facts(path: Path) -> VideoFacts:
     with closing(_frames(path)) as frames:
         first = next(frames, None)
     if first is None:
-        raise OSError("it has no frames")
+        raise UnusableFile("it has no frames")
     size = first.to_rgb().size
     times = _list_times(path)
     gaps = [after - before for before, after in pairwise(times)]
     usual = median(gaps) if gaps else first.duration_seconds
     duration = times[-1] - times[0] + usual
     if not 1 / MAX_SOURCE_FPS <= usual <= 1 / MIN_SOURCE_FPS or not math.isfinite(duration):
-        raise OSError(f"its frames are {usual:g} s apart")
+        raise UnusableFile(f"its frames are {usual:g} s apart")
     is_variable = any(abs(gap - usual) > VARIABLE_SHARE * usual for gap in gaps)
-    return VideoFacts(*size, first.seconds, duration, is_variable)
+    return VideoFacts(*size, first.seconds, duration, is_variable, 1 / usual)
 
 
 def choose_spans(
@@ -255,7 +319,7 @@ def read_clip(path: Path, span: ClipSpan) -> Iterator[Image.Image]:
                     given += 1
             if given == len(times):
                 return
-    raise OSError(f"it ends after {given} of a clip's {len(times)} frames")
+    raise UnusableFile(f"it ends after {given} of a clip's {len(times)} frames")
 
 
 def is_animation(path: Path) -> bool:
@@ -283,7 +347,7 @@ def _list_times(path: Path) -> list[float]:
             if ticks is not None and not packet.is_discard:
                 times.append(float(ticks * packet.time_base))
             if len(times) > MAX_SOURCE_FRAMES:
-                raise OSError(f"it has over {MAX_SOURCE_FRAMES} frames")
+                raise UnusableFile(f"it has over {MAX_SOURCE_FRAMES} frames")
     return sorted(times)
 
 
@@ -293,7 +357,7 @@ def _animation_frames(path: Path, *, renders: bool = True) -> Generator[_Frame]:
         count = getattr(image, "n_frames", 1)
         if count * image.width * image.height > MAX_ANIMATION_PIXELS:
             size = f"{image.width} x {image.height} px"
-            raise OSError(f"its {count} frames of {size} are too many: make it a video")
+            raise UnusableFile(f"its {count} frames of {size} are too many: make it a video")
         for number in range(count):
             image.seek(number)
             image.load()
@@ -314,7 +378,7 @@ def _video_frames(path: Path, start_seconds: float | None) -> Generator[_Frame]:
             container.seek(math.floor(start_seconds / stream.time_base), stream=stream)
         for frame in container.decode(stream):
             if frame.time is None:
-                raise OSError("its frames have no times")
+                raise UnusableFile("its frames have no times")
             _require_small(frame)  # a stream may change its size
             duration = float(frame.duration * frame.time_base) if frame.duration else usual
             yield _Frame(float(frame.time), duration, frame)
@@ -322,7 +386,7 @@ def _video_frames(path: Path, start_seconds: float | None) -> Generator[_Frame]:
 
 def _require_small(frame: Any) -> None:
     if frame.width * frame.height > MAX_PIXELS:
-        raise OSError(f"its frames are over {MAX_PIXELS >> 20} megapixels: make them smaller")
+        raise UnusableFile(f"its frames are over {MAX_PIXELS >> 20} megapixels: make them smaller")
 
 
 @contextmanager
@@ -332,10 +396,14 @@ def _open_video(path: Path) -> Iterator[tuple[Any, Any]]:
 
     _require_regular(path)
     limit = {"max_pixels": str(MAX_PIXELS)}
-    options = {"format_whitelist": DEMUXERS, "protocol_whitelist": ""} | limit
-    with path.open("rb") as file, av.open(file, options=options) as container:
-        if not container.streams.video:
-            raise OSError("it has no pictures")
+    # A title in another encoding spoils no picture.
+    given: dict[str, Any] = {
+        "options": {"format_whitelist": DEMUXERS, "protocol_whitelist": ""} | limit,
+        "metadata_errors": "replace",
+    }
+    with path.open("rb") as file, av.open(file, **given) as container:
+        if not container.streams.video or not container.streams.video[0].codec_context:
+            raise UnusableFile("it has no pictures that ffmpeg can decode")
         stream = container.streams.video[0]
         _require_small(stream.codec_context)
         stream.codec_context.options = limit

@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
-from autotune.data.pixels import has_video_decoder, open_image, to_rgb
+from autotune.data.pixels import explain_damage, has_video_decoder, open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
 from autotune.knobs.settings import configure_allocator
@@ -405,10 +405,8 @@ class PreviewSampler:
     def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
         try:
             controls = [to_rgb(open_image(path)) for path in preview.control_paths]
-        except MemoryError:  # says nothing of the file
-            raise
         except Exception as error:  # decoders raise anything for damaged files
-            message = f"a control image cannot be decoded: {error}"
+            message = f"a control image cannot be used: {explain_damage(error)}"
             raise InvalidInput(message, hint="check the files") from error
         family, how = self.model.family, {"num_steps": preview.num_steps, "seed": preview.seed}
         names = family.denoiser, *family.other_denoisers

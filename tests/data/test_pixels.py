@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageCms
 
 from autotune.data import pixels as pixels_module
 from autotune.data.dataset import read_dataset, scan_dataset
@@ -103,6 +103,24 @@ def test_bands_make_no_difference(mode, monkeypatch):
     assert np.array_equal(np.asarray(to_rgb(image)), whole)
 
 
+def swapped_profile():
+    """An ICC profile in which red and green have changed places, as its matrix tells."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    red, green = profile.index(b"rXYZ"), profile.index(b"gXYZ")
+    profile[red : red + 4], profile[green : green + 4] = b"gXYZ", b"rXYZ"
+    return bytes(profile).replace(b"s\0R\0G\0B", b"o\0t\0h\0e").replace(b"sRGB", b"othe")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
+def test_colors_are_those_that_the_files_profile_tells(tmp_path, mode):
+    red = Image.new("RGB", (64, 64), (255, 0, 0)).convert(mode)
+    red.save(tmp_path / "a.png", icc_profile=swapped_profile())
+    red.save(tmp_path / "b.png", icc_profile=b"no profile")
+    swapped, plain = (open_pixels([tmp_path / name], 64, 64) for name in ("a.png", "b.png"))
+    assert swapped[:, 0, 9, 9].tolist() == pytest.approx([-1, 1, -1], abs=0.02)
+    assert plain[:, 0, 9, 9].tolist() == [1, -1, -1]
+
+
 FIVE = DatasetOptions(num_frames=5, caption="x", frames_per_second=16)
 
 
@@ -135,6 +153,32 @@ def test_animations_are_clips_and_still_webp_images_are_not(tmp_path, name):
     assert (clip.num_frames, still.num_frames, still.span) == (5, 1, None)
     assert clip.span is not None
     assert shown(clip.path, clip.span) == [0, 1, 3, 4, 5]
+
+
+def test_a_damaged_video_that_asks_for_memory_is_one_broken_file(tmp_path):
+    whole = write_video(tmp_path / "whole.mp4", 20).read_bytes()
+    table = whole.index(b"stts") + 8  # its number of entries
+    damaged = whole[:table] + b"\x7f\xff\xff\xf0" + whole[table + 4 :]
+    (tmp_path / "damaged.mp4").write_bytes(damaged)
+    dataset = scan_dataset(tmp_path, FIVE)
+    assert [item.path.name for item in dataset.items] == ["whole.mp4"]
+    assert [(one.file, one.kind) for one in dataset.problems] == [("damaged.mp4", "broken")]
+
+
+def test_a_title_in_another_encoding_spoils_no_video(tmp_path):
+    path = write_video(tmp_path / "a.mkv", 20)
+    content = path.read_bytes()
+    assert b"Lavf" in content
+    path.write_bytes(content.replace(b"Lavf", b"L\xe4vf"))
+    assert len(read_dataset(tmp_path, FIVE).items) == 1
+
+
+def test_a_video_of_fewer_frames_than_the_model_makes_is_told(tmp_path):
+    write_video(tmp_path / "slow.mp4", 12, fps=8)
+    write_video(tmp_path / "exact.mp4", 12, fps=16)
+    dataset = scan_dataset(tmp_path, FIVE)
+    assert len(dataset.items) == 2
+    assert {one.file: one.kind for one in dataset.problems} == {"slow.mp4": "variable"}
 
 
 def test_clips_are_the_head_or_all_or_evenly_spread(tmp_path):
