@@ -4,7 +4,7 @@ Every function that takes long calls its `on_event` with them; nothing depends o
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from autotune.plan.base import Frozen
@@ -12,6 +12,8 @@ from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Workload
+
+SMOOTHING = 0.05  # share of each new loss in the smoothed one, once there are enough of them
 
 
 class Event(Frozen):
@@ -143,6 +145,27 @@ class PreviewsWritten(Event):
 
 OnEvent = Callable[[Event], None]
 """A listener to the stream."""
+
+
+def smooth(before: float, value: float, number: int) -> float:
+    """Return the exponential moving average after the `number`-th value, counted from 1; the first
+    ones are means of what there is."""
+    share = max(SMOOTHING, 1 / number)
+    return (1 - share) * before + share * value
+
+
+def smoothed(values: Iterable[float]) -> list[float]:
+    """Return the moving average after each value."""
+    series: list[float] = []
+    for number, value in enumerate(values, 1):
+        series.append(smooth(series[-1] if series else 0.0, value, number))
+    return series
+
+
+def loss_change(losses: Sequence[float]) -> tuple[float, float]:
+    """Return the smoothed loss after a run's first tenth, and after its last step."""
+    series = smoothed(losses) or [0.0]
+    return series[max(0, len(series) // 10 - 1)], series[-1]
 
 
 def ignore_event(event: Event) -> None:

@@ -18,7 +18,7 @@ from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import TrainingPlan
 from autotune.report import plan as texts
 from autotune.report.run import PAGE_FILE, step_text, validation_text
-from autotune.report.text import printable_lines, smooth, time_left_text, wrapped
+from autotune.report.text import printable_lines, time_left_text, wrapped
 
 QUIET_SECONDS = 60.0
 """Longest time between two lines of a training run whose output goes to a file."""
@@ -156,7 +156,7 @@ class EventDisplay:
 
     def _step(self, event: events.StepFinished) -> None:
         self.num_steps += 1
-        self.smoothed_loss = smooth(self.smoothed_loss, event.loss, self.num_steps)
+        self.smoothed_loss = events.smooth(self.smoothed_loss, event.loss, self.num_steps)
         note = step_text(event, self.smoothed_loss, self.promised_bytes)
         self._update("training", event.step, event.num_steps, note=note)
         if held_out := validation_text(event):

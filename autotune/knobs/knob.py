@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import DeviceKind, HardwareProfile
+from autotune.plan.hardware import Capability, DeviceKind, HardwareProfile
 from autotune.plan.workload import Workload
 
 
@@ -57,8 +57,14 @@ def gradient_capability(knob: str, checked_choice: Choice) -> str:
 
 def why_not(hardware: HardwareProfile, capability: str) -> str | None:
     """Tell why the machine lacks a capability; None if it has it, or if it is unknown."""
+    lacking = find_lacking(hardware, capability)
+    return lacking.reason if lacking else None
+
+
+def find_lacking(hardware: HardwareProfile, capability: str) -> Capability | None:
+    """Find the verdict that the machine lacks a capability."""
     named = (each for each in hardware.capabilities if each.name == capability)
-    return next((each.reason for each in named if not each.available), None)
+    return next((each for each in named if not each.available), None)
 
 
 class Knob(ABC):

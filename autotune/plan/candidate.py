@@ -1,6 +1,7 @@
 """One value for every knob, and how captions are encoded before training."""
 
 import statistics
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -110,10 +111,20 @@ class CachingSettings(Frozen):
 
 
 Outcome = Literal[
-    "ok", "oom", "host_oom", "spill", "timeout", "unsupported", "numerics", "crash", "unpaid"
+    "ok",
+    "oom",
+    "host_oom",
+    "spill",
+    "timeout",
+    "unsupported",
+    "numerics",
+    "crash",
+    "unpaid",
+    "disturbed",
 ]
 """End of a trial. `host_oom`: host memory ran out although the device has its own; if both are one
-it is `oom`. `unpaid`: it ran, but the planned steps do not pay its start-up back."""
+it is `oom`. `unpaid`: it ran, but the planned steps do not pay its start-up back. `disturbed`: it
+ran, but other programs slowed it down, as the same settings were faster in another trial."""
 MAX_RESIDUAL = 5.0
 """Limit of a logarithmic residual, a factor of 148; what is further off counts as this far."""
 
@@ -175,6 +186,17 @@ class TrialResult(Frozen):
     def median_step_seconds(self) -> float | None:
         """Median wall time of the steady steps; None if there are none."""
         return statistics.median(self.step_seconds) if self.step_seconds else None
+
+
+def counting_trials(trials: Iterable[TrialResult]) -> list[TrialResult]:
+    """Return the trial of each candidate that counts: the last, unless it only took too long."""
+    last: dict[Candidate, TrialResult] = {}
+    for trial in trials:
+        earlier = last.get(trial.candidate)
+        is_late = trial.outcome in ("timeout", "disturbed")
+        if earlier is None or earlier.outcome != "ok" or not is_late:
+            last[trial.candidate] = trial
+    return list(last.values())
 
 
 class Residual(Frozen):

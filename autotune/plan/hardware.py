@@ -10,6 +10,7 @@ from packaging.version import InvalidVersion, Version
 from pydantic import Field, model_validator
 
 from autotune.plan.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
+from autotune.plan.candidate import Outcome
 
 KEY_NAMES: dict[str, str] = {
     "device_kind": "kind of device",
@@ -163,6 +164,8 @@ class Capability(Frozen):
     name: str
     available: bool
     reason: str
+    outcome: Outcome | None = None
+    """End of a check that told nothing; None if it is known."""
 
 
 class Conditions(Frozen):

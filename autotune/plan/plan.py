@@ -252,7 +252,9 @@ class RunReport(Frozen):
     gpu_utilization: float | None = None
     """Mean share of time that the GPU computed, in [0, 1]; None without NVML."""
     first_loss: float
+    """Smoothed loss after the first tenth of the steps."""
     final_loss: float
+    """Smoothed loss after the last step."""
     warnings: tuple[str, ...] = ()
     settings: Candidate
     """Settings that the run ended with: the plan's, or a fallback, which a warning then names."""

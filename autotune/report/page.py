@@ -16,14 +16,14 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from autotune.errors import InvalidInput
-from autotune.events import StepFinished
-from autotune.plan.candidate import Candidate, Choice
+from autotune.events import StepFinished, loss_change, smoothed
+from autotune.plan.candidate import Candidate, Choice, counting_trials
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.workload import GOALS
 from autotune.report import text
 from autotune.report.plan import describe_changes, process_workload, settings_items
 from autotune.report.run import adapter_lines, limit_text, phase_bytes
-from autotune.report.text import change_text, loss_text, memory_text, seconds_text, smoothed
+from autotune.report.text import change_text, loss_text, memory_text, seconds_text
 
 WIDE_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
 SHOWN_BUDGET = 2.0  # times what is shown: a larger budget is not on the chart's scale
@@ -44,6 +44,7 @@ OUTCOMES = {
     "numerics": "computed wrong numbers",
     "crash": "crashed",
     "unpaid": "takes longer to start than it saves",
+    "disturbed": "was slowed down by other programs",
 }
 LEGEND = {  # later ones are drawn above
     "failed": "tried, did not run",
@@ -148,7 +149,7 @@ def points_of(plan: TrainingPlan) -> list[Point]:
         fits = size <= frozen.hardware.budget_bytes
         outcome = "predicted to fit" if fits else "predicted not to fit"
         add(candidate, each.step_seconds, size, "predicted" if fits else "beyond", outcome)
-    for trial in frozen.trials:
+    for trial in counting_trials(frozen.trials):
         seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
         if seconds and peak and trial.outcome == "ok":
             word = f"measured in a {'longer' if trial.confirms else 'short'} trial"
@@ -298,7 +299,7 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
         "frozen": frozen,
         "work": work,
         "goal": GOALS[work.objective],
-        "num_tried": sum(not trial.confirms for trial in frozen.trials),
+        "num_tried": len({trial.candidate for trial in frozen.trials}),
         "is_tie": any(point.images_per_second > chosen.images_per_second for point in like),
         "nearest": nearest_beyond(plan, points),
         "points": sorted(points, key=lambda point: -point.images_per_second),
@@ -369,7 +370,8 @@ def _run_view(subject: Subject) -> dict[str, Any]:
     if steps:
         measured = report.measured_step_seconds if report else statistics.median(_seconds(steps))
         waits = statistics.fmean(step.data_seconds for step in steps[2:] or steps)
-        view["loss"] = smoothed([step.loss for step in steps])[-1]
+        losses = loss_change([step.loss for step in steps])
+        view["losses"] = (report.first_loss, report.final_loss) if report else losses
         view |= {"step_seconds": measured, "limit": limit_text(plan, measured, waits)}
     view["verdict"] = adapter_lines(report) if report and report.verdict else []
     if report:

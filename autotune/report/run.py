@@ -67,7 +67,7 @@ def report_lines(report: RunReport) -> list[str]:
         *(f"{name:<14}{a:>12}{b:>12}" for name, a, b in rows),
         f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
         f"{report.images_per_second:.2f} images/s{busy}; "
-        f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}",
+        f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}, smoothed",
     ]
     lines += [f"limited by {report.limited_by}"] if report.limited_by else []
     if error := report.quantization_error:

@@ -2,11 +2,10 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 WIDTH = 80
 BEYOND_MEASURE = 1e15  # no run takes so many seconds or bytes: a damaged file does
-SMOOTHING = 0.05  # share of each new value in a smoothed series, once there are enough of them
 
 
 def memory_text(num_bytes: float | None) -> str:
@@ -58,20 +57,6 @@ def loss_text(loss: float) -> str:
 def change_text(share: float, digits: int = 0) -> str:
     """Write `+12%`, or `+1.2e+30%` of numbers that nothing measures."""
     return f"{share:+.{digits}%}" if abs(share) < 1e4 else f"{100 * share:+.1e}%"
-
-
-def smoothed(values: Iterable[float]) -> list[float]:
-    """Return an exponential moving average; the first values are means of what there is."""
-    series: list[float] = []
-    for number, value in enumerate(values, 1):
-        series.append(smooth(series[-1] if series else 0.0, value, number))
-    return series
-
-
-def smooth(before: float, value: float, number: int) -> float:
-    """Return the moving average after the `number`-th value, counted from 1."""
-    share = max(SMOOTHING, 1 / number)
-    return (1 - share) * before + share * value
 
 
 def plus_minus(share: float | None) -> str:

@@ -108,7 +108,7 @@ def _judge(
     if isinstance(result, Failure):
         why = f"({result.outcome}: {result.message})"
         reason = f"what it computes could not be checked on this machine {why}"
-        return Capability(name=name, available=False, reason=reason)
+        return Capability(name=name, available=False, reason=reason, outcome=result.outcome)
     what, allowed = "updates of the adapter", rule.tolerance  # in fp32 whatever the precision
     if isinstance(request, GradientRequest):
         what = "adapter gradients"

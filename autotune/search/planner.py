@@ -6,9 +6,9 @@ If the machine is not at hand (a GPU of the catalog), predictions take the place
 plan says so.
 """
 
-import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import optuna
 
@@ -24,7 +24,7 @@ from autotune.events import (
     TrialStarted,
     ignore_event,
 )
-from autotune.knobs.knob import gradient_capability, why_not
+from autotune.knobs.knob import find_lacking, gradient_capability
 from autotune.plan.base import SCHEMA_VERSION
 from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.file import seal
@@ -43,14 +43,7 @@ from autotune.search.problem import (
     suggest_relaxation,
 )
 from autotune.search.request import ResolvedRequest, resolve_request_model
-from autotune.search.study import (
-    memoize,
-    open_study,
-    publish_plan,
-    published_plan,
-    run_search,
-    take_snapshot,
-)
+from autotune.search.study import memoize, open_study, publish_plan, published_plan, run_search
 from autotune.search.winner import Trials
 from autotune.share.warm_start import MatchedRecord, WarmStart
 from autotune.system.process import collect_rarely, interrupt_on_signal
@@ -105,7 +98,7 @@ def make_plan(
                     trials = search.try_compiled(trials)
                 trials = search.confirm(trials)  # here: phases of another machine do not count
             except KeyboardInterrupt:
-                known = take_snapshot(study).results
+                known = winner.mark_disturbed(tuple(search.told))
                 if not any(trial.outcome == "ok" for trial in known):
                     raise
                 best = freeze_plan(problem, version, (), known, warm_start)
@@ -170,6 +163,8 @@ class _Search:
     backend: PlannerBackend
     study: optuna.Study
     on_event: OnEvent
+    told: list[TrialResult] = field(default_factory=list)
+    """What was tried, in the order in which listeners and the plan number it."""
 
     def explore(self, warm_start: WarmStart) -> Trials:
         """Try candidates until no other is worth a trial, and a smaller one to fall back on."""
@@ -189,12 +184,9 @@ class _Search:
                 self.on_event(TrialStarted(candidate=candidate))
                 return run(candidate)
 
-            def on_trial(result: TrialResult) -> None:
-                self.on_event(TrialFinished(result=result))
-
             is_enough = warm_start.find_reproduced
             trials = run_search(
-                sampler, run_trial, problem.limits, on_trial, is_enough=is_enough, study=study
+                sampler, run_trial, problem.limits, self.tell, is_enough=is_enough, study=study
             )
             trials = self.try_doubtful_again(sampler, trials, run)
             if is_enough(trials):
@@ -206,17 +198,15 @@ class _Search:
     def try_doubtful_again(
         self, sampler: ResidualSearch, trials: Trials, run: TrialFunction
     ) -> Trials:
-        """Replace what contradicts the others by a faster repetition: noise only slows."""
+        """Repeat what contradicts the others."""
         repeated: set[Candidate] = set()
         while (doubtful := sampler.find_doubtful(trials)) and doubtful.candidate not in repeated:
             repeated.add(doubtful.candidate)
+            number = trials.index(doubtful) + 1
+            text = f"trial {number} is slower than the others let expect: it is tried again"
+            self.on_event(Notice(text=text))
             again = self.try_once("again", doubtful.candidate, run)
-            if again is None or again.outcome != "ok":
-                break
-            seconds = [trial.median_step_seconds or math.inf for trial in (again, doubtful)]
-            if seconds[0] < seconds[1]:
-                kept = again.changed(wall_seconds=search_cost_seconds((again, doubtful)))
-                trials = tuple(kept if trial is doubtful else trial for trial in trials)
+            trials = winner.mark_disturbed((*trials, *filter(None, (again,))))
         return trials
 
     def try_compiled(self, trials: Trials) -> Trials:
@@ -227,14 +217,25 @@ class _Search:
         def run(candidate: Candidate) -> TrialResult:
             model, _ = resolve_request_model(problem.request)
             choices = {"precision": precisions, "compile": (candidate.compile,)}
+            started = time.monotonic()
             checked = backend.check_gradients(problem.cost.context, choices, model)
-            if wrong := why_not(checked, gradient_capability("compile", candidate.compile)):
-                return TrialResult(candidate=candidate, outcome="numerics", message=wrong)
+            seconds = round(time.monotonic() - started, 1)
+            if wrong := find_lacking(checked, gradient_capability("compile", candidate.compile)):
+                return TrialResult(
+                    candidate=candidate,
+                    outcome=wrong.outcome or "numerics",
+                    message=wrong.reason,
+                    wall_seconds=seconds,
+                )
             with backend.trials(problem.request.model_ref, problem.cost) as trial:
-                return trial(candidate)
+                result = trial(candidate)
+            return result.changed(wall_seconds=(result.wall_seconds or 0.0) + seconds)
+
+        def judge(result: TrialResult) -> TrialResult:
+            return winner.judge_payback(trials, result, problem.job.num_steps)
 
         return winner.try_compiled(
-            trials, problem, lambda what, candidate: self.try_once(what, candidate, run)
+            trials, problem, lambda what, candidate: self.try_once(what, candidate, run, judge)
         )
 
     def confirm(self, trials: Trials) -> Trials:
@@ -251,16 +252,23 @@ class _Search:
         )
 
     def try_once(
-        self, what: str, candidate: Candidate, run: Callable[[Candidate], TrialResult | None]
+        self,
+        what: str,
+        candidate: Candidate,
+        run: Callable[[Candidate], TrialResult | None],
+        judge: Callable[[TrialResult], TrialResult] = lambda result: result,
     ) -> TrialResult | None:
 
         def measure(candidate: Candidate) -> TrialResult | None:
             self.on_event(TrialStarted(candidate=candidate))
             return run(candidate)
 
-        result = memoize(self.study, what, candidate, measure)
-        if result:
-            self.on_event(TrialFinished(result=result))
+        measured = memoize(self.study, what, candidate, measure)
+        return self.tell(judge(measured)) if measured else None
+
+    def tell(self, result: TrialResult) -> TrialResult:
+        self.told.append(result)
+        self.on_event(TrialFinished(result=result))
         return result
 
 

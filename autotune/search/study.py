@@ -259,14 +259,13 @@ def run_search(
     search: ResidualSearch,
     run: TrialFunction,
     limits: SearchLimits,
-    on_trial: Callable[[TrialResult], None],
+    on_trial: Callable[[TrialResult], object],
     *,
     is_enough: Callable[[Sequence[TrialResult]], object] = lambda results: False,
     study: Study | None = None,
 ) -> tuple[TrialResult, ...]:
-    """Try candidates until the search is over, or `is_enough`; return all results in order.
-
-    `on_trial` is called with each, other workers' too, first with those that the study has.
+    """Try candidates until the search is over, or `is_enough`; return all results in the order in
+    which `on_trial` is called with them, other workers' too, first with those that the study has.
     """
     if not search.remaining(()):
         return ()
@@ -294,7 +293,6 @@ def run_search(
                 trial.set_user_attr(STOPPED, True)
                 raise
             trial.set_user_attr(RESULT, result.model_dump_json())
-            on_trial(result)
         trial.set_constraint("failed (0 if it ran)", 0.0 if result.outcome == "ok" else 1.0)
         return result.median_step_seconds or math.inf
 
@@ -302,10 +300,13 @@ def run_search(
     study.sampler = ResidualSampler(search, is_over)
     warnings.simplefilter("ignore", ExperimentalWarning)
     fail_stale_trials(study)
-    for result in take_snapshot(study).results:
-        on_trial(result)
+    told: dict[Candidate, TrialResult] = {}
     while True:
         snapshot = take_snapshot(study)
+        for result in snapshot.results:
+            if result.candidate not in told:
+                told[result.candidate] = result
+                on_trial(result)
         if not is_over(snapshot):
             # Taken for dead, a worker cannot end its trial, which another one has by now.
             with suppress(UpdateFinishedTrialError):
@@ -314,7 +315,7 @@ def run_search(
             time.sleep(POLL_SECONDS)
             fail_stale_trials(study)  # if one of the others dies, this worker tries its candidate
         else:
-            return snapshot.results
+            return tuple(told.values())
 
 
 def memoize(

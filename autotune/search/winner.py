@@ -5,6 +5,7 @@ compiled if the planned steps are predicted to pay the start-up back; one that a
 made too long is tried again in another process, which finds the code that the first one left.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
 from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, startup_seconds
-from autotune.plan.candidate import Candidate, Choice, TrialResult
+from autotune.plan.candidate import Candidate, Choice, TrialResult, counting_trials
 from autotune.plan.plan import Reason, Rejected
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import GOALS, Objective
@@ -31,6 +32,7 @@ MIN_SECONDS = 5.0
 WORTH_CONFIRMING = 0.95  # of the confirmed value: what a short trial must undercut to be confirmed
 MAX_UNTRIED_SHARE = 0.9  # largest memory of a fallback, as a share of the winner's
 BLOCK, OFF = "block", "off"
+_COMPILED_IF = "settings are compiled if a trial shows that it pays"
 
 Trials = tuple[TrialResult, ...]
 
@@ -49,12 +51,7 @@ class Score:
 
 
 def score_trials(results: Sequence[TrialResult]) -> list[Score]:
-    """Score trials: of one candidate the last counts, unless it only took too long."""
-    last: dict[Candidate, TrialResult] = {}
-    for result in results:
-        earlier = last.get(result.candidate)
-        if earlier is None or earlier.outcome != "ok" or result.outcome != "timeout":
-            last[result.candidate] = result
+    """Score each candidate by the trial that counts."""
     return [
         Score(
             result.candidate,
@@ -62,8 +59,31 @@ def score_trials(results: Sequence[TrialResult]) -> list[Score]:
             result.peak_memory_bytes or 0,
             None if result.outcome == "ok" else f"{result.outcome}: {result.message}",
         )
-        for result in last.values()
+        for result in counting_trials(results)
     ]
+
+
+def mark_disturbed(trials: Trials) -> Trials:
+    """Mark each short trial that ran faster in another of the same settings: noise only slows."""
+    fastest: dict[Candidate, float] = {}
+    for trial in filter(_is_short, trials):
+        seconds = trial.median_step_seconds or math.inf
+        fastest[trial.candidate] = min(seconds, fastest.get(trial.candidate, math.inf))
+
+    def is_slow(trial: TrialResult) -> bool:
+        return (trial.median_step_seconds or math.inf) > fastest[trial.candidate]
+
+    message = "the same settings were faster in another trial"
+    return tuple(
+        trial.changed(outcome="disturbed", message=message)
+        if _is_short(trial) and is_slow(trial)
+        else trial
+        for trial in trials
+    )
+
+
+def _is_short(trial: TrialResult) -> bool:
+    return _is_plain(trial) and not trial.confirms
 
 
 def score_finalists(results: Sequence[TrialResult]) -> list[Score]:
@@ -329,7 +349,7 @@ def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | Non
 def try_compiled(
     trials: Trials, problem: PlanningProblem, run: Callable[[str, Candidate], TrialResult | None]
 ) -> Trials:
-    """Add trials of the fastest settings compiled, `unpaid` if steps do not pay their start-up."""
+    """Add trials of the fastest settings compiled: another if its start is what was not paid."""
     candidate = choose_compiled(trials, problem)
     if candidate is None:
         return trials
@@ -337,13 +357,19 @@ def try_compiled(
         found = run(what, candidate)
         if found is None:
             break
+        trials = (*trials, found)
         payback = measured_payback(trials, found, problem.job.num_steps)
-        if found.outcome != "ok" or payback is None or payback.pays:
-            return (*trials, found)
-        trials = (*trials, found.changed(outcome="unpaid", message=f"measured: {payback}"))
-        if payback.saved_seconds <= 0:
+        if found.outcome != "unpaid" or payback is None or payback.saved_seconds <= 0:
             break
     return trials
+
+
+def judge_payback(trials: Trials, compiled: TrialResult, num_steps: int) -> TrialResult:
+    """Return a trial of compiled settings, `unpaid` if the planned steps do not pay its start."""
+    payback = measured_payback(trials, compiled, num_steps)
+    if compiled.outcome != "ok" or payback is None or payback.pays:
+        return compiled
+    return compiled.changed(outcome="unpaid", message=f"measured: {payback}")
 
 
 def explain_compile(
@@ -358,7 +384,7 @@ def explain_compile(
         ran = [trial for trial in tried if trial.outcome == "ok"]
         why = f"measured: {measured_payback(trials, ran[-1], steps)}"
     elif tried:
-        why, against = "compiled settings were tried", tried[-1].message or tried[-1].outcome
+        why, against = _COMPILED_IF, tried[-1].message or tried[-1].outcome
     elif problem.workload.objective != "throughput":
         why = f"part of the {GOALS[problem.workload.objective]} settings that run"
         against = "tried only where time is the objective: compiling takes time, and saves time"
@@ -367,7 +393,7 @@ def explain_compile(
         against = "does not go with the other settings"
     else:
         cost = problem.cost.with_calibration(trials)
-        why = "settings are compiled if a trial shows that it pays"
+        why = _COMPILED_IF
         against = f"predicted: {predicted_payback(cost, chosen, compiled, steps)}"
     rejected = (Rejected(choice=BLOCK, reason=against),) if against else ()
     return tuple(

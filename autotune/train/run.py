@@ -15,7 +15,15 @@ from PIL.Image import Image
 from autotune import errors
 from autotune.data.cache import Cache, MemoryCache
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
-from autotune.events import Notice, OnEvent, PhaseStarted, PreviewsWritten, Progressed, ignore_event
+from autotune.events import (
+    Notice,
+    OnEvent,
+    PhaseStarted,
+    PreviewsWritten,
+    Progressed,
+    ignore_event,
+    loss_change,
+)
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of
@@ -338,8 +346,7 @@ class _Run:
         steady = sorted(monitor.seconds[NUM_WARMUP_STEPS:] or monitor.seconds or earlier) or [0.0]
         rare = len(steady) // 20  # outliers; steps of longer captions count as they are
         step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
-        head = losses[: max(1, len(losses) // 10)]
-        tail = losses[-len(head) :]
+        first_loss, final_loss = loss_change(losses)
         waited = monitor.data_seconds
         waits = statistics.fmean(waited[NUM_WARMUP_STEPS:] or waited or [0.0])
         expected, forecast = self.plan.frozen.expected, self.plan.frozen.forecast
@@ -360,8 +367,8 @@ class _Run:
             phases=tuple(monitor.peaks.values()),
             images_per_second=speed,
             gpu_utilization=statistics.fmean(utilization) if utilization else None,
-            first_loss=sum(head) / max(1, len(head)),
-            final_loss=sum(tail) / max(1, len(tail)),
+            first_loss=first_loss,
+            final_loss=final_loss,
             warnings=(*loop.warnings, *self.warnings),
             settings=loop.settings,
             gradient_spikes=monitor.num_spikes,

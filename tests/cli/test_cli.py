@@ -12,8 +12,7 @@ from PIL import Image
 from autotune.cli.app import _with_loudness_first
 from autotune.cli.output import Progress
 from autotune.cli.terminal import show_events
-from autotune.events import RunStarted
-from autotune.report.text import smoothed
+from autotune.events import RunStarted, smoothed
 from tests.cli.test_options import app, parameters
 from tests.conftest import autotune_here
 from tests.report.page.pages import FOLDER, golden_plan, steps_of

@@ -1,15 +1,18 @@
 """Settings are compiled only if measured steps pay the measured start-up back."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from autotune.events import TrialFinished
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import Capability
 from autotune.plan.plan import Reason, TrainingPlan
 from autotune.search.problem import TrialFunction
 from tests import builders
+from tests.events import events_of
 from tests.search.machines import CAPABILITIES, answer, make_plan, request, surroundings
 
 COMPILING = builders.hardware(*CAPABILITIES, "compile", compute_capability=(9, 0))
@@ -60,7 +63,11 @@ def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_paid_back_only_with_cached_code_is_tried_again_and_taken() -> None:
     run, tried = machine(0.3, 400.0, 50.0)
-    plan = plan_on(run)
+    told: list[TrialResult] = []
+    asked = request(num_steps=STEPS, max_trials=3, pins=PLAIN + FEW)
+    listen = events_of(TrialFinished, lambda event: told.append(event.result))
+    plan = make_plan(asked, COMPILING, listen, surroundings(run))
+    assert plan.frozen.trials == tuple(told), "the plan holds what was shown"
     assert plan.frozen.settings.compile == "block"
     assert [
         trial.outcome for trial in plan.frozen.trials if trial.candidate.compile == "block"
@@ -91,3 +98,24 @@ def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled() -> 
     assert plan.frozen.settings.compile == "off"
     assert not tried
     assert "gradients differ" in reason_of(plan).rejected[0].reason
+    assert plan.frozen.trials[-1].outcome == "numerics"
+
+
+def test_a_check_without_answer_is_no_wrong_number_and_its_time_counts() -> None:
+    run, tried = machine(0.3, 1.0)
+
+    def check(context: Any, choices: Any, model: object) -> object:
+        hardware = context.hardware
+        if "off" in choices["compile"]:
+            return hardware
+        time.sleep(0.15)
+        why = Capability(
+            name="parity.compile.block", available=False, reason="no answer", outcome="timeout"
+        )
+        return hardware.changed(capabilities=(*hardware.capabilities, why))
+
+    frozen = plan_on(run, check_gradients=check).frozen
+    assert not tried
+    assert frozen.trials[-1].outcome == "timeout"
+    before = sum(trial.wall_seconds or 0.0 for trial in frozen.trials[:-1])
+    assert frozen.search_seconds >= before + 0.1

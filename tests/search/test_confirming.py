@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.events import TrialFinished
 from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
 from autotune.search.problem import PlanningProblem
 from autotune.search.winner import choose_untried_fallback, confirm_winner
 from tests.builders import GIB, trial
-from tests.search.machines import HARDWARE, make_plan, request, surroundings
+from tests.events import events_of
+from tests.search.machines import HARDWARE, answer, make_plan, request, surroundings
 
 FEW = tuple((name, "0") for name in ("selective_blocks", "swapped_blocks"))
 """Fewer settings to choose from: a plan in a third of the time."""
@@ -24,6 +26,25 @@ def case(_by_formula: None) -> PlanningProblem:
 
 def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResult:
     return trial(of, seconds, confirms=True, **changes)
+
+
+def test_what_others_slowed_down_is_repeated_and_stays_on_record() -> None:
+    asked, told = request(pins=FEW, max_trials=6), list[TrialResult]()
+    slowed: list[Candidate] = []
+
+    def run(candidate: Candidate) -> TrialResult:
+        result = answer(candidate)
+        if len(told) != 1 or slowed:
+            return result
+        slowed.append(candidate)
+        return result.changed(step_seconds=(9.0,))
+
+    listen = events_of(TrialFinished, lambda event: told.append(event.result))
+    frozen = make_plan(asked, HARDWARE, listen, surroundings(run)).frozen
+    steps = [(trial.candidate, trial.step_seconds) for trial in frozen.trials]
+    assert steps == [(trial.candidate, trial.step_seconds) for trial in told]
+    ends = [trial.outcome for trial in frozen.trials if trial.candidate == slowed[0]]
+    assert ends == ["disturbed", "ok"]
 
 
 def test_the_winner_is_confirmed_once(case: PlanningProblem) -> None:
