@@ -139,7 +139,9 @@ def test_a_run_shows_its_state() -> None:
     figures = " ".join(attrs.get("data-figure") or "" for _, attrs in found.tags)
     assert "after step 75: 0.4100, -18.0%" in figures
     assert "memory is at 9 GiB" in found.text, "a warning is shown"
-    assert re.search(r"0\.1000\s*, from 1\.0000", found.text), "the losses that the terminal tells, too"
+    assert re.search(r"0\.1000\s*, from 1\.0000", found.text), (
+        "the losses that the terminal tells, too"
+    )
     assert re.search(r"compute|bandwidth, \d+% of what this device reached", found.text)
     alts = [attrs["alt"] for tag, attrs in found.tags if tag == "img"]
     assert alts == [
