@@ -20,28 +20,15 @@ from autotune.data.dataset import DataReport, check_dataset, data_text, is_list
 from autotune.data.items import make_options
 from autotune.errors import AutotuneError, InvalidInput, NothingFits, suggest_nearest
 from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
+from autotune.interop import exporting
 from autotune.interop.auditing import Audit, as_written, caching_of, possible_pins, worth
-from autotune.interop.exporting import (
-    ExportedConfig,
-    export_plan,
-    expressible_targets,
-    inexpressible,
-    overheads_for,
-)
 from autotune.interop.importing import ImportedConfig, read_config
 from autotune.interop.trainer import get_trainer
 from autotune.knobs.caching import caching_choices
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import allow_optimizer, plain_choices
-from autotune.machine.catalog import (
-    CatalogGpu,
-    gpu_named,
-    gpus_named,
-    load_catalog,
-    profile_of_gpu,
-    read_prices,
-)
+from autotune.machine import catalog
 from autotune.machine.probe import (
     cached_profile,
     hardware_for,
@@ -76,14 +63,8 @@ from autotune.plan.workload import ADAMW
 from autotune.report.files import RunPage
 from autotune.share.record import build_record, unshareable_reason
 from autotune.share.store import user_store
+from autotune.system import process
 from autotune.system.files import cache_path, require_writable, write_text_atomic
-from autotune.system.process import (
-    Launch,
-    adopt_launch,
-    collect_rarely,
-    silence_progress_bars,
-    started_by_launcher,
-)
 from autotune.train.metrics import serve_metrics
 from autotune.weights.adapters import read_adapter, write_adapter
 from autotune.weights.files import read_header
@@ -135,13 +116,13 @@ def probe(
     return cached_profile(fresh=True, index=device, on_progress=on_progress)
 
 
-def list_gpus() -> tuple[CatalogGpu, ...]:
+def list_gpus() -> tuple[catalog.CatalogGpu, ...]:
     """List the GPUs that can be planned for without owning one, by compute capability.
 
     Example:
         >>> [gpu.id for gpu in autotune.list_gpus()]
     """
-    return load_catalog()
+    return catalog.load_catalog()
 
 
 def list_models(
@@ -161,7 +142,7 @@ def list_models(
     """
     from autotune.search.comparison import summarize_models
 
-    summaries = summarize_models(gpu_named(hardware).id if hardware else None)
+    summaries = summarize_models(catalog.gpu_named(hardware).id if hardware else None)
     if file is None:
         return summaries
     by_id = {summary.hub_id: summary for summary in summaries}
@@ -262,7 +243,7 @@ def complete(request: PlanRequest) -> PlanRequest:
     if request.for_trainer is None:
         return request
     trainer, family = get_trainer(request.for_trainer), resolve_model(request.model_ref).family
-    possible = expressible_targets(trainer, family.name)
+    possible = exporting.expressible_targets(trainer, family.name)
     if request.targets in possible or not possible:
         return request
     if "targets" in said.given:
@@ -323,8 +304,8 @@ def _suited_to_trainer(resolved: ResolvedRequest, profile: HardwareProfile) -> P
         name: (*choices, *space.pinnable.get(name, ())) for name, choices in space.choices.items()
     }
     every = {**possible, **caching_choices(resolved.context(profile))}
-    lacking = inexpressible(trainer, spec.family, spec.num_blocks, every)
-    overheads = overheads_for(trainer, resolved.job, resolved.workload, possible)
+    lacking = exporting.inexpressible(trainer, spec.family, spec.num_blocks, every)
+    overheads = exporting.overheads_for(trainer, resolved.job, resolved.workload, possible)
     return request.changed(exclusions=(*request.exclusion_pairs, *lacking), overheads=overheads)
 
 
@@ -403,7 +384,7 @@ def check(
 
 
 @takes(EstimateRequest, "model")
-@collect_rarely()
+@process.collect_rarely()
 def estimate(request: EstimateRequest) -> Estimate:
     """Predict memory, time and cost of one candidate. Runs nothing and downloads nothing.
 
@@ -490,7 +471,7 @@ def compare(request: CompareRequest) -> Comparison:
     asked = {name: v for name, v in request.given.items() if name in PlanRequest.model_fields}
     asked.pop("hardware", None)
     on_event, found = request.on_event, []
-    gpus, prices = gpus_named(request.hardware), read_prices(request.prices)
+    gpus, prices = catalog.gpus_named(request.hardware), catalog.read_prices(request.prices)
     on_event(StatusChanged(text="reading model and data"))
     anywhere = complete(PlanRequest(**asked, hardware="any"))
     model = ResolvedRequest.build(anywhere, needs_weights=False).model
@@ -499,7 +480,7 @@ def compare(request: CompareRequest) -> Comparison:
         on_event(Progressed(name="comparing", done=done, total=len(gpus)))
         price = prices.per_hour.get(gpu.id)
         try:
-            made = plan(**asked, hardware=profile_of_gpu(gpu))
+            made = plan(**asked, hardware=catalog.profile_of_gpu(gpu))
         except NothingFits as error:
             size = gpu.memory_nominal_gb
             found.append(ComparedGpu(gpu=gpu.id, memory_gb=size, misfit=error.message))
@@ -581,7 +562,7 @@ def train(request: TrainRequest) -> RunReport:
     if request.optimizer is not None and ":" in request.optimizer:
         allow_optimizer(request.optimizer)
     chosen = with_job(given, **request.given_job)
-    launch = adopt_launch(chosen.frozen.hardware.num_processes)
+    launch = process.adopt_launch(chosen.frozen.hardware.num_processes)
     is_first = launch is None or launch.rank == 0
     on_event = on_event if is_first else ignore_event
     with contextlib.ExitStack() as stack:
@@ -595,7 +576,7 @@ def train(request: TrainRequest) -> RunReport:
 def _train_here(
     chosen: TrainingPlan,
     file: Path | None,
-    launch: Launch | None,
+    launch: process.Launch | None,
     on_event: OnEvent,
     *,
     resume: bool,
@@ -609,7 +590,7 @@ def _train_here(
     from autotune.train.run import train as run_training
 
     on_event(StatusChanged(text="reading the machine"))
-    silence_progress_bars()
+    process.silence_progress_bars()
     number = chosen.frozen.hardware.num_processes
     hardware = read_machine() if launch is None and number == 1 else read_machine(index=0)
     if launch and hardware.device.kind == "cuda" and launch.local_rank:
@@ -647,7 +628,7 @@ def _plan_first(request: TrainRequest) -> TrainingPlan:
         if request.resume:
             return earlier
         check_folder(earlier, resume=False)  # before a search
-    if started_by_launcher():
+    if process.started_by_launcher():
         hint = (
             "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
         )
@@ -700,7 +681,7 @@ def sample(
         require_fit(hardware_misfits(plan, machine(), 1))
 
     inputs = read_sample_inputs(Path(run), wanted, on_event, require)
-    silence_progress_bars()
+    process.silence_progress_bars()
     return sample_run(inputs, machine(), cache_path(ENCODED), on_event)
 
 
@@ -873,7 +854,7 @@ def export_config(
     *,
     strict: bool = False,
     overwrite: bool = False,
-) -> ExportedConfig:
+) -> exporting.ExportedConfig:
     """Turn a plan into the files of another trainer (configuration, data sets, starting script),
     and write them to the folder `output`, if it is named.
 
@@ -903,7 +884,7 @@ def export_config(
         for name, one in folders.items()
         if one is not None
     }
-    exported = export_plan(with_job(made, **places), get_trainer(to), strict=strict)
+    exported = exporting.export_plan(with_job(made, **places), get_trainer(to), strict=strict)
     if output is not None:
         folder = Path(output)
         there = next((folder / name for name in exported.files if (folder / name).exists()), None)

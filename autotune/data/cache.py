@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autotune.data.items import EMPTY_CAPTION, Item, file_digest
 from autotune.data.pixels import ClipSpan
@@ -25,12 +24,9 @@ from autotune.errors import AutotuneError, InvalidInput, require_free_disk, rera
 from autotune.models.family import Family
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import torch
+from autotune.system.lazy import Tensor, torch
 from autotune.weights.files import BadWeights, MissingWeights, open_weights, weights_digest
 from autotune.weights.tensors import load_file, save_file
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SIZE_LIMIT_BYTES = 50 * 1024**3
 FORMAT = "2"  # version of what an entry holds; with a new one, older entries are never found

@@ -16,21 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator
 
-from autotune.data.pixels import (
-    ANIMATION_SUFFIXES,
-    IMAGE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    ClipSpan,
-    choose_spans,
-    explain_damage,
-    has_video_decoder,
-    is_animation,
-    is_black_mask,
-    open_image,
-    read_clip,
-    read_facts,
-    read_size,
-)
+from autotune.data import pixels
 from autotune.models.family import Family
 from autotune.plan.base import Frozen
 from autotune.plan.file import RUN_PLAN_FILE
@@ -133,7 +119,7 @@ class Item:
     control_paths: tuple[Path, ...] = ()
     repeats: int = 1
     frame_paths: tuple[Path, ...] = ()  # of a clip in order; empty for an image or a video
-    span: ClipSpan | None = None
+    span: pixels.ClipSpan | None = None
     other_captions: tuple[str, ...] = ()
     mask_path: Path | None = None  # its brightness, or the image's own alpha, weighs the loss
     crop: Crop = "center"
@@ -184,7 +170,7 @@ def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tup
     paths = [path for path in files if path.suffix.lower() in suffixes]
     frames: defaultdict[Path, list[Path]] = defaultdict(list)
     for path in paths:
-        if clips and path.parent != folder and path.suffix.lower() in IMAGE_SUFFIXES:
+        if clips and path.parent != folder and path.suffix.lower() in pixels.IMAGE_SUFFIXES:
             frames[path.parent].append(path)
         else:
             frames[path] = [path]
@@ -196,13 +182,19 @@ def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tup
 
 
 def _readable_suffixes(*, clips: bool) -> frozenset[str]:
-    videos = VIDEO_SUFFIXES if has_video_decoder() else frozenset[str]()
-    return IMAGE_SUFFIXES | ANIMATION_SUFFIXES | videos if clips else IMAGE_SUFFIXES
+    videos = pixels.VIDEO_SUFFIXES if pixels.has_video_decoder() else frozenset[str]()
+    return (
+        pixels.IMAGE_SUFFIXES | pixels.ANIMATION_SUFFIXES | videos
+        if clips
+        else pixels.IMAGE_SUFFIXES
+    )
 
 
 def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) -> dict[str, str]:
     """Find media files that are not read, by name, with what to do about each."""
-    suffixes = (VIDEO_SUFFIXES | OTHER_VIDEOS | OTHER_IMAGES) - _readable_suffixes(clips=clips)
+    suffixes = (pixels.VIDEO_SUFFIXES | OTHER_VIDEOS | OTHER_IMAGES) - _readable_suffixes(
+        clips=clips
+    )
     found = {}
     for path in _list_files(folder, exclude):
         if path.suffix.lower() in suffixes:
@@ -211,12 +203,12 @@ def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) 
 
 
 def _explain_unsupported(path: Path, *, clips: bool) -> str:
-    if path.suffix.lower() not in VIDEO_SUFFIXES | OTHER_VIDEOS:
+    if path.suffix.lower() not in pixels.VIDEO_SUFFIXES | OTHER_VIDEOS:
         return "its format is not supported: convert it to png, jpeg or webp"
     if not clips:
         return "only models that make clips train on videos, with --frames above 1"
     file, frames = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
-    if has_video_decoder():
+    if pixels.has_video_decoder():
         return f"its format is not supported, mp4 is: ffmpeg -i {file} {frames}.mp4"
     as_frames = f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
     if path.suffix.lower() in OTHER_VIDEOS:
@@ -292,24 +284,24 @@ class ItemReader:
         if self.options.num_frames == 1 or media.is_clip:
             return False
         suffix = media.path.suffix.lower()
-        return suffix in VIDEO_SUFFIXES or (
-            suffix in ANIMATION_SUFFIXES and is_animation(media.path)
+        return suffix in pixels.VIDEO_SUFFIXES or (
+            suffix in pixels.ANIMATION_SUFFIXES and pixels.is_animation(media.path)
         )
 
     def _read_video(self, media: Media) -> list[Item | Problem]:
         options = self.options
         try:
-            facts = read_facts(media.path)
-            spans = choose_spans(
+            facts = pixels.read_facts(media.path)
+            spans = pixels.choose_spans(
                 facts, options.clips, options.clip_lengths, options.frames_per_second
             )
             for span in spans:
                 if not self._has_time():
                     break
-                for _ in read_clip(media.path, span):  # damage raises
+                for _ in pixels.read_clip(media.path, span):  # damage raises
                     pass
         except Exception as error:  # decoders raise anything for damaged files
-            raise _Unusable("broken", explain_damage(error)) from error
+            raise _Unusable("broken", pixels.explain_damage(error)) from error
         _require_side(facts.width_px, facts.height_px)
         if not spans:
             lasts = f"lasts {facts.duration_seconds:.2f} s"
@@ -364,7 +356,7 @@ class ItemReader:
     def _find_mask(self, media: Media, aspect_ratio: float) -> Path | None:
         path = media.path
         if self.options.loss_mask == "alpha":
-            is_image = path.suffix.lower() in IMAGE_SUFFIXES
+            is_image = path.suffix.lower() in pixels.IMAGE_SUFFIXES
             return path if is_image and _has_alpha(path) else None
         if self.options.loss_mask == "none" or media.stem not in self.masks:
             return None
@@ -380,7 +372,7 @@ class ItemReader:
         if path is None or time.monotonic() > self.deadline:
             return []
         try:
-            if not is_black_mask(path, is_alpha=path == media.path):
+            if not pixels.is_black_mask(path, is_alpha=path == media.path):
                 return []
         except Exception:  # damage shows elsewhere
             return []
@@ -423,16 +415,16 @@ class ItemReader:
 def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
     subject = "" if path == media.path else f"{path.name} "
     try:
-        width, height = read_size(path, decode=decode)
+        width, height = pixels.read_size(path, decode=decode)
     except Exception as error:  # decoders raise anything for damaged files
         where = f"{path.name}: " if subject else ""
-        raise _Unusable("broken", where + explain_damage(error)) from error
+        raise _Unusable("broken", where + pixels.explain_damage(error)) from error
     _require_side(width, height, subject)
     return width, height
 
 
 def _has_alpha(path: Path) -> bool:
-    with open_image(path) as image:
+    with pixels.open_image(path) as image:
         return image.has_transparency_data
 
 

@@ -18,16 +18,13 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from autotune.errors import first_line
 from autotune.plan.job import ClipChoice, Crop
-from autotune.system.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from autotune.system.lazy import Tensor, torch
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})

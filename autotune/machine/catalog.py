@@ -17,13 +17,7 @@ from pydantic import Field, ValidationError
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs.attention import ATTENTION_BACKENDS
-from autotune.machine.capabilities import (
-    CUDA_13,
-    device_with_budget,
-    unmet,
-    with_capabilities,
-    without_bf16,
-)
+from autotune.machine import capabilities
 from autotune.machine.facts import PACKAGES
 from autotune.plan.base import Frozen, first_problem
 from autotune.plan.file import TEXT_TAG, BoundedLoader
@@ -213,11 +207,11 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
             f"from the catalog, not measured; figures: {gpu.confidence} confidence",
             f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA {versions.cuda_runtime}, "
             "driver 580, a C compiler, no display, and this environment's packages",
-            *without_bf16(device),
+            *capabilities.without_bf16(device),
             *((gpu.notes,) if gpu.notes else ()),
         ),
     )
-    return with_capabilities(profile)
+    return capabilities.with_capabilities(profile)
 
 
 def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfile:
@@ -252,17 +246,19 @@ def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> H
         library = str(needs.library)
         if not told.versions.has(library, needs.min_version):
             told = told.changed(versions=told.versions.changed(**{library: needs.min_version}))
-        if reason := unmet(needs, told):
+        if reason := capabilities.unmet(needs, told):
             hint = "leave --assume out, or plan for another card"
             raise InvalidInput(f"{name} does not run on {profile.device.name}: {reason}", hint=hint)
     note = f"assumed: {', '.join(names)} installed, and its attention as fast as is published"
-    return with_capabilities(told.changed(assumed=tuple(names), notes=(*told.notes, note)))
+    return capabilities.with_capabilities(
+        told.changed(assumed=tuple(names), notes=(*told.notes, note))
+    )
 
 
 def _device(gpu: CatalogGpu) -> Device:
     total = gpu.memory_bytes
     major, minor = gpu.compute_capability.split(".")
-    return device_with_budget(
+    return capabilities.device_with_budget(
         gpu.memory_kind,
         kind="cuda",
         index=0,
@@ -280,7 +276,7 @@ def _device(gpu: CatalogGpu) -> Device:
 
 
 def _assumed_versions(device: Device) -> Versions:
-    old = device.compute_capability is not None and device.compute_capability < CUDA_13
+    old = device.compute_capability is not None and device.compute_capability < capabilities.CUDA_13
     found = {"cuda_runtime": OLD_CARDS_CUDA} if old else {}
     for field, package in PACKAGES.items():
         try:

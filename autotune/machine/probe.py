@@ -19,21 +19,7 @@ import psutil
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
-from autotune.machine.capabilities import (
-    CUDA_13,
-    NO_BF16,
-    limit_device,
-    with_capabilities,
-    without_bf16,
-)
-from autotune.machine.catalog import (
-    find_gpu,
-    gpu_named,
-    is_gpu_name,
-    profile_of_gpu,
-    with_assumed_packages,
-    with_host_memory,
-)
+from autotune.machine import capabilities, catalog
 from autotune.machine.facts import Reader, read_device, read_host, read_versions
 from autotune.machine.sources import DriverSource, System, Unavailable
 from autotune.plan.base import digest_of, memory_bytes
@@ -69,7 +55,9 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
     host = read_host(reader)
     versions = read_versions(reader)
     device = read_device(reader, host)
-    known = find_gpu(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
+    known = (
+        catalog.find_gpu(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
+    )
     profile = HardwareProfile(
         device=device,
         host=host,
@@ -77,7 +65,7 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
         datasheet=known.datasheet if known else None,
         notes=_notes(reader, device, versions),
     )
-    return with_capabilities(profile)
+    return capabilities.with_capabilities(profile)
 
 
 def may_have_gpu() -> bool:
@@ -100,9 +88,12 @@ def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
-    if cuda.startswith("12.") and (device.compute_capability or CUDA_13) >= CUDA_13:
+    if (
+        cuda.startswith("12.")
+        and (device.compute_capability or capabilities.CUDA_13) >= capabilities.CUDA_13
+    ):
         notes.append("CUDA 12 works and is deprecated: PyTorch's newest builds are for CUDA 13")
-    return (*notes, *without_bf16(device))
+    return (*notes, *capabilities.without_bf16(device))
 
 
 def measure_rates(
@@ -237,9 +228,9 @@ def load_profile(path: Path | str) -> HardwareProfile:
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
     """Return the profile of a catalog GPU, by a part of its name, or in a saved probe's file."""
-    if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
+    if not catalog.is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)
-    return profile_of_gpu(gpu_named(name_or_path))
+    return catalog.profile_of_gpu(catalog.gpu_named(name_or_path))
 
 
 def hardware_for(
@@ -266,11 +257,11 @@ def hardware_for(
         on_event(StatusChanged(text="reading the machine"))
         profile = cached_profile(on_progress=status_to(on_event), on_facts=on_facts)
     if host_memory is not None:
-        profile = with_host_memory(profile, memory_bytes(host_memory))
+        profile = catalog.with_host_memory(profile, memory_bytes(host_memory))
     if assume:
-        profile = with_assumed_packages(profile, assume)
+        profile = catalog.with_assumed_packages(profile, assume)
     for note in profile.notes:
-        if note.startswith((NOT_SAVED, NO_BF16)):
+        if note.startswith((NOT_SAVED, capabilities.NO_BF16)):
             on_event(Notice(text=note))
     return profile
 
@@ -282,11 +273,11 @@ def with_earlier_packages(
     kept = []
     for name in assumed:
         try:
-            with_assumed_packages(profile, (name,))
+            catalog.with_assumed_packages(profile, (name,))
             kept.append(name)
         except InvalidInput as error:
             on_event(Notice(text=f"the earlier plan assumed {name}: {error.message}"))
-    return with_assumed_packages(profile, kept) if kept else profile
+    return catalog.with_assumed_packages(profile, kept) if kept else profile
 
 
 def limit_memory(profile: HardwareProfile, request: PlanRequest) -> HardwareProfile:
@@ -298,7 +289,7 @@ def limit_memory(profile: HardwareProfile, request: PlanRequest) -> HardwareProf
     if request.is_local and request.num_gpus > 1 and own.kind == "cuda":
         others = set(range(min(request.num_gpus, own.count))) - {own.index}
         devices += [probe(index=index).device for index in sorted(others)]
-    limited = [limit_device(device, *limits) for device in devices]
+    limited = [capabilities.limit_device(device, *limits) for device in devices]
     smallest = min(limited, key=lambda device: device.budget_bytes)
     budget = {name: value for name, value in smallest if name.startswith("budget_")}
     return profile.changed(device=own.changed(**budget))

@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
-from autotune.models.facts import (
-    ADDED_TEXT,
-    AttentionLayout,
-    Config,
-    Defaults,
-    ModulationLayers,
-    Parts,
-    PublishedModel,
-)
+from autotune.models import facts, latents
 from autotune.models.family import (
     COMPONENTS,
     Batch,
@@ -28,28 +20,17 @@ from autotune.models.family import (
     Sizes,
     Texts,
 )
-from autotune.models.latents import (
-    ATTENTION,
-    FLUX_VAE,
-    PATCH,
-    ImageLatents,
-    adapted_layers,
-    count_tokens,
-    pack,
-    unpack,
-    with_controls,
-)
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, torch
 
 TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
 BLOCK = r"(single_)?transformer_blocks\.\d+"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
-DEV = PublishedModel(
+DEV = facts.PublishedModel(
     "black-forest-labs/FLUX.1-dev",
     "flux1-dev",
     {"guidance_embeds": True},
-    Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE),
+    facts.Parts((123_060_480, 4_762_310_656), "AutoencoderKL", latents.FLUX_VAE),
     num_parameters=11_901_408_320,
     license="flux-1-dev-non-commercial-license",
     source="the configuration on the hub",
@@ -61,22 +42,22 @@ KONTEXT = DEV.variant(
 )
 
 
-class Flux1Dev(ImageLatents, Family):
+class Flux1Dev(latents.ImageLatents, Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
-    models: ClassVar[tuple[PublishedModel, ...]] = (DEV,)
+    models: ClassVar[tuple[facts.PublishedModel, ...]] = (DEV,)
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = (*COMPONENTS, "text_encoder_2", "tokenizer_2")
-    tiny_config: ClassVar[Config] = {
+    tiny_config: ClassVar[facts.Config] = {
         "num_layers": 1,
         "num_single_layers": 1,
         "num_attention_heads": 2,
         "joint_attention_dim": 64,
         "pooled_projection_dim": 32,
     }
-    defaults = Defaults(
+    defaults = facts.Defaults(
         text_tokens=TEXT_TOKENS,
         timestep_shift=3.1582,
         preview_calls=1,
@@ -96,24 +77,29 @@ class Flux1Dev(ImageLatents, Family):
     pooled_size: ClassVar[tuple[str, int] | None] = ("pooled_projection_dim", 768)
     encode_options = {"prompt_2": None}
     max_text_tokens = TEXT_TOKENS
-    target_sets = adapted_layers(BLOCK, ATTENTION, MLP, r"norm(1|1_context)?\.linear")
+    target_sets = latents.adapted_layers(
+        BLOCK, latents.ATTENTION, MLP, r"norm(1|1_context)?\.linear"
+    )
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    modulation: ClassVar[ModulationLayers | None] = ModulationLayers(
+    modulation: ClassVar[facts.ModulationLayers | None] = facts.ModulationLayers(
         rf"{BLOCK}\.norm(1|1_context)?|norm_out",
         ("time_text_embed",),
         inputs=("pooled_prompt_embeds",),
     )
     attention_layouts = (
-        AttentionLayout("FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
+        facts.AttentionLayout(
+            "FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=facts.ADDED_TEXT
+        ),
     )
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
-        prompt, images = batch["prompt_embeds"], with_controls(noisy, batch)
-        tokens = [pack(image) for image in images]
+        prompt, images = batch["prompt_embeds"], latents.with_controls(noisy, batch)
+        tokens = [latents.pack(image) for image in images]
         # An image token's position is (number of the image, row, column); text has none.
         positions = [
             torch.cartesian_prod(
-                torch.tensor([number]), *(torch.arange(side // PATCH) for side in image.shape[3:])
+                torch.tensor([number]),
+                *(torch.arange(side // latents.PATCH) for side in image.shape[3:]),
             )
             for number, image in enumerate(images)
         ]
@@ -126,7 +112,7 @@ class Flux1Dev(ImageLatents, Family):
             return_dict=False,
             **self.conditioning(transformer, levels, batch, sum(part.shape[1] for part in tokens)),
         )[0]
-        return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
+        return latents.unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def conditioning(
         self, transformer: Any, levels: Tensor, batch: Batch, num_image_tokens: int
@@ -163,11 +149,11 @@ class Flux1Kontext(Flux1Dev):
         }
 
 
-CHROMA = PublishedModel(
+CHROMA = facts.PublishedModel(
     "lodestones/Chroma1-HD",
     "chroma",
     {},
-    Parts((4_762_310_656,), "AutoencoderKL", FLUX_VAE),
+    facts.Parts((4_762_310_656,), "AutoencoderKL", latents.FLUX_VAE),
     num_parameters=8_899_983_424,
     license="apache-2.0",
     source=(
@@ -201,7 +187,7 @@ class Chroma(Flux1Dev):
         "joint_attention_dim": 64,
         "approximator_hidden_dim": 64,
     }
-    defaults = Defaults(
+    defaults = facts.Defaults(
         timestep_shift=3.0,
         preview_steps=40,
         sampling_guidance=3.0,
@@ -213,7 +199,7 @@ class Chroma(Flux1Dev):
     )
     pooled_size = None
     masks_padding = True
-    target_sets = adapted_layers(BLOCK, ATTENTION, MLP)
+    target_sets = latents.adapted_layers(BLOCK, latents.ATTENTION, MLP)
     modulation = None
     excluded = {
         "modulation": (
@@ -226,7 +212,7 @@ class Chroma(Flux1Dev):
         return {"prompt_embeds": prompt[0][mask[0] > 0]}
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
-        return [min(length + 1, TEXT_TOKENS) for length in count_tokens(folder, captions)]
+        return [min(length + 1, TEXT_TOKENS) for length in latents.count_tokens(folder, captions)]
 
     def conditioning(
         self, transformer: Any, levels: Tensor, batch: Batch, num_image_tokens: int

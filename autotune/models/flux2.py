@@ -6,14 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from autotune.models.facts import (
-    ADDED_TEXT,
-    AttentionLayout,
-    Config,
-    Defaults,
-    Parts,
-    PublishedModel,
-)
+from autotune.models import facts
 from autotune.models.family import Batch, Family
 from autotune.models.latents import ATTENTION, load_tokenizer
 from autotune.system.lazy import Tensor, torch
@@ -22,14 +15,14 @@ TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
 DISTILLED = (
     "distilled to 4 steps without guidance, which training undoes: train on the base model instead"
 )
-KLEIN_4B: Config = {
+KLEIN_4B: facts.Config = {
     "num_layers": 5,
     "num_single_layers": 20,
     "num_attention_heads": 24,
     "joint_attention_dim": 7680,
     "guidance_embeds": False,
 }
-KLEIN_9B: Config = {
+KLEIN_9B: facts.Config = {
     "num_layers": 8,
     "num_single_layers": 24,
     "num_attention_heads": 32,
@@ -37,19 +30,19 @@ KLEIN_9B: Config = {
     "guidance_embeds": False,
 }
 HUB = "black-forest-labs/FLUX.2-klein"
-BASE_4B = PublishedModel(
+BASE_4B = facts.PublishedModel(
     f"{HUB}-base-4B",
     "flux2-klein",
     KLEIN_4B,
-    Parts((4_022_468_096,), "AutoencoderKLFlux2"),
+    facts.Parts((4_022_468_096,), "AutoencoderKLFlux2"),
     num_parameters=3_875_544_576,
     license="apache-2.0",
 )
-BASE_9B = PublishedModel(
+BASE_9B = facts.PublishedModel(
     f"{HUB}-base-9B",
     "flux2-klein-9b",
     KLEIN_9B,
-    Parts((8_190_735_360,), "AutoencoderKLFlux2"),
+    facts.Parts((8_190_735_360,), "AutoencoderKLFlux2"),
     num_parameters=9_078_581_248,
     license="flux-non-commercial-license",
 )
@@ -62,7 +55,7 @@ class Flux2Klein(Family):
     """Text to image. A single-stream block's attention and MLP are one layer in and one out."""
 
     name = "flux2-klein"
-    models: ClassVar[tuple[PublishedModel, ...]] = (
+    models: ClassVar[tuple[facts.PublishedModel, ...]] = (
         BASE_4B,
         BASE_9B,
         BASE_4B.variant(f"{HUB}-4B", "flux2-klein-4b-distilled", note=DISTILLED),
@@ -76,7 +69,7 @@ class Flux2Klein(Family):
         "num_attention_heads": 2,
         "joint_attention_dim": 64,
     }
-    defaults = Defaults(
+    defaults = facts.Defaults(
         text_tokens=TEXT_TOKENS,
         timestep_shift=3.0,
         sampling_guidance=4.0,
@@ -101,7 +94,9 @@ class Flux2Klein(Family):
     }
     # Not of single-stream blocks: there one projection makes all.
     attention_layouts = (
-        AttentionLayout("Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),
+        facts.AttentionLayout(
+            "Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=facts.ADDED_TEXT
+        ),
     )
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
@@ -142,11 +137,11 @@ class Flux2Dev(Flux2Klein):
 
     name = "flux2-dev"
     models = (
-        PublishedModel(
+        facts.PublishedModel(
             "black-forest-labs/FLUX.2-dev",
             "flux2-dev",
             {},
-            Parts((24_011_361_280,), "AutoencoderKLFlux2"),
+            facts.Parts((24_011_361_280,), "AutoencoderKLFlux2"),
             num_parameters=32_223_281_152,
             license="flux-dev-non-commercial-license",
             source=(

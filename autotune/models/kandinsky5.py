@@ -10,25 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models.facts import (
-    AttentionLayout,
-    Config,
-    Defaults,
-    ModulationLayers,
-    Parts,
-    PublishedModel,
-    Stream,
-)
-from autotune.models.family import (
-    COMPONENTS,
-    Batch,
-    Family,
-    Images,
-    Options,
-    Sizes,
-    Texts,
-    unwrap_model,
-)
+from autotune.models import facts, family
 from autotune.models.latents import (
     FLUX_VAE,
     ImageLatents,
@@ -42,7 +24,7 @@ from autotune.system.lazy import Tensor, nn, torch
 
 MAX_TEXT_TOKENS = 512  # length to which the pipelines cut prompts
 POSITIONS = 128  # maximum rows, columns and latent frames of the transformer's rotary embedding
-LITE_CONFIG: Config = {  # constructor arguments that both Lite models share
+LITE_CONFIG: facts.Config = {  # constructor arguments that both Lite models share
     "in_visual_dim": 16,
     "out_visual_dim": 16,
     "time_dim": 512,
@@ -54,7 +36,7 @@ ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
 MLP = r"feed_forward\.(in_layer|out_layer)"
 
 
-class Kandinsky5(Family):
+class Kandinsky5(family.Family):
     """Prompts of Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
@@ -67,31 +49,31 @@ class Kandinsky5(Family):
         "num_text_blocks": 1,
         "num_visual_blocks": 2,
     }
-    components = (*COMPONENTS, "text_encoder_2", "tokenizer_2")
+    components = (*family.COMPONENTS, "text_encoder_2", "tokenizer_2")
     latent_channels = ("in_visual_dim", 4)
     prompt_size = (("in_text_dim", 3584),)
     pooled_size = ("in_text_dim2", 768)
     max_text_tokens = MAX_TEXT_TOKENS
-    max_side_px = POSITIONS * Family.size_multiple_px
+    max_side_px = POSITIONS * family.Family.size_multiple_px
     target_sets = adapted_layers(BLOCK, ATTENTION, MLP, r"(text|visual)_modulation\.out_layer")
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
     fp16_overflow = "ComfyUI runs it in bf16 or fp32 alone (comfy/supported_models.py, 01f03bbd)"
-    modulation = ModulationLayers(
+    modulation = facts.ModulationLayers(
         rf"{BLOCK}\.(text|visual)_modulation|out_layer\.modulation",
         ("time_embeddings", "pooled_text_embeddings"),
         inputs=("pooled_prompt_embeds",),
     )
     attention_layouts = (
-        AttentionLayout(
+        facts.AttentionLayout(
             "Kandinsky5AttnProcessor",
             "matrix",
             "rotary_emb",
-            Stream("to_query", "to_key", "to_value", "query_norm", "key_norm", "out_layer"),
+            facts.Stream("to_query", "to_key", "to_value", "query_norm", "key_norm", "out_layer"),
             rounds_to_bf16=True,
         ),
     )
 
-    def build_transformer(self, config: Config) -> nn.Module:
+    def build_transformer(self, config: facts.Config) -> nn.Module:
         attention = config.get("attention_type", "regular")
         if attention != "regular":
             raise InvalidInput(
@@ -104,7 +86,9 @@ class Kandinsky5(Family):
         processor = load_processor("Qwen2VLProcessor", folder / "tokenizer")
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
-    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: family.Texts, controls: family.Sizes = ()
+    ) -> list[int]:
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
 
         stock = build_empty_pipeline(self.pipeline_class)
@@ -113,7 +97,9 @@ class Kandinsky5(Family):
         # The pipeline cuts characters of a long prompt, so a token or two fewer may remain.
         return [min(length - start, MAX_TEXT_TOKENS) for length in count_tokens(folder, texts)]
 
-    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
+    def predict(
+        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch
+    ) -> Tensor:
         if "prompt_mask" not in batch:
             return self._predict_one_length(transformer, noisy, levels, batch)
         lengths = batch["prompt_mask"].sum(dim=1)
@@ -130,11 +116,11 @@ class Kandinsky5(Family):
         return velocity
 
     def _predict_one_length(
-        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch
+        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch
     ) -> Tensor:
         _, _, frames, height, width = noisy.shape
         visual = noisy.permute(0, 2, 3, 4, 1)
-        if unwrap_model(transformer).visual_cond:
+        if family.unwrap_model(transformer).visual_cond:
             # Text to video conditions on no image: zeros, and a mask channel that says so.
             visual = torch.cat(
                 [visual, torch.zeros_like(visual), torch.zeros_like(visual[..., :1])], dim=-1
@@ -166,7 +152,7 @@ class Kandinsky5Image(ImageLatents, Kandinsky5):
     name = "kandinsky5-image-lite"
     pipeline_class = "Kandinsky5T2IPipeline"
     models = (
-        PublishedModel(
+        facts.PublishedModel(
             "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
             "kandinsky5-image-lite",
             {
@@ -176,13 +162,13 @@ class Kandinsky5Image(ImageLatents, Kandinsky5):
                 "num_visual_blocks": 50,
                 "axes_dims": (32, 48, 48),
             },
-            Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
+            facts.Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
             num_parameters=6_022_080_576,
             license="mit",
             source="the configuration on the hub",
         ),
     )
-    defaults = Defaults(
+    defaults = facts.Defaults(
         timestep_shift=3.0,
         preview_steps=25,
         sampling_guidance=3.5,
@@ -200,7 +186,9 @@ class Kandinsky5Image(ImageLatents, Kandinsky5):
         # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
         return latents * float(vae.config.scaling_factor)
 
-    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
+    def call_options(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: family.Images
+    ) -> family.Options:
         # The pipeline would replace any other size by one of its seven.
         pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
         return super().call_options(pipeline, prompt, bucket, controls)
@@ -212,7 +200,7 @@ class Kandinsky5Video(Kandinsky5):
     name = "kandinsky5-video-lite"
     pipeline_class = "Kandinsky5T2VPipeline"
     models = (
-        PublishedModel(
+        facts.PublishedModel(
             "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
             "kandinsky5-video-lite",
             {
@@ -223,7 +211,7 @@ class Kandinsky5Video(Kandinsky5):
                 "axes_dims": (16, 24, 24),
                 "visual_cond": True,
             },
-            Parts(TEXT_ENCODERS, "AutoencoderKLHunyuanVideo"),
+            facts.Parts(TEXT_ENCODERS, "AutoencoderKLHunyuanVideo"),
             num_parameters=2_007_702_848,
             license="mit",
             source="the configuration on the hub",
@@ -231,7 +219,7 @@ class Kandinsky5Video(Kandinsky5):
     )
     frames_per_latent = 4
     max_frames = 4 * (POSITIONS - 1) + 1
-    defaults = Defaults(
+    defaults = facts.Defaults(
         learning_rate=6e-5,
         effective_batch_size=1,
         resolution_px=512,

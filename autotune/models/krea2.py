@@ -8,16 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from autotune.models import latents
 from autotune.models.facts import Defaults, Parts, PublishedModel
 from autotune.models.family import Batch, Family, Pixels, Sample, Sizes, Texts
-from autotune.models.latents import (
-    PATCH,
-    adapted_layers,
-    build_empty_pipeline,
-    count_tokens,
-    pack,
-    unpack,
-)
 from autotune.system.lazy import Tensor
 
 MAX_TEXT_TOKENS = 512  # with what follows the prompt in the pipeline's template
@@ -72,7 +65,7 @@ class Krea2(Family):
     prompt_size = (("num_text_layers", 12), ("text_hidden_dim", 2560))
     max_text_tokens = MAX_TEXT_TOKENS
     masks_padding = True
-    target_sets = adapted_layers(
+    target_sets = latents.adapted_layers(
         r"transformer_blocks\.\d+",
         r"attn\.(to_q|to_k|to_v|to_gate|to_out\.0)",
         r"ff\.(gate|up|down)",
@@ -89,24 +82,26 @@ class Krea2(Family):
         return {"prompt_embeds": prompts[0][mask[0]]}
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
-        stock = build_empty_pipeline(self.pipeline_class)
+        stock = latents.build_empty_pipeline(self.pipeline_class)
         texts = [stock.prompt_template_encode_prefix + caption for caption in captions]
         suffix = stock.prompt_template_encode_num_suffix_tokens
         added = suffix - stock.prompt_template_encode_start_idx
-        return [min(length + added, MAX_TEXT_TOKENS) for length in count_tokens(folder, texts)]
+        return [
+            min(length + added, MAX_TEXT_TOKENS) for length in latents.count_tokens(folder, texts)
+        ]
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         from diffusers import Krea2Pipeline
 
         prompt, (rows, columns) = batch["prompt_embeds"], noisy.shape[3:]
         velocity: Tensor = transformer(
-            hidden_states=pack(noisy),
+            hidden_states=latents.pack(noisy),
             encoder_hidden_states=prompt,
             timestep=levels,
             position_ids=Krea2Pipeline.prepare_position_ids(
-                prompt.shape[1], rows // PATCH, columns // PATCH, noisy.device
+                prompt.shape[1], rows // latents.PATCH, columns // latents.PATCH, noisy.device
             ),
             encoder_attention_mask=batch.get("prompt_mask"),
             return_dict=False,
         )[0]
-        return unpack(velocity, noisy.shape)
+        return latents.unpack(velocity, noisy.shape)

@@ -9,35 +9,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
-from autotune.models.facts import (
-    ADDED_TEXT,
-    AttentionLayout,
-    Config,
-    Defaults,
-    ModulationLayers,
-    Parts,
-    PublishedModel,
-)
+from autotune.models import facts, latents
 from autotune.models.family import Batch, Family, Images, Options, Pixels, Sample, Sizes, Texts
-from autotune.models.latents import (
-    ATTENTION,
-    PATCH,
-    adapted_layers,
-    build_empty_pipeline,
-    count_tokens,
-    load_processor,
-    pack,
-    unpack,
-    with_controls,
-)
 from autotune.plan.workload import Bucket, TextPadding
 from autotune.system.lazy import Tensor, torch
 
-ORIGINAL = PublishedModel(
+ORIGINAL = facts.PublishedModel(
     "Qwen/Qwen-Image",
     "qwen-image",
     {},
-    Parts((8_292_166_656,), "AutoencoderKLQwenImage"),
+    facts.Parts((8_292_166_656,), "AutoencoderKLQwenImage"),
     num_parameters=20_430_401_088,
     license="apache-2.0",
     source="the configuration on the hub; the class's own defaults are that model",
@@ -58,7 +39,7 @@ class QwenImage(Family):
     """Text to image. Latents are packed in 2x2 patches; prompts are encoded at their own length."""
 
     name = "qwen-image"
-    models: ClassVar[tuple[PublishedModel, ...]] = (
+    models: ClassVar[tuple[facts.PublishedModel, ...]] = (
         ORIGINAL,
         ORIGINAL.variant("Qwen/Qwen-Image-2512", "qwen-image-2512"),
     )
@@ -66,12 +47,12 @@ class QwenImage(Family):
     transformer_class = "QwenImageTransformer2DModel"
     # Unused, and gone before a release had it.
     obsolete_config = frozenset({"pooled_projection_dim"})
-    tiny_config: ClassVar[Config] = {
+    tiny_config: ClassVar[facts.Config] = {
         "num_layers": 2,
         "num_attention_heads": 2,
         "joint_attention_dim": 64,
     }
-    defaults = Defaults(
+    defaults = facts.Defaults(
         timestep_shift=2.2,
         preview_steps=20,
         sampling_guidance=4.0,
@@ -89,28 +70,31 @@ class QwenImage(Family):
     masks_padding = True
     target_sets = {
         # musubi-tuner's choice: both streams, everything but the modulation.
-        **adapted_layers(BLOCK, ATTENTION, MLP, r"(img|txt)_mod\.1"),
+        **latents.adapted_layers(BLOCK, latents.ATTENTION, MLP, r"(img|txt)_mod\.1"),
         # diffusers' own script adapts the image stream's attention alone.
         "attention": ("to_q", "to_k", "to_v", "to_out.0"),
     }
     fp16_overflow = "in fp16 its activations overflow: Comfy-Org/ComfyUI#10751"
-    modulation = ModulationLayers(rf"{BLOCK}\.(img|txt)_mod|norm_out", ("time_text_embed",))
+    modulation = facts.ModulationLayers(rf"{BLOCK}\.(img|txt)_mod|norm_out", ("time_text_embed",))
     attention_layouts = (
-        AttentionLayout(
-            "QwenDoubleStreamAttnProcessor2_0", "streams", "image_rotary_emb", text=ADDED_TEXT
+        facts.AttentionLayout(
+            "QwenDoubleStreamAttnProcessor2_0", "streams", "image_rotary_emb", text=facts.ADDED_TEXT
         ),
     )
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
-        stock = build_empty_pipeline(self.pipeline_class)
+        stock = latents.build_empty_pipeline(self.pipeline_class)
         texts = [stock.prompt_template_encode.format(caption) for caption in captions]
         start, longest = stock.prompt_template_encode_start_idx, stock.tokenizer_max_length
-        return [min(length - start, longest) for length in count_tokens(folder, texts)]
+        return [min(length - start, longest) for length in latents.count_tokens(folder, texts)]
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
-        images = with_controls(noisy, batch)
-        tokens = [pack(image) for image in images]
-        shapes = [(1, image.shape[3] // PATCH, image.shape[4] // PATCH) for image in images]
+        images = latents.with_controls(noisy, batch)
+        tokens = [latents.pack(image) for image in images]
+        shapes = [
+            (1, image.shape[3] // latents.PATCH, image.shape[4] // latents.PATCH)
+            for image in images
+        ]
         velocity: Tensor = transformer(
             hidden_states=torch.cat(tokens, dim=1),
             encoder_hidden_states=batch["prompt_embeds"],
@@ -119,7 +103,7 @@ class QwenImage(Family):
             img_shapes=[shapes] * len(noisy),
             return_dict=False,
         )[0]
-        return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
+        return latents.unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         # Without a negative prompt the pipeline leaves guidance out; the card uses a blank one.
@@ -131,7 +115,7 @@ class QwenImageEdit(QwenImage):
     """One control image, some 1,400 tokens of the caption: the encoder sees one megapixel."""
 
     name = "qwen-image-edit"
-    models: ClassVar[tuple[PublishedModel, ...]] = (EDIT,)
+    models: ClassVar[tuple[facts.PublishedModel, ...]] = (EDIT,)
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
     max_controls = 1
@@ -142,7 +126,7 @@ class QwenImageEdit(QwenImage):
     picture_prompt: ClassVar[str] = ""  # for each of them, before the caption
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        processor = load_processor("Qwen2VLProcessor", folder / "processor")
+        processor = latents.load_processor("Qwen2VLProcessor", folder / "processor")
         return super().load_pipeline(folder, **{"processor": processor, **components})
 
     def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
@@ -160,8 +144,8 @@ class QwenImageEdit(QwenImage):
         return prompt
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
-        processor = load_processor("Qwen2VLProcessor", folder / "processor")
-        stock = build_empty_pipeline(self.pipeline_class)
+        processor = latents.load_processor("Qwen2VLProcessor", folder / "processor")
+        stock = latents.build_empty_pipeline(self.pipeline_class)
         counts = []
         for caption, sizes in zip(captions, controls, strict=True):
             self.check_num_controls(len(sizes), f"the caption {caption!r}")
@@ -220,11 +204,11 @@ class QwenImageEditPlus(QwenImageEdit):
 
 
 SLOT = 2  # latents along each side of what Qwen-Image 2.1 counts as one slot of an image
-QWEN_21 = PublishedModel(
+QWEN_21 = facts.PublishedModel(
     "Qwen/Qwen-Image-2.1",
     "qwen-image-2.1",
     {},
-    Parts((8_767_123_696,), "AutoencoderKLQwenImage21"),
+    facts.Parts((8_767_123_696,), "AutoencoderKLQwenImage21"),
     num_parameters=7_115_124_736,
     license="qwen-research",
     source=(
@@ -256,7 +240,7 @@ class QwenImage21(Family):
     transformer_class = "QwenImage21Transformer2DModel"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")
     tiny_config = {"num_layers": 2, "num_attention_heads": 2, "context_in_dim": 64}
-    defaults = Defaults(
+    defaults = facts.Defaults(
         timestep_shift=3.0,
         preview_steps=40,
         sampling_guidance=1.0,
@@ -280,7 +264,7 @@ class QwenImage21(Family):
     max_micro_batch_size = 1
     # Nothing is cut, and the rotary tables know 8,192; nobody trains on more.
     max_text_tokens = 2048
-    target_sets = adapted_layers(
+    target_sets = latents.adapted_layers(
         BLOCK, r"attn\.(to_q|to_k|to_v|to_out\.0)", r"img_mlp\.(gate_layer|proj|out)"
     )
     excluded = {
@@ -294,13 +278,13 @@ class QwenImage21(Family):
         return super().tokens_per_frame(bucket) * SLOT**2
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        processor = load_processor("Qwen3VLProcessor", folder / "processor")
+        processor = latents.load_processor("Qwen3VLProcessor", folder / "processor")
         return super().load_pipeline(folder, **{"processor": processor, **components})
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         from diffusers import QwenImage21Pipeline
 
-        processor = load_processor("Qwen3VLProcessor", folder / "processor")
+        processor = latents.load_processor("Qwen3VLProcessor", folder / "processor")
         stock = QwenImage21Pipeline(None, None, None, processor, None)
         texts = [stock.prompt_template_t2i.format(caption or " ") for caption in captions]
         return [len(ids) - stock._drop_idx for ids in processor.tokenizer(texts)["input_ids"]]

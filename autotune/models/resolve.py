@@ -17,20 +17,11 @@ from pathlib import Path
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.events import OnEvent, StatusChanged, ignore_event
+from autotune.models import single_file
 from autotune.models.facts import Config, Parts, PublishedModel
 from autotune.models.family import CHECK_CONFIG, Family, build_on_meta, public_config
 from autotune.models.noise import NoiseProcess
 from autotune.models.registry import FAMILIES, find_published
-from autotune.models.single_file import (
-    SUFFIXES,
-    find_config,
-    find_parts,
-    named_expert,
-    named_parts,
-    open_single_file,
-    recognize,
-    where_usually,
-)
 from autotune.plan.base import Frozen, NaturalInt, digest_of
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
@@ -251,7 +242,7 @@ def is_fetchable(ref: ModelRef) -> bool:
 def is_single_file(ref: ModelRef) -> bool:
     """Return whether a model is a file rather than a folder or something on the hub."""
     path = _expand(ref.name)
-    return path.suffix in SUFFIXES and not path.is_dir()
+    return path.suffix in single_file.SUFFIXES and not path.is_dir()
 
 
 def check_weights(model: ResolvedModel) -> None:
@@ -298,7 +289,7 @@ def _open_part(model: ResolvedModel, name: str) -> WeightSource:
         raise MissingWeights(
             f"the weights of the {name} are missing: neither {model.file} nor "
             f"{model.weights / name} has them",
-            hint=where_usually(model.file, name),
+            hint=single_file.where_usually(model.file, name),
         ) from error
 
 
@@ -370,13 +361,15 @@ def _resolve_single_file(
     ref: ModelRef, locate: Callable[[ModelRef, FindParts], Path | None]
 ) -> ResolvedModel:
     # `locate` finds the folder of its base, if that is here.
-    source = open_single_file(_expand(ref.name))
+    source = single_file.open_single_file(_expand(ref.name))
     file = Path(os.path.realpath(source.path))
-    vae, encoders = named_parts(source.path, ref)
-    base = _base_of(ref) or ModelRef(name=recognize(source)[0][1].hub_id, revision=ref.revision)
+    vae, encoders = single_file.named_parts(source.path, ref)
+    base = _base_of(ref) or ModelRef(
+        name=single_file.recognize(source)[0][1].hub_id, revision=ref.revision
+    )
 
     def find(family: Family, folder: Path | None) -> Mapping[str, Path]:
-        return find_parts(source, family, vae, encoders, folder)
+        return single_file.find_parts(source, family, vae, encoders, folder)
 
     folder, on_hub, base_name = locate(base, find), is_on_hub(base), base.name.partition("@")[0]
     known = find_published(base_name)
@@ -388,11 +381,11 @@ def _resolve_single_file(
         raise InvalidInput(
             f"the base {base.name} is neither a folder nor on this machine", hint=NAME_BASE
         )
-    family = family.with_expert(ref.expert or named_expert(file.stem, family))
+    family = family.with_expert(ref.expert or single_file.named_expert(file.stem, family))
     configs = [published.config for published in family.models]
     if folder and (path := folder / family.denoiser / "config.json").is_file():
         configs.insert(0, public_config(read_config(path)))
-    config = find_config(source, family, configs)
+    config = single_file.find_config(source, family, configs)
     others = [part for part in family.components if part != family.denoiser]
     lacking = [part for part in others if folder and not (folder / part).is_dir()]
     if lacking and not on_hub:

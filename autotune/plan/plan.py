@@ -4,15 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from autotune.plan import candidate
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
-from autotune.plan.candidate import (
-    CachingSettings,
-    Candidate,
-    Choice,
-    PhasePeak,
-    QuantizationError,
-    TrialResult,
-)
 from autotune.plan.hardware import DeviceKind, Versions
 from autotune.plan.job import Job
 from autotune.plan.prediction import Forecast, Limit, Overheads
@@ -24,7 +17,7 @@ Strategy = Literal["single", "ddp", "fsdp2"]
 class Rejected(Frozen):
     """A choice that was not taken, and why."""
 
-    choice: Choice
+    choice: candidate.Choice
     reason: str
 
 
@@ -32,7 +25,7 @@ class Reason(Frozen):
     """Why one knob has the value it has."""
 
     knob: str
-    chosen: Choice
+    chosen: candidate.Choice
     why: str
     rejected: tuple[Rejected, ...] = ()
 
@@ -49,7 +42,7 @@ class Expected(Frozen):
     """Memory of the process besides step memory: on CPU its libraries; on a GPU its context and
     the allocator's rounding. Without a rehearsal of all phases, also what another phase is
     predicted to need beyond a step."""
-    phases: tuple[PhasePeak, ...] = ()
+    phases: tuple[candidate.PhasePeak, ...] = ()
     """Measured phases of the winner's rehearsal; empty without a rehearsal."""
 
     @property
@@ -131,17 +124,17 @@ class FrozenPart(Frozen):
     autotune_version: str
     hardware: PlannedHardware
     workload: Workload
-    settings: Candidate
-    caching: CachingSettings = CachingSettings()
+    settings: candidate.Candidate
+    caching: candidate.CachingSettings = candidate.CachingSettings()
     expected: Expected
     reasons: tuple[Reason, ...]
-    fallbacks: tuple[Candidate, ...] = ()
+    fallbacks: tuple[candidate.Candidate, ...] = ()
     """Settings to turn to, in this order, if memory is shorter than planned."""
     records: tuple[str, ...] = ()
     """Names of the shared records that the search started from."""
     search_seconds: float = Field(ge=0)
     """Wall time of all trials, loading included; 0 for a predicted plan."""
-    trials: tuple[TrialResult, ...]
+    trials: tuple[candidate.TrialResult, ...]
     pins: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs that the user fixed."""
     exclusions: tuple[tuple[str, str], ...] = ()
@@ -245,9 +238,9 @@ class RunReport(Frozen):
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None
     """Step memory; None if the run was too short to measure it."""
-    expected_phases: tuple[PhasePeak, ...] = ()
+    expected_phases: tuple[candidate.PhasePeak, ...] = ()
     """Measured phases of the rehearsal; empty if the plan was predicted."""
-    phases: tuple[PhasePeak, ...] = ()
+    phases: tuple[candidate.PhasePeak, ...] = ()
     images_per_second: float
     gpu_utilization: float | None = None
     """Mean share of time that the GPU computed, in [0, 1]; None without NVML."""
@@ -256,7 +249,7 @@ class RunReport(Frozen):
     final_loss: float
     """Smoothed loss after the last step."""
     warnings: tuple[str, ...] = ()
-    settings: Candidate
+    settings: candidate.Candidate
     """Settings that the run ended with: the plan's, or a fallback, which a warning then names."""
     gradient_spikes: int = 0
     """Gradients whose norm was far above those of the steps before."""
@@ -264,7 +257,7 @@ class RunReport(Frozen):
     """Gradients that were not finite; their steps were taken again."""
     overflowed_gradients: int = 0
     """Gradients that overflowed fp16; their steps were skipped."""
-    quantization_error: QuantizationError | None = None
+    quantization_error: candidate.QuantizationError | None = None
     validation: ValidationResult | None = None
     """None if no images were held out."""
     verdict: AdapterVerdict | None = None

@@ -19,14 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mode
-from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
 from autotune.errors import InvalidInput, first_line
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.job import AdapterFormat
-from autotune.system.lazy import torch
+from autotune.system.lazy import Tensor, torch
 from autotune.weights.files import CorruptFile
 from autotune.weights.names import (
     LAYOUTS,
@@ -40,9 +39,6 @@ from autotune.weights.names import (
     split_layers,
 )
 from autotune.weights.tensors import load_file, save_file
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"

@@ -12,14 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import AdapterFormat
-from autotune.system.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from autotune.system.lazy import Tensor, torch
 
 Parts = tuple[str, ...]
 BLOCK = re.compile(  # the number of a repeated block; of a UNet, of a repeated block within a stage

@@ -22,16 +22,7 @@ from zlib import crc32
 from autotune.errors import first_line
 from autotune.system.lazy import Tensor, nn, torch
 from autotune.system.memory import drop_mapped_pages, trim_heap
-from autotune.weights.files import (
-    DOWNLOAD_AGAIN,
-    BadWeights,
-    ModelMismatch,
-    TensorEntry,
-    WeightSource,
-    component_class,
-    open_weights,
-    read_config,
-)
+from autotune.weights import files
 from autotune.weights.single_file import view_part
 from autotune.weights.tensors import MappedLoader, PreadLoader, get_loader
 
@@ -139,9 +130,9 @@ def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
     return result.nbytes if isinstance(result, torch.Tensor) else 0
 
 
-def _too_much(what: str) -> BadWeights:
+def _too_much(what: str) -> files.BadWeights:
     message = f"the configuration asks for {what}, more than any model has"
-    return BadWeights(message, hint="use the published configuration")
+    return files.BadWeights(message, hint="use the published configuration")
 
 
 def _move_to_meta(
@@ -194,7 +185,7 @@ def transformers_renaming(model: nn.Module) -> Rename:
         )
         if converter is not None:
             message = f"transformers does not only rename {name}, it converts it"
-            raise BadWeights(message, hint="load this component with from_pretrained")
+            raise files.BadWeights(message, hint="load this component with from_pretrained")
         return str(renamed)
 
     return rename
@@ -202,7 +193,7 @@ def transformers_renaming(model: nn.Module) -> Rename:
 
 def load_into(
     model: nn.Module,
-    source: WeightSource,
+    source: files.WeightSource,
     *,
     loader: str = "safetensors",
     device: str = "cpu",
@@ -244,13 +235,15 @@ def load_into(
         _return_memory(converted)
 
 
-def check_source(model: nn.Module, source: WeightSource, rename: Rename | None = None) -> None:
+def check_source(
+    model: nn.Module, source: files.WeightSource, rename: Rename | None = None
+) -> None:
     """Check names, shapes and kinds of dtype from the headers. Raises ModelMismatch."""
     _check_match(model, _find_slots(model), source, rename)
 
 
 def stream_tensors(
-    source: WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
+    source: files.WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
 ) -> Generator[tuple[str, Tensor]]:
     """Yield tensors by name, in the dtype of the policy, about one in memory at a time."""
     loader = _loader_for(source, loader)
@@ -261,7 +254,7 @@ def stream_tensors(
                 drop_mapped_pages(tensor)
 
 
-def _loader_for(source: WeightSource, loader: str) -> str:
+def _loader_for(source: files.WeightSource, loader: str) -> str:
     return PreadLoader.name if source.is_view and loader != MappedLoader.name else loader
 
 
@@ -376,7 +369,7 @@ class _Filler:
             for leaf, value in {**module._parameters, **module._buffers, **vars(module)}.items():
                 if getattr(value, "is_meta", False):
                     message = f"{name}.{leaf} has no values: it is in no file and was built on meta"
-                    raise BadWeights(
+                    raise files.BadWeights(
                         message, hint="build the model with autotune.weights.stream.build_empty"
                     )
         self.model.eval()
@@ -386,14 +379,14 @@ class _Filler:
 
 
 def _check_match(
-    model: nn.Module, slots: list[_Slot], source: WeightSource, rename: Rename | None
+    model: nn.Module, slots: list[_Slot], source: files.WeightSource, rename: Rename | None
 ) -> dict[str, str]:
     names = {stored: rename(stored) if rename else stored for stored in source.locations}
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, files.TensorEntry] = {}
     for stored, name in names.items():
         if name in entries:
             message = f"{entries[name].name} and {stored} are both {name} in the model"
-            raise ModelMismatch(message, hint=OTHER_MODEL)
+            raise files.ModelMismatch(message, hint=OTHER_MODEL)
         entries[name] = source.locations[stored][1]
     known = {name for slot in slots for name in slot.names}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -406,19 +399,19 @@ def _check_match(
     for keys, problem in ((missing, "lacks"), (unexpected, "has, but the model has no place for,")):
         if keys:
             shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-            raise ModelMismatch(f"{source.path} {problem} {shown}", hint=OTHER_MODEL)
+            raise files.ModelMismatch(f"{source.path} {problem} {shown}", hint=OTHER_MODEL)
     for slot in slots:
         for name in set(slot.names) & entries.keys():
             _check_slot(slot.tensor, name, entries[name])
     return names
 
 
-def _check_slot(tensor: Tensor, name: str, entry: TensorEntry) -> None:
+def _check_slot(tensor: Tensor, name: str, entry: files.TensorEntry) -> None:
     if entry.shape != tuple(tensor.shape):
         message = f"{name} has shape {entry.shape} in the file, {tuple(tensor.shape)} in the model"
-        raise ModelMismatch(message, hint=OTHER_MODEL)
+        raise files.ModelMismatch(message, hint=OTHER_MODEL)
     if entry.torch_dtype.is_floating_point != tensor.dtype.is_floating_point:
-        raise ModelMismatch(
+        raise files.ModelMismatch(
             f"{name} is {entry.dtype} in the file, {tensor.dtype} in the model",
             hint="quantized files cannot be loaded; load the original and quantize it",
         )
@@ -426,8 +419,8 @@ def _check_slot(tensor: Tensor, name: str, entry: TensorEntry) -> None:
 
 def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.Module:
     """Build a pipeline's component without weights, else raise InvalidInput."""
-    library, class_name = component_class(folder, name)
-    read_config(folder / name / "config.json")
+    library, class_name = files.component_class(folder, name)
+    files.read_config(folder / name / "config.json")
     try:
         cls: Any = getattr(importlib.import_module(library), class_name)
         if not issubclass(cls, nn.Module):
@@ -441,24 +434,24 @@ def build_empty_component(folder: Path, name: str, *, dtype: torch.dtype) -> nn.
         reason = first_line(error)
         if isinstance(error, MemoryError) or "allocate memory" in reason:
             raise
-        raise BadWeights(
+        raise files.BadWeights(
             f"the configuration in {folder / name} does not build a {class_name}: {reason}",
-            hint=DOWNLOAD_AGAIN,
+            hint=files.DOWNLOAD_AGAIN,
         ) from error
     return model
 
 
 def _open(
     folder: Path, name: str, path: Path, dtype: torch.dtype
-) -> tuple[nn.Module, WeightSource, Rename | None]:
-    model, source = build_empty_component(folder, name, dtype=dtype), open_weights(path)
+) -> tuple[nn.Module, files.WeightSource, Rename | None]:
+    model, source = build_empty_component(folder, name, dtype=dtype), files.open_weights(path)
     if path.is_file() and path.suffix == ".safetensors":
         source = view_part(source, name, model)
-    library, _ = component_class(folder, name)
+    library, _ = files.component_class(folder, name)
     return model, source, transformers_renaming(model) if library == "transformers" else None
 
 
-def check_part(folder: Path, name: str, path: Path) -> WeightSource:
+def check_part(folder: Path, name: str, path: Path) -> files.WeightSource:
     """Open weights elsewhere of `folder`'s component `name`; errors as of `load_component`."""
     model, source, rename = _open(folder, name, path, torch.float32)
     check_source(model, source, rename)

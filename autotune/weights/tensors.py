@@ -17,26 +17,15 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from safetensors import SafetensorError, safe_open
 
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen, NaturalInt
 from autotune.system.files import atomic_write
-from autotune.system.lazy import torch
-from autotune.weights.files import (
-    CHECK_FILE_SIZE,
-    TensorEntry,
-    TruncatedFile,
-    WeightFile,
-    WeightSource,
-    open_weights,
-    read_header,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from autotune.system.lazy import Tensor, torch
+from autotune.weights import files
 
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20
@@ -44,7 +33,7 @@ OWN_PAGES_BYTES = 1 << 20
 CHUNK_BYTES = 256 << 20  # held by `fastsafetensors` at a time, unless one tensor is larger
 PIECE_ELEMENTS = 1 << 22  # checked at a time, so that widening fp8 for it takes little memory
 
-NamedTensors = Generator[tuple[str, "Tensor"], None, None]
+NamedTensors = Generator[tuple[str, Tensor], None, None]
 
 
 class Loader(ABC):
@@ -61,7 +50,7 @@ class Loader(ABC):
         return 0
 
     @abstractmethod
-    def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
+    def stream(self, source: files.WeightSource, device: torch.device) -> NamedTensors:
         """Yield every tensor by name, as stored; closing releases files and buffers."""
 
 
@@ -74,7 +63,7 @@ class MappedLoader(Loader):
         # On a device of its own the system drops mapped pages when it needs memory.
         return stored_bytes if shares_memory else 0
 
-    def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
+    def stream(self, source: files.WeightSource, device: torch.device) -> NamedTensors:
         for file in source.files:
             if source.is_view:
                 yield from _mapped_views(file, device)
@@ -84,7 +73,7 @@ class MappedLoader(Loader):
                     yield entry.name, opened.get_tensor(entry.name)
 
 
-def _mapped_views(file: WeightFile, device: torch.device) -> NamedTensors:
+def _mapped_views(file: files.WeightFile, device: torch.device) -> NamedTensors:
     with file.path.open("rb") as opened:
         pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # held by the tensors
         for entry in file.entries:
@@ -98,9 +87,9 @@ def _mapped_views(file: WeightFile, device: torch.device) -> NamedTensors:
             yield entry.name, stored.view(entry.torch_dtype).view(entry.shape).to(device)
 
 
-def _shrunk(file: WeightFile) -> TruncatedFile:
+def _shrunk(file: files.WeightFile) -> files.TruncatedFile:
     message = f"{file.path} ended while its tensors were read"
-    return TruncatedFile(message, hint=CHECK_FILE_SIZE)
+    return files.TruncatedFile(message, hint=files.CHECK_FILE_SIZE)
 
 
 class PreadLoader(Loader):
@@ -116,7 +105,7 @@ class PreadLoader(Loader):
     def why_not(self, device: torch.device) -> str | None:
         return None if hasattr(os, "preadv") else "this system has no preadv"
 
-    def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
+    def stream(self, source: files.WeightSource, device: torch.device) -> NamedTensors:
         with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="pread") as pool:
             for file in source.files:
                 with file.path.open("rb") as opened:
@@ -124,7 +113,7 @@ class PreadLoader(Loader):
                         yield entry.name, _read(opened.fileno(), file, entry, device, pool)
 
 
-def read_tensor(file: WeightFile, entry: TensorEntry) -> Tensor:
+def read_tensor(file: files.WeightFile, entry: files.TensorEntry) -> Tensor:
     """Read one tensor to the CPU. Raises TruncatedFile if the file has shrunk meanwhile."""
     with file.path.open("rb") as opened:
         return _read(opened.fileno(), file, entry, torch.device("cpu"))
@@ -132,8 +121,8 @@ def read_tensor(file: WeightFile, entry: TensorEntry) -> Tensor:
 
 def _read(
     descriptor: int,
-    file: WeightFile,
-    entry: TensorEntry,
+    file: files.WeightFile,
+    entry: files.TensorEntry,
     device: torch.device,
     pool: ThreadPoolExecutor | None = None,
 ) -> Tensor:
@@ -157,7 +146,7 @@ def _read(
     return entry.finished(tensor.to(device))
 
 
-def _allocate(entry: TensorEntry) -> tuple[Tensor, memoryview]:
+def _allocate(entry: files.TensorEntry) -> tuple[Tensor, memoryview]:
     """An uninitialized tensor and its bytes; a large one has pages of its own, freed with it."""
     if entry.size_bytes < OWN_PAGES_BYTES:
         tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
@@ -186,12 +175,12 @@ class FastLoader(Loader):
     def overhead_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
         return CHUNK_BYTES
 
-    def stream(self, source: WeightSource, device: torch.device) -> NamedTensors:
+    def stream(self, source: files.WeightSource, device: torch.device) -> NamedTensors:
         from fastsafetensors import ParallelLoader
 
         supported = tuple(file for file in source.files if _is_supported(file))
         others = tuple(file for file in source.files if not _is_supported(file))
-        yield from PreadLoader().stream(WeightSource(source.path, others), device)
+        yield from PreadLoader().stream(files.WeightSource(source.path, others), device)
         if not supported:
             return
         if device == torch.device("cuda"):
@@ -224,7 +213,7 @@ def _has_cuda_runtime() -> bool:
     return bool(cpp.is_cuda_found())
 
 
-def _is_supported(file: WeightFile) -> bool:
+def _is_supported(file: files.WeightFile) -> bool:
     # fastsafetensors 0.5 knows no complex numbers, and no file without any bytes.
     has_bytes = any(entry.size_bytes for entry in file.entries)
     return has_bytes and all(entry.dtype != "C64" for entry in file.entries)
@@ -252,8 +241,8 @@ def get_loader(name: str, device: torch.device) -> Loader:
 
 def load_file(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """Load all tensors of a small file to the CPU, and its metadata; errors as of `read_header`."""
-    file = read_header(path)
-    tensors = PreadLoader().stream(WeightSource(path, (file,)), torch.device("cpu"))
+    file = files.read_header(path)
+    tensors = PreadLoader().stream(files.WeightSource(path, (file,)), torch.device("cpu"))
     return dict(tensors), file.metadata
 
 
@@ -333,7 +322,7 @@ def inspect_file(
     path: Path, *, values: bool = True, on_progress: Callable[[int, int], None] | None = None
 ) -> FileSummary:
     """Describe a file, folder or index; without `values` from headers. `on_progress` gets bytes."""
-    source = open_weights(path)
+    source = files.open_weights(path)
     located = source.locations.values()
     total, done, summaries = sum(entry.size_bytes for _, entry in located), 0, []
     for file, entry in located:
@@ -358,7 +347,7 @@ def inspect_file(
     )
 
 
-def _count_nonfinite(file: WeightFile, entry: TensorEntry) -> tuple[int, int]:
+def _count_nonfinite(file: files.WeightFile, entry: files.TensorEntry) -> tuple[int, int]:
     if not (entry.torch_dtype.is_floating_point or entry.torch_dtype.is_complex):
         return 0, 0
     num_nan = num_inf = 0
