@@ -61,8 +61,7 @@ from autotune.plan.request import (
 )
 from autotune.plan.workload import ADAMW
 from autotune.report.files import RunPage
-from autotune.share.record import build_record, unshareable_reason
-from autotune.share.store import user_store
+from autotune.share.store import build_record, unshareable_reason, user_store
 from autotune.system import process
 from autotune.system.files import cache_path, require_writable, write_text_atomic
 from autotune.train.metrics import serve_metrics

@@ -9,8 +9,14 @@ from collections.abc import Sequence
 from autotune.errors import InvalidInput
 from autotune.machine.probe import probe as read_machine
 from autotune.plan.base import Frozen
-from autotune.share.record import workload_class
-from autotune.share.store import Store, Transfer, merge_stores, prune_store, user_store
+from autotune.share.store import (
+    Store,
+    Transfer,
+    merge_stores,
+    prune_store,
+    user_store,
+    workload_class,
+)
 from autotune.share.warm_start import compare_machine
 
 

@@ -291,7 +291,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     after = after_training_lines(report, output, planned.report_to, has_page=has_page)
     print_result(report, as_json, lambda _: [*report_lines(report), *after])
     if repository is not None:
-        from autotune.report.cards import push_to_hub
+        from autotune.report.files import push_to_hub
 
         print_remark(f"uploaded to {push_to_hub(output, repository)}")
 

@@ -20,14 +20,15 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES, HardwareProfile
 from autotune.plan.workload import Workload, mean_text_tokens
-from autotune.share.record import (
+from autotune.share.store import (
     Machine,
     Record,
+    Store,
     architecture_folder,
     shareable_machine,
+    user_store,
     workload_class,
 )
-from autotune.share.store import Store, user_store
 from autotune.system.version import __version__
 
 if TYPE_CHECKING:

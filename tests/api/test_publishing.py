@@ -15,7 +15,7 @@ from huggingface_hub import constants
 import autotune
 from autotune.errors import AutotuneError
 from autotune.plan.file import with_job
-from autotune.report.cards import push_to_hub
+from autotune.report.files import push_to_hub
 from autotune.weights.hub import require_hub
 from tests.api.test_report import run_folder
 from tests.report.page.pages import FOLDER

@@ -26,7 +26,7 @@ from autotune.plan.file import (
 from autotune.plan.hardware import Versions
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, TrainingPlan
-from autotune.share.record import DamagedRecord, name_of, parse_record
+from autotune.share.store import DamagedRecord, name_of, parse_record
 from tests import builders
 from tests.conftest import autotune_here
 from tests.share.examples import record

@@ -27,7 +27,7 @@ from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Workload
 from autotune.search import planner
 from autotune.search.problem import PlannerBackend, PlanningProblem, TrialFunction
-from autotune.share.record import Record
+from autotune.share.store import Record
 from autotune.share.warm_start import MatchedRecord, StoreMatches, compare, usable_trials
 from tests import builders
 

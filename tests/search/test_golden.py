@@ -17,7 +17,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
 from autotune.search.problem import PlanningProblem
-from autotune.share.record import Record, shareable_machine
+from autotune.share.store import Record, shareable_machine
 from tests import builders
 from tests.search.formula import by_formula
 from tests.search.machines import make_plan, matches_of, replay, surroundings

@@ -8,7 +8,7 @@ from autotune.plan.hardware import HardwareProfile, Rate
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.plan.workload import Workload
-from autotune.share.record import Record, build_record
+from autotune.share.store import Record, build_record
 from tests.builders import GIB, candidate, hardware, trial, workload
 
 DAY = date(2026, 3, 1)

@@ -19,8 +19,7 @@ from autotune.plan.plan import FrozenPart
 from autotune.plan.request import PlanRequest
 from autotune.search.planner import make_plan
 from autotune.search.problem import PlannerBackend, PlanningProblem
-from autotune.share.record import Record, build_record
-from autotune.share.store import Store
+from autotune.share.store import Record, Store, build_record
 from autotune.share.warm_start import find_matches
 from autotune.system.version import __version__
 from tests import builders

@@ -10,7 +10,7 @@ from autotune.plan.base import Frozen
 from autotune.plan.candidate import TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.workload import Bucket, ModelSpec, Workload
-from autotune.share.record import (
+from autotune.share.store import (
     MAX_RECORD_BYTES,
     DamagedRecord,
     Machine,

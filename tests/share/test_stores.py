@@ -12,8 +12,15 @@ from click.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.share.record import MAX_RECORD_BYTES, architecture_folder, name_of
-from autotune.share.store import Store, merge_stores, prune_store, user_store
+from autotune.share.store import (
+    MAX_RECORD_BYTES,
+    Store,
+    architecture_folder,
+    merge_stores,
+    name_of,
+    prune_store,
+    user_store,
+)
 from autotune.share.warm_start import find_matches
 from tests.builders import GIB, candidate, trial, workload
 from tests.share.examples import TRIALS, machine, record, several
