@@ -8,7 +8,14 @@ from statistics import median
 from autotune.events import StepFinished
 from autotune.plan.candidate import PhasePeak, QuantizationError
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan, ValidationResult
-from autotune.report import text
+from autotune.report.text import (
+    change_text,
+    loss_text,
+    memory_text,
+    seconds_text,
+    titled_command,
+    wrapped,
+)
 
 PAGE_FILE = "report.html"
 
@@ -19,7 +26,7 @@ def step_text(
     """Tell epoch, loss, speed and memory of one step; `promised_bytes` is all that a run takes."""
     epoch = "" if event.epoch is None else f"epoch {event.epoch}  "
     loss = event.loss if smoothed_loss is None else smoothed_loss
-    held, promise = text.memory_text(event.memory_bytes), text.memory_text(promised_bytes)
+    held, promise = memory_text(event.memory_bytes), memory_text(promised_bytes)
     unit = promise[-4:] if held[-4:] == promise[-4:] else ""  # 9.10/18.88 GiB
     memory = held if promised_bytes is None else f"{held.removesuffix(unit)}/{promise}"
     busy = "" if event.gpu_utilization is None else f"  GPU {event.gpu_utilization:.0%}"
@@ -27,7 +34,7 @@ def step_text(
     spikes = f"  {odd} spike{'s' * (odd != 1)}" if odd else ""
     skips = f"  {skipped} skipped" if skipped else ""
     speed = f"{event.seconds:.3f} s/step"
-    return f"{epoch}loss {text.loss_text(loss)}  {speed}  {memory}{busy}{spikes}{skips}"
+    return f"{epoch}loss {loss_text(loss)}  {speed}  {memory}{busy}{spikes}{skips}"
 
 
 def validation_text(event: StepFinished) -> str | None:
@@ -49,24 +56,24 @@ def report_lines(report: RunReport) -> list[str]:
     times = report.expected_step_seconds, report.measured_step_seconds
     sizes = report.expected_peak_memory_bytes, report.measured_peak_memory_bytes
     expected, phases = phase_bytes(report.expected_phases), phase_bytes(report.phases)
-    rows = [("step memory", *map(text.memory_text, sizes))]
+    rows = [("step memory", *map(memory_text, sizes))]
     for name, size in phases.items():
-        rows.append((f"  {name}", text.memory_text(expected.get(name)), text.memory_text(size)))
-    planned, measured = map(text.seconds_text, times)
-    change = text.change_text(times[1] / times[0] - 1)
+        rows.append((f"  {name}", memory_text(expected.get(name)), memory_text(size)))
+    planned, measured = map(seconds_text, times)
+    change = change_text(times[1] / times[0] - 1)
     lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",
         f"{'step time':<14}{planned:>12}{measured:>12}  ({change})",
         *(f"{name:<14}{a:>12}{b:>12}" for name, a, b in rows),
-        f"{report.num_steps - report.resumed_at} steps in {text.seconds_text(report.total_seconds)}, "
+        f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
         f"{report.images_per_second:.2f} images/s{busy}; "
-        f"loss {text.loss_text(report.first_loss)} -> {text.loss_text(report.final_loss)}, smoothed",
+        f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}, smoothed",
     ]
     lines += [f"limited by {report.limited_by}"] if report.limited_by else []
     if error := report.quantization_error:
         lines.append(error_text(error, report.settings.quantization))
     lines += [*adapter_lines(report), *(f"warning: {warning}" for warning in report.warnings)]
-    return [part for line in lines for part in text.wrapped(line)]
+    return [part for line in lines for part in wrapped(line)]
 
 
 def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> str:
@@ -103,10 +110,10 @@ def after_training_lines(
         convert = ["cp", adapter, converted]
     lines = [f"{'adapter':<15}{output / report.adapter}"]
     lines += [f"{'report':<15}{output / PAGE_FILE}"] if has_page else []
-    lines += text.titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"])
-    lines += text.titled_command("for ComfyUI", convert)
+    lines += titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"])
+    lines += titled_command("for ComfyUI", convert)
     if report_to == "tensorboard":
-        lines += text.titled_command("curves", ["tensorboard --logdir", folder])
+        lines += titled_command("curves", ["tensorboard --logdir", folder])
     return lines
 
 
