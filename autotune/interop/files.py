@@ -5,6 +5,7 @@ is read by the same rules. Keys are dotted, the first item of a list is `[]`, la
 `[2]`: `config.process[].datasets[1].resolution`.
 """
 
+import codecs
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ import tomllib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,22 @@ from autotune.system.files import read_bounded
 # Far above any real configuration; parsers take time that grows with the square of it.
 MAX_BYTES = 1 << 18
 MAX_SETTINGS = 5_000
-FORMATS = {".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
+MAX_SHOWN = 200  # characters of a value, or of a parser's words, in a message
+FORMATS = {
+    **{".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"},
+    **{".bat": "batch", ".cmd": "batch", ".ps1": "PowerShell"},
+}
+OPTION = r"(?:^|[\s\"'])(?:--|\$(?:env:)?)?([^\s\"'=]+)"
 # What stands where a key can; whether it is one, the parser has decided.
 KEY_PATTERNS = {
-    "yaml": re.compile(
-        r"(?m)(?:^|[\s{,\-])[\"']?([^\s\-\"'{},:#\[\]][^\"'{},:#\[\]\n]{0,80}?)[\"']?[ \t]*:"
-    ),
-    "json": re.compile(r"\"(?:--)?([^\"\n]*)\"\s*:"),
-    "toml": re.compile(r"(?m)(?:^|[\s{,.\[\"'])([^\s{},.\[\]\"'=]+)[\"']?[ \t]*[=\]]"),
-    "shell": re.compile(r"(?:^|[\s\"'])(?:--)?([^\s\"'=]+)"),
+    **dict.fromkeys(("shell", "batch", "PowerShell"), OPTION),
+    "yaml": r"(?:^|[\s{,\-])[\"']?([^\s\-\"'{},:#\[\]][^\"'{},:#\[\]\n]{0,80}?)[\"']?[ \t]*:",
+    "json": r"\"(?:--)?([^\"\n]*)\"\s*:",
+    "toml": r"(?:^|[\s{,.\[\"'])([^\s{},.\[\]\"'=]+)[\"']?[ \t]*[=\]]",
 }
+# More parts than any key has; Python's parser takes time that grows with their square.
+LONG_TOML_KEY = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 HINT = "name a configuration file of one of the trainers that `autotune import-config --help` lists"
 FILL_IN = "FILL-IN"  # written for a path that a plan does not hold
 TRAINER = "$TRAINER"  # in a command, the folder that the trainer is installed in
@@ -60,18 +66,15 @@ class ConfigValue:
 def read_document(path: Path) -> list[ConfigValue]:
     """Read the settings of a file, in its order. Raises InvalidInput if there is no such file, or
     it is too large, or not of its format."""
-    try:
-        text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidInput(f"cannot read {path}: {reason}", hint=HINT) from error
+    text = _read_text(path)
     is_json = text.lstrip().startswith(("{", "["))
     kind = FORMATS.get(path.suffix.lower()) or ("json" if is_json else "shell")
     try:
         pairs = tuple(_flatten(PARSERS[kind](text)))
+        json.dumps(pairs, ensure_ascii=False, default=str).encode()  # halves of characters
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = first_line(error) if kind != "yaml" else " ".join(str(error).split())
-        message = f"{path} is not {kind} that can be read: {reason}"
+        message = f"{path} is not {kind} that can be read: {reason[:MAX_SHOWN]}"
         raise InvalidInput(message, hint="correct what is named") from error
     if len(pairs) > MAX_SETTINGS:
         message = f"{path} has {len(pairs)} settings, too many for a configuration"
@@ -79,6 +82,20 @@ def read_document(path: Path) -> list[ConfigValue]:
     searched = [value if key == "script" else key for key, value in pairs]
     numbered = zip(pairs, _line_numbers(text, searched, kind), strict=True)
     return [ConfigValue(*pair, line, path.name) for pair, line in numbered]
+
+
+def _read_text(path: Path) -> str:
+    """UTF-8, or UTF-16 with its mark, as `>` of Windows PowerShell writes."""
+    try:
+        content = read_bounded(path, MAX_BYTES)
+        marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        return content.decode("utf-16" if content.startswith(marks) else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        usual = "UTF-16LE" if b"\0" in content else "CP1252"
+        hint = f"if it is {usual}: iconv -f {usual} -t UTF-8 {path.name} > again{path.suffix}"
+        raise InvalidInput(f"{path} is not UTF-8 text: {error}", hint=hint) from error
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror or error}", hint=HINT) from error
 
 
 def with_references(
@@ -92,9 +109,9 @@ def with_references(
     for setting in settings if depth else ():
         if setting.key not in references or not isinstance(setting.value, str):
             continue
-        named = Path(setting.value)
+        named = Path(setting.value.replace("\\", "/"))
         paths = (folder / named, named, folder / named.name)
-        there = next((path for path in paths if path.is_file()), None)
+        there = next(filter(is_file, paths), None)
         if there is None:
             missing.append(setting)
             continue
@@ -103,6 +120,14 @@ def with_references(
         found += [replace(one, key=references[setting.key] + one.key) for one in inner]
         missing += lost
     return [*found, *settings], missing
+
+
+def is_file(path: Path) -> bool:
+    """Tell if a file's text names a file that is here; some texts can name none."""
+    try:
+        return path.expanduser().is_file()
+    except (OSError, RuntimeError):  # too long, or of an unknown user's home
+        return False
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,7 +141,35 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _parse_command(text: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Shell:
+    """One language of scripts that start trainers."""
+
+    joins: str  # a line that ends with it goes on
+    escapes: str
+    quotes: str
+    variable: str
+    rewrites: Mapping[str, str]  # a line's beginning, so that `NAME=VALUE` assigns and words follow
+
+
+SHELLS = {
+    "shell": Shell("\\", "\\", "\"'", r"\$(?:\{(\w+)\}|(\w+))", {r"export\s": ""}),
+    "batch": Shell(
+        *("^", "", '"', r"%(\w+)()%"),
+        {
+            r"(?:rem\b|::).*": "",
+            r'set[ \t]+"?(\w+)=(.*?)"?[ \t\r]*$': r'\1="\2"',
+            r'cmd(?:\.exe)?[ \t]+/[ck][ \t]+"(.*)"[ \t\r]*$': r"\1",
+        },
+    ),
+    "PowerShell": Shell(
+        *("`", "`", "\"'", r"\$(?:\{(?:env:)?(\w+)\}|(?:env:)?(\w+))"),
+        {r"\$(?:env:)?(\w+)[ \t]*=[ \t]*": r"\1="},
+    ),
+}
+
+
+def _parse_command(shell: Shell, text: str) -> dict[str, Any]:
     """Options of the last command with any, its `script` and its variables (`env.NAME`). Raises
     ValueError for an open quote, and for variables that double and double again."""
     env: dict[str, str] = {}
@@ -131,11 +184,16 @@ def _parse_command(text: str) -> dict[str, Any]:
             raise ValueError("its variables grow beyond any configuration")
         return value
 
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
-        words = [VARIABLE.sub(expanded, word) for word in shlex.split(line, comments=True)]
-        while words and (words[0] == "export" or (assigned := ASSIGNMENT.fullmatch(words[0]))):
-            if words[0] != "export" and assigned:
-                env[assigned[1]] = assigned[2]
+    text = re.sub(rf"{re.escape(shell.joins)}\r?\n", " ", text)
+    for beginning, meaning in shell.rewrites.items():
+        text = re.sub(rf"(?im)^[ \t]*@?{beginning}", meaning, text)
+    for line in text.splitlines():
+        lexer = shlex.shlex(line, posix=True)
+        lexer.whitespace_split, lexer.escape, lexer.quotes = True, shell.escapes, shell.quotes
+        lexer.commenters = "" if shell.joins == "^" else "#"
+        words = [re.sub(shell.variable, expanded, word) for word in lexer]
+        while words and (assigned := ASSIGNMENT.fullmatch(words[0])):
+            env[assigned[1]] = assigned[2]
             words = words[1:]
         if any(word.startswith("--") for word in words):
             options |= _options(words)
@@ -181,22 +239,29 @@ def _parse_json(text: str) -> Any:
     return {key.removeprefix("--"): value for key, value in data.items()}
 
 
+def _parse_toml(text: str) -> Any:
+    if found := LONG_TOML_KEY.search(text):
+        raise ValueError(f"a key of too many parts: {found[0][:80]}")
+    return tomllib.loads(text)
+
+
 PARSERS: Mapping[str, Callable[[str], Any]] = {
     "yaml": lambda text: yaml.load(text, Loader=BoundedLoader),
-    **{"toml": tomllib.loads, "json": _parse_json, "shell": _parse_command},
+    **{"toml": _parse_toml, "json": _parse_json},
+    **{name: partial(_parse_command, shell) for name, shell in SHELLS.items()},
 }
 
 
 def _line_numbers(text: str, keys: Sequence[str], kind: str) -> list[int]:
     """Keys come in the order of the text, so each is searched from the one before."""
     ends: dict[str, list[int]] = {}
-    for match in KEY_PATTERNS[kind].finditer(text):
+    for match in re.finditer(KEY_PATTERNS[kind], text, re.M):
         ends.setdefault(match[1], []).append(match.end())
     breaks = [match.start() for match in re.finditer("\n", text)]
     lines, start, seen = [], 0, [""]
     for key in keys:
         plain = [key.removeprefix("env.").removeprefix("launch.")]
-        parts = plain if kind == "shell" else key.split(".")
+        parts = plain if kind in SHELLS else key.split(".")
         fresh = [part for at, part in enumerate(parts, 1) if parts[:at] != seen[:at]]
         for part in fresh or parts[-1:]:
             if found := ends.get(re.sub(r"\[\d*\]$", "", part)):

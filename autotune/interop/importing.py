@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.interop.files import FILL_IN, ConfigValue, read_document, with_references
+from autotune.interop.files import (
+    FILL_IN,
+    MAX_SHOWN,
+    ConfigValue,
+    is_file,
+    read_document,
+    with_references,
+)
 from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -50,7 +57,7 @@ Settings = Mapping[str, ConfigValue]
 # An account of a setting, with its list: carried, pinned, decided or not_carried.
 Line = tuple[str, ConfigLine]
 # What rules raise for a value that makes no sense.
-WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, re.error)
+WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
 
 def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
@@ -115,7 +122,8 @@ def read_settings(
             found = dict(rule.read({key: one.value for key, one in by_key.items()}, context))
         except WRONG as error:
             one = next((one for one in present if one.line), present[0])
-            what = f"{trainer.title}'s {one.key} cannot be {_value_text(one.value)}: {error}"
+            what = f"{trainer.title}'s {one.key} cannot be {_value_text(one.value)[:MAX_SHOWN]}: "
+            what += str(error)[:MAX_SHOWN]
             message = f"{one.file}, line {one.line}: {what}"
             raise InvalidInput(message, hint="correct it in that file") from error
         lost = found.pop(LOST, None)
@@ -184,7 +192,9 @@ def _find_model(trainer: Trainer, settings: Settings, path: Path) -> KnownModel:
         if all(written.get(key) == value for key, value in known.keys.items()):
             return known
     keys = dict.fromkeys(key for known in trainer.models for key in known.keys if key in settings)
-    given = [f"{key} {_value_text(written[key])}, line {settings[key].line}" for key in keys]
+    given = [
+        f"{key} {_value_text(written[key])[:MAX_SHOWN]}, line {settings[key].line}" for key in keys
+    ]
     is_named = f"trains a model that autotune does not know ({'; '.join(given)})"
     what = is_named if given else "names no known model"
     names = ", ".join(dict.fromkeys(known.name for known in trainer.models))
@@ -212,7 +222,7 @@ def _model_of(trainer: Trainer, known: KnownModel, settings: Settings) -> tuple[
         return known.name, lines
     name = str(weights.value)
     hub_ids = {one.hub_id.lower(): one.hub_id for one in known.family.models}
-    is_folder = (Path(name).expanduser() / "model_index.json").is_file()
+    is_folder = is_file(Path(name) / "model_index.json")
     if (own := hub_ids.get(name.lower(), name if is_folder else None)) is not None:
         return own, [*lines, line_for("carried", weights, f"model {own}")]
     advice = "to train these weights, name their diffusers folder as the job's model"

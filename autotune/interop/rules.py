@@ -78,9 +78,10 @@ def read_data(name: str) -> Any:
 
 def number(value: Any, kind: str = "number") -> float:
     """Convert to a number, also if it is written as text: YAML 1.1 reads 1e-4 so."""
-    if isinstance(value, bool) or (kind == "whole number" and float(value) != int(float(value))):
-        raise ValueError(f"{value!r} is not a {kind}")
-    return float(value)
+    found = float("nan") if isinstance(value, bool) else float(value)
+    if not abs(found) < 2**63 or (kind == "whole number" and found % 1):
+        raise ValueError(f"{value!r} is no {kind} that fits into 64 bits")
+    return found
 
 
 def whole(value: Any) -> int:

@@ -7,9 +7,11 @@ the nearest target set. The rules here are those of `key_rules` for adapted laye
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
+
+import regex
 
 from autotune.interop import rules
 from autotune.interop.rules import LOST, CannotExpress, Context, Rule, Values
@@ -85,34 +87,43 @@ def _original_name(family: Family, layer: str) -> str:
     return layout.original(layer) if layout and layout.has_layers([layer]) else layer
 
 
-# Whether a trainer adapts the layer of this name.
-Selects = Callable[[str], bool]
+# Of the linear layers and convolutions of a family, those that a trainer adapts by its keys.
+Choose = Callable[[Values, Context], set[str]]
 
 
-def _all_chosen(selects: Selects, family: Family) -> frozenset[str]:
-    """Of the layers that a trainer may adapt."""
-    return frozenset(filter(selects, linear_layers(family) | convolutions(family)))
+def _all_layers(family: Family) -> frozenset[str]:
+    return linear_layers(family) | convolutions(family)
 
 
-def _by_ends(ends: Sequence[str]) -> Selects:
-    return lambda name: any(f".{name}".endswith(f".{end}") for end in ends)
+def _has(name: str, parts: Iterable[str]) -> bool:
+    return any(part in name for part in parts)
 
 
-def _by_parts(parts: Sequence[str]) -> Selects:
-    return lambda name: any(part in name for part in parts)
+def _ends(name: str, ends: Iterable[str]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+def _fits(name: str, patterns: Iterable[Any], way: str = "fullmatch") -> bool:
+    """Whether one of a file's patterns fits; some would take longer than anyone waits."""
+    joined = "|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)"
+    try:
+        return bool(getattr(regex, way)(joined, name, timeout=0.1))
+    except (regex.error, TimeoutError) as error:
+        raise ValueError(str(error) or "the pattern takes too long") from error
 
 
 def _targets(
     keys: Sequence[str],
-    selects: Callable[[Values, Context], Selects],
-    write: Callable[[frozenset[str], Context], Values],
+    choose: Choose,
+    ways: Callable[[frozenset[str], Context], Iterable[Values]],
     arguments: Sequence[str] = (),
 ) -> Rule:
-    """`write` gets the layers that are wanted; `arguments` are those of `network_args` that the
-    trainer understands."""
+    """Relate target sets to `keys`: of the `ways` to write the layers that are wanted, the first
+    that chooses exactly these is taken, else the last. `arguments` are those of `network_args` that
+    the trainer understands."""
 
     def read(values: Values, context: Context) -> Values:
-        chosen = _all_chosen(selects(values, context), context.family)
+        chosen = frozenset(choose(values, context))
         name, difference = find_target_set(context.family, chosen)
         lost = [f"the nearest set of layers {difference}"] if difference else []
         given = _network_arguments(values) if arguments else {}
@@ -120,10 +131,12 @@ def _targets(
             lost.append(f"{others}: {rules.NO_ARGUMENT}")
         return {"targets": name, LOST: "; ".join(lost)}
 
-    def write_wanted(ours: Values, context: Context) -> Values:
-        return write(layers_of(context.family, ours["targets"]), context)
+    def write(ours: Values, context: Context) -> Values:
+        wanted = layers_of(context.family, ours["targets"])
+        tried = list(ways(wanted, context))
+        return next((way for way in tried if choose(way, context) == wanted), tried[-1])
 
-    return Rule(tuple(keys), ("targets",), read, write_wanted)
+    return Rule(tuple(keys), ("targets",), read, write)
 
 
 def targets_by_parts(
@@ -143,32 +156,29 @@ def targets_by_parts(
         is_authors = family.transformer_class in authors_code.split()
         return _original_name(family, layer) if is_authors else layer
 
-    def selects(values: Values, context: Context) -> Selects:
-        family = context.family
-        is_chosen = _by_parts(values.get(only) or ("",))
-        is_ignored = _by_parts(values.get(ignored) or ())
-        is_inside = _by_parts(blocks.get(family.transformer_class, ["transformer_blocks"]))
-        everywhere, others = values.get(inside) is False, convolutions(family)
-
-        def is_adapted(layer: str) -> bool:
+    def choose(values: Values, context: Context) -> set[str]:
+        family, found = context.family, set()
+        parts, ignores = values.get(only) or [""], values.get(ignored) or []
+        usual = blocks.get(family.transformer_class, ["transformer_blocks"])
+        inner = [""] if values.get(inside) is False else usual
+        for layer in _all_layers(family):
+            is_linear = layer not in convolutions(family)
             name = name_of(family, layer)
-            is_kind = layer not in others or values.get(convolution_rank) or "shortcut" in layer
-            is_placed = everywhere or is_inside(name)
-            return bool(is_kind) and is_placed and is_chosen(name) and not is_ignored(name)
+            is_kind = is_linear or values.get(convolution_rank) or "shortcut" in layer
+            is_placed = _has(name, inner) and not _has(name, ignores)
+            if is_kind and is_placed and _has(name, parts):
+                found.add(layer)
+        return found
 
-        return is_adapted
-
-    def write(wanted: frozenset[str], context: Context) -> Values:
-        """The first of four ways that adapts what is wanted, the shortest first."""
+    def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         family = context.family
         by_name: Values = {only: sorted({_in_block(name_of(family, one)) for one in wanted})}
-        unwanted = _all_chosen(selects(by_name, context), family) - wanted
+        unwanted = choose(by_name, context) - wanted
         roots = sorted({name_of(family, layer).partition(".")[0] for layer in unwanted})
-        ways = ({only: None}, by_name, {**by_name, ignored: roots}, {**by_name, inside: False})
-        exact = (way for way in ways if _all_chosen(selects(way, context), family) == wanted)
-        return next(exact, by_name)
+        yield from ({only: None}, by_name, {**by_name, ignored: roots}, {**by_name, inside: False})
+        yield by_name
 
-    return _targets([only, ignored, inside, convolution_rank], selects, write)
+    return _targets([only, ignored, inside, convolution_rank], choose, ways)
 
 
 def _of_family(by_beginning: Mapping[str, Any], family: Family) -> Any:
@@ -179,53 +189,50 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
     """Relate ends of names as peft takes them: a list, or with `joined` one text with commas.
     `usual`: by how families' names begin, what is adapted if the key is not there."""
 
-    def selects(values: Values, context: Context) -> Selects:
+    def choose(values: Values, context: Context) -> set[str]:
         given = values.get(key)
         if isinstance(given, str):
             is_json = given.startswith("[")
             given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
-        return _by_ends(given or _of_family(usual, context.family).split())
+        ends = given or _of_family(usual, context.family).split()
+        return {layer for layer in _all_layers(context.family) if _ends(layer, ends)}
 
-    def write(wanted: frozenset[str], context: Context) -> Values:
+    def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         """A layer whose short name another also has is named for each block."""
         every = linear_layers(context.family)
-        found: list[str] = []
+        found: dict[str, None] = {}
         for name in sorted(wanted):
             end = _in_block(name)
-            is_shared = any(_by_ends([end])(other) for other in every - wanted)
-            if is_shared or any(f".{end}." in other for other in every):
-                found += [name.replace(".0.", f".{number}.", 1) for number in range(MAX_BLOCKS)]
-            else:
-                found.append(end)
-        names = list(dict.fromkeys(found))
-        return {key: ",".join(names) if joined else names}
+            is_shared = any(_ends(other, [end]) for other in every - wanted)
+            is_shared |= any(f".{end}." in other for other in every)
+            numbers = range(MAX_BLOCKS) if is_shared else ()
+            blocks = [name.replace(".0.", f".{number}.", 1) for number in numbers]
+            found |= dict.fromkeys(blocks or [end])
+        yield {key: ",".join(found) if joined else list(found)}
 
-    return _targets([key], selects, write)
+    return _targets([key], choose, ways)
 
 
 def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
     """Relate parts of names with commas between, or patterns if a key says so, as in OneTrainer."""
 
-    def selects(values: Values, context: Context) -> Selects:
+    def choose(values: Values, context: Context) -> set[str]:
         parts = [part.strip() for part in str(values.get(key) or "").split(",")]
-        if not values.get(is_pattern):
-            return _by_parts(parts)
-        patterns = [re.compile(part) for part in parts]
-        return lambda name: any(pattern.search(name) for pattern in patterns)
+        way = partial(_fits, way="search") if values.get(is_pattern) else _has
+        return {layer for layer in _all_layers(context.family) if way(layer, parts)}
 
-    def write(wanted: frozenset[str], context: Context) -> Values:
+    def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         parts = sorted(set(map(_in_block, wanted)))
-        is_exact = _all_chosen(_by_parts(parts), context.family) == wanted
         patterns = [f"^{in_any_block(layer)}$" for layer in sorted(wanted)]
-        written = ",".join(parts if is_exact else patterns)
-        return {key: written, is_pattern: not is_exact, preset: "custom"}
+        for written in (parts, patterns):
+            yield {key: ",".join(written), is_pattern: written is patterns, preset: "custom"}
 
     def in_any_block(layer: str) -> str:
         if layer.startswith("mid_block.resnets."):  # its two are unlike each other
             return re.escape(layer)
         return re.escape(LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
 
-    return _targets([key, is_pattern], selects, write)
+    return _targets([key, is_pattern], choose, ways)
 
 
 def _network_arguments(values: Values) -> dict[str, Any]:
@@ -244,24 +251,17 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
     how families' names begin, what is excluded, and what is included unless the file says
     otherwise. Of the family `everywhere` layers outside the blocks are adapted, too."""
 
-    def selects(values: Values, context: Context) -> Selects:
+    def choose(values: Values, context: Context) -> set[str]:
         family, given = context.family, _network_arguments(values)
         exclude, include = _of_family(usual, family)
         excluded = [exclude, *given.get("exclude_patterns", ())]
         included = given.get("include_patterns", [include])
         layers = linear_layers(family, in_blocks=family.name != everywhere)
+        names = {layer: _original_name(family, layer) for layer in layers}
+        is_in = {layer for layer, name in names.items() if _fits(name, included)}
+        return is_in | {layer for layer, name in names.items() if not _fits(name, excluded)}
 
-        def is_adapted(layer: str) -> bool:
-            name = _original_name(family, layer)
-            is_in, is_out = (
-                any(re.fullmatch(str(pattern), name) for pattern in patterns)
-                for patterns in (included, excluded)
-            )
-            return layer in layers and (is_in or not is_out)
-
-        return is_adapted
-
-    def write(wanted: frozenset[str], context: Context) -> Values:
+    def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         family = context.family
         names = {layer: _original_name(family, layer) for layer in linear_layers(family)}
         others = {name for layer, name in names.items() if layer not in wanted}
@@ -271,9 +271,9 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
             exact = re.escape(name).replace(r"\.0\.", r"\.\d+\.", 1)
             found.add(exact if any(re.fullmatch(end, other) for other in others) else end)
         included = "', r'".join(sorted(found))
-        return {"network_args": ["exclude_patterns=[r'.*']", f"include_patterns=[r'{included}']"]}
+        yield {"network_args": ["exclude_patterns=[r'.*']", f"include_patterns=[r'{included}']"]}
 
-    return _targets(["network_args"], selects, write, ("exclude_patterns", "include_patterns"))
+    return _targets(["network_args"], choose, ways, ("exclude_patterns", "include_patterns"))
 
 
 def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
@@ -282,32 +282,31 @@ def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
     adapts the transformers."""
     layers = {name: written.split() for name, written in parts.items()}
 
-    def selects(values: Values, context: Context) -> Selects:
+    def choose(values: Values, context: Context) -> set[str]:
         given = _network_arguments(values)
         if context.is_discrete:
             others = (".resnets.", "samplers.") if given.get("conv_dim") else ()
-            return _by_parts((".attentions.", *others))
+            every = _all_layers(context.family)
+            return {layer for layer in every if _has(layer, (".attentions.", *others))}
         on = [name for name in layers if given.get(name) != 0]
+        return {
+            layer
+            for layer in _all_layers(context.family)
+            for part in on
+            if layer != _in_block(layer) in layers[part]
+            if layer.startswith("single_") == part.startswith("single_")
+        }
 
-        def is_adapted(layer: str) -> bool:
-            kind, name = layer.startswith("single_"), _in_block(layer)
-            own = (part for part in on if part.startswith("single_") == kind)
-            return name != layer and any(name in layers[part] for part in own)
-
-        return is_adapted
-
-    def write(wanted: frozenset[str], context: Context) -> Values:
-        family = context.family
-        if context.is_discrete:
-            own = {layer for layer in linear_layers(family) if ".attentions." in layer}
-            if wanted != own:
-                own_set = "all layers of the UNet's transformers; use --targets attention+mlp+proj"
-                raise CannotExpress(f"it adapts {own_set}")
-            return {"network_args": None}
-        if wanted == layers_of(family, "attention"):
+    def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
+        usual: Values = {"network_args": None}
+        if context.is_discrete and choose(usual, context) & linear_layers(context.family) != wanted:
+            own_set = "all layers of the UNet's transformers; use --targets attention+mlp+proj"
+            raise CannotExpress(f"it adapts {own_set}")
+        if not context.is_discrete and wanted == layers_of(context.family, "attention"):
             what = "in its single blocks attention and MLP are one layer"
             raise CannotExpress(f"{what}; use --targets attention+mlp")
-        off = ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"]
-        return {"network_args": off if wanted == layers_of(family, "attention+mlp") else None}
+        if not context.is_discrete:
+            yield {"network_args": ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"]}
+        yield usual
 
-    return _targets(["network_args"], selects, write, (*layers, "conv_dim", "conv_alpha"))
+    return _targets(["network_args"], choose, ways, (*layers, "conv_dim", "conv_alpha"))

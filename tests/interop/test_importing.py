@@ -122,21 +122,80 @@ def test_damaged_files_are_refused(tmp_path: Path, content: str, suffix: str) ->
         read_config(path)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "X=aa\n" + "X=$X$X\n" * 40 + "launch train.py --a $X",
-        "launch train.py --a " + "$X " * 80_000,
-        "{" + ",".join(f'"k\\u0065y{n}":1' for n in range(17_000)) + "}",
-    ],
-)
-def test_hostile_files_are_bounded(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "config"
-    path.write_text(text)
-    started_at = time.process_time()
-    with contextlib.suppress(InvalidInput):
-        read_config(path)
-    assert time.process_time() - started_at < 5
+MODEL, QWEN = "Qwen/Qwen-Image", "accelerate launch train_dreambooth_lora_qwen_image.py"
+SCRIPTS = {
+    "a.bat": f"""@echo off\r\nREM it's mine\r\nset "MODEL={MODEL}"\r\ncall venv\\Scripts\\activate\r
+{QWEN} ^\r\n  --pretrained_model_name_or_path=%MODEL% ^\r
+  --instance_data_dir="C:\\a b"\r\npause""",
+    "b.cmd": f"""cmd /k "activate.bat && {QWEN} --pretrained_model_name_or_path={MODEL} """
+    """--instance_data_dir 'C:\\a b'" """.replace("'", '"'),
+    "c.ps1": f"""# it's mine\n$model = "{MODEL}"\n$env:DATA='C:\\a b'\n.\\venv\\Scripts\\activate
+{QWEN} `\n  --pretrained_model_name_or_path=$model `\n  --instance_data_dir="$env:DATA"\n""",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_of_windows_are_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(SCRIPTS[name], newline="")
+    config = read_config(tmp_path / name)
+    assert (config.model, config.data, config.trainer) == (MODEL, "C:\\a b", "diffusers")
+
+
+def test_fluxgym_s_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "dataset.toml").write_text(
+        "[general]\nkeep_tokens = 1\n[[datasets]]\nresolution = 512\n"
+        "[[datasets.subsets]]\nimage_dir = 'photos'\n"
+    )
+    (tmp_path / "train.bat").write_text(
+        "accelerate launch ^\n  --mixed_precision bf16 ^\n  sd-scripts/flux_train_network.py ^\n"
+        "  --network_module networks.lora_flux ^\n  --network_dim 4 ^\n  --fp8_base ^\n"
+        '  --dataset_config "C:\\pinokio\\fluxgym\\outputs\\x\\dataset.toml" ^\n'
+    )
+    config = read_config(tmp_path / "train.bat")
+    assert (config.data, config.options["rank"], config.options["resolution"]) == ("photos", 4, 512)
+    assert config.pins["quantization"] == "torchao-fp8"
+
+
+def test_other_encodings_are_read_or_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.ps1"
+    for encoding in ("utf-16", "utf-8-sig"):
+        path.write_text(f"{SCRIPTS['c.ps1']}# café", encoding=encoding)
+        assert read_config(path).model == MODEL
+    for encoding in ("CP1252", "UTF-16LE"):
+        path.write_text("# \u00e9\u00e9", encoding=encoding)
+        with pytest.raises(InvalidInput, match="not UTF-8") as refused:
+            read_config(path)
+        assert f"iconv -f {encoding}" in refused.value.hint
+
+
+HOSTILE = {
+    "variables.sh": "X=aa\n" + "X=$X$X\n" * 40 + "launch train.py --a $X",
+    "many.sh": "launch train.py --a " + "$X " * 80_000,
+    "keys.json": "{" + ",".join(f'"k\\u0065y{n}":1' for n in range(17_000)) + "}",
+    "parts.toml": ".".join("a" * 100_000) + "=1",
+    "half.json": '{"model_family":"qwen_image","output_dir":"\\ud800"}',
+    "number.json": '{"model_family":"qwen_image","lora_rank":1e30}',
+    "digits.json": '{"model_family":"qwen_image","lora_rank":' + "9" * 4000 + "}",
+    "home.json": '{"model_family":"qwen_image","pretrained_model_name_or_path":"~nobody-/x"}',
+    "path.sh": f"{QWEN} --pretrained_model_name_or_path " + "a/" * 20_000,
+    "model.yaml": (CONFIGS / "ai_toolkit.yaml").read_text().replace("qwen_image", "q" * 200_000),
+    "pattern.json": '{"model_type":"QWEN","training_method":"LORA","layer_filter_regex":true,'
+    '"layer_filter":"(.|..)+(.|..)+(.|..)+(.|..)+X"}',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_bounded(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(HOSTILE[name])
+    started_at, message = time.process_time(), ""
+    try:
+        read_config(path).model_dump_json()
+    except InvalidInput as error:
+        message = error.message
+    assert bool(message) != (name in ("home.json", "path.sh", "pattern.json"))
+    assert len(message) < 1000
+    assert time.process_time() - started_at < 3
 
 
 def test_second_sections_are_reported(tmp_path: Path) -> None:
