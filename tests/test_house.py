@@ -1,7 +1,13 @@
-"""Every room has a place in the contracts on imports."""
+"""Rules for all of the package: places in the contracts on imports, patterns for any text."""
 
+import ast
+import re
+import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+
+from autotune.cli.app import _hide_logins
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,3 +26,51 @@ def test_every_folder_of_modules_is_a_package() -> None:
     """The contracts on imports do not see modules in a folder without an `__init__.py`."""
     folders = {file.parent for file in (ROOT / "autotune").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+UNITS = *"a1 (", "a:", "a:/", "-a", "_a", "a.", "a/", "//", "a,", "a\n", '"', "a=", "a@"
+USE = re.compile(r"\b([A-Z_]{3,40})\.(match|fullmatch|search|sub|split|find\w+)\(")
+
+
+def uses_of_patterns() -> Iterator[tuple[str, str, str]]:
+    """Find all that are written out: its file, the pattern, and the method that meets a text."""
+    for file in (ROOT / "autotune").rglob("*.py"):
+        named: dict[str, str] = {}
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Assign(
+                    [ast.Name(name)],
+                    ast.Call(ast.Attribute(_, "compile"), [ast.Constant(str(text)), *_]),
+                ):
+                    named[name] = text
+                case ast.Call(ast.Attribute(ast.Name("re"), use), [ast.Constant(str(text)), *_]):
+                    if use != "compile":
+                        yield file.name, text, use
+        for found in USE.finditer(file.read_text()):
+            if found[1] in named:
+                yield file.name, named[found[1]], found[2]
+
+
+def test_no_pattern_is_slow_on_any_text() -> None:
+    """On what a stranger wrote, time that grows with the square of its length has no end."""
+    slow = set()
+    for file, pattern, use in uses_of_patterns():
+        if file == "rules.py":  # reads the package's own tables
+            continue
+        meets = getattr(re.compile(pattern), use if use.endswith("match") else "findall")
+        for text in (unit * number + "\0" for unit in UNITS for number in (200, 1000, 6000)):
+            began = time.process_time()
+            meets(text)
+            if time.process_time() - began > 0.1:
+                slow.add((file, pattern))
+                break
+    assert slow == set()
+
+
+def test_messages_hide_logins_in_linear_time() -> None:
+    began = time.process_time()
+    for unit in UNITS:
+        _hide_logins(unit * 50_000)
+    assert time.process_time() - began < 10
+    hidden = "s3://me:secret@host/a?key=secret, (me:secret@host)"
+    assert _hide_logins(hidden) == "s3://***@host/a***, ***@host)"

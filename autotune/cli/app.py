@@ -137,12 +137,32 @@ def _fail(message: str, hint: str, status: int) -> NoReturn:
 
 
 def _hide_logins(text: str) -> str:
-    """`text` with `***` for what may be a password or a token in something like a URL."""
-    text = re.sub(r"\b([A-Za-z][\w+.-]*:[/\\]+)\S*@", r"\1***@", text)
-    text = re.sub(
-        r"\b([A-Za-z][\w+.-]+:[/\\]+[^\s?#;]*)[?#;]\S+?(?=[\"'),.:]*(\s|$))", r"\1***", text
-    )
-    return re.sub(r"[^\s'\"/=]+:[^\s/]*@(?=\w)", "***@", text)
+    """`text` with `***` for what may be a password or a token in something like a URL. Takes time
+    in proportion to the text, whatever it is."""
+    return re.sub(r"\S+", lambda word: _hide_login(word[0]), text)
+
+
+def _hide_login(word: str) -> str:
+    if begin := re.search(r"\w:[/\\]+", word):
+        origin, place = word[: begin.end()], word[begin.end() :]
+        if "@" in place:
+            place = f"***@{place.rpartition('@')[2]}"
+        if end := re.search("[?#;]", place):
+            secret = place[end.end() :]
+            after = secret[len(secret.rstrip("\"'),.:")) :]
+            place = place if after == secret else f"{place[: end.start()]}***{after}"
+        word = origin + place
+    return "/".join(map(_hide_short_login, word.split("/"))) if "@" in word else word
+
+
+def _hide_short_login(part: str) -> str:
+    """`***@HOST` for `NAME:PASSWORD@HOST`."""
+    end = max((found.start() for found in re.finditer(r"@(?=\w)", part)), default=0)
+    colon = re.search("[^'\"=]:", part[:end])
+    if colon is None:
+        return part
+    start = max(part.rfind(quote, 0, colon.end()) for quote in "'\"=") + 1
+    return f"{part[:start]}***{part[end:]}"
 
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:

@@ -3,7 +3,6 @@
 import contextlib
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -11,6 +10,7 @@ from click.exceptions import Exit
 
 from autotune.cli.commands import PATH, app
 from autotune.cli.output import Progress, print_out, show_events
+from autotune.system.process import PYTHON
 
 
 @app.command()
@@ -64,7 +64,7 @@ def _run(context: click.Context, *words: object) -> None:
 
 def _run_alone(*words: object) -> None:
     """Show a command and run it in a process of its own, whose memory the plan promised."""
-    process = subprocess.Popen([sys.executable, "-m", "autotune", *_shown(*words)])
+    process = subprocess.Popen([*PYTHON, "-m", "autotune", *_shown(*words)])
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
             process.wait()

@@ -1,7 +1,8 @@
 """The traced side of a prediction: what depends on the model and the workload alone."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import encoder_precision
 from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.facts import Parts
-from autotune.models.family import Batch, Family, build_on_meta
+from autotune.models.family import TRACING, Batch, Family, build_on_meta
 from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
@@ -88,6 +89,17 @@ class VaeCost:
     encode_flops: int  # which a CPU waits for
 
 
+def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
+    """Return `function`, called once for each argument, by one thread at a time."""
+    known = cache(function)
+
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        with TRACING:
+            return known(*arguments, **options)  # type: ignore[arg-type]
+
+    return call
+
+
 _remembered: dict[tuple[object, ...], "TracedModel"] = {}
 
 
@@ -103,11 +115,12 @@ def traced_model(
     others = repr((sorted(config.items()), parts, overheads and overheads.traced))
     key = family, workload, rules, others
     known = family, config, workload, rules, parts, overheads
-    model = _remembered.pop(key, None) or TracedModel(*known)
-    while len(_remembered) >= NUM_REMEMBERED:
-        del _remembered[next(iter(_remembered))]
-    _remembered[key] = model  # at the end: the first is the one that was asked for longest ago
-    return model
+    with TRACING:
+        model = _remembered.pop(key, None) or TracedModel(*known)
+        while len(_remembered) >= NUM_REMEMBERED:
+            del _remembered[next(iter(_remembered))]
+        _remembered[key] = model  # at the end: the first is the one that was asked for longest ago
+        return model
 
 
 class TracedModel:
@@ -140,8 +153,9 @@ class TracedModel:
         self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
         trace.shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
-        self.model, self.traced = self._cached(self._model), self._cached(self._traced)
-        self.model_bytes, self.vae_cost = cache(self._model_bytes), self._cached(self._vae_cost)
+        self.model, self.traced = one_at_a_time(self._model), one_at_a_time(self._traced)
+        self.model_bytes = one_at_a_time(self._model_bytes)
+        self.vae_cost = one_at_a_time(self._vae_cost)
         self.in_shape = cache(self._in_shape)
 
     def _build_template(self, modulation: str) -> Any:
@@ -157,27 +171,23 @@ class TracedModel:
             return self
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
         other.workload = self.workload.changed(buckets=(bucket,), **changes)
-        other.model, other.traced = other._cached(other._model), other._cached(other._traced)
+        other.model, other.traced = one_at_a_time(other._model), one_at_a_time(other._traced)
         return other
 
-    def _cached(self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function`, called once for each argument; what fails on an unpublished model is
-        InvalidInput."""
-
-        def call(*arguments: P.args, **options: P.kwargs) -> T:
-            try:
-                return function(*arguments, **options)
-            except MISTAKES as error:
-                published = (dict(self.family.transformer_config), self.family.parts)
-                if is_out_of_memory(error) or (dict(self.config), self.parts) == published:
-                    raise
-                why = first_line(error) or type(error).__name__
-                raise InvalidInput(
-                    f"a model of this configuration does not run: {why}",
-                    hint="compare config.json in transformer/ and vae/ with the published ones",
-                ) from error
-
-        return cache(call)  # type: ignore[return-value]
+    @contextmanager
+    def _running_configuration(self) -> Iterator[None]:
+        """Raise InvalidInput if what an unpublished model runs alone, untouched, fails."""
+        try:
+            yield
+        except MISTAKES as error:
+            published = (dict(self.family.transformer_config), self.family.parts)
+            if is_out_of_memory(error) or (dict(self.config), self.parts) == published:
+                raise
+            why = first_line(error) or type(error).__name__
+            raise InvalidInput(
+                f"a model of this configuration does not run: {why}",
+                hint="compare config.json in transformer/ and vae/ with the published ones",
+            ) from error
 
     def with_rules(self, rules: DeviceRules) -> "TracedModel":
         return self if rules == self.rules else self._with(rules, self.overheads)
@@ -224,10 +234,10 @@ class TracedModel:
 
     def _fill_caches(self, transformer: nn.Module, dtype: Any) -> None:
         """Make rotary tables that modules keep, or the first trace would count them as its own."""
-        batch = self._batch(1, dtype)
-        noise = torch.empty_like(batch["latents"])
         kernel = kernel_for("native", self.rules, self.masked(1))
-        with substitutes(kernel, self.rules), torch.no_grad():
+        with self._running_configuration(), substitutes(kernel, self.rules), torch.no_grad():
+            batch = self._batch(1, dtype)
+            noise = torch.empty_like(batch["latents"])
             self.family.predict(transformer, noise, torch.empty(1, device="meta"), batch)
 
     def _traced(
@@ -293,27 +303,28 @@ class TracedModel:
             return VaeCost(0, 0, 0, 0, 0)
         dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
         vae_class, family = getattr(diffusers, self.parts.vae_class), self.family
-        with torch.device("meta"):
-            vae = vae_class.from_config(dict(self.parts.vae_config)).eval()
-            # diffusers' own warns of parts that stay in fp32, even if there are none.
-            torch.nn.Module.to(vae, dtype)
-            size = bucket.num_frames, bucket.height_px, bucket.width_px
-            pixels = torch.empty(3, *size, dtype=dtype)
-        shape = 1, *family.sample_shapes(self.config, bucket, 1)["latents"]
+        with self._running_configuration():
+            with torch.device("meta"):
+                vae = vae_class.from_config(dict(self.parts.vae_config)).eval()
+                # diffusers' own warns of parts that stay in fp32, even if there are none.
+                torch.nn.Module.to(vae, dtype)
+                size = bucket.num_frames, bucket.height_px, bucket.width_px
+                pixels = torch.empty(3, *size, dtype=dtype)
+            shape = 1, *family.sample_shapes(self.config, bucket, 1)["latents"]
 
-        def decode_latents() -> object:
-            latents = torch.empty(shape, dtype=dtype, device="meta")
-            return vae.decode(family.decodable(latents))
+            def decode_latents() -> object:
+                latents = torch.empty(shape, dtype=dtype, device="meta")
+                return vae.decode(family.decodable(latents))
 
-        pipeline = SimpleNamespace(vae=vae)
-        encode = trace.trace_inference(
-            lambda: family.encode_pixels(pipeline, pixels), vae, self.rules
-        )
-        if hasattr(vae, "enable_tiling"):
-            vae.enable_tiling()
-        for name in BLENDS & set(dir(vae)):
-            setattr(vae, name, lambda _, tile, extent: tile)
-        decode = trace.trace_inference(decode_latents, vae, self.rules)
+            pipeline = SimpleNamespace(vae=vae)
+            encode = trace.trace_inference(
+                lambda: family.encode_pixels(pipeline, pixels), vae, self.rules
+            )
+            if hasattr(vae, "enable_tiling"):
+                vae.enable_tiling()
+            for name in BLENDS & set(dir(vae)):
+                setattr(vae, name, lambda _, tile, extent: tile)
+            decode = trace.trace_inference(decode_latents, vae, self.rules)
         weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
         flops = sum(count * work[2] for work, count in encode.work.items())
         moved = sum(count * work[3] for work, count in encode.work.items())

@@ -26,12 +26,12 @@ from autotune.plan.base import digest_of, memory_bytes
 from autotune.plan.hardware import Device, HardwareProfile, OtherGpu, Rate, Versions
 from autotune.plan.request import PlanRequest
 from autotune.system.files import cache_path, read_bounded, write_text_atomic
-from autotune.system.process import silence_libraries
+from autotune.system.process import PYTHON, silence_libraries
 
 Progress = Callable[[str], None]
 # How notes about the rates begin; they are saved and reused with the rates.
 RATE_NOTES = ("not measured", "measuring ended", "noisy")
-MEASURE = (sys.executable, "-m", "autotune.machine.rates")
+MEASURE = (*PYTHON, "-m", "autotune.machine.rates")
 
 
 def probe(*, index: int | None = None, on_progress: Progress | None = None) -> HardwareProfile:

@@ -8,6 +8,7 @@ is called the transformer throughout, though a family's may be a UNet.
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -391,6 +392,11 @@ def public_config(config: Config) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
+# Held while models are built without weights or traced, which changes functions, hooks and modules
+# that all threads share.
+TRACING = threading.RLock()
+
+
 def build_on_meta(family: Family, config: Config) -> Any:
     """Build the transformer on the meta device. Raises InvalidInput if its class refuses."""
     from diffusers.models.modeling_utils import no_init_weights
@@ -398,7 +404,7 @@ def build_on_meta(family: Family, config: Config) -> Any:
     kind = family.transformer_class
     getattr(diffusers, kind)  # an error of this import would not be the configuration's
     try:
-        with torch.device("meta"), limit_tensors(), no_init_weights():
+        with TRACING, torch.device("meta"), limit_tensors(), no_init_weights():
             return family.build_transformer(config)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
         raise InvalidInput(

@@ -46,7 +46,7 @@ from autotune.search.worker import (
 )
 from autotune.system.files import make_scratch_folder
 from autotune.system.memory import host_peak_bytes
-from autotune.system.process import fork_server_context, redirect_output
+from autotune.system.process import fork_server_context
 from autotune.train.monitor import POLL_SECONDS, SPILL_FACTOR, Watchdog
 from autotune.train.processes import set_device
 
@@ -269,8 +269,7 @@ class ProcessTrialRunner:
             process = context.Process(
                 target=serve, args=(theirs, str(self._log), limits), name="autotune-trial"
             )
-            with redirect_output(self._log):  # the fork server inherits it once, when it starts
-                process.start()
+            process.start()
             theirs.close()
             self._child = _Child(process, ours, key, available)
         return self._child

@@ -31,6 +31,8 @@ SPIN_COUNT = "6000"
 # with Inductor, are 900 modules and a quarter of the time of all imports; those of CUDA's build of
 # torch, 90 MiB of 1,014 and a process.
 UNNEEDED = ("bitsandbytes", "scipy", "triton", "cuda")
+# Begins the command of a child, which must not import a `json.py` of the folder that it works in.
+PYTHON = (sys.executable, "-P")
 
 
 def prepare_process(*, only_predicts: bool = False) -> None:
@@ -117,20 +119,27 @@ def redirect_output(file: str | Path) -> Iterator[None]:
 def fork_server_context() -> "ForkServerContext":
     """Return what starts processes that have imported what trials need, with their server."""
     import multiprocessing
+    from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["autotune.search.preload"])
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"  # as `PYTHON`: for the server and the resource tracker
+    try:
+        with redirect_output(os.devnull):  # it would keep a pipe open after this process has ended
+            forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
     return context
 
 
 def warm_up() -> None:
     """Let the process that trials are started from import its libraries; returns at once. `plan`
     does it by itself once it has checked its arguments, the model and the data."""
-    from multiprocessing import forkserver
-
     fork_server_context()
-    with redirect_output(os.devnull):  # it would keep a pipe open after this process has ended
-        forkserver.ensure_running()
 
 
 # New objects between two collections, in place of Python's 700: small ones, some 10 MB.
@@ -355,7 +364,7 @@ def launch(
     )
     before = checkpoints()
     try:
-        elastic_launch(config, sys.executable)("-u", *arguments)
+        elastic_launch(config, PYTHON[0])(*PYTHON[1:], "-u", *arguments)
     except ChildFailedError as failure:
         code = int(failure.get_first_failure()[1].exitcode)
         return code if code >= 0 else 128 - code  # as a shell reports a signal

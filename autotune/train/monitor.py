@@ -30,6 +30,7 @@ from autotune.plan.hardware import HardwareProfile, MemoryKind, shares_host_memo
 from autotune.plan.plan import FrozenPart
 from autotune.system import memory
 from autotune.system.lazy import torch
+from autotune.system.process import PYTHON
 
 # Share of the budget above which one fragmented allocation may end a run.
 ALARM_SHARE = 0.85
@@ -275,7 +276,7 @@ MAX_WAIT_SECONDS = 30.0
 MAX_STALL_SECONDS = 1.0
 # Smaller changes are the machine's own.
 NOISE_BYTES = 64 * 2**20
-COMMAND = (sys.executable, "-m", "autotune.train.monitor")
+COMMAND = (*PYTHON, "-m", "autotune.train.monitor")
 HINT = (
     "close other programs, or plan again with more to spare: autotune plan --from PLAN --reserve "
     "4GiB; then go on from the last checkpoint with --resume"
@@ -300,6 +301,7 @@ class Watchdog:
         self.shortage: str | None = None
         self._waits = False
         self._process: subprocess.Popen[str] | None = None
+        self._listener: threading.Thread | None = None
         self._previous: Any = None
 
     @classmethod
@@ -332,21 +334,29 @@ class Watchdog:
                 return
 
     def __enter__(self) -> Self:
-        if self.has_run and threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGUSR2, self._on_notice)
+        if self.has_run:
+            # Only the main thread can be interrupted: in another, a run ends after its step.
+            interrupts = threading.current_thread() is threading.main_thread()
+            if interrupts:
+                self._previous = signal.signal(signal.SIGUSR2, self._on_signal)
             whole_host = self.available is host_available_bytes
-            arguments = map(str, (self.floor_bytes, self.floor_bytes // 2, whole_host))
-            command = [*COMMAND, *arguments]
+            known = os.getpid(), self.floor_bytes, self.floor_bytes // 2, whole_host
+            command = [*COMMAND, *map(str, known)]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            self._listener = threading.Thread(target=self._listen, args=(interrupts,), daemon=True)
+            self._listener.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: object
     ) -> None:
-        if self._process:
+        if self._process and self._listener:
+            self._waits = True
             self._process.kill()
-            self._process.communicate()
-            signal.signal(signal.SIGUSR2, self._previous)
+            self._process.wait()
+            self._listener.join()
+            if self._previous is not None:
+                signal.signal(signal.SIGUSR2, self._previous)
         # Raised within a library, the shortage may arrive here as what that library, or a reader of
         # files, made of it.
         causes = [failure]
@@ -373,21 +383,28 @@ class Watchdog:
         finally:
             self._waits = False
 
-    def _on_notice(self, number: int, frame: FrameType | None) -> None:
-        if self._process is None or self._process.stdout is None or self.shortage:
+    def _listen(self, interrupts: bool) -> None:
+        if self._process is None or self._process.stdout is None:
             return
-        left = int(self._process.stdout.readline() or 0)
-        self.shortage = f"the host had {left / 2**30:.2f} GiB left, too little to stay alive"
-        if not self._waits:
+        with self._process.stdout as notices:
+            for line in notices:
+                left = int(line) / 2**30
+                self.shortage = f"the host had {left:.2f} GiB left, too little to stay alive"
+                if interrupts and (main := threading.main_thread().ident):
+                    signal.pthread_kill(main, signal.SIGUSR2)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.shortage and not self._waits:
             raise self._ended()
 
     def _ended(self) -> HostMemoryShort:
         return HostMemoryShort(f"{self.shortage}: training was ended", hint=HINT)
 
 
-def watch_parent(notice_bytes: int, floor_bytes: int, available: Callable[[], int]) -> None:
-    """Watch the run that started this process, until it ends."""
-    run = os.getppid()
+def watch_parent(
+    run: int, notice_bytes: int, floor_bytes: int, available: Callable[[], int]
+) -> None:
+    """Watch the run that started this process, whose process id is `run`, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal, for the run
     was_told = False
     while os.getppid() == run:
@@ -400,12 +417,11 @@ def watch_parent(notice_bytes: int, floor_bytes: int, available: Callable[[], in
         if left < notice_bytes and not was_told:
             sys.stdout.write(f"{left}\n")
             sys.stdout.flush()
-            os.kill(run, signal.SIGUSR2)
             was_told = True
         time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":
-    notice, floor, whole_host = sys.argv[1:]
+    run_id, notice, floor, whole_host = sys.argv[1:]
     read = host_available_bytes if whole_host == "True" else available_bytes
-    watch_parent(int(notice), int(floor), read)
+    watch_parent(int(run_id), int(notice), int(floor), read)

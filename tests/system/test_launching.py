@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import InvalidInput
+from autotune.machine.probe import MEASURE
 from autotune.system.process import Launch, adopt_launch, launch
+from autotune.train.monitor import COMMAND
 
 
 def launched(run_id: str = "none", **changes: object) -> dict[str, str]:
@@ -93,3 +97,27 @@ def test_a_signal_preempts_if_a_checkpoint_was_written(
     stopped, file = SignalException("stopped", signal.SIGTERM), tmp_path / "checkpoint"
     assert ending(monkeypatch, stopped, file) == 75
     assert ending(monkeypatch, stopped, file) == 143
+
+
+@pytest.mark.parametrize("command", [MEASURE, COMMAND])
+def test_no_child_imports_from_the_current_folder(tmp_path: Path, command: Sequence[str]) -> None:
+    *rooms, module = command[-1].split(".")
+    installed, data = tmp_path / "installed", tmp_path / "data"
+    for folder, code in ((installed, "import json, threading"), (data, "import os; os._exit(7)")):
+        room = folder.joinpath(*rooms)
+        room.mkdir(parents=True)
+        for made in (room.parent / "__init__.py", room / "__init__.py"):
+            made.touch()
+        (room / f"{module}.py").write_text(code)
+    (data / "json.py").write_text("import os; os._exit(7)")
+    around = {**os.environ, "PYTHONPATH": str(installed)}
+    assert subprocess.run(command, cwd=data, env=around, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_no_trial_imports_from_the_current_folder(tmp_path: Path) -> None:
+    for name in ("json", "threading", "signal", "socket", "gc", "logging", "autotune"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")
+    code = "from autotune.system.process import *; p = fork_server_context().Process(target=print)"
+    command = [sys.executable, "-P", "-c", f"{code}; p.start(); p.join(); exit(p.exitcode)"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=300, check=False).returncode == 0

@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +174,7 @@ READER = """
 import sys
 from pathlib import Path
 from autotune.train.monitor import watch_parent
-watch_parent(int(sys.argv[1]), int(sys.argv[2]), lambda: int(Path({path!r}).read_text() or 100))
+watch_parent(*map(int, sys.argv[1:4]), lambda: int(Path({path!r}).read_text() or 100))
 """
 STUCK = """
 import json, sys, time
@@ -232,6 +234,27 @@ def test_a_shortage_that_a_library_hides_is_told(available: Path) -> None:
 
     with pytest.raises(HostMemoryShort, match="training was ended"), Watchdog.of_device("host"):
         read()
+
+
+def test_a_thread_is_told_of_a_shortage(available: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(_wait_for_shortage, available).result() is not None
+
+
+def _wait_for_shortage(available: Path) -> str | None:
+    with Watchdog.of_device("host") as watchdog:
+        available.write_text(str(SHORT))
+        deadline = time.monotonic() + 60
+        while watchdog.stop_reason is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+    return watchdog.stop_reason
+
+
+def test_a_guard_whose_run_is_gone_spares_who_adopted_it(available: Path) -> None:
+    available.write_text("1")
+    gone = str(os.getppid())
+    ended = subprocess.run([*watching.COMMAND, gone, "10", "5"], timeout=60, check=False)
+    assert ended.returncode == 0
 
 
 def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available: Path) -> None:
