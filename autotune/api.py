@@ -599,7 +599,9 @@ def _train_here(
         from autotune.search.arrival import load_or_verify
 
         chosen = load_or_verify(chosen, hardware, file, on_event)
-    on_event(RunStarted(plan=chosen))
+    batch = chosen.frozen.workload.effective_batch_size
+    num_steps = chosen.job.steps_on(inputs.data.training.epoch_size, batch)
+    on_event(RunStarted(plan=chosen.changed(job=chosen.job.changed(num_steps=num_steps))))
     page = RunPage(Path(chosen.job.output), on_event)
     with lock_for_run(
         hardware.device, 1 if launch else number, lambda text: on_event(Notice(text=text))

@@ -93,6 +93,8 @@ class CandidatesPredicted(Event):
 
     predictions: tuple[Prediction, ...]
     budget_bytes: int
+    chosen: Candidate | None = None
+    """What the plan will have; None if nothing fits."""
 
 
 class StepFinished(Event):

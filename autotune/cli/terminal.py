@@ -1,6 +1,7 @@
 """Bars and rows on stderr while commands work; color only where it is wanted."""
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 from rich import progress
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from autotune import events
@@ -18,7 +20,7 @@ from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import TrainingPlan
 from autotune.report import plan as texts
 from autotune.report.run import PAGE_FILE, step_text, validation_text
-from autotune.report.text import printable_lines, time_left_text, wrapped
+from autotune.report.text import memory_text, printable_lines, time_left_text, wrapped
 
 QUIET_SECONDS = 60.0
 """Longest time between two lines of a training run whose output goes to a file."""
@@ -70,12 +72,18 @@ class _TimeLeft(progress.TimeRemainingColumn):
         return super().render(task) if left is None else Text(f"≤ {timedelta(seconds=round(left))}")
 
 
+class _Note(progress.ProgressColumn):
+    def render(self, task: progress.Task) -> Text:
+        note = " ".join(task.fields["note"].split())  # the one that is cut on short lines
+        return Text(note, no_wrap=True, overflow="ellipsis")
+
+
 def _bar() -> progress.Progress:
     return progress.Progress(
         progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(bar_width=24),
+        progress.BarColumn(bar_width=max(4, min(24, err.width - 76))),
         _Count(),
-        progress.TextColumn("{task.fields[note]}", markup=False),
+        _Note(table_column=Column()),
         _TimeLeft(compact=True),
         console=err,
         transient=True,
@@ -93,6 +101,7 @@ class EventDisplay:
         self.max_trials = 0
         self.last_line_at = time.monotonic()
         self.promised_bytes: int | None = None
+        self.has_kept_promise = True
         self.num_steps, self.smoothed_loss = 0, 0.0
         self.has_spoken = False
 
@@ -116,7 +125,7 @@ class EventDisplay:
             case events.RecordsMatched():
                 self._print(*texts.records_lines(event))
             case events.CandidatesPredicted():
-                self._print(*texts.prediction_lines(event.predictions, event.budget_bytes))
+                self._print(*texts.prediction_lines(event))
             case events.RunStarted():
                 self._start_run(event.plan)
             case events.TrialStarted():
@@ -158,6 +167,11 @@ class EventDisplay:
         self.num_steps += 1
         self.smoothed_loss = events.smooth(self.smoothed_loss, event.loss, self.num_steps)
         note = step_text(event, self.smoothed_loss, self.promised_bytes)
+        if self.has_kept_promise and event.memory_bytes > (self.promised_bytes or math.inf):
+            self.has_kept_promise = False
+            held, promised = map(memory_text, (event.memory_bytes, self.promised_bytes))
+            told = f"warning: {held} are held after step {event.step}; the plan promised {promised}"
+            self._print(*wrapped(told, 4), style="yellow")
         self._update("training", event.step, event.num_steps, note=note)
         if held_out := validation_text(event):
             self._print(held_out)

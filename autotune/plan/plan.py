@@ -48,15 +48,18 @@ class Expected(Frozen):
     @property
     def run_memory_bytes(self) -> int:
         """Return run memory: of the neediest phase, the training step or a rehearsed one."""
-        measured = (
+        step_bytes = self.peak_memory_bytes + self.process_memory_bytes
+        return max(step_bytes, self.largest_bytes(self.phases) or 0)
+
+    def largest_bytes(self, phases: tuple[candidate.PhasePeak, ...]) -> int | None:
+        """Return the memory of the neediest of measured phases; None if none is known."""
+        sizes = (
             phase.host_bytes
             if phase.device_bytes is None
             else phase.device_bytes + self.process_memory_bytes
-            for phase in self.phases
+            for phase in phases
         )
-        return max(
-            [self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured)]
-        )
+        return max(filter(None, sizes), default=None)
 
     host_memory_bytes: int | None = Field(default=None, ge=0, lt=2**63)
     """Need of one process of the host's memory beside a GPU's own, with its share of what the
@@ -166,8 +169,12 @@ class TrainingPlan(Frozen):
     @property
     def job_seconds(self) -> float:
         """Expected wall time of the whole job, in seconds."""
+        return self.seconds_of(self.job.num_steps)
+
+    def seconds_of(self, num_steps: int) -> float:
+        """Return the expected wall time of a start that takes so many steps."""
         expected = self.frozen.expected
-        return self.job.num_steps * expected.step_seconds + expected.other_seconds
+        return num_steps * expected.step_seconds + expected.other_seconds
 
     @property
     def job_cost(self) -> float | None:
@@ -238,6 +245,10 @@ class RunReport(Frozen):
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None
     """Step memory; None if the run was too short to measure it."""
+    expected_run_memory_bytes: int | None = None
+    """Run memory: the promise for the neediest phase."""
+    run_memory_bytes: int | None = None
+    """Measured memory of the neediest phase; None if the system does not tell."""
     expected_phases: tuple[candidate.PhasePeak, ...] = ()
     """Measured phases of the rehearsal; empty if the plan was predicted."""
     phases: tuple[candidate.PhasePeak, ...] = ()

@@ -12,7 +12,16 @@ from rich.text import Text
 
 from autotune.plan.hardware import Capability, Device, HardwareProfile, Rate
 from autotune.plan.prediction import Estimate
-from autotune.report.text import WIDTH, capped, cut, memory_text, plus_minus, seconds_text, wrapped
+from autotune.report.text import (
+    WIDTH,
+    capped,
+    cut,
+    memory_text,
+    plus_minus,
+    seconds_text,
+    with_command,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from autotune.data.dataset import DataReport
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
     from autotune.search.comparison import Comparison, ModelSummary, NoGpu
     from autotune.weights.tensors import FileSummary
 
-ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."
+ABOUT_LISTING = "bf16 -: trains in fp16, some models in fp32. A part of the name will do: 4090."
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 MAX_NAMED = 20
 PROBLEMS = {
@@ -183,8 +192,10 @@ def _grid() -> Table:
 
 def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> list[str]:
     """List models with their licenses or, for a GPU, what that is predicted to do with them."""
-    title = f"{'per step':>17}{'run memory':>14}" if hardware else "  license"
-    lines = [f"predicted for {hardware}, with the defaults of each"] if hardware else []
+    title = f"{'per image':>16}{'hours':>8}{'memory':>11}" if hardware else "  license"
+    about = "hours: the steps of a run on 20 images"
+    about = f"predicted for {hardware}, with the defaults of each; {about}"
+    lines = wrapped(about) if hardware else []
     lines.append(f"{'name':<26}{'kind':<6}{'parameters':>11} {title}")
     for model in models:
         size = f"{model.num_parameters / 1e9:.2f}B" if model.num_parameters else "-"
@@ -194,13 +205,19 @@ def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> 
         elif found is None:
             rest = "  not computed ahead: use autotune plan"
         elif found.step_seconds is None:
-            rest = f"{'does not fit':>17}"
+            rest = f"{'does not fit':>16}"
         else:
-            took = seconds_text(found.step_seconds) + plus_minus(found.time_uncertainty)
-            rest = f"{took:>17}{memory_text(found.run_memory_bytes):>14}"
+            took = seconds_text(model.image_seconds) + plus_minus(found.time_uncertainty)
+            rest = f"{took:>16}{model.run_hours:>8.1f}{memory_text(found.run_memory_bytes):>11}"
         lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{rest}")
         if found and found.settings:
-            lines += wrapped(f"    {found.settings.label()}", 4)
+            micro = found.settings.micro_batch_size
+            batch = f"batch {micro} x {model.effective_batch_size // micro} accumulated"
+            lines += wrapped(f"    {found.settings.label().replace(f'batch {micro}', batch, 1)}", 4)
+    if any(model.prediction and model.prediction.step_seconds is None for model in models):
+        less = "what does not fit may do so with --quality compact or less --resolution"
+        lines += wrapped(f"{less}: autotune plan --model NAME --hardware {hardware}")
+        lines += with_command("other GPUs:", "autotune compare --model NAME")
     if not all(model.is_verified for model in models):
         lines.append("* built from diffusers' classes: not compared with a published size")
     if hardware:
@@ -384,14 +401,18 @@ def elsewhere_lines(error: NoGpu) -> list[str]:
     frames = f" and {defaults.num_frames} frames" if defaults.num_frames > 1 else ""
     batch = f"batch {defaults.effective_batch_size}, {defaults.resolution_px} px{frames}"
     rows = [
-        f"{each.gpu:<30}{each.memory_gb:>5g} GB{seconds_text(each.step_seconds):>13}"
-        f"{plus_minus(each.time_uncertainty):<6}{memory_text(each.run_memory_bytes):>12}"
+        f"{each.gpu:<28}{each.memory_gb:>5g} GB"
+        f"{seconds_text(each.image_seconds_with(defaults)):>12}{plus_minus(each.time_uncertainty):<6}"
+        f"{each.hours_with(defaults):>8.1f}{memory_text(each.run_memory_bytes):>12}"
         for each in error.elsewhere
         if each.step_seconds is not None
     ]
     return [
-        f"{error.model} on other hardware, predicted for rank {defaults.rank}, {batch}",
-        f"{'name for --hardware':<30}{'memory':>8}{'per step':>13}{'run memory':>18}",
+        *wrapped(
+            f"{error.model} on other hardware, predicted for rank {defaults.rank}, {batch}; "
+            "hours: the steps of a run on 20 images"
+        ),
+        f"{'name for --hardware':<28}{'memory':>8}{'per image':>12}{'hours':>14}{'run memory':>12}",
         *rows,
         *_misfit_lines([each.gpu for each in error.elsewhere if each.step_seconds is None]),
     ]

@@ -22,7 +22,7 @@ from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.workload import GOALS
 from autotune.report import text
 from autotune.report.plan import describe_changes, process_workload, settings_items
-from autotune.report.run import adapter_lines, limit_text, phase_bytes
+from autotune.report.run import adapter_lines, limit_text, missed_promises, phase_bytes
 from autotune.report.text import change_text, loss_text, memory_text, seconds_text
 
 WIDE_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
@@ -274,7 +274,7 @@ def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
     )
 
 
-def _difference(promised: float, measured: float | None, digits: int = 1) -> str:
+def _difference(promised: float | None, measured: float | None, digits: int = 1) -> str:
     return change_text(measured / promised - 1, digits) if measured and promised else "-"
 
 
@@ -375,6 +375,7 @@ def _run_view(subject: Subject) -> dict[str, Any]:
         view |= {"step_seconds": measured, "limit": limit_text(plan, measured, waits)}
     view["verdict"] = adapter_lines(report) if report and report.verdict else []
     if report:
+        view["warnings"] = [*report.warnings, *missed_promises(report)]
         own = expected.process_memory_bytes
         both = (phase_bytes(each, own) for each in (report.phases, report.expected_phases))
         view["phases"] = _bars(plan, *both)

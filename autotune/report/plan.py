@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.events import RecordsMatched
+from autotune.events import CandidatesPredicted, RecordsMatched
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
 from autotune.plan.plan import CheckResult, TrainingPlan
-from autotune.plan.prediction import Prediction, differences_of
+from autotune.plan.prediction import differences_of
 from autotune.plan.workload import Bucket, Workload, mean_text_tokens
 from autotune.report.text import (
     capped,
@@ -82,11 +82,12 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     kind = "image" if largest.num_frames == 1 else "clip"
     data = f"{count} {kind}s: {', '.join(capped(sizes, MAX_SIZES, ' sizes'))}"
     longest, usual = workload.max_text_tokens, mean_text_tokens(workload)
-    average = f", {usual} on average" if usual < longest else ""
+    captions = f"captions up to {longest} tokens, {usual} on average"
+    if usual >= longest - 1:  # padded to one length, or assumed
+        captions = f"each caption as {longest} tokens"
     lines = [
         f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",
-        f"data      {data if count > 1 else f'one {kind} of {_size(largest)}'}; "
-        f"captions up to {longest} tokens{average}",
+        f"data      {data if count > 1 else f'one {kind} of {_size(largest)}'}; {captions}",
         f"learning  rank {workload.rank}, effective batch {workload.effective_batch_size}",
         f"search    {num_candidates} candidates",
     ]
@@ -98,9 +99,11 @@ def _size(bucket: Bucket) -> str:
     return f"{bucket.width_px}x{bucket.height_px}{frames}"
 
 
-def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> list[str]:
-    """Show the best few candidates that are predicted to fit, and the fastest few that are not."""
-    ordered = sorted(predictions, key=lambda prediction: prediction.step_seconds)
+def prediction_lines(event: CandidatesPredicted) -> list[str]:
+    """Show the fastest few candidates that are predicted to fit, the chosen, and the fastest few
+    that do not fit."""
+    budget_bytes = event.budget_bytes
+    ordered = sorted(event.predictions, key=lambda prediction: prediction.step_seconds)
     fitting = [p for p in ordered if p.run_memory_bytes <= budget_bytes]
     others = [p for p in ordered if p.run_memory_bytes > budget_bytes]
     if not fitting:
@@ -111,11 +114,13 @@ def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> li
         f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {budget}{times}",
         TRIAL_HEADER.replace("step mem outcome", " run mem verdict"),
     ]
-    shown = [*fitting[:5], *others[:3]]
+    chosen = [each for each in fitting[5:] if each.candidate == event.chosen]
+    shown = [*fitting[:5], *chosen, *others[:3]]
     for number, each in enumerate(shown, 1):
         neediest = max(each.phases, key=lambda phase: phase.run_memory_bytes, default=None)
         fits = each.run_memory_bytes <= budget_bytes
         verdict = "fits" if fits or neediest is None else f"no: {neediest.name}"
+        verdict = "chosen" if each.candidate == event.chosen else verdict
         measures = each.step_seconds, each.run_memory_bytes
         lines += _row(number, each.candidate, shown[0].candidate, *measures, verdict)
     return lines
@@ -216,7 +221,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         together = f" for {number} processes" if number > 1 else ""
         facts.append(("host memory", f"{own}{together}, in the neediest phase"))
     facts.append(("the job", job_text(plan)))
-    count = sum(not trial.confirms for trial in frozen.trials)
+    count = len(frozen.trials)
     search = f"{count} trial{'s' * (count > 1)} in {seconds_text(frozen.search_seconds)}"
     if expected.evidence == "predicted":
         search = "predictions alone; nothing has run"
@@ -278,14 +283,15 @@ def train_hint(plan: TrainingPlan, file: Path) -> str:
 def job_text(plan: TrainingPlan) -> str:
     """Tell the job's time from loading to the last checkpoint, and its cost if that is known."""
     expected, number = plan.frozen.expected, plan.frozen.hardware.num_processes
-    if plan.job.num_train_epochs is not None:  # how many steps they take, the data will tell
-        return f"{plan.job.num_train_epochs} epochs"
+    epochs = "" if plan.job.num_train_epochs is None else f"{plan.job.num_train_epochs} epochs, "
+    if epochs and plan.job.data is None:
+        return f"{epochs}as many steps as they take of the data"
     price = ""
     if (cost := plan.job_cost) is not None:
         gpus = f"{number} GPUs, each " if number > 1 else ""
         price = f", {cost:.2f} for {gpus}{expected.price_per_hour:.2f} an hour"
     total = seconds_text(plan.job_seconds) + plus_minus(expected.time_uncertainty)
-    return f"{plan.job.num_steps} steps, {total} in all{price}"
+    return f"{epochs}{plan.job.num_steps} steps, {total} in all{price}"
 
 
 def assumption_text(plan: TrainingPlan) -> list[str]:

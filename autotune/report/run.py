@@ -56,7 +56,8 @@ def report_lines(report: RunReport) -> list[str]:
     times = report.expected_step_seconds, report.measured_step_seconds
     sizes = report.expected_peak_memory_bytes, report.measured_peak_memory_bytes
     expected, phases = phase_bytes(report.expected_phases), phase_bytes(report.phases)
-    rows = [("step memory", *map(memory_text, sizes))]
+    needs = report.expected_run_memory_bytes, report.run_memory_bytes
+    rows = [("step memory", *map(memory_text, sizes)), ("run memory", *map(memory_text, needs))]
     for name, size in phases.items():
         rows.append((f"  {name}", memory_text(expected.get(name)), memory_text(size)))
     planned, measured = map(seconds_text, times)
@@ -72,8 +73,21 @@ def report_lines(report: RunReport) -> list[str]:
     lines += [f"limited by {report.limited_by}"] if report.limited_by else []
     if error := report.quantization_error:
         lines.append(error_text(error, report.settings.quantization))
-    lines += [*adapter_lines(report), *(f"warning: {warning}" for warning in report.warnings)]
+    warnings = (*report.warnings, *missed_promises(report))
+    lines += [*adapter_lines(report), *(f"warning: {warning}" for warning in warnings)]
     return [part for line in lines for part in wrapped(line)]
+
+
+def missed_promises(report: RunReport) -> list[str]:
+    """Tell how far time and memory were above the plan's promise, if they clearly were."""
+    found = []
+    for what, promised, measured, bound in (
+        ("steps took", report.expected_step_seconds, report.measured_step_seconds, 0.1),
+        ("run memory was", report.expected_run_memory_bytes, report.run_memory_bytes, 0.03),
+    ):
+        if promised and measured and measured > (1 + bound) * promised:
+            found.append(f"{what} {measured / promised - 1:.0%} more than the plan promised")
+    return found
 
 
 def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> str:

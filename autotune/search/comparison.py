@@ -11,7 +11,7 @@ from pydantic import computed_field
 
 from autotune.errors import InvalidInput, NothingFits
 from autotune.machine.catalog import CatalogGpu, load_catalog
-from autotune.models.facts import Parts, PublishedModel
+from autotune.models.facts import USUAL_IMAGES, Defaults, Parts, PublishedModel
 from autotune.models.family import Family
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import ResolvedModel, read_parts
@@ -34,6 +34,15 @@ class CatalogPrediction(Frozen):
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
     settings: Candidate | None = None
+
+    def image_seconds_with(self, defaults: Defaults) -> float | None:
+        """Return the time of an image in a step of the family's batch; None if nothing fits."""
+        return self.step_seconds and self.step_seconds / defaults.effective_batch_size
+
+    def hours_with(self, defaults: Defaults) -> float | None:
+        """Return the hours of the steps for the usual number of images; None if nothing fits."""
+        steps = defaults.num_steps(USUAL_IMAGES)
+        return self.step_seconds and steps * self.step_seconds / 3600
 
 
 class ComparedGpu(CatalogPrediction):
@@ -227,18 +236,26 @@ class ModelSummary(Frozen):
     levers: tuple[str, ...]
     missing_levers: Mapping[str, str]
     prediction: CatalogPrediction | None = None
+    effective_batch_size: int
+    """Images of a step, by default; `prediction` is for it."""
+    image_seconds: float | None = None
+    """Predicted time of an image; None if nothing fits, or without a GPU."""
+    run_hours: float | None = None
+    """Predicted hours of the steps of a run on 20 images."""
 
 
 def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
-    """Summarize all published models, family by family; `gpu` is a name in the catalog."""
-    return tuple(
+    """Summarize all published models by name; for a GPU of the catalog, the fastest run first."""
+    found = [
         _summarize(family, model, gpu) for family in FAMILIES.values() for model in family.models
-    )
+    ]
+    return tuple(sorted(found, key=lambda each: (each.run_hours or math.inf, each.name)))
 
 
 def _summarize(family: Family, model: PublishedModel, gpu: str | None) -> ModelSummary:
     why, predictions = family.excluded, catalog_predictions(model.name)
     missing = {title: why[knob] for knob, title in LEVERS.items() if knob in why}
+    prediction = next((each for each in predictions if each.gpu == gpu), None)
     return ModelSummary(
         name=model.name,
         family=family.name,
@@ -250,5 +267,8 @@ def _summarize(family: Family, model: PublishedModel, gpu: str | None) -> ModelS
         note=model.note,
         levers=tuple(title for title in LEVERS.values() if title not in missing),
         missing_levers=missing,
-        prediction=next((each for each in predictions if each.gpu == gpu), None),
+        prediction=prediction,
+        effective_batch_size=family.defaults.effective_batch_size,
+        image_seconds=prediction.image_seconds_with(family.defaults) if prediction else None,
+        run_hours=prediction.hours_with(family.defaults) if prediction else None,
     )

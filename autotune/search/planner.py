@@ -132,7 +132,12 @@ def _predict_all(problem: PlanningProblem, on_event: OnEvent) -> list[Prediction
         on_event(Progressed(name="predicting", done=done, total=len(candidates)))
         predictions.append(problem.cost.predict(candidate))
     shown = tuple(predictions)
-    on_event(CandidatesPredicted(predictions=shown, budget_bytes=problem.budget_bytes))
+    scores = winner.score_predictions(predictions, problem.budget_bytes)
+    best = winner.choose_winner(scores, problem.workload.objective)
+    chosen = best.candidate if best else None
+    on_event(
+        CandidatesPredicted(predictions=shown, budget_bytes=problem.budget_bytes, chosen=chosen)
+    )
     return predictions
 
 

@@ -11,6 +11,7 @@ from autotune.knobs.caching import PIN
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import usual_learning_rate
+from autotune.models.facts import USUAL_IMAGES
 from autotune.models.registry import find_published
 from autotune.models.resolve import (
     ResolvedModel,
@@ -55,7 +56,7 @@ def build_job(
     items = dataset.items if dataset else ()
     usual = {
         "data": None,
-        "num_steps": defaults.num_steps(max(1, len(items))),
+        "num_steps": defaults.num_steps(len(items) or USUAL_IMAGES),
         "learning_rate": usual_learning_rate(request.optimizer_choice, defaults.learning_rate),
         "weight_decay": defaults.weight_decay,
         "max_grad_norm": 1.0,
@@ -130,6 +131,12 @@ class ResolvedRequest:
         on_sound()
         drops_captions = request.caption_dropout > 0
         workload = describe_workload(model, dataset, request, drops_captions=drops_captions)
+        if dataset is None:
+            assumed = f"{USUAL_IMAGES} items with usual captions are assumed"
+            notes = (*notes, f"no data is named: {assumed}")
+        elif model.config_folder is None:
+            assumed = f"{workload.max_text_tokens} tokens a caption are assumed"
+            notes = (*notes, f"captions cannot be counted without the model's files: {assumed}")
         return cls(request, model, dataset, workload, job, notes)
 
     def context(self, hardware: HardwareProfile) -> TuningContext:

@@ -22,6 +22,7 @@ from autotune.knobs.settings import check_options, optimizer_bytes
 from autotune.machine.probe import probe
 from autotune.models import resolve
 from autotune.models.adapter import adapter_shapes, add_adapter, choose_layers, target_matcher
+from autotune.models.facts import USUAL_IMAGES
 from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import ResolvedModel
@@ -377,7 +378,7 @@ def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
             message = f"a {name} of {side} px does not suit {family.name}: {sides}"
             raise InvalidInput(message, hint=f"the nearest valid {name} is {nearest} px")
     family.check_num_frames(num_frames)
-    return Bucket(width_px=width, height_px=height, num_frames=num_frames, num_items=1)
+    return Bucket(width_px=width, height_px=height, num_frames=num_frames, num_items=USUAL_IMAGES)
 
 
 def describe_workload(

@@ -363,6 +363,8 @@ class _Run:
             limited_by=forecast.step_time.limited_by(waits) if forecast else None,
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,
+            expected_run_memory_bytes=expected.run_memory_bytes,
+            run_memory_bytes=expected.largest_bytes(tuple(monitor.peaks.values())),
             expected_phases=expected.phases,
             phases=tuple(monitor.peaks.values()),
             images_per_second=speed,

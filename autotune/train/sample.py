@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -55,22 +57,30 @@ LABELS = ("without the adapter", "with the adapter")
 def make_sheet(
     previews: Sequence[Preview], pairs: Sequence[tuple[Image.Image, Image.Image]]
 ) -> Image.Image:
-    """Draw a row per preview: without and with the adapter, prompt and seed below."""
+    """Draw a row per preview: without and with the adapter, prompt and seed below, all of it."""
     sizes = [image.size for pair in pairs for image in pair]
     width, height = (max(side) for side in zip(*sizes, strict=True))
     line = max(MIN_LINE_PX, round(height * LINE_SHARE))
-    row_height = height + 2 * line
-    sheet = Image.new("RGB", (2 * width, row_height * len(pairs)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(0.75 * line)
-    for number, (preview, pair) in enumerate(zip(previews, pairs, strict=True)):
-        top = number * row_height
+    font = ImageFont.load_default(0.75 * line)
+    width = max(width, *(math.ceil(font.getlength(label)) + line for label in LABELS))
+    texts = [f"seed {each.seed}: {' '.join(each.prompt.split())}" for each in previews]
+    below = [_wrapped(text, lambda part: font.getlength(part) <= 2 * width - 4) for text in texts]
+    row_heights = [height + line * (1 + len(lines)) for lines in below]
+    sheet = Image.new("RGB", (2 * width, sum(row_heights)), "white")
+    draw, top = ImageDraw.Draw(sheet), 0
+    for lines, pair, row_height in zip(below, pairs, row_heights, strict=True):
         for column, (label, image) in enumerate(zip(LABELS, pair, strict=True)):
             draw.text((column * width + 2, top), label, "black", font)
             sheet.paste(image, (column * width, top + line))
-        # the seed first: long prompts are cut off
-        text = f"seed {preview.seed}: {' '.join(preview.prompt.split())}"
-        draw.text((2, top + line + height), text, "black", font)
+        for number, text in enumerate(lines, 1):
+            draw.text((2, top + height + number * line), text, "black", font)
+        top += row_height
     return sheet
+
+
+def _wrapped(text: str, fits: Callable[[str], bool]) -> list[str]:
+    every = (textwrap.wrap(text, columns) for columns in range(len(text), 0, -1))
+    return next(lines for lines in every if all(map(fits, lines)))
 
 
 def save_image(image: Image.Image, path: Path, facts: Mapping[str, object]) -> None:

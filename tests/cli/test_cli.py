@@ -1,5 +1,6 @@
 """The command line: light help, errors and statuses, what it shows, streams, limits of memory."""
 
+import io
 import json
 import re
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from autotune.cli import terminal
 from autotune.cli.app import _with_loudness_first
 from autotune.cli.output import Progress
-from autotune.cli.terminal import show_events
+from autotune.cli.terminal import EventDisplay, PlainConsole, show_events
 from autotune.events import RunStarted, smoothed
 from tests.cli.test_options import app, parameters
 from tests.conftest import autotune_here
@@ -136,6 +138,33 @@ def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_pro
     loss = smoothed([step.loss for step in steps[:50]])[-1]
     promise = plan.frozen.expected.run_memory_bytes / 2**30
     assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
+
+
+def test_memory_beyond_the_promise_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = golden_plan()
+    more = plan.frozen.expected.run_memory_bytes + 1
+    with show_events() as show:
+        show(RunStarted(plan=plan))
+        for step in steps_of(9):
+            show(step.changed(memory_bytes=more if step.step > 3 else more - 1))
+    told = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert ["after step 4" in line for line in told] == [True]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_bar_shows_numbers_whole(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    console = PlainConsole(stderr=True)
+    console.width, console.file = columns, io.StringIO()
+    monkeypatch.setattr(terminal, "err", console)
+    bar = terminal._bar()
+    show = EventDisplay(bar)
+    show.promised_bytes = 15 << 30
+    show(steps_of(90, 1000)[-1].changed(epoch=12, gpu_utilization=0.97, gradient_spikes=30))
+    console.print(bar.get_renderable())
+    shown = console.file.getvalue()
+    assert "90/1000" in shown
+    assert "GiB" in shown
+    assert len(shown.splitlines()) == 1
 
 
 def test_spikes_and_the_loss_on_held_out_images_are_shown(

@@ -1,6 +1,7 @@
 """What is shown of machines and data: no name reaches the terminal raw."""
 
 import io
+import math
 from typing import get_args
 
 import pytest
@@ -8,14 +9,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from autotune.api import list_models
 from autotune.data.dataset import DataReport
 from autotune.data.items import Problem, ProblemKind
 from autotune.machine.doctor import findings, read_doctor_facts
 from autotune.machine.probe import read_profile
 from autotune.plan.hardware import Rate
 from autotune.plan.workload import Bucket
-from autotune.report.machine import PROBLEMS, data_report_lines, findings_view, profile_view
+from autotune.report.machine import (
+    PROBLEMS,
+    data_report_lines,
+    findings_view,
+    model_lines,
+    profile_view,
+)
 from tests.machine.fleet import MACHINES, machine
+
+
+def test_models_for_a_gpu_are_sorted_by_the_hours_of_a_run() -> None:
+    models = list_models("4090")
+    hours = [model.run_hours or math.inf for model in models]
+    assert hours == sorted(hours)
+    first = models[0]
+    assert first.prediction is not None
+    assert first.image_seconds == (first.prediction.step_seconds or 0) / first.effective_batch_size
+    lines = model_lines(models, "4090")
+    assert max(map(len, lines)) <= 80
+    unfit = any(model.run_hours is None for model in models)
+    assert any("autotune compare --model" in line for line in lines) == unfit
+
 
 REPORT = DataReport(
     folder="photos",

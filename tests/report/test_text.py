@@ -7,10 +7,11 @@ import sys
 import pytest
 
 from autotune.cli.terminal import err, out
+from autotune.events import CandidatesPredicted
 from autotune.plan.file import with_job
-from autotune.plan.prediction import StepTime
-from autotune.report.plan import differences, origin_lines
-from autotune.report.run import report_lines
+from autotune.plan.prediction import Prediction, StepTime
+from autotune.report.plan import differences, job_text, origin_lines, prediction_lines
+from autotune.report.run import missed_promises, report_lines
 from tests.plan.test_file import make_plan
 from tests.report.page.pages import golden_plan, run_report
 
@@ -54,6 +55,49 @@ def test_the_largest_wait_limits_a_run() -> None:
     assert set(waits) == {"compute", "bandwidth", "transfer", "data", "host"}
     report = run_report(golden_plan()).changed(limited_by="data")
     assert "limited by data" in report_lines(report)
+
+
+def test_what_missed_its_promise_is_told() -> None:
+    plan = golden_plan()
+    kept = run_report(plan).changed(
+        measured_step_seconds=plan.frozen.expected.step_seconds,
+        expected_run_memory_bytes=480 << 20,
+        run_memory_bytes=481 << 20,
+    )
+    assert not missed_promises(kept)
+    missed = missed_promises(kept.changed(run_memory_bytes=624 << 20))
+    assert missed == ["run memory was 30% more than the plan promised"]
+    assert f"warning: {missed[0]}" in report_lines(kept.changed(run_memory_bytes=624 << 20))
+
+
+def test_epochs_are_told_as_steps_and_time() -> None:
+    plan = with_job(golden_plan(), data="photos")
+    asked = plan.changed(job=plan.job.changed(num_train_epochs=10))
+    assert job_text(asked) == f"10 epochs, {job_text(plan)}"
+
+
+def test_predictions_show_the_chosen_among_the_faster() -> None:
+    frozen = golden_plan().frozen
+    assert frozen.forecast is not None
+    settings, step_time = frozen.settings, frozen.forecast.step_time
+    fast = tuple(
+        Prediction(
+            candidate=settings.changed(checkpointed_blocks=number),
+            allocated_memory_bytes=1 << 30,
+            run_memory_bytes=1 << 30,
+            host_memory_bytes=1 << 30,
+            phases=(),
+            step_seconds=1.0 + number,
+            step_time=step_time,
+            images_per_second=1.0,
+            memory_uncertainty=0.0,
+            time_uncertainty=0.0,
+        )
+        for number in range(9)
+    )
+    chosen = fast[7].candidate
+    event = CandidatesPredicted(predictions=fast, budget_bytes=1 << 40, chosen=chosen)
+    assert sum(" chosen " in line for line in prediction_lines(event)) == 1
 
 
 def test_changed_values_are_the_users() -> None:
