@@ -161,10 +161,10 @@ def test_a_bar_shows_numbers_whole(monkeypatch: pytest.MonkeyPatch, columns: int
     show.promised_bytes = 15 << 30
     show(steps_of(90, 1000)[-1].changed(epoch=12, gpu_utilization=0.97, gradient_spikes=30))
     console.print(bar.get_renderable())
-    shown = console.file.getvalue()
+    *_, shown = console.file.getvalue().splitlines()
     assert "90/1000" in shown
     assert "GiB" in shown
-    assert len(shown.splitlines()) == 1
+    assert len(shown) <= columns
 
 
 def test_spikes_and_the_loss_on_held_out_images_are_shown(
