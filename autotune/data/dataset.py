@@ -7,6 +7,7 @@ check_dataset    before it: reports what training would do, whatever files hold
 import hashlib
 import os
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,24 +17,22 @@ from pathlib import Path
 from pydantic import Field
 
 from autotune.data.batches import assign_buckets, make_buckets
-from autotune.data.items import (
-    DEFAULT_OPTIONS,
-    MASK_SUFFIX,
+from autotune.data.folder import (
     METADATA,
     REMARKS,
-    DatasetOptions,
-    Item,
-    ItemReader,
+    ByName,
     Media,
     PrintableStr,
     Problem,
-    file_digest,
+    find_captions,
+    find_controls,
     find_masks,
     find_media,
-    find_runs,
     find_unsupported,
-    read_metadata,
+    fold_name,
+    list_contents,
 )
+from autotune.data.items import DEFAULT_OPTIONS, DatasetOptions, Item, ItemReader, file_digest
 from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.file import read_listing
@@ -135,16 +134,23 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
             "pairs for editing are neither flipped nor cropped at the top",
             hint="leave --flip and --crop out",
         )
-    media = find_media(folder, clips=options.num_frames > 1, exclude=control)
-    names = {one.name for one in media}
-    metadata, complaints = read_metadata(folder)
-    complaints += tuple(f"no image {name}" for name in metadata if name not in names)
-    problems = [Problem(file=METADATA, kind="metadata", message=message) for message in complaints]
-    masks = find_masks(folder, exclude=control)
-    lone_masks = masks.keys() - {one.stem for one in media}
-    problems += _find_other_problems(folder, control, options, masks.keys(), lone_masks)
-    controls = {one.stem: one.path for one in find_media(control, clips=False)} if control else {}
-    reader = ItemReader(options, metadata, controls, masks, time.monotonic() + VERIFY_SECONDS)
+    contents = list_contents(folder, exclude=control)
+    media = find_media(contents, clips=options.num_frames > 1)
+    captions, masks = find_captions(contents, media), find_masks(contents)
+    unsupported = find_unsupported(contents, clips=options.num_frames > 1)
+    problems = [*captions.problems, *unsupported, *contents.problems]
+    stems, why = {fold_name(one.stem) for one in media}, "there is no image of this name"
+    if options.loss_mask != "files":
+        stems, why = set(), "a mask is used with --loss-mask files"
+    for stem, path in masks.items():
+        if fold_name(stem) not in stems:
+            problems.append(Problem(file=contents.name(path), kind="mask", message=why))
+    controls = ByName[tuple[Path, ...]]({})
+    if control:
+        listed = list_contents(control)
+        controls, problems = find_controls(listed), [*problems, *listed.problems]
+    deadline = time.monotonic() + VERIFY_SECONDS
+    reader = ItemReader(options, captions, controls, ByName(masks), deadline)
     items: list[tuple[str, Item]] = []
     for one, results in zip(media, _read_items(reader, media, on_progress), strict=True):
         items += [(one.name, result) for result in results if isinstance(result, Item)]
@@ -155,29 +161,6 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
             problems.append(Problem(file=name, kind="captionless", message="has no caption"))
     usable = tuple(item for _, item in unique if item.caption)
     return Dataset(usable, (*problems, *duplicates), reader.num_unverified)
-
-
-def _find_other_problems(
-    folder: Path,
-    control: Path | None,
-    options: DatasetOptions,
-    masks: Collection[str],
-    lone_masks: Collection[str],
-) -> list[Problem]:
-    unsupported = find_unsupported(folder, clips=options.num_frames > 1, exclude=control)
-    found = [
-        Problem(file=name, kind="unsupported", message=message)
-        for name, message in unsupported.items()
-    ]
-    unused, message = masks, "a mask is used with --loss-mask files"
-    if options.loss_mask == "files":
-        unused, message = lone_masks, "there is no image of this name"
-    for stem in sorted(unused):
-        found.append(Problem(file=f"{stem}{MASK_SUFFIX}", kind="mask", message=message))
-    for run in find_runs(folder):
-        name, message = run.relative_to(folder).as_posix(), "the output folder of a run, not data"
-        found.append(Problem(file=name, kind="run", message=message))
-    return found
 
 
 def _locate_control(folder: Path, control: Path) -> Path:
@@ -367,7 +350,8 @@ def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:
     # At least one; an added file changes few of the others.
 
     def rank(name: str) -> bytes:
-        return hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest()
+        text = unicodedata.normalize("NFC", f"{seed} {name}")  # copying may change the form
+        return hashlib.sha256(text.encode(errors="surrogateescape")).digest()
 
     unique = sorted(set(names), key=rank)
     return frozenset(unique[: min(MAX_HELD_OUT, max(1, round(share * len(unique))))])
@@ -398,7 +382,8 @@ class DataReport(Frozen):
     buckets: tuple[Bucket, ...]
     max_upscaling: float = MAX_UPSCALING
     max_crop: float = MAX_CROP
-    num_enlarged: int = NaturalInt  # images enlarged by more than `max_upscaling`
+    enlarged: tuple[PrintableStr, ...]
+    """Names of images enlarged by more than `max_upscaling`."""
     cropped: tuple[PrintableStr, ...]
     """Names of images that lose more than `max_crop` of their area."""
     caption_words: tuple[int, int, int] | None = None
@@ -412,7 +397,7 @@ class DataReport(Frozen):
     @property
     def is_clean(self) -> bool:
         """Tell if there is nothing to complain of, as a strict check asks."""
-        complaints = self.problems or self.num_enlarged or self.cropped or self.num_unverified
+        complaints = self.problems or self.enlarged or self.cropped or self.num_unverified
         return self.can_train and not complaints
 
 
@@ -431,12 +416,13 @@ def check_dataset(
     dataset = scan_dataset(data, options, on_progress)
     items = dataset.items
     buckets = make_buckets(items, resolution_px, multiple_px, max_side_px)
-    num_enlarged, cropped = 0, []
+    enlarged, cropped = [], []
     for item, index in zip(items, assign_buckets(items, buckets), strict=True):
         width, height = buckets[index].width_px, buckets[index].height_px
         scale = max(width / item.width_px, height / item.height_px)
         used = width * height / scale**2 / (item.width_px * item.height_px)
-        num_enlarged += scale > max_upscaling
+        if scale > max_upscaling:
+            enlarged.append(item.path.name)
         if 1 - used > max_crop:
             cropped.append(item.path.name)
     words = sorted(len(item.caption.split()) for item in items)
@@ -451,7 +437,7 @@ def check_dataset(
         buckets=buckets,
         max_upscaling=max_upscaling,
         max_crop=max_crop,
-        num_enlarged=num_enlarged,
+        enlarged=tuple(enlarged),
         cropped=tuple(cropped),
         caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )

@@ -28,7 +28,8 @@ from autotune.data.cache import (
     to_plain,
 )
 from autotune.data.dataset import Dataset, OnProgress
-from autotune.data.items import Item, Problem, file_digest
+from autotune.data.folder import Problem
+from autotune.data.items import Item, file_digest
 from autotune.data.pixels import CENTERING, UnusableFile, explain_damage, open_mask, open_pixels
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.formats import WEIGHT_FORMATS

@@ -2,40 +2,25 @@
 
 import errno
 import hashlib
-import json
 import os
 import random
 import re
-import shlex
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-from pydantic import BeforeValidator
+from typing import Any
 
 from autotune.data import pixels
+from autotune.data.folder import ByName, Captions, Media, Problem
 from autotune.models.family import Family
-from autotune.plan.base import Frozen
-from autotune.plan.file import RUN_PLAN_FILE
 from autotune.plan.job import ClipChoice, Crop, LossMask
 from autotune.system.files import read_bounded
 
-OTHER_VIDEOS = {".mpg", ".mpeg", ".flv", ".wmv", ".ts", ".mts", ".m2ts", ".m4v", ".3gp", ".ogv"}
-# Files that people expect to be read: those that are not are named instead of ignored.
-OTHER_IMAGES = {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
-MASK_SUFFIX = ".mask.png"
-REPEATS = re.compile(r"(\d{1,3})_.+")  # kohya's folder that is so often in an epoch: `10_dog`
 QUARTERS = (3, 2, 1)  # of a clip's frames: more lengths would scatter a set
 MIN_SIDE_PX = 32  # smaller images teach nothing at any resolution that these models are trained at
 MASK_TOLERANCE = 0.01
 MIN_RATE_SHARE = 0.95  # of the model's frame rate, under which a video is named
-METADATA = "metadata.jsonl"
-MAX_REPEATS = 1000
-MAX_CAPTIONS = 100
-MAX_METADATA_BYTES = 64 << 20
 MAX_CAPTION_BYTES = 1 << 20  # far above what any text encoder reads
 EMPTY_CAPTION = ""  # what a sample is conditioned on if its caption is dropped
 COPIED_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask")  # of a job
@@ -85,29 +70,6 @@ def make_options(job: Mapping[str, Any], family: Family, num_frames: int) -> Dat
     )
 
 
-LeftOut = Literal["broken", "tiny", "duplicate", "captionless", "control", "short", "mask"]
-ProblemKind = Literal[LeftOut, "metadata", "unsupported", "run", "variable", "black"]
-REMARKS = frozenset({"variable", "black"})
-PrintableStr = Annotated[
-    str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())
-]
-
-
-class Problem(Frozen):
-    """One file that is left out or needs attention."""
-
-    file: PrintableStr
-    kind: ProblemKind
-    message: PrintableStr
-
-
-class MetadataLine(NamedTuple):
-    """Captions and repeats of a file in `metadata.jsonl`; None and () leave them to its name."""
-
-    captions: tuple[str, ...]
-    repeats: int | None
-
-
 @dataclass(frozen=True)
 class Item:
     """One training image, or one clip: of a video, or of frames that lie in a folder."""
@@ -138,124 +100,6 @@ class Item:
         return self.frame_paths or (self.path,)
 
 
-@dataclass(frozen=True)
-class Media:
-    """One image or video, or one clip with its frames in order."""
-
-    name: str  # path below the data folder with forward slashes, as `metadata.jsonl` writes it
-    path: Path
-    frame_paths: tuple[Path, ...]
-
-    @property
-    def is_clip(self) -> bool:
-        return self.frame_paths != (self.path,)
-
-    @property
-    def stem(self) -> str:
-        """Name of its caption and its control images, below their folders."""
-        return self.name if self.is_clip else Path(self.name).with_suffix("").as_posix()
-
-    @property
-    def folder_repeats(self) -> int:
-        """Times that it is shown per epoch by the name of the nearest folder that tells."""
-        matches = (REPEATS.fullmatch(parent.name) for parent in Path(self.name).parents)
-        return max(1, next((int(match[1]) for match in matches if match), 1))
-
-
-def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tuple[Media, ...]:
-    """Find the images below `folder`, sorted by name; with `clips` videos and frames, too. What is
-    hidden, below `exclude` or in the output folder of a run is ignored."""
-    suffixes = _readable_suffixes(clips=clips)
-    files = (path for path in _list_files(folder, exclude) if not path.name.endswith(MASK_SUFFIX))
-    paths = [path for path in files if path.suffix.lower() in suffixes]
-    frames: defaultdict[Path, list[Path]] = defaultdict(list)
-    for path in paths:
-        if clips and path.parent != folder and path.suffix.lower() in pixels.IMAGE_SUFFIXES:
-            frames[path.parent].append(path)
-        else:
-            frames[path] = [path]
-    found = []
-    for path, own in frames.items():
-        ordered = tuple(sorted(own, key=_natural_sort_key))
-        found.append(Media(path.relative_to(folder).as_posix(), path, ordered))
-    return tuple(sorted(found, key=lambda one: one.name))
-
-
-def _readable_suffixes(*, clips: bool) -> frozenset[str]:
-    videos = pixels.VIDEO_SUFFIXES if pixels.has_video_decoder() else frozenset[str]()
-    return (
-        pixels.IMAGE_SUFFIXES | pixels.ANIMATION_SUFFIXES | videos
-        if clips
-        else pixels.IMAGE_SUFFIXES
-    )
-
-
-def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) -> dict[str, str]:
-    """Find media files that are not read, by name, with what to do about each."""
-    suffixes = (pixels.VIDEO_SUFFIXES | OTHER_VIDEOS | OTHER_IMAGES) - _readable_suffixes(
-        clips=clips
-    )
-    found = {}
-    for path in _list_files(folder, exclude):
-        if path.suffix.lower() in suffixes:
-            found[path.relative_to(folder).as_posix()] = _explain_unsupported(path, clips=clips)
-    return found
-
-
-def _explain_unsupported(path: Path, *, clips: bool) -> str:
-    if path.suffix.lower() not in pixels.VIDEO_SUFFIXES | OTHER_VIDEOS:
-        return "its format is not supported: convert it to png, jpeg or webp"
-    if not clips:
-        return "only models that make clips train on videos, with --frames above 1"
-    file, frames = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
-    if pixels.has_video_decoder():
-        return f"its format is not supported, mp4 is: ffmpeg -i {file} {frames}.mp4"
-    as_frames = f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
-    if path.suffix.lower() in OTHER_VIDEOS:
-        return f"its format is not supported, a folder of frames is: {as_frames}"
-    install = "pip install 'lora-autotune[video]'"
-    return f"videos are read with PyAV, or as folders of frames: {install}, or {as_frames}"
-
-
-def find_masks(folder: Path, *, exclude: Path | None = None) -> dict[str, Path]:
-    """Find masks below `folder`, by the stem of what they belong to."""
-    masks = (path for path in _list_files(folder, exclude) if path.name.endswith(MASK_SUFFIX))
-    return {path.relative_to(folder).as_posix().removesuffix(MASK_SUFFIX): path for path in masks}
-
-
-def find_runs(folder: Path) -> tuple[Path, ...]:
-    """Find output folders of runs below `folder`: their pictures are no training data."""
-    runs = (file.parent for file in folder.rglob(RUN_PLAN_FILE))
-    return tuple(sorted(run for run in runs if run != folder))
-
-
-def _list_files(folder: Path, exclude: Path | None) -> list[Path]:
-    files, excluded = [], {*find_runs(folder), exclude}
-    for path in folder.rglob("*"):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        is_file = os.path.isfile(path) or path.is_symlink()  # noqa: PTH113  Path's raises without permission
-        if not is_hidden and is_file and excluded.isdisjoint(path.parents):
-            files.append(path)
-    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
-    parts = re.split(r"(\d+)", path.name)
-    return tuple((1, int(part)) if part.isdecimal() else (0, part) for part in parts)
-
-
-def match_controls(media: Media, by_stem: Mapping[str, Path]) -> tuple[Path, ...]:
-    """Find an image's control images: `NAME.*`, or else all of `NAME_1.*`, `NAME_2.*` and so on."""
-    if media.stem in by_stem:
-        return (by_stem[media.stem],)
-    pattern = re.compile(re.escape(media.stem) + r"_(\d+)")
-    numbered = {
-        int(match[1]): path for stem, path in by_stem.items() if (match := pattern.fullmatch(stem))
-    }
-    is_complete = sorted(numbered) == list(range(1, len(numbered) + 1))
-    return tuple(numbered[number] for number in sorted(numbered)) if is_complete else ()
-
-
 class _Unusable(Exception):
     """Why an item is left out: (kind, message)."""
 
@@ -265,9 +109,9 @@ class ItemReader:
     """Turns images, videos and clips of frames into items. Used by several threads."""
 
     options: DatasetOptions
-    metadata: Mapping[str, MetadataLine]
-    controls: Mapping[str, Path]
-    masks: Mapping[str, Path]
+    captions: Captions
+    controls: ByName[tuple[Path, ...]]
+    masks: ByName[Path]
     deadline: float  # monotonic time after which pixels are no longer decoded
     num_unverified: int = 0
     captioned: set[str] = field(default_factory=set)
@@ -332,7 +176,7 @@ class ItemReader:
                 needed = min(options.clip_lengths)
                 raise _Unusable("short", f"has {len(frames)} frames, {needed} are needed")
             frames = frames[: max(lengths)]
-        controls = match_controls(media, self.controls)
+        controls = self.controls.find(media.stem) or ()
         if options.control and not controls:
             raise _Unusable("control", f"has no control image in {options.control}")
         decode = self._has_time()
@@ -341,7 +185,7 @@ class ItemReader:
         return replace(item, control_paths=controls, frame_paths=frames if media.is_clip else ())
 
     def _make_item(self, media: Media, width_px: int, height_px: int) -> Item:
-        line, captions = self.metadata.get(media.name), self._make_captions(media)
+        line, captions = self.captions.lines.find(media.name), self._make_captions(media)
         return Item(
             path=media.path,
             caption=captions[0],
@@ -358,14 +202,14 @@ class ItemReader:
         if self.options.loss_mask == "alpha":
             is_image = path.suffix.lower() in pixels.IMAGE_SUFFIXES
             return path if is_image and _has_alpha(path) else None
-        if self.options.loss_mask == "none" or media.stem not in self.masks:
+        mask = self.masks.find(media.stem)
+        if self.options.loss_mask == "none" or mask is None:
             return None
-        path = self.masks[media.stem]
-        width, height = _read_size(media, path, self._has_time())
+        width, height = _read_size(media, mask, self._has_time())
         if abs(width / height / aspect_ratio - 1) > MASK_TOLERANCE:
-            message = f"its mask {path.name} of {width} x {height} px has another aspect ratio"
+            message = f"its mask {mask.name} of {width} x {height} px has another aspect ratio"
             raise _Unusable("mask", message)
-        return path
+        return mask
 
     def _find_black_mask(self, media: Media, found: Sequence[Item | Problem]) -> list[Problem]:
         path = next((one.mask_path for one in found if isinstance(one, Item)), None)
@@ -396,11 +240,11 @@ class ItemReader:
         return tuple(_add_trigger(order or default, options.trigger) for order in orders)
 
     def _read_texts(self, media: Media) -> tuple[str, ...]:
-        line = self.metadata.get(media.name)
+        line = self.captions.lines.find(media.name)
         if line and line.captions:
             return line.captions
-        file = media.path.parent / f"{Path(media.stem).name}.txt"
-        if not os.path.lexists(file):
+        file = self.captions.files.get(media.name)
+        if file is None:
             return ("",)
         try:
             return (read_bounded(file, MAX_CAPTION_BYTES).decode("utf-8-sig"),)
@@ -439,52 +283,6 @@ def file_digest(path: Path) -> str:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, ...]]:
-    """Read `metadata.jsonl`: its lines by file name, and what is wrong with the others. The layout
-    is that of Hugging Face's imagefolder (`file_name`, `text`); `repeats` is our own."""
-    lines: dict[str, MetadataLine] = {}
-    problems: list[str] = []
-    try:
-        content = read_bounded(folder / METADATA, MAX_METADATA_BYTES)
-    except FileNotFoundError:
-        return {}, ()
-    except OSError as error:
-        return {}, (f"cannot be read: {error.strerror}",)
-    raw_lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    for number, raw in enumerate(raw_lines, start=1):
-        if not raw.strip():
-            continue
-        try:
-            name, line = _parse_line(raw)
-        except ValueError as error:
-            problems.append(f"line {number}: {error}")
-            continue
-        if name in lines:
-            problems.append(f"line {number}: {name} has a line already")
-        lines.setdefault(name, line)
-    return lines, tuple(problems)
-
-
-def _parse_line(raw: bytes) -> tuple[str, MetadataLine]:
-    try:
-        entry = json.loads(raw)
-        # Half a surrogate pair, as in "\ud83d", is JSON but not text.
-        json.dumps(entry, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise ValueError("not JSON, or not UTF-8") from error
-    if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
-        raise ValueError("no `file_name`")
-    text, repeats = entry.get("text"), entry.get("repeats")
-    texts: list[Any] = text if isinstance(text, list) and 0 < len(text) <= MAX_CAPTIONS else [text]
-    if text is None and "repeats" in entry:
-        texts = []
-    if not all(isinstance(one, str) for one in texts):
-        raise ValueError("no `text`")
-    if "repeats" in entry and (type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS):
-        raise ValueError(f"`repeats` is not a whole number from 1 to {MAX_REPEATS}")
-    return entry["file_name"].removeprefix("./"), MetadataLine(tuple(texts), repeats)
 
 
 def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, ...]:

@@ -41,12 +41,14 @@ PROBLEMS = {
     "duplicate": "the same as another, left out",
     "control": "without a control image, left out",
     "short": "too short for a clip, left out",
-    "variable": "of a variable rate",
+    "variable": "of a variable rate, or below the model's",
     "mask": "a mask that fits no image, or such an image, left out",
     "black": "with a loss mask that is black everywhere",
     "run": "the output of training, left out",
     "unsupported": "of an unsupported format, left out",
-    "metadata": "wrong in metadata.jsonl",
+    "metadata": "wrong in metadata",
+    "unread": "that look like captions, not read",
+    "link": "links that lead out of the folder, not read",
 }
 VERDICTS = {"exact": "counts here", "near": "a prior here", "none": "does not count here"}
 PARTS = {  # of memory and time, whose titles are not their names
@@ -271,12 +273,12 @@ def _data_texts(report: DataReport) -> Iterator[str]:
         size = f"{bucket.width_px:>5} x {bucket.height_px:<5}"
         shapes.append(f"{size}{frames} {bucket.num_items:>6}")
     yield from (f"  {line}" for line in capped(shapes, MAX_NAMED, " shapes: --json lists all"))
-    if report.num_enlarged:
-        more = f"more than {report.max_upscaling:g}x"
-        yield f"  {report.num_enlarged} scaled up {more}: use larger originals or less resolution"
-    if report.cropped:
-        named, most_cropped = ", ".join(capped(report.cropped, 3, "")), f"{report.max_crop:.0%}"
-        yield f"  {len(report.cropped)} cropped by more than {most_cropped} of the area: {named}"
+    for names, what in (
+        (report.enlarged, f"scaled up more than {report.max_upscaling:g}x (use less --resolution)"),
+        (report.cropped, f"cropped by more than {report.max_crop:.0%} of the area"),
+    ):
+        if names:
+            yield f"  {len(names)} {what}: {', '.join(capped(names, 3, ''))}"
     if report.num_unverified:
         later = "damage shows when they are encoded"
         yield f"  {report.num_unverified} not decoded for lack of time: {later}"

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.data.dataset import DataReport, check_dataset, read_dataset, read_split, scan_dataset
-from autotune.data.items import DatasetOptions, read_metadata
+from autotune.data.items import DatasetOptions
 from autotune.errors import InvalidInput
 from autotune.report.machine import data_report_lines
-from tests.data.pictures import picture, write_pictures
+from tests.data.pictures import CAPTIONS, picture, write_pictures
 
 SIZES = {"resolution_px": 64, "multiple_px": 16, "max_side_px": 8192}
 
@@ -39,7 +39,7 @@ def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path):
     dataset = read_dataset(tmp_path)
     assert [item.caption for item in dataset.items] == ["from metadata", "two lines"]
     told = [problem.message.split(":")[0] for problem in dataset.problems]
-    assert told == ["line 2", "line 3", "line 4", "line 6", "no image ../../etc/passwd"]
+    assert told == ["line 2", "line 3", "line 4", "no image ../../etc/passwd", "line 6"]
 
 
 @given(content=st.binary(max_size=200))
@@ -47,9 +47,11 @@ def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path):
 def test_no_metadata_file_crashes_the_reader(tmp_path_factory, content):
     folder = tmp_path_factory.mktemp("metadata")
     (folder / "metadata.jsonl").write_bytes(content)
-    captions, complaints = read_metadata(folder)
+    problems = scan_dataset(folder).problems
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    assert len(captions) + len(complaints) == sum(bool(line.strip()) for line in lines)
+    assert len(problems) == sum(bool(line.strip()) for line in lines)
+    (folder / "metadata.csv").write_bytes(b"file_name,text\n" + content)
+    scan_dataset(folder)
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
@@ -87,11 +89,11 @@ def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     dataset = scan_dataset(tmp_path, DatasetOptions(caption="x"))
     assert len(dataset.items) == 1
-    assert kinds(dataset) == {"lost.png": "broken"}
+    assert kinds(dataset) == {"lost.png": "broken", "pipe.png": "broken"}
     assert "elsewhere" not in dataset.problems[0].message
     (tmp_path / "to pipe.png").symlink_to(tmp_path / "pipe.png")
     found = kinds(scan_dataset(tmp_path, DatasetOptions(caption="x")))
-    assert found == {"lost.png": "broken", "to pipe.png": "broken"}
+    assert found == dict.fromkeys(("lost.png", "pipe.png", "to pipe.png"), "broken")
 
 
 @pytest.mark.parametrize("content", [None, "not a folder", "empty"])
@@ -147,7 +149,7 @@ def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path):
     assert (clip.caption, clip.num_frames) == ("a moving fox", 3)
     assert (clip.width_px, clip.height_px) == (64, 48)
     assert (still.num_frames, still.frame_paths) == (1, ())
-    assert kinds(dataset) == {"brief": "short"}
+    assert kinds(dataset) == {"brief": "short", "brief/000.txt": "unread"}
 
 
 def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path):
@@ -177,7 +179,74 @@ def test_captions_that_never_end_are_named_and_not_read(tmp_path, name, content)
             file.truncate(20 << 30)
     problems = scan_dataset(tmp_path, DatasetOptions(caption="a")).problems
     told = " ".join(one.message for one in problems)
-    assert "not a regular file" in told or "larger than" in told
+    assert any(reason in told for reason in ("not a regular file", "larger than", "is a link"))
+
+
+def test_captions_are_found_in_every_form_that_is_read(tmp_path):
+    names = ("a", "b", "c", "d", "cafe\u0301", "train/f", "train/g")
+    for seed, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        picture(seed).save(tmp_path / f"{name}.png")
+    for name in ("a.caption", "b.png.txt", "C.TXT", "caf\u00e9.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "metadata.csv").write_text('file_name,text\nD.png,"in csv, with\nlines"\n')
+    line = {"file_name": "f.png", "text": "in train"}
+    (tmp_path / "train" / "metadata.jsonl").write_text(json.dumps(line))
+    (tmp_path / "train" / "g.json").write_text("{}")
+    (tmp_path / "a.json").write_text("{}")  # its image has a caption
+    (tmp_path / "captions.csv").write_text("image,caption")
+    (tmp_path / "e.txt").write_text("of no image")
+    dataset = scan_dataset(tmp_path, DatasetOptions(trigger="sks"))
+    assert [item.caption for item in dataset.items] == [
+        "sks, a.caption", "sks, b.png.txt", "sks, C.TXT", "sks, café.txt",
+        "sks, in csv, with lines", "sks, in train", "sks",
+    ]  # fmt: skip
+    assert kinds(dataset) == dict.fromkeys(("captions.csv", "e.txt", "train/g.json"), "unread")
+
+
+def test_names_that_differ_in_case_alone_keep_their_own_captions(tmp_path):
+    for seed, name in enumerate(("a", "A")):
+        picture(seed).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(f"of {name}")
+    if len(list(tmp_path.iterdir())) == 4:  # the file system tells them apart
+        assert [item.caption for item in read_dataset(tmp_path).items] == ["of A", "of a"]
+
+
+def test_masks_and_control_images_match_in_another_case_or_form(tmp_path):
+    data, control = tmp_path / "data", tmp_path / "control"
+    for folder, seed in ((data, 0), (control, 1)):
+        folder.mkdir()
+        picture(seed).save(folder / ("e\u0301.png" if seed else "\u00e9.PNG"))
+    picture(2).save(data / "E\u0301.MASK.png")
+    options = DatasetOptions(caption="x", control=control, loss_mask="files")
+    (item,) = read_dataset(data, options).items
+    assert item.mask_path is not None
+    assert len(item.control_paths) == 1
+
+
+def test_links_out_of_the_data_bring_no_texts_and_no_folders(tmp_path):
+    data, private = tmp_path / "data", tmp_path / "private"
+    write_pictures(data, (64, 64), (64, 64))
+    write_pictures(private, (64, 64), first=7)
+    for name in ("000.txt", "metadata.jsonl"):
+        (data / name).unlink(missing_ok=True)
+        (data / name).symlink_to(private / "007.txt")
+    (data / "more").symlink_to(private)
+    (data / "again").symlink_to(data)
+    (data / "001.txt").rename(data / "inside")
+    (data / "001.txt").symlink_to("inside")
+    dataset = scan_dataset(data, DatasetOptions(caption="x"))
+    assert [item.caption for item in dataset.items] == ["x", CAPTIONS[1]]
+    assert kinds(dataset) == dict.fromkeys(("000.txt", "metadata.jsonl", "more"), "link")
+
+
+def test_a_data_set_of_links_to_one_folder_is_read(tmp_path):
+    blobs, data = write_pictures(tmp_path / "blobs", (64, 64)), tmp_path / "snapshot"
+    data.mkdir()  # as the cache of Hugging Face has it
+    for file in blobs.iterdir():
+        (data / file.name).symlink_to(file)
+    (item,) = read_dataset(data).items
+    assert item.caption == CAPTIONS[0]
 
 
 def test_a_good_folder(tmp_path):
@@ -186,7 +255,11 @@ def test_a_good_folder(tmp_path):
     assert report.can_train
     found = [(bucket.width_px, bucket.height_px, bucket.num_items) for bucket in report.buckets]
     assert found == [(64, 64, 3), (80, 48, 1), (128, 32, 1)]
-    assert (report.num_enlarged, report.cropped, report.num_unverified) == (1, ("003.png",), 0)
+    assert (report.enlarged, report.cropped, report.num_unverified) == (
+        ("004.png",),
+        ("003.png",),
+        0,
+    )
     assert report.caption_words == (3, 6, 6)
     assert DataReport.model_validate_json(report.model_dump_json()) == report
 

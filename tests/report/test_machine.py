@@ -11,7 +11,7 @@ from rich.console import Console
 
 from autotune.api import list_models
 from autotune.data.dataset import DataReport
-from autotune.data.items import Problem, ProblemKind
+from autotune.data.folder import Problem, ProblemKind
 from autotune.machine.doctor import findings, read_doctor_facts
 from autotune.machine.probe import read_profile
 from autotune.plan.hardware import Rate
@@ -48,7 +48,7 @@ REPORT = DataReport(
     num_with_controls=0,
     problems=(),
     buckets=(Bucket(width_px=832, height_px=1216, num_frames=1, num_items=6),),
-    num_enlarged=2,
+    enlarged=("a.png", "b.png"),
     cropped=("a.png", "b.png", "c.png", "d.png"),
     caption_words=(3, 12, 40),
 )
