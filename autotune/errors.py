@@ -151,6 +151,13 @@ def reraise_oom() -> Iterator[None]:
         ) from error
 
 
+def _failed_import(error: BaseException | None) -> ImportError | None:
+    """The import at the bottom of it: libraries wrap what an import raises."""
+    while error is not None and not isinstance(error, ImportError):
+        error = error.__cause__
+    return error
+
+
 def explain_error(error: Exception) -> AutotuneError:
     """Return the exception itself if autotune raised it, else one that says what it means."""
     if isinstance(error, AutotuneError):
@@ -164,6 +171,11 @@ def explain_error(error: Exception) -> AutotuneError:
     if is_out_of_memory(error):
         hint = "close other programs that use memory, or raise the limit (ulimit -v, -d)"
         return AutotuneError(f"memory ran out: {error}", hint=hint)
+    if (absent := _failed_import(error)) is not None:
+        return AutotuneError(
+            f"the installation is broken: {first_line(absent)}",
+            hint="pip install --upgrade lora-autotune; what is still wrong then: autotune doctor",
+        )
     return AutotuneError(
         f"{type(error).__name__}: {first_line(error) or 'no message'}",
         hint="this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",

@@ -1,11 +1,14 @@
 """Questions that a knob, one field of `Candidate`, must answer, and entries of its choices."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from autotune.models.family import Family
+if TYPE_CHECKING:  # so that the doctor works where a library is missing
+    from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import Capability, DeviceKind, HardwareProfile
 from autotune.plan.workload import Workload

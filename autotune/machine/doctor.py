@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
+from packaging.requirements import Requirement
+from pydantic import TypeAdapter
+
 from autotune.machine.capabilities import CUDA_13
 from autotune.machine.catalog import find_gpu
 from autotune.machine.facts import (
@@ -82,6 +85,7 @@ OTHER: Facts = {
     "attention": (TEXT, "environment:DIFFUSERS_ATTN_BACKEND"),
     "disk_free_bytes": (FREE, "os:disk_free_bytes"),
     "torchvision_needs": (TEXT, "packages:torchvision_needs"),
+    "missing_packages": (TypeAdapter(tuple[str, ...]), "packages:missing"),
     "nvidia_cards": (integer(0, 1024), "os:nvidia_cards"),
 }
 
@@ -97,6 +101,7 @@ class DoctorFacts(Frozen):
     attention: str | None = None
     disk_free_bytes: int | None = None
     torchvision_needs: str | None = None  # e.g. `torch==2.12.0`
+    missing_packages: tuple[str, ...] = ()  # that autotune needs, e.g. `safetensors>=0.7`
     nvidia_cards: int | None = None  # on the bus, with or without a driver
     nvml_absent: str | None  # why NVML is unavailable
 
@@ -293,6 +298,11 @@ def _check_disk(facts: DoctorFacts) -> Found:
 
 def _check_packages(facts: DoctorFacts) -> Found:
     versions = facts.versions
+    for needed in facts.missing_packages:
+        name = Requirement(needed).name
+        if name != "torch":
+            what = f"{name} is not installed, and autotune needs it"
+            yield "blocks", f"no-{name}", what, f"pip install '{needed}'"
     for name, minimum in MIN_VERSIONS.items():
         version = getattr(versions, name)
         if version is not None and not versions.has(name, minimum):

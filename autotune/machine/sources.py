@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pynvml
 from huggingface_hub import constants
+from packaging.requirements import Requirement
 
 from autotune.system.lazy import torch
 from autotune.system.process import usable_cores
@@ -261,9 +262,12 @@ def cudnn_version() -> str | None:
     return f"{number // base}.{number % base // 100}.{number % 100}"
 
 
-def _package(name: str) -> str:
+def _package(name: str) -> object:
     """`torch_cuda` and `torch_hip` tell how torch was built, without importing it;
-    `torchvision_needs` is the torch that an installed torchvision was built for."""
+    `torchvision_needs` is the torch that an installed torchvision was built for, `missing` what
+    autotune needs and is not installed."""
+    if name == "missing":
+        return tuple(filter(_is_missing, importlib.metadata.requires("lora-autotune") or ()))
     if name == "torchvision_needs":
         needs = importlib.metadata.requires("torchvision") or []
         found = next((need for need in needs if need.startswith("torch==")), None)
@@ -277,6 +281,15 @@ def _package(name: str) -> str:
         match = re.search(pattern, text, re.MULTILINE)
         return str(_require(match and match.group(1), "this torch is built without it"))
     return importlib.metadata.version(name)
+
+
+def _is_missing(needed: str) -> bool:
+    requirement = Requirement(needed)
+    try:
+        importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    return False
 
 
 CPUINFO = Path("/proc/cpuinfo")

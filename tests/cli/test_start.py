@@ -119,3 +119,18 @@ def test_what_needs_no_torch_is_done_or_told_without_it(command: str, told: Told
     assert (DONE | WRONG)[command] in " ".join(said.split())
     assert status in ((0,) if command in DONE else (1, 2)), said
     assert loaded == ["plotly"] * command.startswith("report"), said
+
+
+BROKEN = f"""
+import sys
+sys.modules.update(dict.fromkeys({sorted({*HEAVY, "safetensors", "PIL", "accelerate"})!r}))
+{RUN}"""
+
+
+def test_a_broken_installation_is_told_and_the_doctor_works() -> None:
+    commands = [["doctor"], ["plan", "--model", "sdxl", "--hardware", "4090"]]
+    arguments = [sys.executable, "-c", BROKEN, json.dumps(commands)]
+    process = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    (_, findings, _), (status, error, _) = json.loads(process.stdout.splitlines()[-1])
+    assert (status, "pip install" in error, "bug" in error) == (1, True, False), error
+    assert "error" not in findings

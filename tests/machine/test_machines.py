@@ -218,6 +218,7 @@ ABSENT = {"absent": "not installed"}
         ("old-torch", "rtx-4090", "packages", {"torch": "2.6.0"}),
         ("old-peft", "rtx-4090", "packages", {"peft": "0.19.1"}),
         ("torchvision-mismatch", "rtx-4090", "packages", {"torchvision_needs": "torch==2.12.0"}),
+        ("no-safetensors", "rtx-4090", "packages", {"missing": ("safetensors>=0.7",)}),
         ("no-driver", "no-gpu", "os", {"nvidia_cards": 1}),
         ("windows", "rtx-4090", "os", {"system": "Windows 11"}),
     ],
