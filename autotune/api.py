@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,7 +21,7 @@ from autotune.data.items import make_options
 from autotune.errors import AutotuneError, InvalidInput, NothingFits, suggest_nearest
 from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
 from autotune.interop import exporting
-from autotune.interop.auditing import Audit, as_written, caching_of, possible_pins, worth
+from autotune.interop.auditing import Audit, caching_of, worth
 from autotune.interop.importing import ImportedConfig, read_config
 from autotune.interop.trainer import get_trainer
 from autotune.knobs.caching import caching_choices
@@ -767,6 +767,8 @@ def plan_from_config(
     Raises:
         InvalidInput, NothingFits: as `plan`.
     """
+    from autotune.search.pins import possible_pins
+
     asked: dict[str, Any] = {**config.options, **options}
     data, remarks = _folder_here(config.data), []
     if data is None and config.data is not None:
@@ -774,7 +776,9 @@ def plan_from_config(
             f"there is no folder {config.data} here: name the data with `autotune train --data`"
         )
     without_pins = {name: value for name, value in asked.items() if name not in NOT_OF_PINS}
-    pins, impossible = possible_pins(config, without_pins, list_choices)
+    num_blocks = resolve_model(ModelRef.of(config.model)).spec.num_blocks
+    choices_of = partial(list_choices, config.model, None, **without_pins)
+    pins, impossible = possible_pins(config.pins, num_blocks, choices_of)
     asked["pins"] = {**pins, **dict(asked.get("pins", {}))}
     made = plan(config.model, data, on_event=on_event, **asked)
     remarks += [
@@ -807,6 +811,7 @@ def audit(
     read = config if isinstance(config, ImportedConfig) else import_config(config)
     from autotune.cost.estimate import estimate as estimate_candidate
     from autotune.cost.predict import CostModel
+    from autotune.search.pins import as_written
     from autotune.search.problem import PlannerBackend
     from autotune.search.request import ResolvedRequest
 
@@ -823,21 +828,19 @@ def audit(
     made = None
     with contextlib.suppress(NothingFits):
         made = plan(**options, on_event=on_event).frozen.settings
-    settings, breaks = as_written(read, cost.context, made)
-    written = estimate_candidate(cost, settings, num_steps=steps)
-    in_trainer = fastest = None
+    settings, breaks = as_written(read.pins, cost.context, made)
+    predict = partial(estimate_candidate, cost, num_steps=steps)
+    written, in_trainer = predict(settings), None
     if read.overheads is not None:
         theirs = cost.with_overheads(read.overheads, caching_of(read))
         in_trainer = estimate_candidate(theirs, settings, num_steps=steps)
-    if made is not None:
-        fastest = estimate_candidate(cost, made, num_steps=steps)
     found = Audit(
         config=read,
         as_written=written,
         in_trainer=in_trainer,
         breaks=breaks,
-        fastest=fastest,
-        worth=() if made is None else worth(cost, written, made),
+        fastest=None if made is None else predict(made),
+        worth=() if made is None else worth(predict, written, made),
     )
     if not measure:
         return found

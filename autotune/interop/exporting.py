@@ -10,14 +10,14 @@ from typing import Any, Literal
 from autotune.errors import InvalidInput
 from autotune.interop.files import FILL_IN, WRITERS, ConfigValue
 from autotune.interop.importing import Line, read_settings
-from autotune.interop.rules import CannotExpress, Context, Rule, Values, count_blocks, is_knob
-from autotune.interop.targets import layers_of
+from autotune.interop.rules import CannotExpress, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer
 from autotune.knobs.caching import PIN, EncoderSize, describe_caching
 from autotune.models.family import Family
+from autotune.models.layers import layers_of
 from autotune.models.registry import FAMILIES, find_published
 from autotune.plan.base import Frozen
-from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, count_blocks
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Overheads
@@ -43,7 +43,6 @@ DIFFERENCE_KINDS: Mapping[Kind, str] = {
     "settings": "settings of the plan that it lacks, and what is written instead",
     "loading": "how files and batches are read is its own",
 }
-BLOCKS = ("checkpointed_blocks", "swapped_blocks")
 # Settings of autotune's executor alone, and the value that other trainers have: any other value
 # needs less memory.
 SPARING: Mapping[str, Any] = {
@@ -74,31 +73,30 @@ class ExportedConfig(Frozen):
 
 def values_of(plan: TrainingPlan) -> dict[str, Any]:
     """Return everything that a plan says, by the names that rules use."""
-    frozen, workload = plan.frozen, plan.frozen.workload
+    frozen = plan.frozen
     return {
         **{name: value for name, value in plan.job if name not in ("model", "revision")},
-        **_workload_values(workload),
+        **_workload_values(frozen.workload),
         **dict(frozen.settings),
         **{PIN + name: value for name, value in frozen.caching},
         "num_gpus": frozen.hardware.num_processes,
-        "num_images": sum(bucket.num_items for bucket in workload.buckets),
+        "num_images": sum(bucket.num_items for bucket in frozen.workload.buckets),
     }
 
 
 def _workload_values(workload: Workload) -> dict[str, Any]:
-    own = {name: getattr(workload, name) for name in OF_WORKLOAD}
     frames = workload.largest_bucket.num_frames
-    return {**own, "resolution": workload.resolution_px, "num_frames": frames}
+    sizes = {"resolution": workload.resolution_px, "num_frames": frames}
+    return {name: getattr(workload, name) for name in OF_WORKLOAD} | sizes
 
 
 def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -> ExportedConfig:
     """Write the files of another trainer that do what the plan says, as nearly as it can. Raises
-    InvalidInput if the trainer does not know the model, or has no neighbor of a setting that needs
-    no more memory; with `strict`, also if learning or memory would differ."""
-    workload = plan.frozen.workload
-    known = known_model(trainer, workload.model.family, workload.model)
-    trainer = trainer.for_model(known)
-    context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
+    InvalidInput if it does not know the model, or would need more memory; if `strict`, also if
+    learning or memory would differ."""
+    spec = plan.frozen.workload.model
+    known = known_model(trainer, spec.family, spec)
+    trainer, context = trainer.for_model(known), Context(known.family, spec.num_blocks)
     planned = values_of(plan)
     # blocks that keep what attention computed recompute everything there: less memory
     recomputed = planned["checkpointed_blocks"] + planned["selective_blocks"]
@@ -110,16 +108,17 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         weights = plan.job.model if published is None else published[1].hub_id
         written |= dict.fromkeys(trainer.weights_keys[:1], weights)
         read, lines = _read_back(trainer, written, context)
-        for need in _find_needs(needed, read, workload.model.num_blocks):
+        for need in _find_needs(needed, read, spec.num_blocks):
             raise CannotExpress(need)
     except CannotExpress as error:
         message = f"{trainer.title} cannot do what the plan says: {error}"
         raise InvalidInput(message, hint=hint) from error
     differences = compare(planned, read, context)
-    lost = (line for kind, line in lines if kind == "not_carried" and line.line)
-    meanings = [f"{one.key}: {one.meaning}" for one in lost]
+    lost = [
+        f"{one.key}: {one.meaning}" for kind, one in lines if kind == "not_carried" and one.line
+    ]
     overheads = trainer.overheads_of(written, known).text
-    remarks = tuple(dict.fromkeys((*meanings, *trainer.notes, overheads)))
+    remarks = tuple(dict.fromkeys((*lost, *trainer.notes, overheads)))
     binding = [one for one in differences if one.kind != "loading"]
     if strict and binding:
         first = f"{binding[0].name} is {binding[0].planned} in the plan, {binding[0].written} there"
@@ -139,7 +138,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
 
 
 def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]:
-    for name in BLOCKS:
+    for name in BLOCK_COUNTS:
         own, there = (count_blocks(values.get(name, 0), num_blocks) for values in (planned, read))
         if there < own:
             yield f"{name} would be {there}, not {own}: more memory"
@@ -185,8 +184,8 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
 def write_settings(
     trainer: Trainer, known: KnownModel, values: Values, context: Context, *, is_whole: bool = True
 ) -> dict[str, Any]:
-    """Return values by the trainer's keys, with what is always written. If not `is_whole`, what
-    cannot be expressed is left out; else it raises CannotExpress."""
+    """Return values by the trainer's keys, with what is always written; leave out what cannot be
+    expressed, or raise CannotExpress if it `is_whole`."""
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
     values = {**values, "data": values.get("data") or FILL_IN}
     for rule in trainer.rules:
@@ -237,9 +236,8 @@ def _assumed(family: Family) -> dict[str, Any]:
 
 
 def is_equal(name: str, own: Any, other: Any, context: Context) -> bool:
-    """Tell if two values of a name mean the same; checkpointing the last block, too, is no
-    difference."""
-    if name in BLOCKS and other is not None:
+    """Tell if two values of a name mean the same, as checkpointing the last block or not does."""
+    if name in BLOCK_COUNTS and other is not None:
         top = (context.num_blocks or 1) - (name == "checkpointed_blocks")
         return min(context.blocks(own), top) == min(context.blocks(other), top)
     if name == "targets" and own is not None and other is not None:
@@ -281,10 +279,9 @@ def overheads_for(trainer: Trainer, job: Job, workload: Workload, choices: Choic
     """Return what a trainer takes of a device beside autotune's ways, with its files for a job. It
     makes no difference which of the `choices` is taken. Raises InvalidInput as `known_model`."""
     known = known_model(trainer, workload.model.family, workload.model)
-    context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
+    table, context = trainer.for_model(known), Context(known.family, workload.model.num_blocks)
     first = {name: values[0] for name, values in choices.items()}
     values = {**_assumed(context.family), **first, **JOB, **dict(job), **_workload_values(workload)}
-    table = trainer.for_model(known)
     return table.overheads_of(write_settings(table, known, values, context, is_whole=False), known)
 
 
@@ -293,17 +290,27 @@ def inexpressible(
 ) -> tuple[tuple[str, str], ...]:
     """Find values of knobs that a trainer cannot express: exclusions for a search that suits it."""
     known = known_model(trainer, family)
-    trainer, context = trainer.for_model(known), Context(FAMILIES[family], num_blocks)
+    trainer, context = trainer.for_model(known), Context(known.family, num_blocks)
     usual = _assumed(context.family)
     first = {name: values[0] for name, values in choices.items()}
+
+    def is_written(rule: Rule, name: str, value: Any) -> bool:
+        """Whether a rule reads the value back from what it writes."""
+        try:
+            own = _write(rule, {**JOB, **usual, **first, name: value}, context)
+        except CannotExpress:
+            return False
+        written = {key: v for key, v in own.items() if v is not None and key not in known.lacks}
+        values, lines = _read_back(replace(trainer, rules=(rule,)), written, context)
+        is_lost = any(kind == "not_carried" for kind, _ in lines)
+        return not is_lost and is_equal(name, value, values.get(name, usual.get(name)), context)
+
     missing = []
     for name in choices.keys() - set(LOADING):
         rules = [rule for rule in trainer.rules if name in rule.names]
         for value in choices[name]:
-            values = {**JOB, **usual, **first, name: value}
-            read = [_reread(trainer, known, rule, values, context) for rule in rules] or [{}]
-            there = [None if one is None else one.get(name, usual.get(name)) for one in read]
-            if any(one is None or not is_equal(name, value, one, context) for one in there):
+            is_usual = bool(rules) or is_equal(name, value, usual.get(name), context)
+            if not is_usual or not all(is_written(rule, name, value) for rule in rules):
                 missing.append((name, str(value)))
     return tuple(missing)
 
@@ -317,15 +324,3 @@ def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
 
 # A job that every micro-batch size divides.
 JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
-
-
-def _reread(
-    trainer: Trainer, known: KnownModel, rule: Rule, values: Values, context: Context
-) -> Values | None:
-    try:
-        own = _write(rule, values, context)
-    except CannotExpress:
-        return None
-    written = {key: v for key, v in own.items() if v is not None and key not in known.lacks}
-    values, lines = _read_back(replace(trainer, rules=(rule,)), written, context)
-    return None if any(kind == "not_carried" for kind, _ in lines) else values

@@ -1,8 +1,7 @@
 """Files of other trainers' configurations: read as flat settings, bounded, and written from them.
 
-YAML, TOML, JSON or a command line. Nothing that a file names is executed; a file that it refers to
-is read by the same rules. Keys are dotted, the first item of a list is `[]`, later ones `[1]`,
-`[2]`: `config.process[].datasets[1].resolution`.
+Nothing that a file names is executed. Keys are dotted, the first item of a list is `[]`, later ones
+`[1]`, `[2]`: `config.process[].datasets[1].resolution`.
 """
 
 import codecs
@@ -64,8 +63,7 @@ class ConfigValue:
 
 
 def read_document(path: Path) -> list[ConfigValue]:
-    """Read the settings of a file, in its order. Raises InvalidInput if there is no such file, or
-    it is too large, or not of its format."""
+    """Read the settings of a file, in its order. Raises InvalidInput if it cannot be read."""
     text = _read_text(path)
     is_json = text.lstrip().startswith(("{", "["))
     kind = FORMATS.get(path.suffix.lower()) or ("json" if is_json else "shell")
@@ -101,9 +99,8 @@ def _read_text(path: Path) -> str:
 def with_references(
     settings: list[ConfigValue], folder: Path, references: Mapping[str, str], depth: int = 2
 ) -> tuple[list[ConfigValue], list[ConfigValue]]:
-    """Return the settings of the files that are named, then the file's own, which win, and those
-    whose file is missing. `references` has for each key that names a file the prefix for the keys
-    of that file; `depth` files may stand between."""
+    """Return the settings of the files that are named by `references`, keys with the prefix for
+    that file's keys, then the file's own, which win; and those whose file is missing."""
     found: list[ConfigValue] = []
     missing: list[ConfigValue] = []
     for setting in settings if depth else ():
@@ -170,8 +167,7 @@ SHELLS = {
 
 
 def _parse_command(shell: Shell, text: str) -> dict[str, Any]:
-    """Options of the last command with any, its `script` and its variables (`env.NAME`). Raises
-    ValueError for an open quote, and for variables that double and double again."""
+    """Options of the last command with any, its `script` and its variables (`env.NAME`)."""
     env: dict[str, str] = {}
     options: dict[str, Any] = {}
     room = 4 * MAX_BYTES
@@ -437,8 +433,7 @@ def _toml_text(values: Values) -> str:
 
 
 def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "") -> str:
-    """Comments, the variables among the settings, then commands: an option and its values on a
-    line."""
+    """Comments, the variables among the settings, then commands with each option on a line."""
     text = SCRIPT_HEAD.format(title=title) + head
     for key, value in values.items():
         if key.startswith("env.") and value:

@@ -33,9 +33,8 @@ class ConfigLine(Frozen):
 
 
 class ImportedConfig(Frozen):
-    """Another trainer's configuration, understood. `autotune.plan(config.model, config.data,
-    **config.options)` plans the same training; with `pins=config.pins` the same settings too, where
-    this machine has them."""
+    """Another trainer's configuration: `autotune.plan(config.model, config.data, **config.options)`
+    plans the same training, and with `pins=config.pins` the same settings where they can be had."""
 
     path: str
     trainer: str
@@ -62,8 +61,7 @@ WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, Re
 
 def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
     """Read a configuration file of `trainer`, or of the known one that its content tells. Raises
-    InvalidInput if it cannot be read, belongs to no known trainer, trains a model that autotune
-    does not know, or has a value that its trainer would refuse."""
+    InvalidInput for what cannot be read, an unknown model, or a value that makes no sense."""
     written = read_document(path)
     found = (one for one in trainers().values() if one.detects(written))
     table = next(found, None) if trainer is None else get_trainer(trainer)
@@ -76,20 +74,18 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
     settings = {table.aliases.get(s.key, s.key): s for s in _flattened(written, table)}
     known = _find_model(table, settings, path)
     table = table.for_model(known)
-    pointless = _without_pointless(settings, known)
-    values, read = read_settings(table, settings, Context(known.family))
-    model, lines = _model_of(table, known, settings)
-    lines += [*read, *_other_lines(table, known, settings, missing)]
     words = f"{table.title} ignores it with this model"
-    lines += [line_for("decided", one, words) for one in pointless]
+    lines = [line_for("decided", one, words) for one in _take_pointless(settings, known)]
+    values, read = read_settings(table, settings, Context(known.family))
+    model, named = _model_of(table, known, settings)
+    lines += [*named, *read, *_other_lines(table, known, settings, missing)]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
     data = values.pop("data", None)
     pins = {name: str(value) for name, value in values.items() if is_knob(name)}
     options = {name: value for name, value in values.items() if not is_knob(name)}
-    chosen = pins.get("quantization", "none")
-    if chosen in WEIGHT_FORMATS and WEIGHT_FORMATS[chosen].quality == "compact":
+    chosen = WEIGHT_FORMATS.get(pins.get("quantization", "none"))
+    if chosen and chosen.quality == "compact":
         options["quality"] = "compact"
-    kinds = ("carried", "pinned", "decided", "not_carried")
     return ImportedConfig(
         path=str(path),
         trainer=table.name,
@@ -101,7 +97,10 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
         pins=pins,
         notes=table.notes,
         overheads=table.overheads_of({key: one.value for key, one in settings.items()}, known),
-        **{kind: tuple(line for its, line in lines if its == kind) for kind in kinds},
+        **{
+            kind: tuple(line for its, line in lines if its == kind)
+            for kind in ("carried", "pinned", "decided", "not_carried")
+        },
     )
 
 
@@ -109,8 +108,7 @@ def read_settings(
     trainer: Trainer, settings: Settings, context: Context
 ) -> tuple[dict[str, Any], list[Line]]:
     """Apply a trainer's rules to settings, with its defaults for those that are absent: values by
-    autotune's names, and an account of each setting. Raises InvalidInput for a value that the
-    trainer would refuse."""
+    autotune's names, and an account of each setting."""
     values: dict[str, Any] = dict(trainer.constants)
     lines: list[Line] = []
     for rule in trainer.rules:
@@ -168,8 +166,7 @@ def _value_text(value: Any) -> str:
 
 
 def _flattened(written: Iterable[ConfigValue], trainer: Trainer) -> list[ConfigValue]:
-    """Without sections if they mean nothing to this trainer; keys that it gathers once, as a
-    list."""
+    """Without sections if they mean nothing to this trainer; keys that it gathers as a list."""
     settings: list[ConfigValue] = []
     for setting in written:
         key = setting.key
@@ -201,7 +198,7 @@ def _find_model(trainer: Trainer, settings: Settings, path: Path) -> KnownModel:
     raise InvalidInput(f"{path} {what}", hint=f"of {trainer.title}, autotune knows {names}")
 
 
-def _without_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> list[ConfigValue]:
+def _take_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> list[ConfigValue]:
     """Take out what does nothing for a model, and call the others as the rules do."""
     own, usual = known.prefix or ("\0", "\0")  # which begins no key
     of_others = [key for key, one in settings.items() if one.key.startswith(usual)]

@@ -1,15 +1,13 @@
 """Rules that relate keys of another trainer to names of autotune's, each read in both directions.
 
-They are made of a trainer's data: `value_tables` of values that mean the same, and `key_rules`,
-made by the functions below or in `targets`. A name is an option of `autotune.plan`, a field of
-`Candidate`, or `caching.FIELD`.
+A name is an option of `autotune.plan`, a field of `Candidate`, or `caching.FIELD`.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -17,7 +15,7 @@ import yaml
 
 from autotune.models.family import Family
 from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, count_blocks
 
 # Values by the trainer's keys, or by autotune's names.
 Values = Mapping[str, Any]
@@ -89,18 +87,14 @@ def whole(value: Any) -> int:
     return int(number(value, "whole number"))
 
 
-def text(value: Any) -> str:
-    """Refuse anything but a text."""
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a text")
+def require(kind: type, value: Any) -> Any:
+    """Refuse a value of another type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{value!r} is not {'a text' if kind is str else 'true or false'}")
     return value
 
 
-def boolean(value: Any) -> bool:
-    """Refuse anything but a truth value."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
+text, boolean = partial(require, str), partial(require, bool)
 
 
 def listed(value: Any) -> list[Any]:
@@ -117,20 +111,6 @@ VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
     "swapped_blocks": lambda value: str(whole(value)),
     "preview_prompts": lambda value: tuple(map(str, listed(value))),
 }
-
-
-def count_blocks(value: str | int, num_blocks: int) -> int:
-    """Count the blocks meant by a number, `all`, `25%`, or `2/4`, the first two of every four."""
-    written = str(value)
-    if written == "all":
-        return num_blocks
-    if written.endswith("%"):
-        return round(float(written[:-1]) * num_blocks / 100)
-    first, of, every = written.partition("/")
-    if not of:
-        return int(first)
-    whole_groups, rest = divmod(num_blocks, int(every))
-    return whole_groups * int(first) + min(rest, int(first))
 
 
 def parse_settings(written: str) -> dict[str, Any]:
@@ -220,16 +200,14 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
 
 
 def choice(name: str, key: str, pairs: str, otherwise: str = NO_EQUIVALENT) -> Rule:
-    """Relate a name to a key by words `theirs=ours`, or the same; any other is `otherwise`. Values
-    that the trainer lacks are left out."""
+    """Relate a name to a key by words `theirs=ours`, or the same; any other is `otherwise`."""
     rows = [word.partition("=") for word in pairs.split()]
     table = [f"{theirs} = {own or theirs}" for theirs, _, own in rows]
     return value_table(f"{key} -> {name}", "\n".join([*table, "- < *", f"* > - | {otherwise}"]))
 
 
 def same(word: str) -> Rule:
-    """Relate a name to keys with the same values: `ours=theirs|another`, the first being
-    written."""
+    """Relate a name to keys with the same values, of which the first is written: `ours=a|b`."""
     name, _, written = word.partition("=")
     keys = tuple(written.split("|"))
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
@@ -242,8 +220,7 @@ def same(word: str) -> Rule:
 
 
 def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False) -> Rule:
-    """Relate a value, or of a list the largest number or first text, with what differs
-    `otherwise`."""
+    """Relate a value, or of a list the largest number or first text, with what differs."""
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
@@ -260,11 +237,8 @@ def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False)
 
 def first_prompt(key: str) -> Rule:
     """Relate the prompt of previews, if a trainer samples a single one."""
-
-    def write(ours: Values, context: Context) -> Values:
-        return {key: next(iter(ours.get("preview_prompts") or ()), None)}
-
-    return replace(same(f"preview_prompts={key}"), write=write)
+    prompts = same(f"preview_prompts={key}")
+    return replace(prompts, write=lambda ours, _: {key: (ours.get("preview_prompts") or [None])[0]})
 
 
 def resolution(written: str, *others: str) -> Rule:
@@ -276,15 +250,13 @@ def resolution(written: str, *others: str) -> Rule:
         sides = [*map(whole, own.split(",") if isinstance(own, str) else listed(own))]
         return {"resolution": sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])}
 
-    def write(ours: Values, context: Context) -> Values:
-        return {written: [ours["resolution"]] * 2}
-
-    return Rule(keys, ("resolution",), read, write, synonyms=keys)
+    return Rule(
+        keys, ("resolution",), read, lambda ours, _: {written: [ours["resolution"]] * 2}, keys
+    )
 
 
 def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> Rule:
-    """Relate micro-batch size (the first of `sizes` that is present), accumulation and
-    processes."""
+    """Relate micro-batch size, the first of `sizes` that is there, accumulation and processes."""
     keys = tuple(sizes.split())
 
     def read(values: Values, context: Context) -> Values:
@@ -306,8 +278,8 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
 def duration(
     steps: str | None, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
 ) -> Rule:
-    """Relate optimizer steps, or epochs; `no_epochs` is written beside steps. If a trainer has no
-    key for steps, as many epochs are written as they take."""
+    """Relate optimizer steps, or epochs, or if a trainer has no key for steps the epochs that they
+    take; `no_epochs` is written beside steps."""
     keys = (steps, epochs) if steps else (epochs,)
 
     def read(values: Values, context: Context) -> Values:
@@ -328,9 +300,8 @@ def duration(
 
 
 def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
-    """Relate the schedule of the learning rate and its warm-up in steps. `names` are `theirs=ours`,
-    or words that are the same, the first being `constant`. Unless `always`, only schedules that are
-    named so have a warm-up."""
+    """Relate the schedule of the learning rate, by `names` that begin with `constant`, and its
+    warm-up in steps; unless `always`, only schedules that are named so have one."""
     pairs = (word.partition("=") for word in names.split())
     own_names = {theirs: own or theirs for theirs, _, own in pairs}
     constant = next(iter(own_names))
@@ -374,10 +345,9 @@ def weight_decay_among(key: str, is_list: bool) -> Rule:
     """Relate the weight decay among arguments of an optimizer, in a list or in one text."""
 
     def read(values: Values, context: Context) -> Values:
-        found = named_arguments(values.get(key))
-        rest = ", ".join(name for name in found if name != "weight_decay")
-        lost = f"{rest}: {NO_ARGUMENT}" if rest else ""
-        return {"weight_decay": number(found.get("weight_decay", 0.01)), LOST: lost}
+        found = {"weight_decay": 0.01, **named_arguments(values.get(key))}
+        decay = number(found.pop("weight_decay"))
+        return {"weight_decay": decay, LOST: f"{', '.join(found)}: {NO_ARGUMENT}" if found else ""}
 
     def write(ours: Values, context: Context) -> Values:
         written = f"weight_decay={ours['weight_decay']}"
@@ -397,9 +367,8 @@ def checkpointing(
     key: str, on: str = "", off: str = "", interval: str = "", stride: str = "", families: str = ""
 ) -> Rule:
     """Relate checkpointing of all blocks, none, or the first `interval` of every `stride`; without
-    a stride every `interval`th. A part that a trainer lacks becomes all, which needs less memory.
-    `on` and `off` are words for the switch `key`; `families` begin the names of those with such
-    patterns: of others an interval makes several blocks one that is recomputed."""
+    a stride every `interval`th. `on` and `off` are words for the switch `key`; `families` begin the
+    names of those with such patterns: of others an interval makes several blocks one."""
     words = {**dict.fromkeys(on.split(), True), **dict.fromkeys(off.split(), False)}
     beginnings = tuple(families.split())
 
@@ -439,9 +408,9 @@ def swapping(key: str, limits: Mapping[str, int]) -> Rule:
     """Relate swapped blocks by number, of some families no more than a limit: more is refused."""
 
     def write(ours: Values, context: Context) -> Values:
-        blocks = context.blocks(ours["swapped_blocks"])
-        if blocks > (limit := limits.get(context.family.name, blocks)):
-            raise CannotExpress(f"it swaps no more than {limit} blocks of {context.family.name}")
+        blocks, name = context.blocks(ours["swapped_blocks"]), context.family.name
+        if blocks > limits.get(name, blocks):
+            raise CannotExpress(f"it swaps no more than {limits[name]} blocks of {name}")
         return {key: blocks}
 
     return replace(same(f"swapped_blocks={key}"), write=write)

@@ -1,84 +1,28 @@
-"""Adapted layers, which are compared by name.
-
-A trainer's way of choosing them is applied to the names of all layers of the model, and related to
-the nearest target set. The rules here are those of `key_rules` for adapted layers.
-"""
+"""Rules for adapted layers: a trainer's choice of names, and the nearest target set."""
 
 import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import regex
 
 from autotune.interop import rules
 from autotune.interop.rules import LOST, CannotExpress, Context, Rule, Values
-from autotune.models.adapter import target_matcher
 from autotune.models.family import Family
+from autotune.models.layers import (
+    LISTS,
+    convolutions,
+    find_target_set,
+    in_block,
+    layers_of,
+    linear_layers,
+)
 from autotune.weights.names import LAYOUTS
 
 MAX_BLOCKS = 64  # more than any list of a known model has
-# Numbers of blocks in a layer's name.
-LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
-
-
-@cache
-def _layers(kind: str, transformer: str) -> frozenset[str]:
-    data = rules.read_data("layers")
-    written = data[kind].get(transformer, "")
-    for name, part in data["parts"].items():
-        written = written.replace(name, part)
-    return frozenset(layer for one in written.split() for layer in _expand(one))
-
-
-def _expand(text: str) -> list[str]:
-    """`a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
-    inner = re.search(r"\{([^{}]*)\}", text)
-    if inner is None:
-        return [text]
-    parts = (text[: inner.start()] + one + text[inner.end() :] for one in inner[1].split(","))
-    return [name for part in parts for name in _expand(part)]
-
-
-def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
-    """Return names of a transformer's Linear layers, one block of each kind standing for all. A
-    UNet's blocks are not apart from the rest."""
-    is_apart = in_blocks and family.block_lists
-    blocks = tuple(f"{name}." for name in family.block_lists) if is_apart else ("",)
-    names = _layers("linear", family.transformer_class)
-    return frozenset(name for name in names if name.startswith(blocks))
-
-
-def convolutions(family: Family) -> frozenset[str]:
-    """Return names of the convolutions of a family's model."""
-    return _layers("convolutions", family.transformer_class)
-
-
-def layers_of(family: Family, targets: str) -> frozenset[str]:
-    """Return the layers that a target set, or patterns, adapt."""
-    return frozenset(filter(target_matcher(family, targets), linear_layers(family)))
-
-
-def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
-    """Return the target set that differs least from these layers, kinds first, and how it
-    differs."""
-    sets = {name: layers_of(family, name) for name in family.target_sets}
-    kinds = set(map(_in_block, layers))
-    by_kind = {name: len(kinds ^ set(map(_in_block, own))) for name, own in sets.items()}
-    name = min(sets, key=lambda one: (by_kind[one], len(sets[one] ^ layers), -len(sets[one])))
-    texts = []
-    own = {"also adapts": sets[name] - layers, "does not adapt": layers - sets[name]}
-    for verb, names in own.items():
-        inside = ((one, _in_block(one)) for one in sorted(names))
-        shown = (short + " outside the blocks" * (short == one) for one, short in inside)
-        texts += [f"{verb} {', '.join(dict.fromkeys(shown))}"] if names else []
-    return name, " and ".join(texts)
-
-
-def _in_block(name: str) -> str:
-    return name[max((found.end() for found in LISTS.finditer(name)), default=0) :]
 
 
 def _original_name(family: Family, layer: str) -> str:
@@ -147,10 +91,8 @@ def targets_by_parts(
     blocks: Mapping[str, list[str]],
     authors_code: str,
 ) -> Rule:
-    """Relate lists of parts of names, as ai-toolkit has them, by four keys. Convolutions of one
-    pixel are adapted as linear layers are. `blocks`: by class, what the names of layers in blocks
-    hold; `authors_code`: classes that it trains in the code of their authors, by whose names it
-    goes."""
+    """Relate lists of parts of names, as ai-toolkit has them, by four keys. `blocks`: by class,
+    what names of layers in blocks hold; `authors_code`: classes that it trains by other names."""
 
     def name_of(family: Family, layer: str) -> str:
         is_authors = family.transformer_class in authors_code.split()
@@ -172,7 +114,7 @@ def targets_by_parts(
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         family = context.family
-        by_name: Values = {only: sorted({_in_block(name_of(family, one)) for one in wanted})}
+        by_name: Values = {only: sorted({in_block(name_of(family, one)) for one in wanted})}
         unwanted = choose(by_name, context) - wanted
         roots = sorted({name_of(family, layer).partition(".")[0] for layer in unwanted})
         yield from ({only: None}, by_name, {**by_name, ignored: roots}, {**by_name, inside: False})
@@ -202,7 +144,7 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
         every = linear_layers(context.family)
         found: dict[str, None] = {}
         for name in sorted(wanted):
-            end = _in_block(name)
+            end = in_block(name)
             is_shared = any(_ends(other, [end]) for other in every - wanted)
             is_shared |= any(f".{end}." in other for other in every)
             numbers = range(MAX_BLOCKS) if is_shared else ()
@@ -222,7 +164,7 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
         return {layer for layer in _all_layers(context.family) if way(layer, parts)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
-        parts = sorted(set(map(_in_block, wanted)))
+        parts = sorted(set(map(in_block, wanted)))
         patterns = [f"^{in_any_block(layer)}$" for layer in sorted(wanted)]
         for written in (parts, patterns):
             yield {key: ",".join(written), is_pattern: written is patterns, preset: "custom"}
@@ -267,7 +209,7 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
         others = {name for layer, name in names.items() if layer not in wanted}
         found = set()
         for name in (names[layer] for layer in wanted):
-            end = r".*\." + re.escape(_in_block(name))
+            end = r".*\." + re.escape(in_block(name))
             exact = re.escape(name).replace(r"\.0\.", r"\.\d+\.", 1)
             found.add(exact if any(re.fullmatch(end, other) for other in others) else end)
         included = "', r'".join(sorted(found))
@@ -277,9 +219,8 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
 
 
 def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
-    """Relate ranks of parts in `network_args`, as sd-scripts has them for FLUX.1; 0 adapts none. In
-    single blocks query, key, value and the first half of the MLP are one layer there. Of a UNet it
-    adapts the transformers."""
+    """Relate ranks of parts in `network_args`, as sd-scripts has them for FLUX.1; 0 adapts none. Of
+    a UNet it adapts the transformers."""
     layers = {name: written.split() for name, written in parts.items()}
 
     def choose(values: Values, context: Context) -> set[str]:
@@ -293,7 +234,7 @@ def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
             layer
             for layer in _all_layers(context.family)
             for part in on
-            if layer != _in_block(layer) in layers[part]
+            if layer != in_block(layer) in layers[part]
             if layer.startswith("single_") == part.startswith("single_")
         }
 

@@ -1,10 +1,7 @@
-"""The trainers whose configurations are read and written: for each a file of `data/`.
-
-What several have in common is in `data/kohya.yaml` and `data/shared.yaml`.
-"""
+"""The trainers whose configurations are read and written: for each a file of `data/`."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -84,10 +81,10 @@ class Trainer:
     def for_model(self, known: KnownModel) -> "Trainer":
         """Return this table as it is for one model."""
         noise = [rule for rule in self.rules if "timestep_sampling" in rule.names]
-        if len(noise) > 1:  # one for models of flow matching, and one for discrete schedules
-            is_discrete = Context(known.family).is_discrete
-            noise = [one for one in noise if (one.names == MIN_SNR_NAMES) == is_discrete]
-        own = (one for one in self.rules if one in noise or "timestep_sampling" not in one.names)
+        is_discrete = Context(known.family).is_discrete
+        # if it has a rule for flow matching and one for discrete schedules, the other goes
+        others = [one for one in noise if (one.names == MIN_SNR_NAMES) != is_discrete]
+        own = (one for one in self.rules if len(noise) == 1 or one not in others)
         usual = {k: v for k, v in self.defaults.items() if v is None or k not in known.lacks}
         fixed = {key: value for key, value in self.fixed.items() if key not in known.lacks}
         return replace(
@@ -100,21 +97,18 @@ class Trainer:
         )
 
     def account(self, key: str, value: Any) -> tuple[str, str] | None:
-        """Return the list of `ImportedConfig` for a key that no rule reads, and words; None if
-        unknown."""
-        found = [one for one in self.accounts if one[0].fullmatch(key)]
-        learned = [one for one in found if one[3]]
-        if learned:
-            words = learned[0][1]
-            off = [one[2] for one in learned if one[1] == words]
-            is_on = value not in (None, False, 0, "", []) and str(value).lower() not in off
-            return ("not_carried", words) if is_on else ("carried", "as in autotune")
-        return ("decided", found[0][1]) if found else None
+        """Return the list of `ImportedConfig` for a key that no rule reads, and words, if known."""
+        found = [one[1:] for one in self.accounts if one[0].fullmatch(key)]
+        if not found or not found[0][2]:
+            return ("decided", found[0][0]) if found else None
+        words = found[0][0]
+        off = [one[1] for one in found if one[0] == words]
+        is_on = value not in (None, False, 0, "", []) and str(value).lower() not in off
+        return ("not_carried", words) if is_on else ("carried", "as in autotune")
 
     def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
-        """Return what it takes of a device with settings by its keys, else its defaults. A
-        condition is `if KEY` or `unless KEY`, of which several may stand with bars between;
-        `KEY=VALUE` asks for a value."""
+        """Return what it takes of a device with settings by its keys, else its defaults. A row may
+        end with `| if KEY=VALUE` or `| unless KEY`, several keys with bars between."""
         data, values = self.overheads, {**self.defaults, **written}
 
         def is_on(key: str) -> bool:
@@ -122,15 +116,12 @@ class Trainer:
             own = values.get(name)
             return str(own).lower() == value.lower() if value else bool(own)
 
-        def rows(text: str) -> list[str]:
-            """The rows whose condition, after a bar, holds."""
-            found = []
+        def rows(text: str) -> Iterator[str]:
             for line in filter(str.strip, text.splitlines()):
                 row, _, condition = line.partition("|")
                 word, _, keys = condition.strip().partition(" ")
                 if not word or any(map(is_on, keys.strip().split("|"))) == (word == "if"):
-                    found.append(row)
-            return found
+                    yield row
 
         def adapter(row: str) -> dict[str, Any]:
             """`precision autocast|plain bytes-of-AdamW bytes-of-its-step`, for each parameter."""
@@ -145,7 +136,7 @@ class Trainer:
         formats, products = data.get("by_format", {}).items(), data.get("products", {}).items()
         fields = {
             **{"program": self.name, "version": self.version, "source": data["source"]},
-            "adapter": adapter(rows(data["adapter"])[0]),
+            "adapter": adapter(next(rows(data["adapter"]))),
             "adapter_by_format": {name: adapter(row) for name, row in formats},
             "products": {
                 name: {"keeps": row.split()[0], "everywhere": "everywhere" in row}
@@ -176,7 +167,7 @@ def _load(name: str) -> Trainer:
         data = _merged(read_data(base), data)
     words = data["words"]
     accounts = [
-        (re.compile(re.escape(key).replace(r"\*", ".*")), words.get(why, why), off.lower(), learned)
+        (re.compile(_pattern(key)), words.get(why, why), off.lower(), learned)
         for kind, learned in (("changes_learning", True), ("ignored_keys", False))
         for why, keys in data[kind].items()
         for key, _, off in (word.partition("=") for word in keys.split())
@@ -195,6 +186,11 @@ def _load(name: str) -> Trainer:
     read = {key: _as_read(key, data[key]) for key in known}
     read |= {"models": tuple(_known_models(data)), "rules": tuple(made)}
     return Trainer(**read, name=name, accounts=tuple(accounts))
+
+
+def _pattern(key: str) -> str:
+    """`*` is anything, `*.` at the beginning any section or none."""
+    return re.sub(r"^\.\*\\\.", r"(.*\\.)?", re.escape(key).replace(r"\*", ".*"))
 
 
 def _merged(base: Any, own: Any) -> Any:

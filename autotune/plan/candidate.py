@@ -204,3 +204,17 @@ class Residual(Frozen):
 
     time: float = Field(ge=-MAX_RESIDUAL, le=MAX_RESIDUAL)
     memory: float = Field(ge=-MAX_RESIDUAL, le=MAX_RESIDUAL)
+
+
+def count_blocks(value: str | int, num_blocks: int) -> int:
+    """Count the blocks meant by a number, `all`, `25%`, or `2/4`, the first two of every four."""
+    written = str(value)
+    if written == "all":
+        return num_blocks
+    if written.endswith("%"):
+        return round(float(written[:-1]) * num_blocks / 100)
+    first, of, every = written.partition("/")
+    if not of:
+        return int(first)
+    whole_groups, rest = divmod(num_blocks, int(every))
+    return whole_groups * int(first) + min(rest, int(first))

@@ -19,9 +19,10 @@ from autotune.interop.exporting import (
     values_of,
 )
 from autotune.interop.importing import ImportedConfig, read_config
-from autotune.interop.rules import Context, count_blocks
+from autotune.interop.rules import Context
 from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.registry import FAMILIES
+from autotune.plan.candidate import count_blocks
 from autotune.plan.plan import TrainingPlan
 from tests.interop.plans import plan_of
 from tests.train.small import write_model_and_images

@@ -10,9 +10,9 @@ import torch
 from autotune.api import complete
 from autotune.errors import InvalidInput
 from autotune.interop.importing import ImportedConfig, read_config
-from autotune.interop.targets import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.interop.trainer import trainers
 from autotune.models.family import build_on_meta
+from autotune.models.layers import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.models.registry import FAMILIES
 from autotune.plan.request import PlanRequest
 from tests.interop.test_importing import lost
