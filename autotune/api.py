@@ -61,19 +61,21 @@ from autotune.plan.request import (
 )
 from autotune.plan.workload import ADAMW
 from autotune.report.files import RunPage
+from autotune.search import comparison
+from autotune.search.request import ResolvedRequest
+from autotune.search.space import SearchSpace
 from autotune.share.store import build_record, unshareable_reason, user_store
 from autotune.system import process
 from autotune.system.files import cache_path, require_writable, write_text_atomic
+from autotune.train import prepare
+from autotune.train.folder import check_folder
 from autotune.train.metrics import serve_metrics
 from autotune.weights.adapters import read_adapter, write_adapter
 from autotune.weights.files import read_header
 from autotune.weights.tensors import FileSummary, inspect_file
 
 if TYPE_CHECKING:
-    from autotune.search.comparison import Comparison, ModelSummary
     from autotune.search.planner import PlanningResult
-    from autotune.search.request import ResolvedRequest
-    from autotune.search.space import SearchSpace
 
 ENCODED = "encoded"  # folder of the user's cache that holds encoded captions and images
 NUMBERS = ("micro_batch_size", "checkpointed_blocks")
@@ -126,7 +128,7 @@ def list_gpus() -> tuple[catalog.CatalogGpu, ...]:
 
 def list_models(
     hardware: str | None = None, *, file: str | Path | None = None
-) -> tuple[ModelSummary, ...]:
+) -> tuple[comparison.ModelSummary, ...]:
     """List the published models that autotune knows by name.
 
     With a GPU of the catalog, tell what it is predicted to do with each. With a single file of
@@ -139,9 +141,7 @@ def list_models(
         >>> {model.name: model.num_parameters for model in autotune.list_models()}
         >>> [model.name for model in autotune.list_models(file="flux1-dev-fp8.safetensors")]
     """
-    from autotune.search.comparison import summarize_models
-
-    summaries = summarize_models(catalog.gpu_named(hardware).id if hardware else None)
+    summaries = comparison.summarize_models(catalog.gpu_named(hardware).id if hardware else None)
     if file is None:
         return summaries
     by_id = {summary.hub_id: summary for summary in summaries}
@@ -151,11 +151,9 @@ def list_models(
 def require_gpu(model: str) -> None:
     """Raise NoGpu, with what the model takes on GPUs of the catalog, if `model` is a published one
     and this machine certainly has no GPU. Loads no library."""
-    from autotune.search.comparison import NoGpu
-
     found = find_published(model)
     if found is not None and not Path(model).is_dir() and not may_have_gpu():
-        raise NoGpu.build(*found)
+        raise comparison.NoGpu.build(*found)
 
 
 # --- Plans ---------------------------------------------------------------------------------------
@@ -256,9 +254,6 @@ def _resolve_on_hardware(
 ) -> tuple[ResolvedRequest, HardwareProfile]:
     """The request on the machine that it names. What can be wrong is looked at before a rate is
     measured, and as far as possible before torch is imported. `tries`: whether trials follow."""
-    from autotune.search.request import ResolvedRequest
-    from autotune.system.process import warm_up
-
     on_event, on_sound, profile = request.on_event, lambda: None, None
     if request.hardware is not None:
         profile = hardware_for(
@@ -271,7 +266,7 @@ def _resolve_on_hardware(
             assumed = _loaded(request.earlier).frozen.hardware.assumed
             profile = with_earlier_packages(profile, assumed, on_event)
     elif tries:
-        on_sound = warm_up  # it imports for seconds, beside what is imported and predicted here
+        on_sound = process.warm_up  # it imports for seconds, beside this process
     on_event(StatusChanged(text="reading model and data"))
     resolved = ResolvedRequest.build(request, needs_weights=tries, on_sound=on_sound)
     if request.storage is not None:
@@ -369,13 +364,11 @@ def check(
         >>> autotune.check("plan.yaml", hardware="4090").misfits
     """
     chosen = _loaded(plan)
-    from autotune.train.prepare import card_misfits, hardware_misfits
-
     if hardware is not None:
-        misfits = hardware_misfits(chosen, hardware_for(hardware))
+        misfits = prepare.hardware_misfits(chosen, hardware_for(hardware))
     else:
         machine = read_machine()
-        misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
+        misfits = prepare.hardware_misfits(chosen, machine) + prepare.card_misfits(chosen, machine)
     return CheckResult(fits=not misfits, misfits=misfits)
 
 
@@ -395,8 +388,6 @@ def estimate(request: EstimateRequest) -> Estimate:
         >>> estimate = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
         >>> estimate.run_memory_bytes
     """
-    from autotune.train.prepare import check_overrides, describe_workload
-
     request.require_named()
     request.on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(ModelRef.of(request.model))
@@ -413,7 +404,7 @@ def estimate(request: EstimateRequest) -> Estimate:
     }
     for name, value in settings.items():
         require_choice(name, value)
-    check_overrides(family, work)
+    prepare.check_overrides(family, work)
     profile = hardware_for(
         request.hardware,
         host_memory=request.host_memory,
@@ -425,7 +416,7 @@ def estimate(request: EstimateRequest) -> Estimate:
     from autotune.cost.predict import CostModel
 
     require_divisor(request.micro_batch_size, batch)
-    context = TuningContext(profile, family, describe_workload(resolved, None, work))
+    context = TuningContext(profile, family, prepare.describe_workload(resolved, None, work))
     total = context.workload.model.num_blocks
     blocks = {"all": total, "none": 0}.get(str(request.checkpointed_blocks))
     try:
@@ -447,7 +438,7 @@ def estimate(request: EstimateRequest) -> Estimate:
 
 
 @takes(CompareRequest, "model", "data")
-def compare(request: CompareRequest) -> Comparison:
+def compare(request: CompareRequest) -> comparison.Comparison:
     """Predict the same job on several GPUs of the catalog: settings, speed, and hours and cost from
     an empty machine to the finished adapter.
 
@@ -458,15 +449,6 @@ def compare(request: CompareRequest) -> Comparison:
         >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5})
         >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
     """
-    from autotune.search.comparison import (
-        ComparedGpu,
-        Comparison,
-        compared_gpu,
-        download_seconds,
-        select_gpus,
-    )
-    from autotune.search.request import ResolvedRequest
-
     asked = {name: v for name, v in request.given.items() if name in PlanRequest.model_fields}
     asked.pop("hardware", None)
     on_event, found = request.on_event, []
@@ -474,7 +456,7 @@ def compare(request: CompareRequest) -> Comparison:
     on_event(StatusChanged(text="reading model and data"))
     anywhere = complete(PlanRequest(**asked, hardware="any"))
     model = ResolvedRequest.build(anywhere, needs_weights=False).model
-    download = download_seconds(model, request.download_rate)
+    download = comparison.download_seconds(model, request.download_rate)
     for done, gpu in enumerate(gpus):
         on_event(Progressed(name="comparing", done=done, total=len(gpus)))
         price = prices.per_hour.get(gpu.id)
@@ -482,14 +464,15 @@ def compare(request: CompareRequest) -> Comparison:
             made = plan(**asked, hardware=catalog.profile_of_gpu(gpu))
         except NothingFits as error:
             size = gpu.memory_nominal_gb
-            found.append(ComparedGpu(gpu=gpu.id, memory_gb=size, misfit=error.message))
+            found.append(comparison.ComparedGpu(gpu=gpu.id, memory_gb=size, misfit=error.message))
             continue
-        found.append(compared_gpu(gpu, made, download_seconds=download, price_per_hour=price))
+        row = comparison.compared_gpu(gpu, made, download_seconds=download, price_per_hour=price)
+        found.append(row)
     on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
-    selected = select_gpus(
+    selected = comparison.select_gpus(
         found, max_cost=request.max_cost, max_hours=request.max_hours, order=request.order
     )
-    return Comparison(
+    return comparison.Comparison(
         model=model.spec.name,
         gpus=selected,
         num_left_out=len(found) - len(selected),
@@ -581,10 +564,8 @@ def _train_here(
     resume: bool,
     trace: bool,
 ) -> RunReport:
-    from autotune.train.prepare import fetch_weights, prepare, read_inputs
-
     on_event(StatusChanged(text="reading model and data"))
-    inputs = read_inputs(chosen, resume=resume)
+    inputs = prepare.read_inputs(chosen, resume=resume)
     from autotune.train.processes import train_in_processes
     from autotune.train.run import train as run_training
 
@@ -594,7 +575,7 @@ def _train_here(
     hardware = read_machine() if launch is None and number == 1 else read_machine(index=0)
     if launch and hardware.device.kind == "cuda" and launch.local_rank:
         hardware = read_machine(index=launch.local_rank % hardware.device.count)
-    chosen = fetch_weights(chosen, hardware)
+    chosen = prepare.fetch_weights(chosen, hardware)
     if chosen.frozen.expected.evidence == "predicted":
         from autotune.search.arrival import load_or_verify
 
@@ -612,7 +593,7 @@ def _train_here(
                 chosen, hardware, encoded, page, resume=resume, trace=trace, inputs=inputs
             )
         else:  # checked here, so that what is wrong is reported once, before any process starts
-            prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
+            prepare.prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
             made = train_in_processes(chosen, encoded, page, resume=resume, trace=trace)
     if page.has_trained:  # of several processes only the first tells of steps
         page.write()
@@ -622,8 +603,6 @@ def _train_here(
 def _plan_first(request: TrainRequest) -> TrainingPlan:
     """The plan of the run in the output folder that is resumed, else a new one for what the
     request says."""
-    from autotune.train.folder import check_folder
-
     if (file := Path(request.output) / RUN_PLAN_FILE).exists():
         earlier = with_job(load_plan(file), output=request.output)
         if request.resume:
@@ -670,18 +649,18 @@ def sample(
         >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
         >>> autotune.sample("plan.yaml", "a photo of a dog", count=100, path="class-images/dog.png")
     """
-    from autotune.train.prepare import hardware_misfits, require_fit
-    from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
-
     on_event(StatusChanged(text="sampling"))
     target = None if path is None else Path(path)
-    wanted = SampleRequest(prompt, count, seed, num_steps, tuple(map(Path, control)), target)
+    controls = tuple(map(Path, control))
+    wanted = prepare.SampleRequest(prompt, count, seed, num_steps, controls, target)
     machine = cache(read_machine)
 
     def require(plan: TrainingPlan) -> None:
-        require_fit(hardware_misfits(plan, machine(), 1))
+        prepare.require_fit(prepare.hardware_misfits(plan, machine(), 1))
 
-    inputs = read_sample_inputs(Path(run), wanted, on_event, require)
+    inputs = prepare.read_sample_inputs(Path(run), wanted, on_event, require)
+    from autotune.train.sample import sample_run
+
     process.silence_progress_bars()
     return sample_run(inputs, machine(), cache_path(ENCODED), on_event)
 
@@ -813,7 +792,6 @@ def audit(
     from autotune.cost.predict import CostModel
     from autotune.search.pins import as_written
     from autotune.search.problem import PlannerBackend
-    from autotune.search.request import ResolvedRequest
 
     profile = hardware_for(hardware, on_event=on_event)
     asked = {"model": read.model, "data": _folder_here(read.data), "hardware": profile}

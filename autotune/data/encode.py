@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autotune.data.batches import assign_buckets
 from autotune.data.cache import (
@@ -39,7 +42,6 @@ from autotune.models.family import Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import Tensor, nn, torch
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.weights.files import DOWNLOAD_AGAIN
 from autotune.weights.stream import Transform, cast_as_loaded, load_component
@@ -181,8 +183,6 @@ class Encoders:
 
 def move_tensors(value: Any, device: torch.device) -> Any:
     """Move tensors to `device`, inside tuples, lists and dictionaries too."""
-    from torch.utils import _pytree as pytree
-
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 

@@ -31,7 +31,6 @@ from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import Weighting
 from autotune.plan.workload import Bucket, TextPadding, pad_text
 from autotune.system.lazy import Tensor, diffusers, nn, torch
-from autotune.weights.stream import limit_tensors
 
 Sample: TypeAlias = dict[str, Tensor]  # `latents` and conditioning of an item, without a batch
 Batch: TypeAlias = dict[str, Tensor]  # several samples of one shape, with a leading batch dimension
@@ -400,6 +399,8 @@ TRACING = threading.RLock()
 def build_on_meta(family: Family, config: Config) -> Any:
     """Build the transformer on the meta device. Raises InvalidInput if its class refuses."""
     from diffusers.models.modeling_utils import no_init_weights
+
+    from autotune.weights.stream import limit_tensors
 
     kind = family.transformer_class
     getattr(diffusers, kind)  # an error of this import would not be the configuration's

@@ -25,7 +25,6 @@ from autotune.models.registry import FAMILIES, find_published
 from autotune.plan.base import Frozen, NaturalInt, digest_of
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
-from autotune.system.lazy import torch
 from autotune.weights.files import (
     BadWeights,
     MissingWeights,
@@ -39,7 +38,6 @@ from autotune.weights.files import (
 from autotune.weights.hub import fetch as fetch_files
 from autotune.weights.hub import missing_files, snapshot_in_cache, verify
 from autotune.weights.single_file import view_as
-from autotune.weights.stream import build_empty_component, check_part
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")  # the name of a repository on the hub
 REVISION = re.compile(r"\w[\w./-]*")
@@ -259,6 +257,10 @@ def check_weights(model: ResolvedModel) -> None:
 def read_parts(model: ResolvedModel) -> Parts | None:
     """Read the models around the transformer from headers and configurations in its folder; without
     one they are those of the published model, or unknown."""
+    import torch
+
+    from autotune.weights.stream import build_empty_component
+
     family, folder = model.family, model.folder
     if folder is None:
         specs = ((each, build_spec(family, each.config, model.name)) for each in family.models)
@@ -280,6 +282,8 @@ def _num_parameters(model: ResolvedModel, part: str) -> int:
 
 def _open_part(model: ResolvedModel, name: str) -> WeightSource:
     if (path := model.part_files.get(name)) is not None:
+        from autotune.weights.stream import check_part
+
         return check_part(model.weights, name, path)
     try:
         return open_weights(model.weights / name)

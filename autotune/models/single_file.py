@@ -14,7 +14,6 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, MissingWeights, WeightSource, open_weights
 from autotune.weights.single_file import first_names, has_part, view_as
-from autotune.weights.stream import check_part, check_source
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 
@@ -77,6 +76,8 @@ def _config_and_beginnings(family: Family) -> tuple[Mapping[str, Any], set[str]]
 
 
 def _why_not(source: WeightSource, family: Family, config: Mapping[str, Any]) -> BadWeights | None:
+    from autotune.weights.stream import check_source
+
     transformer = build_on_meta(family, config)
     return _error_of(lambda: check_source(transformer, view_as(source, transformer)))
 
@@ -165,6 +166,8 @@ def find_parts(
 
 
 def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[str, Path]:
+    from autotune.weights.stream import check_part
+
     found: dict[str, Path] = {}
     for path in files:
         errors = {name: _error_of(partial(check_part, folder, name, path)) for name in names}

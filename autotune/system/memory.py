@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+import torch
 
-from autotune.system.lazy import torch
 from autotune.system.process import redirect_output
 
 T = TypeVar("T")

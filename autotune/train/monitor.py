@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, Self
 
 import psutil
+import torch
 
 from autotune.errors import AutotuneError, Preempted
 from autotune.machine.capabilities import host_floor_bytes
@@ -29,7 +30,6 @@ from autotune.plan.candidate import PhasePeak
 from autotune.plan.hardware import HardwareProfile, MemoryKind, shares_host_memory
 from autotune.plan.plan import FrozenPart
 from autotune.system import memory
-from autotune.system.lazy import torch
 from autotune.system.process import PYTHON
 
 # Share of the budget above which one fragmented allocation may end a run.

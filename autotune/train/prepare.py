@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,9 @@ from filelock import FileLock
 from autotune.data.batches import assign_buckets, make_buckets
 from autotune.data.dataset import Dataset, SplitDataset, read_split
 from autotune.data.items import EMPTY_CAPTION, make_options
+from autotune.data.pixels import has_video_decoder
 from autotune.errors import DoesNotFit, InvalidInput, first_line
+from autotune.events import Notice, OnEvent, ignore_event
 from autotune.knobs.caching import cast_refusal
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
@@ -26,17 +29,20 @@ from autotune.models.facts import USUAL_IMAGES
 from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.file import with_job
+from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket, Learning, Workload, WorkloadRequest, quantiles_of
+from autotune.system.files import require_writable
 from autotune.system.lazy import torch
 from autotune.system.process import current_launch
 from autotune.train import folder
 from autotune.train.metrics import require_tracker
 from autotune.weights.files import open_weights, read_header, weights_digest
 from autotune.weights.names import can_write
+
+INSTALL_VIDEO = "pip install 'lora-autotune[video]'"
 
 
 @dataclass(frozen=True)
@@ -486,3 +492,66 @@ def _text_lengths(
     if min(lengths) < 0 or not any(lengths):  # without its vocabulary it loads all the same
         raise InvalidInput(f"{tokenizer} returns no tokens for the captions", hint=hint)
     return lengths
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Images to sample from one prompt, each from a seed one higher than the last."""
+
+    prompt: str
+    count: int = 1
+    seed: int = 0
+    # None for the job's.
+    num_steps: int | None = None
+    control_paths: tuple[Path, ...] = ()
+    # None for a file in the run's folder or beside the plan; several get numbers. A clip is an
+    # .mp4; any other name gets its first frame as a PNG.
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """A checked request with its run; without an adapter it shows the model as it is."""
+
+    request: SampleRequest
+    plan: TrainingPlan
+    model: ResolvedModel
+    adapter: Path | None
+    file: Path
+
+
+def read_sample_inputs(
+    run: Path,
+    request: SampleRequest,
+    on_event: OnEvent = ignore_event,
+    require: Callable[[TrainingPlan], None] = lambda plan: None,
+) -> SampleInputs:
+    """Read what sampling takes; `require` may refuse a plan before its model is fetched."""
+    if not run.exists():
+        raise InvalidInput(f"there is no run and no plan at {run}", hint="check the path")
+    adapter = None if run.is_file() else run / folder.ADAPTER_FILE
+    if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
+        hint = "name the output folder of `autotune train`"
+        raise InvalidInput(f"{run} holds no trained adapter", hint=hint)
+    missing = [path for path in request.control_paths if not path.is_file()]
+    if missing:
+        raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
+    if adapter:
+        read_header(adapter)
+    plan = read_plan(run / RUN_PLAN_FILE if adapter else run)
+    bucket = plan.frozen.workload.largest_bucket
+    is_clip = bucket.num_frames > 1
+    if request.output is None and is_clip and not has_video_decoder():
+        text = f"only a clip's first frame is written without PyAV: {INSTALL_VIDEO}"
+        on_event(Notice(text=text, level="warning"))
+    suffix = ".mp4" if is_clip and has_video_decoder() else ".png"
+    file = request.output or (run if adapter else run.parent) / f"sample-{request.seed}{suffix}"
+    require_writable(file)
+    if file.suffix == ".mp4" and not has_video_decoder():
+        message = "an mp4 is written with PyAV, which is not installed"
+        raise InvalidInput(message, hint=INSTALL_VIDEO)
+    if not adapter:
+        require(plan)
+    model = resolve.fetch_model(plan.job.model_ref)
+    model.family.check_num_controls(len(request.control_paths), "the prompt")
+    return SampleInputs(request, plan, model, adapter, file)

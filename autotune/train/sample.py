@@ -16,41 +16,39 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
+from torch import nn
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
+from autotune.data.encode import Encoders, move_tensors
 from autotune.data.pixels import explain_damage, has_video_decoder, open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
+from autotune.knobs.block_swap import swap_blocks
+from autotune.knobs.modulation import find_modulation_ahead
 from autotune.knobs.settings import configure_allocator
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
-from autotune.models.resolve import ResolvedModel, fetch_model
-from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
-from autotune.system.files import atomic_write, require_writable
-from autotune.system.lazy import nn, torch
+from autotune.system.files import atomic_write
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.system.version import __version__
-from autotune.train.folder import ADAPTER_FILE
+from autotune.train.model import load_transformer
+from autotune.train.prepare import SampleInputs
 from autotune.weights.adapters import read_adapter
-from autotune.weights.files import read_header
-
-if TYPE_CHECKING:
-    from autotune.data.encode import Encoders
 
 # Height of a line of labels, as a share of a picture's.
 LINE_SHARE = 1 / 24
 MIN_LINE_PX = 12
 # x264's constant rate factor: what is lost cannot be seen.
 CLIP_QUALITY = "18"
-INSTALL_VIDEO = "pip install 'lora-autotune[video]'"
 LABELS = ("without the adapter", "with the adapter")
 
 
@@ -120,70 +118,6 @@ def save_clip(
         container.mux(stream.encode())
 
 
-@dataclass(frozen=True)
-class SampleRequest:
-    """Images to sample from one prompt, each from a seed one higher than the last."""
-
-    prompt: str
-    count: int = 1
-    seed: int = 0
-    # None for the job's.
-    num_steps: int | None = None
-    control_paths: tuple[Path, ...] = ()
-    # None for a file in the run's folder or beside the plan; several get numbers. A clip is an
-    # .mp4; any other name gets its first frame as a PNG.
-    output: Path | None = None
-
-
-@dataclass(frozen=True)
-class SampleInputs:
-    """A checked request with its run; without an adapter it shows the model as it is."""
-
-    request: SampleRequest
-    plan: TrainingPlan
-    model: ResolvedModel
-    adapter: Path | None
-    file: Path
-
-
-def read_sample_inputs(
-    run: Path,
-    request: SampleRequest,
-    on_event: OnEvent = ignore_event,
-    require: Callable[[TrainingPlan], None] = lambda plan: None,
-) -> SampleInputs:
-    """Read what sampling takes; `require` may refuse a plan before its model is fetched."""
-    if not run.exists():
-        raise InvalidInput(f"there is no run and no plan at {run}", hint="check the path")
-    folder = run.parent if run.is_file() else run
-    adapter = None if run.is_file() else run / ADAPTER_FILE
-    if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
-        hint = "name the output folder of `autotune train`"
-        raise InvalidInput(f"{run} holds no trained adapter", hint=hint)
-    missing = [path for path in request.control_paths if not path.is_file()]
-    if missing:
-        raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
-    if adapter:
-        read_header(adapter)
-    plan = read_plan(run / RUN_PLAN_FILE if adapter else run)
-    bucket = plan.frozen.workload.largest_bucket
-    is_clip = bucket.num_frames > 1
-    if request.output is None and is_clip and not has_video_decoder():
-        text = f"only a clip's first frame is written without PyAV: {INSTALL_VIDEO}"
-        on_event(Notice(text=text, level="warning"))
-    suffix = ".mp4" if is_clip and has_video_decoder() else ".png"
-    file = request.output or folder / f"sample-{request.seed}{suffix}"
-    require_writable(file)
-    if file.suffix == ".mp4" and not has_video_decoder():
-        message = "an mp4 is written with PyAV, which is not installed"
-        raise InvalidInput(message, hint=INSTALL_VIDEO)
-    if not adapter:
-        require(plan)
-    model = fetch_model(plan.job.model_ref)
-    model.family.check_num_controls(len(request.control_paths), "the prompt")
-    return SampleInputs(request, plan, model, adapter, file)
-
-
 @reraise_oom()
 def sample_run(
     inputs: SampleInputs,
@@ -192,10 +126,6 @@ def sample_run(
     on_event: OnEvent = ignore_event,
 ) -> list[Path]:
     """Sample from the adapter of a run, or from a plan's model; return the files written."""
-    from autotune.data.encode import Encoders
-    from autotune.knobs.block_swap import swap_blocks
-    from autotune.train.model import load_transformer
-
     request, plan, model, file = inputs.request, inputs.plan, inputs.model, inputs.file
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     settings = frozen.settings
@@ -294,8 +224,6 @@ class PreviewSampler:
             cache.write(_cache_key(preview, identity), packed)
 
     def _encode(self, previews: Sequence[Preview]) -> None:
-        from autotune.data.encode import move_tensors
-
         pipeline, family = self.encoders.load_pipeline(), self.model.family
         for name in (family.denoiser, *family.other_denoisers):
             setattr(pipeline, name, self._build_stopping_transformer())
@@ -384,8 +312,6 @@ class PreviewSampler:
                 decoder.to(self.encoders.vae_device if is_kept else "cpu")
 
     def _run_encoded(self, preview: Preview) -> list[Image.Image]:
-        from autotune.data.encode import move_tensors
-
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
 
         def replay(*_: object, **__: object) -> Any:
@@ -396,8 +322,6 @@ class PreviewSampler:
 
     def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
         """Compute a preview's modulations at once: a run without blocks tells what they need."""
-        from autotune.knobs.modulation import find_modulation_ahead
-
         ahead = find_modulation_ahead(self.transformer)
         if ahead is None:
             return contextlib.nullcontext()

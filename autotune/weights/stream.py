@@ -7,8 +7,6 @@ never two copies of the model.
     load_into(model, open_weights(folder / "transformer"), loader="pread", transform=quantize)
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections import Counter, defaultdict
@@ -19,18 +17,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
 from autotune.errors import first_line
-from autotune.system.lazy import Tensor, nn, torch
 from autotune.system.memory import drop_mapped_pages, trim_heap
 from autotune.weights import files
 from autotune.weights.single_file import view_part
 from autotune.weights.tensors import MappedLoader, PreadLoader, get_loader
 
-Model = TypeVar("Model", bound="nn.Module")
-DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]  # from a tensor's name and stored dtype
+Model = TypeVar("Model", bound=nn.Module)
+DtypePolicy = Callable[[str, torch.dtype], torch.dtype]  # from a tensor's name and stored dtype
 # Called with a module's name and it as soon as all tensors of its own have arrived. It may change
 # the module in place, or return another one to replace it.
-Transform = Callable[[str, "nn.Module"], "nn.Module | None"]
+Transform = Callable[[str, nn.Module], nn.Module | None]
 Rename = Callable[[str], str]
 
 MAX_TENSORS = 100_000  # constructors build whatever number a file says, so many within seconds
@@ -56,13 +59,11 @@ def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = Non
     `dtype` is the default dtype while building. Raises BadWeights before a constructor computes far
     more than any model's does.
     """
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
     previous = torch.get_default_dtype()
     handle = register_module_parameter_registration_hook(_move_to_meta)  # type: ignore[arg-type]  # torch's annotation forgets the result
     try:
         torch.set_default_dtype(dtype or previous)
-        with limit_tensors(), _limit_computed():
+        with limit_tensors(), _LimitComputed():  # type: ignore[no-untyped-call]
             return factory()
     finally:
         torch.set_default_dtype(previous)
@@ -72,8 +73,6 @@ def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = Non
 @contextmanager
 def limit_tensors() -> Iterator[None]:
     """Raise BadWeights if what is built meanwhile gets over `MAX_TENSORS` parameters."""
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
     numbers = count(1)
 
     def check(_module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
@@ -87,33 +86,24 @@ def limit_tensors() -> Iterator[None]:
         handle.remove()
 
 
-def _limit_computed() -> Any:
-    from torch.utils._python_dispatch import TorchDispatchMode
+class _LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    # Memory that `torch.empty` reserves costs nothing until it is written, and parameters leave
+    # it for the meta device before that.
 
-    class LimitComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        # Memory that `torch.empty` reserves costs nothing until it is written, and parameters leave
-        # it for the meta device before that.
+    _seen_bytes = 0
 
-        _seen_bytes = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            writes = not (func.is_view or func is torch.ops.aten.empty.memory_format)
-            if writes and kwargs.get("device") != torch.device("meta"):
-                size_bytes = _result_bytes(func, args, kwargs)
-                self._seen_bytes += size_bytes
-                if size_bytes > MAX_COMPUTED_TENSOR_BYTES or self._seen_bytes > MAX_COMPUTED_BYTES:
-                    raise _too_much("larger tables")
-            return func(*args, **kwargs)
-
-    return LimitComputed()  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        writes = not (func.is_view or func is torch.ops.aten.empty.memory_format)
+        if writes and kwargs.get("device") != torch.device("meta"):
+            size_bytes = _result_bytes(func, args, kwargs)
+            self._seen_bytes += size_bytes
+            if size_bytes > MAX_COMPUTED_TENSOR_BYTES or self._seen_bytes > MAX_COMPUTED_BYTES:
+                raise _too_much("larger tables")
+        return func(*args, **kwargs)
 
 
 def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    from torch.utils._pytree import tree_map_only
-
     on_meta: list[bool] = []
 
     def as_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from autotune.events import Event
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import seal
+from autotune.train.prepare import SampleRequest, read_sample_inputs
 from autotune.train.run import train
-from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
+from autotune.train.sample import sample_run
 from autotune.weights.files import open_weights
 from autotune.weights.tensors import LOADERS
 from tests.events import notices_to, steps_to

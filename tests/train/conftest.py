@@ -24,9 +24,10 @@ from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, load_model, save_trained
 from autotune.train.monitor import Monitor
+from autotune.train.prepare import SampleRequest, read_sample_inputs
 from autotune.train.processes import Processes
 from autotune.train.run import train
-from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
+from autotune.train.sample import sample_run
 from tests.events import steps_to
 from tests.train.small import SETTINGS, machine, make_plan, write_model_and_images
 

@@ -16,8 +16,9 @@ from autotune.report.run import error_text
 from autotune.train import model as model_module
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import ErrorMeter, QualityMissed, load_transformer, require_quality
+from autotune.train.prepare import SampleRequest, read_sample_inputs
 from autotune.train.run import train
-from autotune.train.sample import SampleRequest, read_sample_inputs, sample_run
+from autotune.train.sample import sample_run
 from tests.builders import BITSANDBYTES, storages
 from tests.data.pictures import write_pictures, write_video
 from tests.small import write_small_pipeline
