@@ -5,8 +5,6 @@ What is wrong with a question is told before a library such as torch is loaded, 
 is imported in the functions.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -303,7 +301,7 @@ def _suited_to_trainer(resolved: ResolvedRequest, profile: HardwareProfile) -> P
     return request.changed(exclusions=(*request.exclusion_pairs, *lacking), overheads=overheads)
 
 
-def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEvent) -> None:
+def _remember(result: "PlanningResult", profile: HardwareProfile, on_event: OnEvent) -> None:
     """Keep what was measured for later searches; a store that fails costs no plan."""
     if unshareable_reason(result.plan, profile) is not None:
         return

@@ -11,8 +11,6 @@ mixes buckets only if one of them runs out, or where two epochs meet. Its images
 micro-batches of sizes as even as possible, and each weighs by its size.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -22,14 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, groupby, islice, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from autotune.data.items import Item
 from autotune.errors import InvalidInput
+from autotune.models.family import Batch, Sample
 from autotune.plan.workload import Bucket
-
-if TYPE_CHECKING:
-    from autotune.models.family import Batch, Sample
 
 FLIP_SHARE = 0.5  # share of images that are mirrored, with `flip`
 PLANNED_STEPS = 32  # planning a single step right after a model pass took four times as long

@@ -4,8 +4,6 @@ Entries are found by content, so a changed image alone is encoded again, and the
 only if something is missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -219,7 +217,7 @@ class EncodedDataset:
         numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
         return tuple(numbers[shape] for shape in shapes)
 
-    def select(self, is_wanted: Callable[[Item], bool]) -> EncodedDataset:
+    def select(self, is_wanted: Callable[[Item], bool]) -> "EncodedDataset":
         indices = [index for index, item in enumerate(self.items) if is_wanted(item)]
         return replace(
             self,
@@ -273,7 +271,7 @@ def encode_dataset(
     flip: bool = False,
     mask_floor: float = 0.0,
     on_progress: OnProgress | None = None,
-) -> EncodedDataset:
+) -> "EncodedDataset":
     """Encode what the cache lacks, and give access to all.
 
     An item with an unreadable file is left out and named in `problems`. `mask_floor` is the weight

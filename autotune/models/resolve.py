@@ -3,8 +3,6 @@
 What is wrong with a name or a folder is told before torch is imported; building the model takes it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

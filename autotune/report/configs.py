@@ -1,18 +1,13 @@
 """Text about other trainers' configurations: imported, exported, audited."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from autotune.interop.auditing import Audit
+from autotune.interop.exporting import ExportedConfig
+from autotune.interop.importing import ConfigLine, ImportedConfig
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate
 from autotune.report.text import memory_text, plus_minus, seconds_text, wrapped
-
-if TYPE_CHECKING:
-    from autotune.interop.auditing import Audit
-    from autotune.interop.exporting import ExportedConfig
-    from autotune.interop.importing import ConfigLine, ImportedConfig
 
 MAX_VALUE = 40  # characters
 GROUPS = {

@@ -1,8 +1,6 @@
 """Measures memory: the peak of a piece of work by the device's allocator, and what the process
 holds."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

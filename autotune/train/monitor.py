@@ -1,7 +1,5 @@
 """Watches a run from inside its process: memory, slow steps, gradients, waits for data."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -5,8 +5,6 @@ transformer without weights, and the results of its `encode_prompt` are recorded
 it runs without any text encoder and gets these results, so no family needs code of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -53,7 +51,7 @@ LABELS = ("without the adapter", "with the adapter")
 
 
 def make_sheet(
-    previews: Sequence[Preview], pairs: Sequence[tuple[Image.Image, Image.Image]]
+    previews: Sequence["Preview"], pairs: Sequence[tuple[Image.Image, Image.Image]]
 ) -> Image.Image:
     """Draw a row per preview: without and with the adapter, prompt and seed below, all of it."""
     sizes = [image.size for pair in pairs for image in pair]
