@@ -293,7 +293,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     if repository is not None:
         from autotune.report.files import push_to_hub
 
-        print_remark(f"uploaded to {push_to_hub(output, repository)}")
+        print_remark(f"uploaded to {push_to_hub(output, repository, print_remark)}")
 
 
 @app.command()

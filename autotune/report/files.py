@@ -6,6 +6,7 @@ Reading needs neither torch nor a machine.
 import base64
 import io
 import json
+import os
 import re
 import shlex
 import time
@@ -30,6 +31,7 @@ from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE, PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
 from autotune.train.metrics import METRICS_FILE, read_metrics
+from autotune.weights.files import read_header
 from autotune.weights.hub import upload
 
 MAX_PAGE_BYTES = 8 << 20  # of a run's report, too
@@ -300,20 +302,40 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>&~|$!])", r"\\\1", printable(" ".join(text.split())))
 
 
-def push_to_hub(folder: Path, repo: str) -> str:
+def push_to_hub(folder: Path, repo: str, tell: Callable[[str], None]) -> str:
     """Upload a run's adapter, samples and model card, nothing of the data; return the address.
+    `tell` gets the list of files before they leave.
 
-    Raises AutotuneError if the hub cannot be reached, or the token may not write there.
+    Raises AutotuneError if a file is a link, or not what its name says, if the hub cannot be
+    reached, or the token may not write there.
     """
     found = read_run(folder)
-    if found.report is None or not (folder / ADAPTER_FILE).is_file():
+    if found.report is None or not os.path.lexists(folder / ADAPTER_FILE):
         hint = "finish it first: autotune train --resume"
         raise InvalidInput(f"{folder} holds no finished run", hint=hint)
     pictures = [
         (prompt, name)
         for at, prompt in enumerate(found.plan.job.preview_prompts)
-        if (folder / (name := comparison_file("with", at))).is_file()
+        if os.path.lexists(folder / (name := comparison_file("with", at)))
     ]
+    names = (ADAPTER_FILE, *(name for _, name in pictures))
+    for name in names:
+        _require_own(folder / name)
     write_text_atomic(folder / "README.md", _model_card(found, found.report, repo, pictures))
-    names = ("README.md", ADAPTER_FILE, *(name for _, name in pictures))
+    names = ("README.md", *names)
+    tell(f"uploading to {repo}: {', '.join(names)}")
     return upload(repo, {name: folder / name for name in names})
+
+
+def _require_own(path: Path) -> None:
+    """Refuse what a run did not write: a link, or other content, could publish anything."""
+    try:
+        if path.is_symlink():
+            raise OSError("it is a link")
+        if path.name == ADAPTER_FILE:
+            read_header(path)
+        else:
+            open_image(path).close()
+    except (AutotuneError, OSError) as error:
+        why = f"{path} is not uploaded: {first_line(error)}"
+        raise InvalidInput(why, hint="upload only what the run wrote: remove the file") from error

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ import yaml
 from huggingface_hub import constants
 
 import autotune
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.file import with_job
 from autotune.report.files import push_to_hub
 from autotune.weights.hub import require_hub
@@ -94,15 +95,19 @@ def run(tmp_path: Path) -> Path:
     measured = autotune.load_plan(Path(FOLDER) / "measured.yaml")
     plan = with_job(measured, preview_prompts=(PROMPT,), data="/home/me/secret-photos")
     folder = run_folder(tmp_path / "run", plan)
-    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"an adapter")
+    content = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    adapter = struct.pack("<Q", len(content)) + content + bytes(4)
+    (folder / "pytorch_lora_weights.safetensors").write_bytes(adapter)
     return folder
 
 
 def test_push_uploads_adapter_samples_card_only(hub: Hub, run: Path) -> None:
-    assert push_to_hub(run, "me/heart").endswith("/me/heart")
+    told_first: list[str] = []
+    assert push_to_hub(run, "me/heart", told_first.append).endswith("/me/heart")
     assert hub.made["visibility"] == "private"
     names = {"README.md", "pytorch_lora_weights.safetensors", "sample_with_adapter.png"}
     assert set(hub.files) == names
+    assert all(name in told_first[0] for name in names)
     card = hub.files["README.md"].decode()
     _, header, text = card.split("---\n", 2)
     told = yaml.safe_load(header)
@@ -110,6 +115,21 @@ def test_push_uploads_adapter_samples_card_only(hub: Hub, run: Path) -> None:
     assert told["widget"] == [{"text": PROMPT, "output": {"url": "sample_with_adapter.png"}}]
     assert 'load_lora_weights("me/heart", weight_name=\'pytorch_lora_weights.saf' in text
     assert "secret-photos" not in card
+
+
+@pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "sample_with_adapter.png"])
+@pytest.mark.parametrize("kind", ["link", "other content"])
+def test_only_what_the_run_wrote_is_uploaded(
+    hub: Hub, run: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    (run / name).rename(tmp_path / name)
+    if kind == "link":
+        (run / name).symlink_to(tmp_path / name)
+    else:
+        (run / name).write_text("-----BEGIN PRIVATE KEY-----")
+    with pytest.raises(InvalidInput, match="is not uploaded"):
+        push_to_hub(run, "me/heart", lambda _: None)
+    assert not hub.files
 
 
 @pytest.mark.parametrize(
