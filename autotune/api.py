@@ -204,7 +204,7 @@ def list_choices(request: PlanRequest) -> SearchSpace:
     nothing.
     """
     resolved, profile = _resolve_on_hardware(complete(request), tries=False)
-    return resolved.space(profile)
+    return _space(resolved, profile)
 
 
 def complete(request: PlanRequest) -> PlanRequest:
@@ -277,7 +277,7 @@ def _resolve_on_hardware(
             from autotune.search.problem import require_devices
 
             require_devices(resolved, facts)
-            resolved.space(facts)  # what is pinned is refused before rates are measured
+            _space(resolved, facts)  # what is pinned is refused before rates are measured
 
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
     profile = limit_memory(profile, request)
@@ -286,16 +286,26 @@ def _resolve_on_hardware(
     return resolved, profile
 
 
+def _context(resolved: ResolvedRequest, profile: HardwareProfile) -> TuningContext:
+    return TuningContext(profile, resolved.model.family, resolved.workload)
+
+
+def _space(resolved: ResolvedRequest, profile: HardwareProfile) -> SearchSpace:
+    from autotune.search.request import build_space
+
+    return build_space(resolved.request, _context(resolved, profile))
+
+
 def _suited_to_trainer(resolved: ResolvedRequest, profile: HardwareProfile) -> PlanRequest:
     """The request without what the trainer that it names cannot express, and with what its
     program takes."""
     request = resolved.request
     trainer = get_trainer(str(request.for_trainer))
-    spec, space = resolved.model.spec, resolved.space(profile)
+    spec, space = resolved.model.spec, _space(resolved, profile)
     possible = {
         name: (*choices, *space.pinnable.get(name, ())) for name, choices in space.choices.items()
     }
-    every = {**possible, **caching_choices(resolved.context(profile))}
+    every = {**possible, **caching_choices(_context(resolved, profile))}
     lacking = exporting.inexpressible(trainer, spec.family, spec.num_blocks, every)
     overheads = exporting.overheads_for(trainer, resolved.job, resolved.workload, possible)
     return request.changed(exclusions=(*request.exclusion_pairs, *lacking), overheads=overheads)

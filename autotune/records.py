@@ -14,6 +14,7 @@ from autotune.share.store import (
     Transfer,
     merge_stores,
     prune_store,
+    shareable_machine,
     user_store,
     workload_class,
 )
@@ -79,7 +80,7 @@ def list_records(
         >>> records = autotune.records.list_records()
         >>> [(record.device_name, record.step_seconds) for record in records]
     """
-    hardware, rows = read_machine() if compare_here else None, []
+    here, rows = shareable_machine(read_machine()) if compare_here else None, []
     for file in _store(store).read():
         if (record := file.record) is None:
             continue
@@ -94,8 +95,8 @@ def list_records(
             step_seconds=record.expected.step_seconds,
             peak_memory_bytes=record.expected.peak_memory_bytes,
         )
-        if hardware:
-            found = compare_machine(record, hardware)
+        if here:
+            found = compare_machine(record, here)
             row = row.changed(match=found.kind, reasons=found.reasons)
         rows.append(row)
     return tuple(sorted(rows, key=lambda row: (row.measured_on, row.name), reverse=True))

@@ -86,6 +86,7 @@ def trace(folder: Path) -> dict[str, list[str]]:
     environment = {
         **os.environ,
         "PYTHONPATH": f"{folder / 'hook'}:{ROOT}",
+        "CUDA_VISIBLE_DEVICES": "",  # a GPU has walks of its own
         "WALKS": "|".join(map(str, (ROOT / "autotune", seen, CAPTION, model))),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "XDG_DATA_HOME": str(folder / "data"),

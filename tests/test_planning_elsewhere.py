@@ -9,13 +9,14 @@ import pytest
 
 from autotune.api import estimate
 from autotune.errors import InvalidInput
+from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
 from autotune.machine.probe import hardware_for, hardware_named, limit_memory
 from autotune.plan.file import read_plan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import WorkloadRequest
-from autotune.search.request import ResolvedRequest
+from autotune.search.request import ResolvedRequest, build_space
 from tests.conftest import autotune_here
 from tests.search.machines import make_plan
 
@@ -39,8 +40,9 @@ def test_a_model_that_overflows_fp16_is_planned_in_fp32() -> None:
     request = PlanRequest(model="kandinsky5-image-lite", **SMALL.given)
 
     def precisions(request: PlanRequest) -> object:
-        space = ResolvedRequest.build(request, needs_weights=False).space(hardware_for("T4"))
-        return space.choices["precision"]
+        asked = ResolvedRequest.build(request, needs_weights=False)
+        context = TuningContext(hardware_for("T4"), asked.model.family, asked.workload)
+        return build_space(request, context).choices["precision"]
 
     assert precisions(request) == ("fp32",)
     assert precisions(request.changed(pins=(("precision", "fp16"),))) == ("fp16",)

@@ -149,7 +149,7 @@ class EventDisplay:
         if not self.trials:
             self._print(texts.TRIAL_HEADER, style="bold")
         self.trials.append(result)
-        lines = texts.trial_lines(len(self.trials), result, self.trials[0].candidate)
+        lines = texts.trial_lines(len(self.trials), result, self.trials[0])
         self._print(*lines, style=None if result.outcome == "ok" else "yellow")
         if result.message:
             self._print(*wrapped(f"    {result.message}"), style="dim")

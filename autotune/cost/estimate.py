@@ -1,7 +1,7 @@
 """Answer for one candidate what it would take: memory, step time, a job's hours and money."""
 
-from autotune.cost.model import VaeCost
-from autotune.cost.predict import CostModel
+from autotune.cost.model import PassChoice, VaeCost
+from autotune.cost.predict import CostModel, choice_of
 from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.errors import InvalidInput
 from autotune.knobs.knob import TuningContext
@@ -69,8 +69,8 @@ def job_time(
     num_validations: int = 0,
 ) -> JobTime:
     """Return wall time of a job: load, caches, steps, previews, validations and checkpoints."""
-    candidate = prediction.candidate
-    rates = cost.tables.rates_of(candidate)
+    candidate, choice = prediction.candidate, choice_of(prediction.candidate)
+    rates = cost.tables.rates_of(choice)
     model_bytes = cost.model.model_bytes(candidate.precision, "none")
     encoders = cost.model.parts.text_encoder_parameters
     disk = cost.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
@@ -78,7 +78,7 @@ def job_time(
     vae = cost.model.vae_cost(candidate.precision)
     per_image = _caption_seconds(cost, rates, sum(encoders), element)
     per_image += _pixels_seconds(cost, rates, vae)
-    forward = cost.tables.forward_seconds(candidate)
+    forward = cost.tables.forward_seconds(choice)
     defaults, streamed = cost.family.defaults, 0.0
     if cost.family.other_denoisers:  # one works on half of the steps, and crosses the bus in each
         streamed = model_bytes.weight_bytes / _bus(cost, rates) / 2
@@ -88,7 +88,7 @@ def job_time(
         "load_seconds": load,
         "cache_seconds": num_images * per_image,
         "compile_seconds": startup_seconds(candidate, cost.family, cost.workload)
-        + plan_seconds(cost, candidate),
+        + plan_seconds(cost, choice, recomputes=candidate.recomputed_blocks > 0),
         "step_seconds": num_steps * prediction.step_seconds,
         "preview_seconds": num_previews * preview,
         "validation_seconds": num_validations * VALIDATION_DRAWS * forward,
@@ -97,11 +97,11 @@ def job_time(
     return JobTime(total_seconds=sum(parts.values()), **parts)
 
 
-def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
+def plan_seconds(cost: CostModel, choice: PassChoice, *, recomputes: bool) -> float:
     """Return the time until cuDNN has a plan for every length of image and text in a run."""
-    if cost.tables.kernel_of(candidate) != "cudnn":
+    if cost.tables.kernel_of(choice) != "cudnn":
         return 0.0
-    work, multiple = cost.workload, max(cost.tables.padded_to(candidate), cost.family.text_multiple)
+    work, multiple = cost.workload, max(cost.tables.padded_to(choice), cost.family.text_multiple)
     longest = work.max_text_tokens
     shortest = (work.text_token_quantiles or (longest,))[0]
     num_lengths = 0
@@ -109,7 +109,7 @@ def plan_seconds(cost: CostModel, candidate: Candidate) -> float:
         image_tokens = cost.model.image_tokens(bucket)
         first, last = (pad_text(tokens, image_tokens, multiple) for tokens in (shortest, longest))
         num_lengths += min(max(1, bucket.num_items), (last - first) // multiple + 1)
-    return num_lengths * PLAN_SECONDS * (2 if candidate.recomputed_blocks else 1)
+    return num_lengths * PLAN_SECONDS * (2 if recomputes else 1)
 
 
 def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_bytes: int) -> float:

@@ -22,7 +22,7 @@ from autotune.knobs.attention import cuda_kernel
 from autotune.knobs.formats import NESTED_BLOCK, NF4_BLOCK, WEIGHT_FORMATS
 from autotune.knobs.norm_rope import KERNELS
 from autotune.models.family import Family
-from autotune.plan.hardware import HardwareProfile
+from autotune.plan.hardware import DeviceKind
 from autotune.plan.prediction import ProductPractice
 
 DeviceRules = Literal["cpu", "cuda"]
@@ -33,9 +33,9 @@ Work = tuple[str, tuple[int, ...], int, int]
 heads, queries, keys, dimension) of attention."""
 
 
-def rules_of(hardware: HardwareProfile) -> DeviceRules:
-    """Return whose kernels the machine's device runs."""
-    return "cuda" if hardware.device.kind == "cuda" else "cpu"
+def rules_of(kind: DeviceKind) -> DeviceRules:
+    """Return whose kernels a kind of device runs."""
+    return "cuda" if kind == "cuda" else "cpu"
 
 
 # Seconds are broken down into these. `adapter`: matmuls with the rank as a dimension.
@@ -60,12 +60,12 @@ def kernel_for(
     attention: str,
     rules: DeviceRules,
     masked: bool,
-    hardware: HardwareProfile | None = None,
     precision: str = "bf16",
+    *,
+    capability: tuple[int, int] | None = None,
+    cudnn: str | None = None,
 ) -> str:
     """Name the kernel that `attention` runs: `cpu`, or as `cuda_kernel` does."""
-    capability = hardware.device.compute_capability if hardware is not None else None
-    cudnn = hardware.versions.cudnn if hardware is not None else None
     kernel = cuda_kernel(
         attention, masked=masked, precision=precision, capability=capability, cudnn=cudnn
     )

@@ -4,18 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
+from autotune.cost.model import ModelBytes, ModulationBytes, PassChoice, TracedModel
 from autotune.cost.trace import ComposedPass
 from autotune.knobs.formats import CPU_SLICE_BYTES, SLICE_BYTES, WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
 from autotune.knobs.settings import encoder_element_bytes, optimizer_bytes
-from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import (
-    Device,
-    HardwareProfile,
-    process_overhead_bytes,
-    shares_host_memory,
-)
+from autotune.plan.hardware import Device, shares_host_memory
 from autotune.plan.plan import Strategy
 from autotune.plan.prediction import MemoryBreakdown, Overheads, PhaseMemory
 from autotune.plan.workload import ADAMW
@@ -60,32 +54,34 @@ class Resident:
 
 
 def resident_of(
-    hardware: HardwareProfile,
+    device: Device,
     model: TracedModel,
-    candidate: Candidate,
+    choice: PassChoice,
     *,
+    allocator: str,
+    swapped: int,
+    overhead_bytes: int,
     encoder_bytes: int,
     encoders_stay: bool,
 ) -> Resident:
-    """Add up traced sizes of the candidate's weights; `encoder_bytes` by the caching settings."""
-    precision, quantization = candidate.precision, candidate.quantization
-    work, swapped = model.workload, candidate.swapped_blocks
-    stored = model.model_bytes(precision, quantization, candidate.modulation)
-    state_bytes, working_bytes = _optimizer_bytes(model, stored, candidate)
+    """Add up traced sizes of the weights; `encoder_bytes` by the caching settings."""
+    precision, quantization, work = choice.precision, choice.quantization, model.workload
+    stored = model.model_bytes(precision, quantization, choice.modulation)
+    state_bytes, working_bytes = _optimizer_bytes(model, stored, choice)
     average = stored.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
     window_bytes, preview_bytes, computing_bytes = _modulation_bytes(
-        stored.modulation, model, is_pinned=hardware.device.kind == "cuda"
+        stored.modulation, model, is_pinned=device.kind == "cuda"
     )
     forward_bytes = [
         # A window is computed when nothing but what previews keep is there, too.
         computing_bytes,
-        model.forward_bytes(precision, quantization, candidate.modulation),
+        model.forward_bytes(precision, quantization, choice.modulation),
     ]
     if model.family.other_denoisers:  # unquantized: its layers come to the device one by one
         plain = model.forward_bytes(precision, "none")
         forward_bytes.append(plain + stored.largest_layer_bytes)
-    shares_host = shares_host_memory(hardware.device.memory_kind)
+    shares_host = shares_host_memory(device.memory_kind)
     on_device = stored.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
     sets_aside = work.ema_decay or work.optimizer.name == "schedule-free"
     return Resident(
@@ -95,7 +91,7 @@ def resident_of(
         optimizer_bytes=state_bytes + (average if work.ema_decay else 0),
         optimizer_transient_bytes=working_bytes,
         set_aside_bytes=average if sets_aside else 0,
-        quantizing_bytes=_quantizing_bytes(hardware, quantization, stored.largest_layer_bytes),
+        quantizing_bytes=_quantizing_bytes(device, quantization, stored.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,
         vae_bytes=vae.weight_bytes,
@@ -103,9 +99,9 @@ def resident_of(
         encode_transient_bytes=vae.encode_transient_bytes,
         decode_transient_bytes=vae.decode_transient_bytes,
         preview_transient_bytes=max(forward_bytes) + (preview_bytes if shares_host else 0),
-        library_bytes=_library_bytes(hardware),
-        overhead_bytes=process_overhead_bytes(hardware),
-        waste_share=stored.waste_share[candidate.allocator],
+        library_bytes=_library_bytes(device),
+        overhead_bytes=overhead_bytes,
+        waste_share=stored.waste_share[allocator],
         host_memory_bytes=HOST_PROCESS_BYTES
         + stored.largest_block_bytes
         + on_device
@@ -116,13 +112,13 @@ def resident_of(
 
 
 def _optimizer_bytes(
-    model: TracedModel, model_bytes: ModelBytes, candidate: Candidate
+    model: TracedModel, model_bytes: ModelBytes, choice: PassChoice
 ) -> tuple[int, int]:
     """State, and what a step works with beside it; another program's is known of AdamW alone."""
     work, parameters = model.workload, model_bytes.adapter_parameters
-    is_half = candidate.precision != "fp32"
+    is_half = choice.precision != "fp32"
     if model.overheads and is_half and work.optimizer == ADAMW:
-        practice = model.overheads.adapter_on(candidate.quantization)
+        practice = model.overheads.adapter_on(choice.quantization)
         counters = sum(model_bytes.adapter_shapes.values()) * FP32_BYTES
         return parameters * practice.optimizer_bytes + counters, parameters * practice.step_bytes
     state, working = optimizer_bytes(work.optimizer, model_bytes.adapter_shapes)
@@ -148,18 +144,18 @@ def _modulation_bytes(
     )
 
 
-def _quantizing_bytes(hardware: HardwareProfile, quantization: str, layer_bytes: int) -> int:
+def _quantizing_bytes(device: Device, quantization: str, layer_bytes: int) -> int:
     weight_format = WEIGHT_FORMATS[quantization]
     if not weight_format.quantize:
         return 0
-    slice_bytes = CPU_SLICE_BYTES if hardware.device.kind == "cpu" else SLICE_BYTES
+    slice_bytes = CPU_SLICE_BYTES if device.kind == "cpu" else SLICE_BYTES
     return layer_bytes + round(weight_format.quantizing_slices * min(slice_bytes, layer_bytes))
 
 
-def _library_bytes(hardware: HardwareProfile) -> int:
-    if hardware.device.kind != "cuda":
+def _library_bytes(device: Device) -> int:
+    if device.kind != "cuda":
         return 0
-    major = (hardware.device.compute_capability or (0, 0))[0]
+    major = (device.compute_capability or (0, 0))[0]
     return WORKSPACES * (HOPPER_WORKSPACE_BYTES if major >= 9 else WORKSPACE_BYTES)
 
 
@@ -316,16 +312,14 @@ class Parallel:
         weight_bytes = self.weight_bytes(model_bytes)
         return replace(one, weight_bytes=weight_bytes, gathered_bytes=gathered)
 
-    def exchange_seconds(
-        self, hardware: HardwareProfile, model_bytes: ModelBytes, accumulation: int
-    ) -> float:
+    def exchange_seconds(self, device: Device, model_bytes: ModelBytes, accumulation: int) -> float:
         """Return the time in which one step's gradients and weights are sent, besides computing.
 
         Each collective is a ring, through which every byte but a process's own passes.
         """
         if self.strategy == "single":
             return 0.0
-        rates = [LINK_BANDWIDTH.get(link.path, PCIE_BANDWIDTH) for link in hardware.device.links]
+        rates = [LINK_BANDWIDTH.get(link.path, PCIE_BANDWIDTH) for link in device.links]
         within = min(rates, default=PCIE_BANDWIDTH)
         others = (self.num_processes - 1) / self.num_processes
         # Reduce, then gather: an all-reduce.

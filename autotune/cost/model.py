@@ -7,7 +7,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import diffusers
 import torch
@@ -41,6 +41,17 @@ VISITING_BLOCKS = 2  # swapped blocks on the device at once: the one that runs a
 NUM_REMEMBERED = 4  # traced models that are kept for whoever asks for the same again
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class PassChoice(NamedTuple):
+    """Values of a candidate that decide which passes are traced."""
+
+    precision: str
+    quantization: str
+    attention: str
+    micro_batch_size: int
+    modulation: str
+    norm_rope: str
 
 
 @dataclass(frozen=True)
@@ -189,16 +200,12 @@ class TracedModel:
                 hint="compare config.json in transformer/ and vae/ with the published ones",
             ) from error
 
-    def with_rules(self, rules: DeviceRules) -> "TracedModel":
-        return self if rules == self.rules else self._with(rules, self.overheads)
-
     def with_overheads(self, overheads: Overheads | None) -> "TracedModel":
-        return self if overheads == self.overheads else self._with(self.rules, overheads)
-
-    def _with(self, rules: DeviceRules, overheads: Overheads | None) -> "TracedModel":
-        found = traced_model(self.family, self.config, self.workload, rules, self.parts, overheads)
-        if rules == self.rules:
-            found.vae_cost = self.vae_cost
+        if overheads == self.overheads:
+            return self
+        known = self.family, self.config, self.workload, self.rules, self.parts
+        found = traced_model(*known, overheads)
+        found.vae_cost = self.vae_cost
         return found
 
     def masked(self, micro_batch_size: int) -> bool:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.kernels import CLASSES, rules_of
-from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, phases_of, with_kept
-from autotune.cost.model import TracedModel, traced_model
-from autotune.cost.tables import PassChoice, PassTables
+from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, Resident, phases_of, with_kept
+from autotune.cost.model import PassChoice, TracedModel, traced_model
+from autotune.cost.tables import PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.cost.trace import ComposedPasses
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
@@ -33,6 +33,11 @@ LAUNCH_SHARE = 0.4  # share of the launches that is left there
 OPTIMIZER_BYTES_MOVED = 52
 # Of fused AdamW, and of others, which step each tensor by itself (8-bit AdamW: 0.4 s for 1,440).
 FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 30
+
+
+def choice_of(candidate: Candidate) -> PassChoice:
+    """Return the values of a candidate that decide which passes are traced."""
+    return PassChoice(*(getattr(candidate, name) for name in PassChoice._fields))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +80,9 @@ class CostModel:
             parts = next(
                 (each.parts for each in family.models if dict(config) == dict(each.config)), Parts()
             )
-        model = traced_model(family, config, workload, rules_of(hardware), parts, overheads)
+        model = traced_model(
+            family, config, workload, rules_of(hardware.device.kind), parts, overheads
+        )
         tables = PassTables(model, hardware, overheads)
         budget_bytes = parallel.budget_bytes(hardware.device)
         context = TuningContext(hardware, family, workload, budget_bytes)
@@ -109,7 +116,7 @@ class CostModel:
 
     @property
     def encoder_gpu(self) -> EncoderGpu | None:
-        return encoder_gpu_of(self.hardware, self.caching, self.tables.encoder_size)
+        return encoder_gpu_of(self.context, self.caching, self.tables.encoder_size)
 
     @property
     def budget_bytes(self) -> int:
@@ -129,7 +136,7 @@ class CostModel:
             (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
         ]
         tried = [candidate for candidate, _ in pairs]
-        choices = tried or (self.tables.usual_choice,)
+        choices = list(map(choice_of, tried)) or [self.tables.usual_choice]
         measured = all(self.tables.rates_of(each).measured for each in choices)
         calibration = Calibration.of(pairs, rates_measured=measured, priors=priors)
         besides = [
@@ -160,11 +167,6 @@ class CostModel:
         """Return the same work as trials do it: by autotune's executor in one process."""
         return replace(self, parallel=ONE_PROCESS, tables=self.tables.of_autotune)
 
-    def for_hardware(self, hardware: HardwareProfile) -> Self:
-        """Return the same work and caching settings on another machine, before any trial there."""
-        model = self.model.with_rules(rules_of(hardware))
-        return replace(self, tables=PassTables(model, hardware, self.overheads), calibration=None)
-
     def residual(self, trial: TrialResult) -> Residual | None:
         """Tell how far the trial was from the uncalibrated prediction; None if it did not run."""
         if not trial.peak_memory_bytes:
@@ -173,22 +175,28 @@ class CostModel:
 
     def weight_bytes(self, candidate: Candidate) -> int:
         """Return the frozen weights as the candidate stores them; needs no trace."""
-        model_bytes = self.tables.model_bytes(candidate)
+        model_bytes = self.tables.model_bytes(choice_of(candidate))
         away = model_bytes.away_bytes(candidate.swapped_blocks)
         return self.parallel.weight_bytes(model_bytes) - away
 
     def activation_bytes(self, candidate: Candidate) -> float:
         """Return what one micro-batch keeps for its backward pass."""
         mixture = candidate.checkpointed_blocks, candidate.selective_blocks
-        return self.tables.pass_of(PassChoice.of(candidate), mixture, False).saved_bytes
+        return self.tables.pass_of(choice_of(candidate), mixture, False).saved_bytes
 
     def host_memory_bytes(self, candidate: Candidate) -> int:
-        return self.tables.resident_of(candidate, self.caching, self.parallel).host_memory_bytes
+        return self.resident_of(candidate).host_memory_bytes
+
+    def resident_of(self, candidate: Candidate) -> Resident:
+        """Return what stays on one device, whatever the micro-batch and checkpointing."""
+        choice, allocator = choice_of(candidate), candidate.allocator
+        known = choice, allocator, candidate.swapped_blocks, self.caching, self.parallel
+        return self.tables.resident_of(*known)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Predict memory of every phase and the time of one optimizer step."""
         calibration = self.calibration or Calibration.of(
-            (), rates_measured=self.tables.rates_of(candidate).measured
+            (), rates_measured=self.tables.rates_of(choice_of(candidate)).measured
         )
         return self._predict(candidate, calibration)
 
@@ -199,11 +207,11 @@ class CostModel:
     def _predict(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
         self.prepare((candidate,))
         composed, waste, time = self.tables.steps[candidate, self.parallel]
-        resident = self.tables.resident_of(candidate, self.caching, self.parallel)
+        resident = self.resident_of(candidate)
         if self.process_bytes is not None:
             resident = replace(resident, overhead_bytes=self.process_bytes)
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
-        kept = self.tables.kept_part_bytes(candidate, self.caching, self.parallel)
+        kept = self.tables.kept_part_bytes(candidate.precision, self.caching, resident)
         phases = with_kept(phases_of(resident, composed, waste, factor), kept)
         factor = math.exp(calibration.time.log_factor(candidate)) if calibration else 1.0
         time = {name: factor * value for name, value in time.items()}
@@ -239,11 +247,12 @@ class CostModel:
         return (*others, *kinds, recomputed >= self.workload.model.num_blocks)
 
     def _prepare(self, candidates: Sequence[Candidate]) -> None:
-        one = candidates[0]
+        one, choice = candidates[0], choice_of(candidates[0])
         numbers = np.array([[getattr(each, name) for name in BLOCK_COUNTS] for each in candidates])
         accumulates = self._accumulation(one) > 1
-        composed = self.tables.passes(PassChoice.of(one), numbers[:, :2], accumulates)
-        waste = self.tables.waste_bytes(one, numbers[:, 0] + numbers[:, 1], composed.saved_bytes)
+        composed = self.tables.passes(choice, numbers[:, :2], accumulates)
+        known = choice, one.allocator, numbers[:, 0] + numbers[:, 1]
+        waste = self.tables.waste_bytes(*known, composed.saved_bytes)
         by_class = self._step_time(one, composed, numbers[:, 2:])
         seconds = {
             name: np.broadcast_to(each, (len(numbers), 1))[:, 0] for name, each in by_class.items()
@@ -260,12 +269,11 @@ class CostModel:
         `passes` (passes, 2) has numbers of checkpointed and selective blocks, `swapped` (numbers,)
         those of swapped blocks; bytes and seconds are (passes, numbers).
         """
-        accumulation = self._accumulation(candidate)
-        composed = self.tables.passes(PassChoice.of(candidate), passes, accumulation > 1)
-        waste = self.tables.waste_bytes(
-            candidate, passes[:, 0] + passes[:, 1], composed.saved_bytes
-        )
-        model_bytes = self.tables.model_bytes(candidate)
+        accumulation, choice = self._accumulation(candidate), choice_of(candidate)
+        composed = self.tables.passes(choice, passes, accumulation > 1)
+        known = choice, candidate.allocator, passes[:, 0] + passes[:, 1]
+        waste = self.tables.waste_bytes(*known, composed.saved_bytes)
+        model_bytes = self.tables.model_bytes(choice)
         away = np.array([model_bytes.away_bytes(int(k)) for k in swapped])
         weights = self.parallel.weight_bytes(model_bytes) - away
         time = self._step_time(candidate, composed, swapped[None])
@@ -280,9 +288,9 @@ class CostModel:
     ) -> dict[str, NDArray[np.float64]]:
         """By class, broadcast to (passes, numbers); `swapped` is (1, numbers), or (passes, 1) for
         one each."""
-        rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
-        model_bytes = self.tables.model_bytes(candidate)
-        shares = self.tables.typical_shares(candidate)
+        choice, accumulation = choice_of(candidate), self._accumulation(candidate)
+        rates, model_bytes = self.tables.rates_of(choice), self.tables.model_bytes(choice)
+        shares = self.tables.typical_shares(choice)
         forward = accumulation * shares * composed.forward[:, :-1]
         whole = accumulation * shares * composed.work[:, :-1]
         recomputing = (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None]
@@ -303,7 +311,7 @@ class CostModel:
             begun, at_first = (first * rates.launch_seconds)[:, None], forward.sum(axis=1)[:, None]
             later = _idle_seconds(host - begun, computing - at_first + optimizer)
             overhead = _idle_seconds(begun, at_first) + later
-        exchange = self.parallel.exchange_seconds(self.hardware, model_bytes, accumulation)
+        exchange = self.parallel.exchange_seconds(self.hardware.device, model_bytes, accumulation)
         transfer = np.maximum(0.0, exchange - computing)
         # Blocks visit for the forward and for the backward pass, while others compute.
         visits = np.concatenate([[0.0], np.cumsum(model_bytes.block_weight_bytes)])[swapped]
@@ -311,7 +319,7 @@ class CostModel:
         arriving = 2 * accumulation * visits / rates.host_to_device
         transfer = transfer + np.where(swapped, np.maximum(0.0, arriving - one * swapped), 0.0)
         if model_bytes.modulation:
-            overhead = overhead + self.tables.modulation_seconds(candidate)
+            overhead = overhead + self.tables.modulation_seconds(choice)
         return {
             **{f"{name}_seconds": whole[:, [at]] for at, name in enumerate(CLASSES)},
             "optimizer_seconds": np.array(optimizer),

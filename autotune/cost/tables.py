@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from autotune.cost import memory, trace
 from autotune.cost.allocator import Waste, waste_of
 from autotune.cost.kernels import kernel_for
-from autotune.cost.model import ModelBytes, TracedModel
+from autotune.cost.model import ModelBytes, PassChoice, TracedModel
 from autotune.cost.timing import Rates
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.caching import EncoderSize, size_of
@@ -27,21 +26,6 @@ from autotune.plan.prediction import Overheads
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
 
 PAGEABLE_SHARE = 0.5  # of the rate from pinned memory, for mapped files: a round figure
-
-
-class PassChoice(NamedTuple):
-    """The choices of a candidate that decide which passes are traced."""
-
-    precision: str
-    quantization: str
-    attention: str
-    micro_batch_size: int
-    modulation: str
-    norm_rope: str
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> Self:
-        return cls(*(getattr(candidate, name) for name in cls._fields))
 
 
 Step = tuple[trace.ComposedPass, float, dict[str, float]]
@@ -67,7 +51,7 @@ class PassTables:
         self.pass_of = cache(self._find_pass)
         # What cost models on these tables have found, whatever trials taught them.
         self.steps: dict[tuple[Candidate, memory.Parallel], Step] = {}
-        self._modulation = cache(self._find_modulation)
+        self.modulation_seconds = cache(self._find_modulation)
         self._residents: dict[tuple[object, ...], memory.Resident] = {}
         self._own: PassTables | None = None
 
@@ -85,17 +69,18 @@ class PassTables:
         vae = self.model.vae_cost(precision)
         return size_of(self.model.parts, precision, vae.weight_bytes, vae.encode_transient_bytes)
 
-    def rates_of(self, choice: Candidate | PassChoice) -> Rates:
+    def rates_of(self, choice: PassChoice) -> Rates:
         return self._rates(choice.precision, choice.attention, self.kernel_of(choice))
 
-    def model_bytes(self, choice: Candidate | PassChoice) -> ModelBytes:
+    def model_bytes(self, choice: PassChoice) -> ModelBytes:
         return self.model.model_bytes(choice.precision, choice.quantization, choice.modulation)
 
-    def kernel_of(self, choice: Candidate | PassChoice, size: int | None = None) -> str:
+    def kernel_of(self, choice: PassChoice, size: int | None = None) -> str:
         """Name the attention kernel that runs, at micro-batch `size` if it is another."""
         masked = self.model.masked(size or choice.micro_batch_size)
-        known = choice.attention, self.model.rules, masked, self.hardware, choice.precision
-        return kernel_for(*known)
+        device, cudnn = self.hardware.device, self.hardware.versions.cudnn
+        known = choice.attention, self.model.rules, masked, choice.precision
+        return kernel_for(*known, capability=device.compute_capability, cudnn=cudnn)
 
     def _find_pass(
         self, choice: PassChoice, mixture: tuple[int, int], accumulates: bool
@@ -165,15 +150,19 @@ class PassTables:
         others = choice.modulation, choice.norm_rope
         return (model or self.model).traced(*known, keeps_attention, *others)
 
-    def forward_seconds(self, candidate: Candidate) -> float:
+    def forward_seconds(self, choice: PassChoice) -> float:
         """Return the time of one item's forward pass, as a preview's denoising step makes it."""
-        table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), trace.PLAIN, 0)
+        table = self._table(choice._replace(micro_batch_size=1), trace.PLAIN, 0)
         return float(
             table.before[trace.SECONDS : -1].sum() + table.forward[:, trace.SECONDS : -1].sum()
         )
 
     def waste_bytes(
-        self, candidate: Candidate, recomputed: NDArray[np.int64], saved_bytes: NDArray[np.float64]
+        self,
+        choice: PassChoice,
+        allocator: str,
+        recomputed: NDArray[np.int64],
+        saved_bytes: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         """Return bytes that the caching allocator reserves beyond the peaks of passes.
 
@@ -181,8 +170,6 @@ class PassTables:
         """
         if self.model.rules == "cpu":
             return np.zeros(len(recomputed))
-        choice = PassChoice.of(candidate)
-        allocator = candidate.allocator
         last = max(1, self._num_blocks - 1)
         share = np.minimum(1.0, recomputed / last)
         low, high = (self._waste_bytes(choice, allocator, end) for end in (0, last))
@@ -216,18 +203,26 @@ class PassTables:
         return waste_of(events, saved, expandable_segments=allocator == "expandable")
 
     def resident_of(
-        self, candidate: Candidate, caching: CachingSettings, parallel: memory.Parallel
+        self,
+        choice: PassChoice,
+        allocator: str,
+        swapped: int,
+        caching: CachingSettings,
+        parallel: memory.Parallel,
     ) -> memory.Resident:
         """Return what stays on one device, whatever the micro-batch and checkpointing."""
-        stored = candidate.precision, candidate.quantization, candidate.modulation
-        key = (*stored, candidate.allocator, candidate.swapped_blocks, caching, parallel)
+        stored = choice.precision, choice.quantization, choice.modulation
+        key = (*stored, allocator, swapped, caching, parallel)
         if key in self._residents:
             return self._residents[key]
         keeps = self.overheads is not None and self.overheads.has("text_encoders", "cache")
         alone = memory.resident_of(
-            self.hardware,
+            self.hardware.device,
             self.model,
-            candidate,
+            choice,
+            allocator=allocator,
+            swapped=swapped,
+            overhead_bytes=self.hardware.process_overhead_bytes,
             encoder_bytes=self.encoder_size.device_bytes(caching),
             encoders_stay=keeps or caching.residency == "keep",
         )
@@ -238,18 +233,17 @@ class PassTables:
         encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.num_processes)
         encoding = memory.HOST_PROCESS_BYTES + encoders
         alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
-        self._residents[key] = parallel.resident(alone, self.model_bytes(candidate))
+        self._residents[key] = parallel.resident(alone, self.model_bytes(choice))
         return self._residents[key]
 
     def kept_part_bytes(
-        self, candidate: Candidate, caching: CachingSettings, parallel: memory.Parallel
+        self, precision: str, caching: CachingSettings, resident: memory.Resident
     ) -> Mapping[str, int]:
         """Return what the program that trains keeps in each phase beyond autotune's executor."""
         if self.overheads is None or not self.overheads.kept:
             return {}
-        precision, encoders = candidate.precision, self.encoder_size.weight_bytes(caching)
+        encoders = self.encoder_size.weight_bytes(caching)
         vae = self.model.vae_cost(precision).weight_bytes // encoder_element_bytes(precision)
-        resident = self.resident_of(candidate, caching, parallel)
         return memory.kept_part_bytes(
             self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders
         )
@@ -261,15 +255,12 @@ class PassTables:
         self._own = self._own or PassTables(self.model.with_overheads(None), self.hardware)
         return self._own
 
-    def modulation_seconds(self, candidate: Candidate) -> float:
-        """Return a step's share of computing a window of modulations ahead, and of copying its own.
+    def _find_modulation(self, choice: PassChoice) -> float:
+        """A step's share of computing a window of modulations ahead, and of copying its own.
 
         The layers' files are taken to be in the page cache; what is computed crosses the bus to the
         host and back.
         """
-        return self._modulation(PassChoice.of(candidate))
-
-    def _find_modulation(self, choice: PassChoice) -> float:
         layers = self.model_bytes(choice).modulation
         if layers is None:
             return 0.0
@@ -289,19 +280,19 @@ class PassTables:
             moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
         return (products + moved) / steps
 
-    def typical_shares(self, candidate: Candidate) -> NDArray[np.float64] | float:
+    def typical_shares(self, choice: PassChoice) -> NDArray[np.float64] | float:
         """Return the time of steps of usual shapes over that of the largest, by class of operation.
 
         Between captions of mean length and the longest it goes by the length that micro-batches are
         padded to: the larger they are, the more often they hold a long one.
         """
-        work, size = self.workload, candidate.micro_batch_size
+        work, size = self.workload, choice.micro_batch_size
         if not workload.has_typical_shape(work):
             return 1.0
         mean, longest = workload.mean_text_tokens(work), work.max_text_tokens
         if mean == longest:
             return self._typical_shares(longest)
-        multiple = self.padded_to(candidate)
+        multiple = self.padded_to(choice)
         image_tokens = self.model.image_tokens(workload.typical_bucket(work))
         end = workload.pad_text(longest, image_tokens, multiple)
         padded = (workload.padded_text_tokens(work, size, image_tokens, multiple) - mean) / (
@@ -309,12 +300,12 @@ class PassTables:
         )
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
 
-    def padded_to(self, candidate: Candidate) -> int:
-        """Return what the candidate's micro-batches are padded to a multiple of tokens of."""
+    def padded_to(self, choice: PassChoice) -> int:
+        """Return what micro-batches are padded to a multiple of tokens of."""
         if self.overheads is not None or self.model.family.separates_prompts:
             return 1
-        is_masked = self.model.masked(candidate.micro_batch_size)
-        return token_multiple(self.kernel_of(candidate)) if is_masked else 1
+        is_masked = self.model.masked(choice.micro_batch_size)
+        return token_multiple(self.kernel_of(choice)) if is_masked else 1
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
         choice, rates = self.usual_choice, self.rates_of(self.usual_choice)

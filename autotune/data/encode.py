@@ -38,7 +38,7 @@ from autotune.knobs.quantized_layers import quantize_inside, torch_dtype
 from autotune.knobs.settings import encoder_precision
 from autotune.models.family import Sample
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.candidate import CachingSettings
 from autotune.plan.workload import Bucket
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.weights.files import DOWNLOAD_AGAIN
@@ -49,18 +49,19 @@ MEMORY_BYTES = 512 * 1024**2  # of encoded tensors; others are read from the cac
 
 class Encoders:
     """Text encoders and VAE, loaded on first use, for the `device` that trains; `caching` says
-    where they run, `settings` their precision and loader."""
+    where they run, `precision` is the transformer's."""
 
     def __init__(
         self,
         model: ResolvedModel,
         caching: CachingSettings,
-        settings: Candidate,
         device: torch.device,
+        precision: str,
+        loader: str = "safetensors",
     ) -> None:
-        self.model, self.caching, self.device, self.loader = model, caching, device, settings.loader
-        self.dtype = torch_dtype(encoder_precision(settings.precision))
-        self.denoiser_dtype = torch_dtype(settings.precision)
+        self.model, self.caching, self.device, self.loader = model, caching, device, loader
+        self.dtype = torch_dtype(encoder_precision(precision))
+        self.denoiser_dtype = torch_dtype(precision)
         self.vae_device = self._device_at(caching.vae_device)
         self._text_device = self._device_at(caching.text_encoder_device)
         self._pipeline: Any = None

@@ -18,12 +18,7 @@ from autotune.models.facts import Parts
 from autotune.models.family import Family
 from autotune.plan.base import first_problem
 from autotune.plan.candidate import CachingSettings, Choice
-from autotune.plan.hardware import (
-    HardwareProfile,
-    OtherGpu,
-    process_overhead_bytes,
-    shares_host_memory,
-)
+from autotune.plan.hardware import OtherGpu, shares_host_memory
 from autotune.plan.plan import EncoderGpu, Reason, Rejected
 
 PIN = "caching."  # what pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`
@@ -150,13 +145,14 @@ def _nothing_left(what: str) -> InvalidInput:
 
 
 def encoder_gpu_of(
-    hardware: HardwareProfile, caching: CachingSettings, size: EncoderSize
+    context: TuningContext, caching: CachingSettings, size: EncoderSize
 ) -> EncoderGpu | None:
     """Describe the GPU beside the one that trains that encodes, and what that takes of it."""
-    other = _find_gpu(caching.other_gpu, hardware)
+    other = _find_gpu(caching.other_gpu, context)
     if caching.other_gpu is None or other is None:
         return None
-    needed = _reserved(size.bytes_at(caching.other_gpu, caching)) + process_overhead_bytes(hardware)
+    needed = _reserved(size.bytes_at(caching.other_gpu, caching))
+    needed += context.hardware.process_overhead_bytes
     return EncoderGpu(
         name=other.name,
         total_memory_bytes=other.total_memory_bytes,
@@ -184,7 +180,7 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
     """Return the defaults with `pins`, or raise InvalidInput."""
     settings = _read_fields(pins)
     device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
-    if settings.other_gpu and _find_gpu(settings.other_gpu, context.hardware) is None:
+    if settings.other_gpu and _find_gpu(settings.other_gpu, context) is None:
         others = ", ".join(f"cuda:{gpu.index}" for gpu in context.hardware.device.others)
         what = f"{settings.parts_on_other_gpu} cannot be encoded on {settings.other_gpu} here"
         hint = f"GPUs beside the one that trains: {others or 'none'}"
@@ -249,8 +245,9 @@ def _require_choice(
         raise InvalidInput(f"{what} cannot be encoded on {place}: it {why}", hint=hint)
 
 
-def _find_gpu(name: str | None, hardware: HardwareProfile) -> OtherGpu | None:
-    return next((gpu for gpu in hardware.device.others if f"cuda:{gpu.index}" == name), None)
+def _find_gpu(name: str | None, context: TuningContext) -> OtherGpu | None:
+    others = context.hardware.device.others
+    return next((gpu for gpu in others if f"cuda:{gpu.index}" == name), None)
 
 
 def _places(context: TuningContext, num_processes: int, pinned: CachingSettings) -> list[str]:
@@ -284,8 +281,8 @@ def _shortage(place: str, num_bytes: int, context: TuningContext) -> str | None:
     if place == "cpu":
         budget, room = hardware.host.available_memory_bytes, "of the host's memory are free"
     else:
-        gpu, budget, room = _find_gpu(place, hardware), context.budget_bytes, "may be taken"
-        needed += process_overhead_bytes(hardware)
+        gpu, budget, room = _find_gpu(place, context), context.budget_bytes, "may be taken"
+        needed += hardware.process_overhead_bytes
         if gpu is None and place != "training":
             return f"there is no {place} here"
         if gpu is not None:  # if a smaller GPU is rehearsed, both are

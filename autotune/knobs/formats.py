@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from autotune.knobs.knob import Entry, Requirements
-from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import Quality
 from autotune.system.lazy import Tensor
 
@@ -49,9 +48,9 @@ BNB_NF4 = Requirements(("cuda", "cpu"), (6, 0), "bitsandbytes", "0.45", min_vers
 EIGHT_BITS = Requirements(("cuda", "cpu"), (7, 5), compiles_on=("cuda",))
 
 
-def _slow_reason(hardware: HardwareProfile) -> str | None:
-    slow = "a layer took two to seven times fp32's time, with int8 half of it"
-    return f"a CPU has no float8 units: {slow}" if hardware.device.kind == "cpu" else None
+SLOW_FLOAT8 = (
+    "a CPU has no float8 units: a layer took two to seven times fp32's time, with int8 half of it"
+)
 
 
 def _multiplied(
@@ -69,7 +68,7 @@ def _multiplied(
         tolerance=tolerance,
         tolerance_reason=f"{why} for weights, activations and gradients",
         hides_dtype=True,
-        why_not_searched=_slow_reason if dtype == "fp8" else lambda hardware: None,
+        slow_on_cpu=SLOW_FLOAT8 if dtype == "fp8" else "",
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:  # so that the doctor works where a library is missing
     from autotune.models.family import Family
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import Capability, DeviceKind, HardwareProfile
+from autotune.plan.hardware import DeviceKind, HardwareProfile
 from autotune.plan.workload import Workload
 
 
@@ -58,18 +58,6 @@ def gradient_capability(knob: str, checked_choice: Choice) -> str:
     return f"parity.{knob}.{checked_choice}"
 
 
-def why_not(hardware: HardwareProfile, capability: str) -> str | None:
-    """Tell why the machine lacks a capability; None if it has it, or if it is unknown."""
-    lacking = find_lacking(hardware, capability)
-    return lacking.reason if lacking else None
-
-
-def find_lacking(hardware: HardwareProfile, capability: str) -> Capability | None:
-    """Find the verdict that the machine lacks a capability."""
-    named = (each for each in hardware.capabilities if each.name == capability)
-    return next((each for each in named if not each.available), None)
-
-
 class Knob(ABC):
     """One tunable dimension, without state."""
 
@@ -104,9 +92,9 @@ class Knob(ABC):
         rejected.pop(default, None)
         return Choices((default,), rejected)
 
-    def why_not_on(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        """Tell why `choice` does not work on this machine at all; None if it may."""
-        return why_not(hardware, f"{self.name}.{choice}")
+    def capability(self, choice: Choice) -> str:
+        """Name the machine's capability without which `choice` does not work."""
+        return f"{self.name}.{choice}"
 
     def why_not(self, candidate: Candidate, context: TuningContext) -> str | None:
         """Tell why this knob's value cannot go with the candidate's other values."""
@@ -147,8 +135,7 @@ class Entry:
     # none.
     tolerance: float = 0.0
     tolerance_reason: str = ""
-    # On a machine that could use it.
-    why_not_searched: Callable[[HardwareProfile], str | None] = lambda hardware: None
+    slow_on_cpu: str = ""  # why no search tries it on a CPU that could use it
 
     @property
     def capability(self) -> str:

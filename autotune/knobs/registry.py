@@ -13,18 +13,11 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.knobs import settings
 from autotune.knobs.attention import ATTENTION_BACKENDS, AttentionBackend, why_not_faster
 from autotune.knobs.formats import WEIGHT_FORMATS, WeightFormat
-from autotune.knobs.knob import (
-    Choices,
-    GradientTolerance,
-    Knob,
-    TuningContext,
-    gradient_capability,
-    why_not,
-)
+from autotune.knobs.knob import Choices, GradientTolerance, Knob, TuningContext, gradient_capability
 from autotune.models.adapter import target_matcher
 from autotune.models.family import Family, build_on_meta
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import HardwareProfile
+from autotune.plan.hardware import DeviceKind
 from autotune.plan.workload import Workload
 
 WHOLE_WEIGHTS = (
@@ -134,8 +127,7 @@ class _TableKnob(Knob):
     def _why_rejected(self, entry: Any, context: TuningContext) -> str | None: ...
 
     def _why_not_searched(self, entry: Any, context: TuningContext) -> str | None:
-        why: str | None = entry.why_not_searched(context.hardware)
-        return why
+        return entry.slow_on_cpu if context.hardware.device.kind == "cpu" else None
 
 
 class Quantization(_TableKnob):
@@ -305,8 +297,8 @@ class NormRope(Knob):
     names = ("stock", "fused", "compiled")
     compared_with = "stock"
 
-    def why_not_on(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        return why_not(hardware, "compile") if choice == "compiled" else None
+    def capability(self, choice: Choice) -> str:
+        return "compile" if choice == "compiled" else super().capability(choice)
 
     def choices(self, context: TuningContext) -> Choices:
         if not context.family.attention_layouts:
@@ -317,8 +309,8 @@ class NormRope(Knob):
         orders = {"cpu": ["fused", "stock"], "cuda": ["compiled", "fused", "stock"]}
         rejected: dict[Choice, str] = {} if compiles.available else {"compiled": compiles.reason}
         usable = [one for one in orders.get(kind, ["stock", "fused"]) if one not in rejected]
-        wrong = {one: why_not(hardware, gradient_capability(self.name, one)) for one in usable}
-        best = next((one for one in usable if wrong[one] is None), "stock")
+        right = (one for one in usable if gradient_capability(self.name, one) not in hardware.lacks)
+        best = next(right, "stock")
         slower = {"cpu": "it was no faster than fused", "cuda": "it moves more bytes"}
         why = slower.get(kind, "it was never measured here")
         others = (one for one in self.names if one != best and one not in rejected)
@@ -340,8 +332,8 @@ class Compile(Knob):
     name = "compile"
     names = ("off", "block")
 
-    def why_not_on(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        return why_not(hardware, "compile") if choice == "block" else None
+    def capability(self, choice: Choice) -> str:
+        return "compile" if choice == "block" else super().capability(choice)
 
     def choices(self, context: TuningContext) -> Choices:
         capability = context.hardware.capability("compile")
@@ -409,12 +401,15 @@ def require_choice(name: str, value: Choice) -> None:
         raise InvalidInput(f"there is no {TITLES[name]} called {value!r}", hint=hint)
 
 
-def why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
-    """Tell why a value of a candidate's field does not work on this machine at all."""
-    for knob in KNOBS:
-        if knob.name == name:
-            return knob.why_not_on(value, hardware)
-    return settings.setting_why_not_on(name, value, hardware)
+def why_not_on(kind: DeviceKind, lacks: Mapping[str, str], name: str, value: Choice) -> str | None:
+    """Tell why a value of a candidate's field does not work at all on a machine that `lacks` such
+    capabilities, for such reasons."""
+    if value == "pinned" and kind != "cuda":
+        return f"only CUDA copies from page-locked memory by itself, this is {kind}"
+    if value == "fp16" and kind == "cpu":  # which works, for tests
+        return None
+    knob = next((each for each in KNOBS if each.name == name), None)
+    return lacks.get(knob.capability(value) if knob else f"{name}.{value}")
 
 
 def reload_key(candidate: Candidate) -> tuple[Choice, ...]:

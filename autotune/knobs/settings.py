@@ -18,9 +18,8 @@ from functools import cache, partial
 from typing import Any
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
-from autotune.knobs.knob import GradientTolerance, TuningContext, why_not
+from autotune.knobs.knob import GradientTolerance, TuningContext
 from autotune.plan.candidate import Choice
-from autotune.plan.hardware import HardwareProfile
 from autotune.plan.workload import ADAMW, OptimizerChoice, OptionValue
 from autotune.system.lazy import nn, torch
 from autotune.system.process import reveal_packages
@@ -122,16 +121,6 @@ def _fastest_loader(context: TuningContext) -> str:
         return min(measured, key=held.__getitem__)
     close = [name for name, rate in fitting.items() if rate >= AS_FAST * max(fitting.values())]
     return max(close, key=lambda name: (hardware.rate(f"page_cache.{name}") or 0.0, fitting[name]))
-
-
-def setting_why_not_on(name: str, value: Choice, hardware: HardwareProfile) -> str | None:
-    """Tell why a plain setting's value does not work on this machine at all."""
-    kind = hardware.device.kind
-    if name == "batch_memory" and value == "pinned" and kind != "cuda":
-        return f"only CUDA copies from page-locked memory by itself, this is {kind}"
-    if name != "precision" or (value == "fp16" and kind == "cpu"):  # which works, for tests
-        return None
-    return why_not(hardware, f"precision.{value}")
 
 
 def precision_tolerance(precision: Choice) -> GradientTolerance | None:

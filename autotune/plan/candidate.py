@@ -54,6 +54,10 @@ class Candidate(Frozen):
         """Number of blocks that recompute activations, all or some."""
         return self.checkpointed_blocks + self.selective_blocks
 
+    def differences(self, other: Self) -> dict[str, Choice]:
+        """The values that are not the other's, by knob."""
+        return {name: value for name, value in self if value != getattr(other, name)}
+
     def label(self) -> str:
         """Return one short line: what differs from the defaults, and what people look for."""
         weights = "no quantization" if self.quantization == "none" else self.quantization

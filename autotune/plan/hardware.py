@@ -285,6 +285,19 @@ class HardwareProfile(Frozen):
             name=name, available=False, reason=f"this profile says nothing about {name}"
         )
 
+    @property
+    def lacks(self) -> dict[str, str]:
+        """Why each capability is missing that is known to be."""
+        return {each.name: each.reason for each in self.capabilities if not each.available}
+
+    @property
+    def process_overhead_bytes(self) -> int:
+        """Device memory that a process takes besides its tensors: measured, else a GPU's usual
+        context. On a CPU, where the device's memory is the host's, the libraries' part."""
+        usual = {"cpu": CPU_PROCESS_BYTES, "cuda": CUDA_CONTEXT_BYTES}.get(self.device.kind, 0)
+        measured = self.rate("process.overhead") if self.device.kind == "cuda" else None
+        return usual if measured is None else int(measured)
+
     def rate(self, name: str) -> float | None:
         """The measured rate called `name` in its unit, or None."""
         return next((rate.value for rate in self.rates if rate.name == name), None)
@@ -312,14 +325,3 @@ this figure by its own."""
 def shares_host_memory(kind: MemoryKind) -> bool:
     """Tell if the device's memory is the host's: running out hangs the machine before any error."""
     return kind in ("integrated", "host")
-
-
-def process_overhead_bytes(hardware: HardwareProfile) -> int:
-    """Device memory that a process takes besides its tensors: measured, else a GPU's usual
-    context. On a CPU, where the device's memory is the host's, the libraries' part."""
-    if hardware.device.kind == "cpu":
-        return CPU_PROCESS_BYTES
-    if hardware.device.kind != "cuda":
-        return 0
-    measured = hardware.rate("process.overhead")
-    return int(measured) if measured is not None else CUDA_CONTEXT_BYTES

@@ -154,7 +154,7 @@ class FrozenPart(Frozen):
     @model_validator(mode="after")
     def _alternatives_are_candidates(self) -> Self:
         for each in self.forecast.alternatives if self.forecast else ():
-            each.candidate(self.settings)
+            self.settings.changed(**each.changes)
         return self
 
 

@@ -174,10 +174,6 @@ class Alternative(Frozen):
             raise ValueError(f"there is no setting {min(unknown)!r}")
         return self
 
-    def candidate(self, settings: Candidate) -> Candidate:
-        """All of its values. Raises ValidationError if a value is of the wrong kind."""
-        return settings.changed(**self.changes)
-
 
 class PhaseForecast(Frozen):
     """Device memory that a phase of a run is predicted to need."""
@@ -203,15 +199,10 @@ class Forecast(Frozen):
     def rebased(self, before: Candidate, after: Candidate) -> Self:
         """The same forecast for a plan that has the settings `after` instead of `before`."""
         rows = (
-            each.changed(changes=differences_of(each.candidate(before), after))
+            each.changed(changes=before.changed(**each.changes).differences(after))
             for each in self.alternatives
         )
         return self.changed(alternatives=tuple(rows))
-
-
-def differences_of(candidate: Candidate, settings: Candidate) -> dict[str, Choice]:
-    """The values of `candidate` that are not those of `settings`, by knob."""
-    return {name: value for name, value in candidate if value != getattr(settings, name)}
 
 
 Part = Literal["transformer", "text_encoders", "vae"]

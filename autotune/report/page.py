@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import groupby
@@ -21,7 +21,7 @@ from autotune.plan.candidate import Candidate, Choice, counting_trials
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.workload import GOALS
 from autotune.report import text
-from autotune.report.plan import describe_changes, process_workload, settings_items
+from autotune.report.plan import process_workload, settings_items
 from autotune.report.run import adapter_lines, limit_text, missed_promises, phase_bytes
 from autotune.report.text import change_text, loss_text, memory_text, seconds_text
 
@@ -112,17 +112,25 @@ class Subject:
     notes: Sequence[str] = ()  # what could not be read, or was left out
 
 
+Changes = Mapping[str, Choice]
+"""What differs from the chosen settings, by knob."""
+
+
 @dataclass(frozen=True)
 class Point:
     """A candidate of a plan as the chart of memory and speed shows it."""
 
-    candidate: Candidate
+    changes: Changes
+    name: str  # the same in words
     images_per_second: float
     run_memory_bytes: int
     kind: str  # `measured`, `predicted`, `beyond` (predicted not to fit) or `failed` (in a trial)
     outcome: str
-    is_chosen: bool = False
     is_front: bool = False
+
+    @property
+    def is_chosen(self) -> bool:
+        return not self.changes
 
     @property
     def runs(self) -> bool:
@@ -130,49 +138,58 @@ class Point:
         return self.kind in ("measured", "predicted")
 
 
+def name_of(changes: Changes) -> str:
+    """Put what differs from the chosen settings in words."""
+    from autotune.knobs.registry import TITLES
+
+    told = (f"{TITLES[name]} {changes[name]}" for name in Candidate.model_fields if name in changes)
+    return ", ".join(told) or "the chosen settings"
+
+
 def points_of(plan: TrainingPlan) -> list[Point]:
     """Return every candidate of the plan, measured if a trial ran it, else predicted."""
     frozen, batch = plan.frozen, process_workload(plan).effective_batch_size
     expected, settings = frozen.expected, frozen.settings
     alternatives = frozen.forecast.alternatives if frozen.forecast else ()
-    predicted = {each.candidate(settings): each for each in alternatives}
-    found: dict[Candidate, Point] = {}
+    predicted = {name_of(each.changes): each for each in alternatives}
+    found: dict[str, Point] = {}
 
-    def add(candidate: Candidate, seconds: float, size: int, kind: str, outcome: str) -> None:
-        chosen = candidate == settings
-        found[candidate] = Point(candidate, batch / seconds, size, kind, outcome, chosen)
+    def add(changes: Changes, seconds: float, size: int, kind: str, outcome: str) -> None:
+        name = name_of(changes)
+        found[name] = Point(changes, name, batch / seconds, size, kind, outcome)
 
-    for candidate, each in predicted.items():
+    for each in alternatives:
         size = each.run_memory_bytes
         if expected.phases:  # a rehearsal has measured what the process takes besides a step
             size = max(size, each.step_memory_bytes + expected.process_memory_bytes)
         fits = size <= frozen.hardware.budget_bytes
         outcome = "predicted to fit" if fits else "predicted not to fit"
-        add(candidate, each.step_seconds, size, "predicted" if fits else "beyond", outcome)
+        add(each.changes, each.step_seconds, size, "predicted" if fits else "beyond", outcome)
     for trial in counting_trials(frozen.trials):
         seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
+        changes = trial.candidate.differences(settings)
         if seconds and peak and trial.outcome == "ok":
             word = f"measured in a {'longer' if trial.confirms else 'short'} trial"
             size = peak + expected.process_memory_bytes
-            add(trial.candidate, seconds, size, "measured", word)
-        elif trial.candidate in predicted and trial.outcome != "ok":
-            each = predicted[trial.candidate]
+            add(changes, seconds, size, "measured", word)
+        elif trial.outcome != "ok" and (like := predicted.get(name_of(changes))):
             word = f"tried: {OUTCOMES[trial.outcome]} (placed by its prediction)"
-            add(trial.candidate, each.step_seconds, each.run_memory_bytes, "failed", word)
+            add(changes, like.step_seconds, like.run_memory_bytes, "failed", word)
     kind = expected.evidence
-    add(settings, expected.step_seconds, expected.run_memory_bytes, kind, f"chosen, {kind}")
+    add({}, expected.step_seconds, expected.run_memory_bytes, kind, f"chosen, {kind}")
     least = math.inf
     for point in sorted(found.values(), key=lambda p: (-p.images_per_second, p.run_memory_bytes)):
         if point.runs and point.run_memory_bytes < least:
             least = point.run_memory_bytes
-            found[point.candidate] = replace(point, is_front=True)
+            found[point.name] = replace(point, is_front=True)
     return list(found.values())
 
 
 def nearest_beyond(plan: TrainingPlan, points: Sequence[Point]) -> Point | None:
     """Find what is least over the budget: a failed trial, else a faster or any prediction."""
-    tried = {t.candidate for t in plan.frozen.trials if t.outcome in ("oom", "spill")}
-    failed = [point for point in points if point.kind == "failed" and point.candidate in tried]
+    settings, trials = plan.frozen.settings, plan.frozen.trials
+    tried = [t.candidate.differences(settings) for t in trials if t.outcome in ("oom", "spill")]
+    failed = [point for point in points if point.kind == "failed" and point.changes in tried]
     beyond = [point for point in points if point.kind == "beyond"]
     chosen = next(point for point in points if point.is_chosen)
     faster = [point for point in beyond if point.images_per_second > chosen.images_per_second]
@@ -202,9 +219,10 @@ def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
         measured = work.effective_batch_size / seconds
     worths = []
     for knob in KNOBS:
-        values = dict.fromkeys(getattr(point.candidate, knob.name) for point in points)
-        for value in _other_values(list(values), getattr(frozen.settings, knob.name)):
-            having = [point for point in points if getattr(point.candidate, knob.name) == value]
+        own_value = getattr(frozen.settings, knob.name)
+        values = [point.changes.get(knob.name, own_value) for point in points]
+        for value in _other_values(list(dict.fromkeys(values)), own_value):
+            having = [p for p, its in zip(points, values, strict=True) if its == value]
             running = [p for p in having if p.runs]
             best = max(
                 [p for p in running if p.kind == "measured"] or running,
@@ -287,9 +305,8 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
     chosen = next(point for point in points if point.is_chosen)
     alternatives = forecast.alternatives if forecast else ()
 
-    def named(candidate: Candidate) -> str:
-        return describe_changes(candidate, frozen.settings) or "the chosen settings"
-
+    predicted = {name_of(each.changes): each for each in alternatives}
+    names = [name_of(trial.candidate.differences(frozen.settings)) for trial in frozen.trials]
     measured = phase_bytes(expected.phases, expected.process_memory_bytes)
     phases = () if measured or not forecast else forecast.phases
     promised = {PHASE_TITLES.get(each.name, each.name): each.run_memory_bytes for each in phases}
@@ -303,17 +320,16 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
         "is_tie": any(point.images_per_second > chosen.images_per_second for point in like),
         "nearest": nearest_beyond(plan, points),
         "points": sorted(points, key=lambda point: -point.images_per_second),
-        "chart": _scatter(points, named, frozen.hardware.budget_bytes),
+        "chart": _scatter(points, frozen.hardware.budget_bytes),
         "phases": _bars(plan, measured, promised),
         "worths": find_worths(plan, points),
-        "predicted": {each.candidate(frozen.settings): each for each in alternatives},
-        "named": named,
-        "settings": settings_items(frozen.settings, work),
+        "trials": list(zip(frozen.trials, names, map(predicted.get, names), strict=True)),
+        "settings": settings_items(plan),
         "titles": TITLES,
     }
 
 
-def _scatter(points: Sequence[Point], named: Callable[[Candidate], str], budget: int) -> Part:
+def _scatter(points: Sequence[Point], budget: int) -> Part:
     is_near = budget <= SHOWN_BUDGET * max(point.run_memory_bytes for point in points)
     unit, suffix = _memory_unit([point.run_memory_bytes for point in points])
 
@@ -322,7 +338,7 @@ def _scatter(points: Sequence[Point], named: Callable[[Candidate], str], budget:
         like = "" if point.is_chosen else "like the chosen, but "
         tip = (
             f"{point.images_per_second:.3g} images/s with {memory_text(point.run_memory_bytes)}: "
-            f"{point.outcome}{front}. Settings: {like}{named(point.candidate)}."
+            f"{point.outcome}{front}. Settings: {like}{point.name}."
         )
         return point.run_memory_bytes / unit, point.images_per_second, tip
 

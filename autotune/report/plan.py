@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from autotune.events import CandidatesPredicted, RecordsMatched
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
 from autotune.plan.plan import CheckResult, TrainingPlan
-from autotune.plan.prediction import differences_of
 from autotune.plan.workload import Bucket, Workload, mean_text_tokens
 from autotune.report.text import (
     capped,
@@ -43,7 +42,7 @@ DENSITIES = {
 QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
 
 
-def trial_lines(number: int, result: TrialResult, first: Candidate) -> list[str]:
+def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[str]:
     """Align a trial under TRIAL_HEADER; its settings are those that differ from the first's."""
     verdict: str = result.outcome
     if verdict == "ok" and result.confirms:
@@ -51,13 +50,13 @@ def trial_lines(number: int, result: TrialResult, first: Candidate) -> list[str]
     elif verdict == "ok" and result.candidate.compile != "off":
         verdict = "compiled"
     measures = result.median_step_seconds, result.peak_memory_bytes
-    return _row(number, result.candidate, first, *measures, verdict)
+    return _row(number, dict(result.candidate), dict(first.candidate), *measures, verdict)
 
 
 def _row(
     number: int,
-    candidate: Candidate,
-    first: Candidate,
+    values: Mapping[str, Choice],
+    first: Mapping[str, Choice],
     seconds: float | None,
     num_bytes: int | None,
     verdict: str,
@@ -65,11 +64,12 @@ def _row(
     time, memory = "-" if seconds is None else f"{seconds:.3f}", memory_text(num_bytes)
     if num_bytes is not None and num_bytes >= 100 * 2**30:  # in at most nine columns
         memory = f"{num_bytes / 2**30:.{1 if num_bytes < 1000 * 2**30 else 0}f} GiB"
-    figures = f"{number:>2} {candidate.micro_batch_size:>5} {time:>7} {memory:>9} {verdict:<9}"
+    figures = f"{number:>2} {values['micro_batch_size']:>5} {time:>7} {memory:>9} {verdict:<9}"
     defaults = {name: field.default for name, field in Candidate.model_fields.items()}
-    known = defaults if number == 1 else dict(first)
-    differing = [each for each in candidate if each[0] not in UNTOLD and each[1] != known[each[0]]]
-    changed = ", ".join(f"{name}={value}" for name, value in differing)  # as `--pin` takes them
+    known = defaults if number == 1 else first
+    told = ((name, value) for name, value in values.items() if name not in UNTOLD)
+    differing = (f"{name}={value}" for name, value in told if value != known[name])
+    changed = ", ".join(differing)  # as `--pin` takes them
     settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
     return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
 
@@ -116,13 +116,14 @@ def prediction_lines(event: CandidatesPredicted) -> list[str]:
     ]
     chosen = [each for each in fitting[5:] if each.candidate == event.chosen]
     shown = [*fitting[:5], *chosen, *others[:3]]
+    first = dict(shown[0].candidate) if shown else {}
     for number, each in enumerate(shown, 1):
         neediest = max(each.phases, key=lambda phase: phase.run_memory_bytes, default=None)
         fits = each.run_memory_bytes <= budget_bytes
         verdict = "fits" if fits or neediest is None else f"no: {neediest.name}"
         verdict = "chosen" if each.candidate == event.chosen else verdict
         measures = each.step_seconds, each.run_memory_bytes
-        lines += _row(number, each.candidate, shown[0].candidate, *measures, verdict)
+        lines += _row(number, dict(each.candidate), first, *measures, verdict)
     return lines
 
 
@@ -169,30 +170,22 @@ def process_workload(plan: TrainingPlan) -> Workload:
     return plan.frozen.workload.share(plan.frozen.hardware.num_processes)
 
 
-def settings_items(settings: Candidate, workload: Workload) -> list[tuple[str, str]]:
+def settings_items(plan: TrainingPlan) -> list[tuple[str, str]]:
     """Return every knob's title and its value in words."""
     from autotune.knobs.registry import KNOBS, TITLES
 
-    known = {knob.name: knob for knob in KNOBS}
+    known, work = {knob.name: knob for knob in KNOBS}, process_workload(plan)
     return [
-        (TITLES[name], known[name].describe(value, workload) if name in known else str(value))
-        for name, value in settings
+        (TITLES[name], known[name].describe(value, work) if name in known else str(value))
+        for name, value in plan.frozen.settings
     ]
-
-
-def describe_changes(candidate: Candidate, settings: Candidate) -> str:
-    """Tell what differs from other settings, in a few words."""
-    from autotune.knobs.registry import TITLES
-
-    changes = differences_of(candidate, settings)
-    return ", ".join(f"{TITLES[name]} {value}" for name, value in changes.items())
 
 
 def full_settings_lines(plan: TrainingPlan) -> list[str]:
     """List every setting, one per line."""
     from autotune.knobs.caching import describe_caching
 
-    items = settings_items(plan.frozen.settings, process_workload(plan))
+    items = settings_items(plan)
     encoders = "encoders", describe_caching(plan.frozen.caching)
     return [f"{title:<14} {value}" for title, value in (*items, encoders)]
 
@@ -240,10 +233,8 @@ def _unusual_settings(plan: TrainingPlan) -> list[str]:
 
     settings = plan.frozen.settings
     plain = Candidate(micro_batch_size=settings.micro_batch_size, checkpointed_blocks=0)
-    names = differences_of(settings, plain)
-    items = zip(
-        Candidate.model_fields, settings_items(settings, process_workload(plan)), strict=True
-    )
+    names = settings.differences(plain)
+    items = zip(Candidate.model_fields, settings_items(plan), strict=True)
     shown = [f"{title} {text}" for name, (title, text) in items if name in names]
     if plan.frozen.caching != CachingSettings():
         shown.append(f"encoders {describe_caching(plan.frozen.caching)}")
@@ -320,7 +311,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     if plan.frozen.trials:
         lines += ["", "trials", TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):
-        lines += trial_lines(number, trial, plan.frozen.trials[0].candidate)
+        lines += trial_lines(number, trial, plan.frozen.trials[0])
         lines += wrapped(f"      {trial.message}") if trial.message else []
     if plan.frozen.fallbacks:
         lines += ["", "if memory is shorter than planned, in this order"]

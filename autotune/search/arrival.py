@@ -10,7 +10,7 @@ from autotune.cost.predict import CostModel
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.events import Notice, OnEvent, StatusChanged
 from autotune.knobs.caching import describe_caching
-from autotune.knobs.knob import TuningContext, gradient_capability, why_not
+from autotune.knobs.knob import TuningContext, gradient_capability
 from autotune.knobs.registry import GRADIENT_TOLERANCES, TITLES, why_not_on
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import Candidate, TrialResult
@@ -98,9 +98,10 @@ def verify_prediction(
             for name in GRADIENT_TOLERANCES
         }
         context = TuningContext(hardware, model.family, work)
-        checked = backend.check_gradients(context, choices, model)
-        wrong = {candidate: _find_wrong(candidate, checked) for candidate in fitting}
-        against |= {candidate: why for candidate, why in wrong.items() if why}
+        verdicts = backend.check_gradients(context, choices, model)
+        wrong = {each.name: each.reason for each in verdicts if not each.available}
+        found = {candidate: _find_wrong(candidate, wrong) for candidate in fitting}
+        against |= {candidate: why for candidate, why in found.items() if why}
     usable = [candidate for candidate in candidates if candidate not in against]
     if not usable:
         last = f"the last: {against[candidates[-1]]}"
@@ -114,23 +115,24 @@ def verify_prediction(
 def _find_misfits(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
     # an over-allocation can hang a machine
     budget, against = cost.budget_bytes, {}
+    kind, lacks = cost.hardware.device.kind, cost.hardware.lacks
     for candidate in candidates:
         needed = cost.predict(candidate).run_memory_bytes
         if needed > budget:
             limit = f"a run may take {budget / 2**30:.1f} GiB"
             against[candidate] = f"needs {needed / 2**30:.1f} GiB, {limit}"
         for name, value in candidate:
-            if why := why_not_on(name, value, cost.hardware):
+            if why := why_not_on(kind, lacks, name, value):
                 against[candidate] = f"{TITLES[name]} {value}: {why}"
                 break
     return against
 
 
-def _find_wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
+def _find_wrong(candidate: Candidate, wrong: Mapping[str, str]) -> str | None:
     for name, rule_of in GRADIENT_TOLERANCES.items():
         value = getattr(candidate, name)
         rule = rule_of(value)
-        why = rule and why_not(hardware, gradient_capability(name, rule.checked_choice))
+        why = rule and wrong.get(gradient_capability(name, rule.checked_choice))
         if why:
             return f"{TITLES[name]} {value}: {why}"
     return None

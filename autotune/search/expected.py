@@ -2,25 +2,18 @@
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 
 from autotune.cost.estimate import job_time
 from autotune.cost.predict import CostModel
 from autotune.knobs.registry import KNOBS
 from autotune.knobs.settings import encoder_element_bytes
-from autotune.plan.candidate import Candidate, Choice, TrialResult
+from autotune.plan.candidate import Choice, TrialResult
 from autotune.plan.hardware import shares_host_memory
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, PlannedHardware
-from autotune.plan.prediction import (
-    Alternative,
-    Forecast,
-    PhaseForecast,
-    Prediction,
-    StepTime,
-    differences_of,
-)
+from autotune.plan.prediction import Alternative, Forecast, PhaseForecast, Prediction, StepTime
 from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.search.winner import Score
 
@@ -31,26 +24,8 @@ EXACT_DIGITS, DIGITS = 9, 5
 """Digits that are the same on every CPU, and those that are kept: rounding twice hides others."""
 
 
-class _Row(NamedTuple):
-    candidate: Candidate
-    seconds: float
-    step_bytes: int
-    run_bytes: int
-    fits: bool
-
-
-_seconds, _run_bytes = operator.attrgetter("seconds"), operator.attrgetter("run_bytes")
-
-
-def _row_of(prediction: Prediction, budget_bytes: int) -> _Row:
-    needed = prediction.run_memory_bytes
-    return _Row(
-        prediction.candidate,
-        _rounded(prediction.step_seconds),
-        round(_rounded(prediction.allocated_memory_bytes)),
-        round(_rounded(needed)),
-        needed <= budget_bytes,
-    )
+_seconds = operator.attrgetter("step_seconds")
+_run_bytes = operator.attrgetter("run_memory_bytes")
 
 
 def planned_hardware(cost: CostModel) -> PlannedHardware:
@@ -146,27 +121,38 @@ def held_data_bytes(cost: CostModel, workload: Workload, job: Job, precision: st
 
 def build_forecast(
     predictions: Sequence[Prediction],
-    settings: Candidate,
+    best: Score,
     budget_bytes: int,
     step_time: StepTime,
-    first_predictions: Mapping[Candidate, Prediction],
+    first_predictions: Iterable[Prediction],
 ) -> Forecast:
     """Choose what a plan keeps of predictions; step time and first ones are uncorrected."""
-    rows = [_row_of(each, budget_bytes) for each in predictions]
-    fitting, beyond = [row for row in rows if row.fits], [row for row in rows if not row.fits]
-    at = next(number for number, row in enumerate(rows) if row.candidate == settings)
+    settings = best.candidate
+
+    def row_of(prediction: Prediction) -> Alternative:
+        return Alternative(
+            changes=prediction.candidate.differences(settings),
+            step_seconds=_rounded(prediction.step_seconds),
+            step_memory_bytes=round(_rounded(prediction.allocated_memory_bytes)),
+            run_memory_bytes=round(_rounded(prediction.run_memory_bytes)),
+        )
+
+    rows = list(map(row_of, predictions))
+    fits = [each.run_memory_bytes <= budget_bytes for each in predictions]
+    fitting = list(compress(rows, fits))
+    beyond = list(compress(rows, map(operator.not_, fits)))
+    at = next(number for number, row in enumerate(rows) if not row.changes)
+    tried = {_key(each): each for each in map(row_of, first_predictions)}
     kept = [
         rows[at],
-        *(row for row in rows if row.candidate in first_predictions),
-        *_best_by_value(rows, fitting, settings),
+        *(row for row in rows if _key(row) in tried),
+        *_best_by_value(rows, fitting, dict(settings)),
         *_spread(_pareto_front(fitting), MAX_FRONT),
         *_nearest_beyond(beyond, rows[at]),
     ]
-    chosen = {row.candidate: row for row in kept}
-    rest = sorted((row for row in rows if row.candidate not in chosen), key=_seconds)
-    chosen |= {row.candidate: row for row in _spread(rest, MAX_ROWS - len(chosen))}
-    for candidate, prediction in first_predictions.items():
-        chosen[candidate] = _row_of(prediction, budget_bytes)
+    chosen = {_key(row): row for row in kept}
+    rest = sorted((row for row in rows if _key(row) not in chosen), key=_seconds)
+    chosen |= {_key(row): row for row in _spread(rest, MAX_ROWS - len(chosen))}
     return Forecast(
         num_candidates=len(rows),
         num_fitting=len(fitting),
@@ -175,61 +161,61 @@ def build_forecast(
             PhaseForecast(name=phase.name, run_memory_bytes=round(_rounded(phase.run_memory_bytes)))
             for phase in predictions[at].phases
         ),
-        alternatives=tuple(
-            Alternative(
-                changes=differences_of(row.candidate, settings),
-                step_seconds=row.seconds,
-                step_memory_bytes=row.step_bytes,
-                run_memory_bytes=row.run_bytes,
-            )
-            for row in chosen.values()
-        ),
+        alternatives=tuple((chosen | tried).values()),
     )
 
 
+def _key(row: Alternative) -> tuple[tuple[str, Choice], ...]:
+    return tuple(row.changes.items())
+
+
 def _best_by_value(
-    rows: Sequence[_Row], fitting: Sequence[_Row], settings: Candidate
-) -> list[_Row]:
+    rows: Sequence[Alternative], fitting: Sequence[Alternative], settings: Mapping[str, Choice]
+) -> list[Alternative]:
     """For each other value of each knob the fastest that fits, or the smallest of all."""
-    fastest, smallest = _best_of(fitting, _seconds), _best_of(rows, _run_bytes)
     found = []
     for knob in KNOBS:
-        values = [value for name, value in smallest if name == knob.name]
+        own = settings[knob.name]
+        fastest, smallest = (
+            _best_of(some, key, knob.name, own)
+            for some, key in ((fitting, _seconds), (rows, _run_bytes))
+        )
+        values = list(smallest)
         if knob.is_composed:
-            chosen = int(getattr(settings, knob.name))
             numbers = sorted(map(int, values))
-            below = [number for number in numbers if number < chosen]
-            above = [number for number in numbers if number > chosen]
+            below = [number for number in numbers if number < int(own)]
+            above = [number for number in numbers if number > int(own)]
             values = [*dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:]))]
-        for value in values:
-            found.append(fastest.get((knob.name, value)) or smallest[knob.name, value])
+        found += [fastest.get(value) or smallest[value] for value in values]
     return found
 
 
-def _best_of(rows: Sequence[_Row], key: Callable[[_Row], float]) -> dict[tuple[str, Choice], _Row]:
-    best: dict[tuple[str, Choice], _Row] = {}
+def _best_of(
+    rows: Sequence[Alternative], key: Callable[[Alternative], float], knob: str, own: Choice
+) -> dict[Choice, Alternative]:
+    best: dict[Choice, Alternative] = {}
     for row in sorted(rows, key=key):
-        for name, value in row.candidate:
-            best.setdefault((name, value), row)
+        best.setdefault(row.changes.get(knob, own), row)
     return best
 
 
-def _pareto_front(rows: Sequence[_Row]) -> list[_Row]:
-    front: list[_Row] = []
-    for row in sorted(rows, key=lambda row: (row.seconds, row.run_bytes)):
-        if not front or row.run_bytes < front[-1].run_bytes:
+def _pareto_front(rows: Sequence[Alternative]) -> list[Alternative]:
+    front: list[Alternative] = []
+    for row in sorted(rows, key=lambda row: (row.step_seconds, row.run_memory_bytes)):
+        if not front or row.run_memory_bytes < front[-1].run_memory_bytes:
             front.append(row)
     return front
 
 
-def _nearest_beyond(beyond: Sequence[_Row], chosen: _Row) -> list[_Row]:
+def _nearest_beyond(beyond: Sequence[Alternative], chosen: Alternative) -> list[Alternative]:
     """Of what does not fit the nearest to the budget, then some of all others."""
     ordered = sorted(beyond, key=_run_bytes)
-    nearest = [*[row for row in ordered if row.seconds < chosen.seconds][:2], *ordered[:2]]
+    faster = [row for row in ordered if row.step_seconds < chosen.step_seconds]
+    nearest = [*faster[:2], *ordered[:2]]
     return nearest + _spread(ordered, MAX_BEYOND - len(nearest))
 
 
-def _spread(rows: Sequence[_Row], number: int) -> list[_Row]:
+def _spread(rows: Sequence[Alternative], number: int) -> list[Alternative]:
     if number >= len(rows):
         return list(rows)
     if number < 2:

@@ -11,7 +11,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import Capability, HardwareProfile
+from autotune.plan.hardware import Capability
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.search.trials import ProcessTrialRunner
@@ -75,9 +75,9 @@ GradientCheckRequest = GradientRequest | UpdateRequest
 
 def check_gradients(
     context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
-) -> HardwareProfile:
-    """Add verdicts on those of `choices` that change what is computed, in the first precision."""
-    hardware, kinds = context.hardware, _kinds_of_computation(choices)
+) -> tuple[Capability, ...]:
+    """Judge those of `choices` that change what is computed, in the first precision."""
+    kinds = _kinds_of_computation(choices)
     tiny_config = {**model.config, **context.family.tiny_config}
     precision = str(choices["precision"][0])
     path = _verdict_file(context, tiny_config, precision)
@@ -85,7 +85,7 @@ def check_gradients(
     if missing := [name for name in kinds if name not in verdicts]:
         ref = ModelRef.of(model.spec.name)
         with ProcessTrialRunner(
-            hardware, ref, context.workload, budget_bytes=context.budget_bytes
+            context.hardware, ref, context.workload, budget_bytes=context.budget_bytes
         ) as runner:
             for name in missing:
                 knob, rule = kinds[name]
@@ -94,8 +94,7 @@ def check_gradients(
                 verdicts[name] = _judge(name, knob, rule, request, result)
                 if not (isinstance(result, Failure) and result.outcome in TRANSIENT_OUTCOMES):
                     _save_verdict(path, verdicts[name])
-    found = (verdicts[name] for name in kinds)
-    return hardware.changed(capabilities=(*hardware.capabilities, *found))
+    return tuple(verdicts[name] for name in kinds)
 
 
 def _judge(
@@ -229,9 +228,9 @@ def gradient_error(request: GradientRequest, child: ChildState) -> float:
             precision="fp32",
             attention=request.reference_attention,
         )
-        cache[key] = adapter_gradients(request, cache["plain"], reference)
+        cache[key] = adapter_gradients(replace(request, candidate=reference), cache["plain"])
     torch.set_float32_matmul_precision("high")  # as training
-    found = adapter_gradients(request, cache["plain"], request.candidate)
+    found = adapter_gradients(request, cache["plain"])
     return relative_error(found, cache[key])
 
 
@@ -281,12 +280,11 @@ def plain_transformer(request: GradientRequest) -> nn.Module:
     return transformer.eval().requires_grad_(False)  # as loaded: only frozen weights are swapped
 
 
-def adapter_gradients(
-    request: GradientRequest, plain: nn.Module, candidate: Candidate
-) -> list[Tensor | None]:
+def adapter_gradients(request: GradientRequest, plain: nn.Module) -> list[Tensor | None]:
     """Run a copy of the transformer under the candidate's settings; fp64 on the CPU."""
-    family, dtype = get_family(request.family), torch_dtype(candidate.precision)
-    work, device = request.workload, torch.device(request.device)
+    candidate, family = request.candidate, get_family(request.family)
+    dtype, device = torch_dtype(candidate.precision), torch.device(request.device)
+    work = request.workload
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=True)
@@ -296,7 +294,7 @@ def adapter_gradients(
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
-    lengths = longest_captions(work, request.candidate.micro_batch_size)
+    lengths = longest_captions(work, candidate.micro_batch_size)
     bucket = work.largest_bucket
     samples = synthetic_samples(family, request.config, work, bucket, lengths, torch.bfloat16)
     collated = family.collate(samples, find_token_multiple(candidate, device))

@@ -30,7 +30,7 @@ def as_written(
         choice = (
             count_blocks(value, total) if name in BLOCK_COUNTS else value if names else int(value)
         )
-        why = why_not_on(name, choice, hardware)
+        why = why_not_on(hardware.device.kind, hardware.lacks, name, choice)
         if name in knobs:
             here = knobs[name].choices(context)
             why = why or (here.rejected.get(choice) if len(here.admitted) == 1 else None)

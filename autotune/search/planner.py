@@ -24,8 +24,7 @@ from autotune.events import (
     TrialStarted,
     ignore_event,
 )
-from autotune.knobs.knob import find_lacking, gradient_capability
-from autotune.plan.base import SCHEMA_VERSION
+from autotune.plan.base import SCHEMA_VERSION, digest_of
 from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
@@ -45,6 +44,7 @@ from autotune.search.problem import (
 from autotune.search.request import ResolvedRequest, resolve_request_model
 from autotune.search.study import memoize, open_study, publish_plan, published_plan, run_search
 from autotune.search.winner import Trials
+from autotune.share.store import shareable_machine
 from autotune.share.warm_start import MatchedRecord, WarmStart
 from autotune.system.process import collect_rarely, interrupt_on_signal
 
@@ -152,7 +152,8 @@ def _find_warm_start(
 ) -> WarmStart:
     if not problem.request.use_records:
         return start_from(problem)
-    found = backend.find_matches(problem.hardware, problem.workload, problem.budget_bytes)
+    here = shareable_machine(problem.hardware, problem.budget_bytes)
+    found = backend.find_matches(here, problem.workload)
     warm_start = start_from(problem, found.records)
     sources = warm_start.sources
     kind = sources[0].match.kind if sources else "none"
@@ -223,9 +224,9 @@ class _Search:
             model, _ = resolve_request_model(problem.request)
             choices = {"precision": precisions, "compile": (candidate.compile,)}
             started = time.monotonic()
-            checked = backend.check_gradients(problem.cost.context, choices, model)
+            verdicts = backend.check_gradients(problem.cost.context, choices, model)
             seconds = round(time.monotonic() - started, 1)
-            if wrong := find_lacking(checked, gradient_capability("compile", candidate.compile)):
+            if wrong := next((each for each in verdicts if not each.available), None):
                 return TrialResult(
                     candidate=candidate,
                     outcome=wrong.outcome or "numerics",
@@ -264,11 +265,12 @@ class _Search:
         judge: Callable[[TrialResult], TrialResult] = lambda result: result,
     ) -> TrialResult | None:
 
-        def measure(candidate: Candidate) -> TrialResult | None:
+        def measure() -> TrialResult | None:
             self.on_event(TrialStarted(candidate=candidate))
             return run(candidate)
 
-        measured = memoize(self.study, what, candidate, measure)
+        key = f"{what} {digest_of(candidate.model_dump(mode='json'))[-16:]}"
+        measured = memoize(self.study, key, measure)
         return self.tell(judge(measured)) if measured else None
 
     def tell(self, result: TrialResult) -> TrialResult:
@@ -329,10 +331,10 @@ def freeze_plan(
         overheads=request.overheads,
         forecast=build_forecast(
             predictions or [cost.predict(candidate) for candidate in candidates],
-            settings,
+            best,
             problem.budget_bytes,
             problem.cost.predict_uncalibrated(settings).step_time,
-            tried,
+            tried.values(),
         ),
         advice=(
             *winner.note_missing_phases(trials, settings),

@@ -19,7 +19,7 @@ from autotune.models.registry import find_published
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice, TrialResult
-from autotune.plan.hardware import KEY_NAMES, HardwareProfile, shares_host_memory
+from autotune.plan.hardware import KEY_NAMES, Capability, HardwareProfile, shares_host_memory
 from autotune.plan.job import Job, ModelRef
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Bucket, Quality, Workload
@@ -34,6 +34,7 @@ from autotune.search.space import (
     expand_block_counts,
 )
 from autotune.search.trials import ProcessTrialRunner
+from autotune.share.store import Machine
 from autotune.share.warm_start import StoreMatches, find_matches
 from autotune.system.version import __version__
 from autotune.train.prepare import device_misfits
@@ -79,13 +80,13 @@ class PlannerBackend:
     trials: Callable[[ModelRef, CostModel], AbstractContextManager[TrialFunction]] = (
         run_in_child_processes
     )
-    find_matches: Callable[[HardwareProfile, Workload, int], StoreMatches] = find_matches
-    """Looks up records for the machine, the work of one process and the bytes that it may take."""
+    find_matches: Callable[[Machine, Workload], StoreMatches] = find_matches
+    """Looks up records for the machine and the work of one process."""
     autotune_version: str = __version__
     needs_weights: bool = True
     """False if trials do not read the model's files, which then need not be complete."""
     check_gradients: Callable[
-        [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile
+        [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], tuple[Capability, ...]
     ] = check_gradients
     rehearse: Callable[[ModelRef, CostModel, Candidate, float], TrialResult | None] = (
         rehearse_in_child_process
@@ -130,11 +131,10 @@ class PlanningProblem:
         context = TuningContext(hardware, model.family, workload, share)
         space = build_space(request, context)
         if request.is_local:
-            checked = backend.check_gradients(context, space.choices, model)
-            verdicts = checked.capabilities[len(hardware.capabilities) :]
+            verdicts = backend.check_gradients(context, space.choices, model)
+            hardware = hardware.changed(capabilities=(*hardware.capabilities, *verdicts))
             if not all(verdict.available for verdict in verdicts):
-                space = build_space(request, replace(context, hardware=checked))
-            hardware = checked
+                space = build_space(request, replace(context, hardware=hardware))
         cost = CostModel.build(
             hardware,
             workload,

@@ -21,7 +21,6 @@ from autotune.models.resolve import (
     resolve_model,
 )
 from autotune.plan.file import job_from
-from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.request import Pairs, PlanRequest
 from autotune.plan.workload import Workload
@@ -138,14 +137,6 @@ class ResolvedRequest:
             assumed = f"{workload.max_text_tokens} tokens a caption are assumed"
             notes = (*notes, f"captions cannot be counted without the model's files: {assumed}")
         return cls(request, model, dataset, workload, job, notes)
-
-    def context(self, hardware: HardwareProfile) -> TuningContext:
-        """Say what knobs are chosen for on a machine."""
-        return TuningContext(hardware, self.model.family, self.workload)
-
-    def space(self, hardware: HardwareProfile) -> SearchSpace:
-        """Enumerate what may be tried on a machine. Raises as `build_search_space`."""
-        return build_space(self.request, self.context(hardware))
 
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:

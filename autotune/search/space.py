@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autotune.cost.calibration import time_doubt
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs.knob import Choices, Knob, TuningContext, gradient_capability, why_not
+from autotune.knobs.knob import Choices, Knob, TuningContext, gradient_capability
 from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, require_choice
 from autotune.knobs.settings import plain_choices
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate, Choice
@@ -190,7 +190,7 @@ def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -
     for value in values if name in GRADIENT_TOLERANCES else ():
         if rule := GRADIENT_TOLERANCES[name](value):
             capability = gradient_capability(name, rule.checked_choice)
-            if why := why_not(context.hardware, capability):
+            if why := context.hardware.lacks.get(capability):
                 wrong[value] = why
     return wrong
 

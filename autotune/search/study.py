@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
@@ -222,7 +223,7 @@ def take_snapshot(study: Study) -> StudySnapshot:
     message = f"it took its process down {MAX_RETRIES + 1} times"
     for each in crashed:
         results.setdefault(each, TrialResult(candidate=each, outcome="crash", message=message))
-    left = tuple(candidate for candidate in running if candidate not in results)
+    left = tuple(filterfalse(results.__contains__, running))
     return StudySnapshot(tuple(results.values()), left, has_waiting)
 
 
@@ -319,14 +320,12 @@ def run_search(
 
 
 def memoize(
-    study: Study, what: str, candidate: Candidate, measure: Callable[[Candidate], Any]
+    study: Study, key: str, measure: Callable[[], TrialResult | None]
 ) -> TrialResult | None:
-    """Read what an interrupted search measured of a candidate, or measure and store it."""
-    key = f"{what} {digest_of(candidate.model_dump(mode='json'))[-16:]}"
+    """Read what an interrupted search stored under a key, or measure and store it."""
     if (stored := study.user_attrs.get(key)) is not None:
         return TrialResult.model_validate_json(stored)
-    found: TrialResult | None = measure(candidate)
-    if found is not None:
+    if (found := measure()) is not None:
         study.set_user_attr(key, found.model_dump_json())
     return found
 

@@ -31,7 +31,7 @@ from autotune.knobs.settings import allow_optimizer, check_options, configure_al
 from autotune.machine.capabilities import MIN_MARGIN_BYTES, default_reserve_bytes
 from autotune.machine.probe import DeviceLock, lock_path
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome, TrialResult
-from autotune.plan.hardware import HardwareProfile, process_overhead_bytes, shares_host_memory
+from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Workload
@@ -108,7 +108,7 @@ class ProcessTrialRunner:
         self.budget_bytes = device.budget_bytes if budget_bytes is None else budget_bytes
         self.resident_bytes, self.memory_cap_bytes = resident_bytes, self.budget_bytes
         if self.device == "cpu" or not self.shares_memory:
-            self.memory_cap_bytes -= process_overhead_bytes(hardware)
+            self.memory_cap_bytes -= hardware.process_overhead_bytes
         total_bytes = device.total_memory_bytes or 0
         usual = default_reserve_bytes(device.memory_kind, total_bytes, device.drives_display)
         self.reserve_bytes = MIN_MARGIN_BYTES + usual

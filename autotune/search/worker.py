@@ -452,7 +452,8 @@ def rehearse_caching(
     request: RehearsalRequest, model: ResolvedModel, preview: Preview, cache: Path
 ) -> PreviewSampler:
     """Encode a caption and an item of the largest shape, and what the preview needs."""
-    encoders = Encoders(model, request.caching, request.candidate, torch.device(request.device))
+    device, settings = torch.device(request.device), request.candidate
+    encoders = Encoders(model, request.caching, device, settings.precision, settings.loader)
     sampler = PreviewSampler(encoders)
     sampler.encode_prompts([preview], Cache(cache))
     _encode_item(model, encoders, preview)

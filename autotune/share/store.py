@@ -86,7 +86,8 @@ class Record(Frozen):
             raise ValueError("predictions are no evidence")
         if any(trial != shareable_trial(trial) for trial in self.trials):  # capped ones, too
             raise ValueError("its trials contain more than a record may")
-        if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
+        ran = (trial for trial in self.trials if trial.outcome == "ok")
+        if not any(trial.candidate == self.settings for trial in ran):
             raise ValueError("none of its trials ran the settings that it recommends")
         if self.calibration and len(self.calibration) != len(self.trials):
             raise ValueError("its calibration is not that of its trials")

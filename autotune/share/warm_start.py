@@ -18,14 +18,13 @@ from autotune.errors import AutotuneError
 from autotune.knobs.attention import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate, Choice, TrialResult
-from autotune.plan.hardware import KEY_NAMES, HardwareProfile
+from autotune.plan.hardware import KEY_NAMES
 from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.share.store import (
     Machine,
     Record,
     Store,
     architecture_folder,
-    shareable_machine,
     user_store,
     workload_class,
 )
@@ -109,12 +108,7 @@ class StoreMatches:
     refused: tuple[str, ...]  # records that cannot be true or cannot be read: one line each
 
 
-def find_matches(
-    hardware: HardwareProfile,
-    workload: Workload,
-    budget_bytes: int | None = None,
-    store: Store | None = None,
-) -> StoreMatches:
+def find_matches(here: Machine, workload: Workload, store: Store | None = None) -> StoreMatches:
     """Return the records that count here, by default of the user's own store."""
     store = store or user_store()
     try:
@@ -126,9 +120,9 @@ def find_matches(
     for file in files:
         if file.record is None:
             continue
-        match = compare(file.record, hardware, workload, budget_bytes)
+        match = compare(file.record, here, workload)
         if match.kind != "none":
-            trials = usable_trials(file.record, hardware, budget_bytes)
+            trials = usable_trials(file.record, here)
             found.append(MatchedRecord(file.name, file.record, match, trials))
 
     def rank(item: MatchedRecord) -> tuple[object, ...]:
@@ -139,14 +133,12 @@ def find_matches(
     return StoreMatches(tuple(sorted(found, key=rank)), tuple(refused))
 
 
-def compare(
-    record: Record, hardware: HardwareProfile, workload: Workload, budget_bytes: int | None = None
-) -> Match:
+def compare(record: Record, here: Machine, workload: Workload) -> Match:
     """Compare a record with this machine and this work."""
     ours, theirs = workload.model, record.workload.model
     if ours.architecture != theirs.architecture:
         return Match("none", math.inf, (f"architecture: {theirs.name} there, {ours.name} here",))
-    machine = compare_machine(record, hardware, budget_bytes)
+    machine = compare_machine(record, here)
     if machine.kind == "none":
         return machine
     found = dict(_differences(_work_facts(record.workload), _work_facts(workload)))
@@ -159,11 +151,9 @@ def compare(
     return Match("near" if reasons else "exact", distance, reasons)
 
 
-def compare_machine(
-    record: Record, hardware: HardwareProfile, budget_bytes: int | None = None
-) -> Match:
+def compare_machine(record: Record, here: Machine) -> Match:
     """Compare a record with this machine alone, whatever the work."""
-    here, there = shareable_machine(hardware, budget_bytes), record.machine
+    there = record.machine
     names = sorted({*there.match_keys, *here.match_keys})
     keys = ((name, there.match_keys.get(name), here.match_keys.get(name)) for name in names)
     decisive = tuple(
@@ -171,7 +161,7 @@ def compare_machine(
         for name, theirs, ours in keys
         if theirs != ours
     )
-    unusable = _unusable_trials(record, hardware)
+    unusable = _unusable_trials(record, here)
     libraries = tuple(sorted(set(unusable.values())))
     if decisive or len(unusable) == len(record.trials):
         return Match("none", math.inf, decisive or libraries)
@@ -187,13 +177,10 @@ def compare_machine(
     return Match("near" if reasons else "exact", sum(found.values()), reasons)
 
 
-def usable_trials(
-    record: Record, hardware: HardwareProfile, budget_bytes: int | None = None
-) -> tuple[TrialResult, ...]:
+def usable_trials(record: Record, here: Machine) -> tuple[TrialResult, ...]:
     """Return the trials on the same libraries, less OOMs of a smaller budget than ours."""
-    unusable = _unusable_trials(record, hardware)
-    budget = hardware.device.budget_bytes if budget_bytes is None else budget_bytes
-    is_smaller = record.machine.budget_bytes < SAME_BUDGET * budget
+    unusable = _unusable_trials(record, here)
+    is_smaller = record.machine.budget_bytes < SAME_BUDGET * here.budget_bytes
     return tuple(
         trial
         for index, trial in enumerate(record.trials)
@@ -201,17 +188,18 @@ def usable_trials(
     )
 
 
-def _unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
+def _unusable_trials(record: Record, here: Machine) -> dict[int, str]:
     """Position of each trial on a library that differs here, and why it does not count."""
-    ours, theirs = shareable_machine(hardware).versions, record.machine.versions
-    capability = hardware.device.compute_capability
+    ours, theirs = here.versions, record.machine.versions
+    major, _, minor = (here.match_keys["compute_capability"] or "0.0").partition(".")
+    capability = int(major), int(minor)
     native_is_cudnn = any(prefers_cudnn(capability, versions.cudnn) for versions in (ours, theirs))
     found = {}
     for index, trial in enumerate(record.trials):
         for library in _libraries(trial.candidate, native_is_cudnn):
-            here, there = getattr(ours, library) or "none", getattr(theirs, library) or "none"
-            if here != there:
-                found[index] = f"trials on {library}: {there} there, {here} here"
+            own, other = getattr(ours, library) or "none", getattr(theirs, library) or "none"
+            if own != other:
+                found[index] = f"trials on {library}: {other} there, {own} here"
     return found
 
 

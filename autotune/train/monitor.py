@@ -25,7 +25,7 @@ from autotune.machine.capabilities import host_floor_bytes
 from autotune.machine.doctor import NO_SPILL
 from autotune.machine.sources import available_bytes, host_available_bytes, memory_bytes
 from autotune.plan.candidate import PhasePeak
-from autotune.plan.hardware import HardwareProfile, MemoryKind, shares_host_memory
+from autotune.plan.hardware import Device, MemoryKind, shares_host_memory
 from autotune.plan.plan import FrozenPart
 from autotune.system import memory
 from autotune.system.process import PYTHON
@@ -123,12 +123,11 @@ class Monitor:
         self._utilization_read_at = -math.inf
 
     @classmethod
-    def of_run(cls, device: torch.device, hardware: HardwareProfile, frozen: FrozenPart) -> Self:
-        expected, system = frozen.expected, hardware.host.memory_model
-        has_own_memory = not shares_host_memory(hardware.device.memory_kind)
+    def of_run(cls, device: torch.device, here: Device, system: str, frozen: FrozenPart) -> Self:
+        expected, has_own_memory = frozen.expected, not shares_host_memory(here.memory_kind)
         return cls(
             device,
-            budget_bytes=hardware.device.budget_bytes,
+            budget_bytes=here.budget_bytes,
             planned_bytes=expected.run_memory_bytes,
             planned_seconds=expected.step_seconds if expected.evidence == "measured" else math.inf,
             can_spill=has_own_memory and system in ("wsl", "windows"),

@@ -217,7 +217,7 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
     used.append(("text encoder quantization", "quantization", encoder_format))
     misfits = []
     for title, name, value in used:
-        if reason := why_not_on(name, value, hardware):
+        if reason := why_not_on(hardware.device.kind, hardware.lacks, name, value):
             misfits.append(f"{title}: {value} does not work on this machine: {reason}")
         elif value not in NAMES[name]:
             misfits.append(f"{title}: this version of autotune does not know {value!r}")

@@ -84,7 +84,8 @@ def train(
                     taken = f"this run has taken all of its {report.num_steps} steps"
                     on_event(Notice(text=f"{taken}: nothing is left to do"))
                     return report
-                monitor = Monitor.of_run(processes.device, hardware, plan.frozen)
+                here, system = hardware.device, hardware.host.memory_model
+                monitor = Monitor.of_run(processes.device, here, system, plan.frozen)
                 run = _Run(plan, prepared, cache_folder, on_event, processes, watchdog, monitor)
                 return run.train(started, resume=resume, trace=trace)
     finally:
@@ -112,7 +113,8 @@ class _Run:
         self.adapter_file = folder.ADAPTER_FILE
         self.metrics: Metrics | None = None
         settings = plan.frozen.settings
-        self.encoders = Encoders(prepared.model, plan.frozen.caching, settings, processes.device)
+        encoding = prepared.model, plan.frozen.caching, processes.device
+        self.encoders = Encoders(*encoding, settings.precision, settings.loader)
         self.sampler = sample.PreviewSampler(self.encoders, self._warn)
         self.previews = self._list_previews() if self.processes.is_sampler else []
 

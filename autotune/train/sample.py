@@ -130,7 +130,7 @@ def sample_run(
     if frozen.hardware.num_shards > 1:  # one device cannot hold all weights, so blocks are swapped
         settings = settings.changed(swapped_blocks=frozen.workload.model.num_blocks - 1)
     configure_allocator(settings.allocator)  # before anything is allocated
-    encoders = Encoders(model, frozen.caching, settings, device)
+    encoders = Encoders(model, frozen.caching, device, settings.precision, settings.loader)
     sampler = PreviewSampler(encoders, lambda text: on_event(Notice(text=text, level="warning")))
     steps, bucket = request.num_steps or plan.job.preview_steps, frozen.workload.largest_bucket
     first = Preview(request.prompt, bucket, steps, request.seed, request.control_paths)

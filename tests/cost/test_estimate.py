@@ -6,7 +6,7 @@ import pytest
 from tiny_models import TINY, gpu, workload_of
 
 from autotune.cost.estimate import job_time, plan_seconds, require_sound
-from autotune.cost.predict import CostModel
+from autotune.cost.predict import CostModel, choice_of
 from autotune.errors import InvalidInput
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import FAMILIES
@@ -38,7 +38,7 @@ def test_a_vae_elsewhere_is_priced_in_memory_and_time():
     jobs = [job_time(own, own.predict(candidate), **counts) for own in (here, there)]
     seconds = [job.cache_seconds for job in jobs]
     cores = there.hardware.host.physical_cores or there.hardware.host.logical_cores
-    moving = vae.encode_bytes_moved / here.tables.rates_of(candidate).bandwidth
+    moving = vae.encode_bytes_moved / here.tables.rates_of(choice_of(candidate)).bandwidth
     assert seconds[1] - seconds[0] == pytest.approx(vae.encode_flops / (5e10 * cores) - moving)
     assert seconds[1] > 10 * seconds[0]
 
@@ -50,8 +50,9 @@ def plans_for(attention="native", size=1, **changes):
     tokens = {"max_text_tokens": 200, "text_token_quantiles": (10, 100, 200)}
     work = workload_of("qwen-image", buckets=buckets, **tokens, **changes)
     own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
-    values = {"micro_batch_size": size, "attention": attention}
-    return [plan_seconds(own, Candidate(checkpointed_blocks=k, **values)) for k in (0, 1)]
+    values = {"checkpointed_blocks": 0, "micro_batch_size": size, "attention": attention}
+    choice = choice_of(Candidate(**values))
+    return [plan_seconds(own, choice, recomputes=recomputes) for recomputes in (False, True)]
 
 
 def test_cudnn_plans_attention_once_a_length():

@@ -56,7 +56,7 @@ def test_what_stays_is_exact(predictor, name, quantization):
     assert model_bytes.weight_bytes == storage_bytes(frozen)
     assert model_bytes.adapter_bytes == storage_bytes(parameters)
     assert model_bytes.adapter_parameters == sum(p.numel() for p in parameters)
-    resident = own.tables.resident_of(candidate, own.caching, own.parallel)
+    resident = own.resident_of(candidate)
     assert resident.optimizer_bytes == storage_bytes([*states, *masters])
     if quantization == "bnb-nf4":  # which is not swapped
         return

@@ -15,11 +15,6 @@ from autotune.plan.workload import Bucket
 from tests.builders import workload
 
 
-def with_cudnn(card: str, version: str | None):
-    one = gpu(card)
-    return one.model_copy(update={"versions": one.versions.model_copy(update={"cudnn": version})})
-
-
 @pytest.mark.parametrize(
     ("card", "cudnn", "precision", "masked", "kernel"),
     [
@@ -35,7 +30,8 @@ def with_cudnn(card: str, version: str | None):
     ],
 )
 def test_native_is_the_kernel_torch_prefers(card, cudnn, precision, masked, kernel):
-    assert kernel_for("native", "cuda", masked, with_cudnn(card, cudnn), precision) == kernel
+    known = {"capability": gpu(card).device.compute_capability, "cudnn": cudnn}
+    assert kernel_for("native", "cuda", masked, precision, **known) == kernel
 
 
 def measured(card: str, rates: dict[str, float]):

@@ -1,6 +1,7 @@
 """Predictions order candidates as they must, break down completely, and come fast."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from tiny_models import TINY, cpu, gpu, workload_of
@@ -8,6 +9,7 @@ from tiny_models import TINY, cpu, gpu, workload_of
 from autotune.cost import recorder as shapes
 from autotune.cost.kernels import CLASSES
 from autotune.cost.predict import CostModel
+from autotune.cost.tables import PassTables
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import window_steps
 from autotune.models.registry import FAMILIES
@@ -123,7 +125,8 @@ def test_modulation_ahead_trades_layers_for_a_window(card):
     assert host <= 2 * window + previews
     assert ahead.step_time.matmul_seconds < resident.step_time.matmul_seconds
     slow = Rate(name="host_to_device.pageable", value=1e6, unit="B/s", spread=0.0, num_samples=1)
-    there = card.for_hardware(card.hardware.changed(rates=(slow,))).predict(ahead.candidate)
+    tables = PassTables(card.model, card.hardware.changed(rates=(slow,)))
+    there = replace(card, tables=tables).predict(ahead.candidate)
     fetching = layers.weight_bytes / 1e6 / window_steps(layers.row_bytes, 2)
     assert there.step_seconds - ahead.step_seconds == pytest.approx(fetching, rel=0.01)
 

@@ -29,7 +29,7 @@ def small(request, small_pipelines):
 
 
 def encoders_of(small, caching):
-    return Encoders(resolve_model(ModelRef.of(small.folder)), caching, SETTINGS, CPU)
+    return Encoders(resolve_model(ModelRef.of(small.folder)), caching, CPU, SETTINGS.precision)
 
 
 @torch.no_grad()

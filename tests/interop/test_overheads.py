@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.cost.kernels import IN_FP32, kernel_for
-from autotune.cost.predict import CostModel
+from autotune.cost.kernels import IN_FP32
+from autotune.cost.predict import CostModel, choice_of
 from autotune.cost.recorder import Segment
 from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
@@ -67,9 +67,9 @@ def test_adapters_take_the_table_s_bytes(own: CostModel, trainer: str) -> None:
 
 def test_fp32_adapters_keep_copies(own: CostModel) -> None:
     def kept_by_a_block(trainer: str) -> int:
-        model = cost_of(overheads_of(trainer)).model
-        kernel = kernel_for("native", model.rules, model.masked(1), own.hardware, "bf16")
-        return model.traced("bf16", "none", kernel, 1, 0).forward[1].growth_bytes
+        cost = cost_of(overheads_of(trainer))
+        kernel = cost.tables.kernel_of(choice_of(SETTINGS))
+        return cost.model.traced("bf16", "none", kernel, 1, 0).forward[1].growth_bytes
 
     tokens, rank = BUCKET.width_px * BUCKET.height_px // 16**2, own.workload.rank
     # of query, key and value in place of one in bf16, and output
@@ -110,9 +110,9 @@ def test_winners_fit_the_trainer_too(own: CostModel) -> None:
 def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Segment:
     """The backward pass of a block in the middle if the first `recomputed` do so, else its
     forward pass."""
-    model = cost_of(overheads).model
-    kernel = kernel_for("native", model.rules, model.masked(1), gpu("nvidia-h100-sxm"), "bf16")
-    trace = model.traced("bf16", quantization, kernel, 1, recomputed)
+    cost = cost_of(overheads)
+    kernel = cost.tables.kernel_of(choice_of(SETTINGS))
+    trace = cost.model.traced("bf16", quantization, kernel, 1, recomputed)
     return (trace.backward if recomputed else trace.forward)[1]
 
 

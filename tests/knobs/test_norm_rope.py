@@ -1,5 +1,7 @@
 """One function for norm, rotation and joining: diffusers' numbers, and only its inputs kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers.models.normalization import RMSNorm
@@ -152,7 +154,7 @@ def error(name, *, num_controls=None, **settings):
     values = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": "fp32", **settings}
     own = Candidate.model_validate(values)
     found, wanted = (
-        adapter_gradients(request, plain_transformer(request), candidate)
+        adapter_gradients(replace(request, candidate=candidate), plain_transformer(request))
         for candidate in (own, own.changed(norm_rope="stock"))
     )
     assert [one is None for one in found] == [one is None for one in wanted]

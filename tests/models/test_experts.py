@@ -82,7 +82,7 @@ def test_previews_use_both_transformers(small_pipelines: Any, tmp_path: Path, ex
     file = tmp_path / "adapter.safetensors"
     save_adapter(file, get_peft_model_state_dict(transformer), info, family.adapter_component)
 
-    encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
+    encoders = Encoders(model, CachingSettings(), torch.device("cpu"), SETTINGS.precision)
     sampler, preview = PreviewSampler(encoders), Preview(CAPTIONS[0], small.bucket, 4, seed=0)
     sampler._encode([preview])
     sampler.attach(type(small.transformer).from_pretrained(model.transformer_file))
@@ -106,7 +106,7 @@ def test_both_transformers_of_a_preview_in_fp16(small_pipelines: Any) -> None:
     small: Small = small_pipelines(NAME)
     model = resolve_model(ModelRef(name=str(small.folder), expert="high-noise"))
     settings = SETTINGS.changed(precision="fp16")
-    encoders = Encoders(model, CachingSettings(), settings, torch.device("cpu"))
+    encoders = Encoders(model, CachingSettings(), torch.device("cpu"), settings.precision)
     sampler, preview = PreviewSampler(encoders), Preview(CAPTIONS[0], small.bucket, 4, seed=0)
     sampler._encode([preview])
     kind = type(small.transformer)

@@ -108,7 +108,7 @@ def test_no_code_in_a_model_folder_is_run(small_pipelines, tmp_path, monkeypatch
             path.write_text(json.dumps({**data, "auto_map": auto_map, "trust_remote_code": True}))
     model = resolve_model(ModelRef.of(folder))
     read_parts(model)
-    encoders = Encoders(model, CachingSettings(), candidate(precision="fp32"), torch.device("cpu"))
+    encoders = Encoders(model, CachingSettings(), torch.device("cpu"), "fp32")
     encoders.load_pipeline()
     if (folder / "tokenizer" / "tokenizer_config.json").exists():
         count_tokens(folder, ["a"])

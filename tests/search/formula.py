@@ -93,9 +93,6 @@ class FormulaCostModel:
     def as_trials_run(self) -> "FormulaCostModel":
         return self
 
-    def for_hardware(self, hardware: Any) -> "FormulaCostModel":
-        return replace(self, hardware=hardware, calibration=None)
-
     def residual(self, trial: TrialResult) -> Residual | None:
         return residual_of(trial, self._raw(trial.candidate))
 

@@ -27,7 +27,7 @@ from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Workload
 from autotune.search import planner
 from autotune.search.problem import PlannerBackend, PlanningProblem, TrialFunction
-from autotune.share.store import Record
+from autotune.share.store import Machine, Record, shareable_machine
 from autotune.share.warm_start import MatchedRecord, StoreMatches, compare, usable_trials
 from tests import builders
 
@@ -72,24 +72,19 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
 
     return PlannerBackend(
         trials,
-        lambda hardware, workload, budget_bytes: StoreMatches((), ()),
+        lambda here, workload: StoreMatches((), ()),
         "0.0",
         needs_weights=False,
-        check_gradients=lambda context, choices, model: context.hardware,
+        check_gradients=lambda context, choices, model: (),
         rehearse=lambda model, cost, candidate, max_seconds: None,
     )
 
 
-def matches_of(
-    records: Sequence[Record], hardware: HardwareProfile, workload: Workload, budget_bytes: int
-) -> StoreMatches:
+def matches_of(records: Sequence[Record], here: Machine, workload: Workload) -> StoreMatches:
     """What a store of these records has for a machine and its work."""
     found = (
         MatchedRecord(
-            record.name,
-            record,
-            compare(record, hardware, workload, budget_bytes),
-            usable_trials(record, hardware, budget_bytes),
+            record.name, record, compare(record, here, workload), usable_trials(record, here)
         )
         for record in records
     )
@@ -105,7 +100,9 @@ def replay(
 ) -> TrainingPlan:
     """The plan that a search's trials give, without a machine."""
     problem = PlanningProblem.build(asked, hardware, surroundings())
-    found = matches_of(records, problem.hardware, problem.workload, problem.budget_bytes)
+    found = matches_of(
+        records, shareable_machine(problem.hardware, problem.budget_bytes), problem.workload
+    )
     warm_start = planner.start_from(problem, found.records)
     return planner.freeze_plan(problem, version, (), tuple(trials), warm_start)
 

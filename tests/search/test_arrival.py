@@ -11,7 +11,7 @@ from autotune.knobs.knob import gradient_capability
 from autotune.machine.probe import hardware_named
 from autotune.plan.candidate import CachingSettings, Candidate, TrialResult
 from autotune.plan.file import seal, with_job, write_plan
-from autotune.plan.hardware import Capability, HardwareProfile
+from autotune.plan.hardware import Capability
 from autotune.plan.plan import TrainingPlan
 from autotune.search.arrival import load_verified, sealed_path, verify_prediction
 from tests import builders
@@ -109,11 +109,11 @@ def test_what_computes_something_else_here_is_not_tried(predicted: TrainingPlan)
     unproven = usual.changed(attention="_native_cudnn")
     asked: list[object] = []
 
-    def check_gradients(context: object, choices: Any, model: object) -> HardwareProfile:
+    def check_gradients(context: object, choices: Any, model: object) -> tuple[Capability, ...]:
         asked.append(choices["attention"])
         name = gradient_capability("attention", "_native_cudnn")
         wrong = Capability(name=name, available=False, reason="differs by 3")
-        return HERE.changed(capabilities=(*HERE.capabilities, wrong))
+        return (wrong,)
 
     backend = replace(surroundings(), check_gradients=check_gradients)
     reasons = tuple(

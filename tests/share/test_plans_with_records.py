@@ -65,7 +65,7 @@ class Simulated:
 
     @property
     def cost(self) -> CostModel:
-        return case_on_gpu().cost.for_hardware(self.hardware)
+        return replace(case_on_gpu().cost, hardware=self.hardware)  # a formula's
 
     def run(self, candidate: Candidate) -> TrialResult:
         self.tried.append(candidate)

@@ -18,6 +18,7 @@ from autotune.share.store import (
     build_record,
     name_of,
     parse_record,
+    shareable_machine,
 )
 from autotune.share.warm_start import compare, compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
@@ -131,13 +132,17 @@ def test_a_new_field_is_judged_before_it_leaves_the_machine(kind: type[Frozen]) 
     assert set(kind.model_fields) == set(JUDGED[kind].split())
 
 
+def here(**changes: Any) -> Machine:
+    return shareable_machine(machine(**changes))
+
+
 def test_the_same_machine_and_work_are_exact_if_the_search_was_whole() -> None:
-    found = compare(record(), machine(), workload())
+    found = compare(record(), here(), workload())
     assert (found.kind, found.distance, found.reasons) == ("exact", 0.0, ())
-    assert compare(record(conclusive=False), machine(), workload()).kind == "near"
+    assert compare(record(conclusive=False), here(), workload()).kind == "near"
     slower = (rate("memory.bandwidth", 7.5e11), rate("matmul.bf16.4096x3072x3072", 1.25e14))
-    assert compare(record(), machine(rates=slower), workload()).kind == "near"
-    assert compare(record(), machine(rates=slower, noisy=True), workload()).kind == "exact"
+    assert compare(record(), here(rates=slower), workload()).kind == "near"
+    assert compare(record(), here(rates=slower, noisy=True), workload()).kind == "exact"
 
 
 def test_a_hard_key_that_differs_decides_and_is_named() -> None:
@@ -145,7 +150,7 @@ def test_a_hard_key_that_differs_decides_and_is_named() -> None:
         ({"torch": "2.12.1"}, "torch version: 2.13 there, 2.12 here"),
         ({"memory_model": "wsl"}, "operating system's memory model: linux there, wsl here"),
     ):
-        found = compare(record(), machine(**change), workload())
+        found = compare(record(), here(**change), workload())
         assert (found.kind, found.distance, found.reasons) == ("none", math.inf, (named,))
 
 
@@ -157,11 +162,11 @@ def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same() -> None
         ((9, 0), "9.13.0", True),  # flash both times
         ((8, 9), "9.15.1", True),  # flash on every Ada card
     ):
-        here = "9.14.0" if there == "9.13.0" else "9.20.0"
+        cudnn = "9.14.0" if there == "9.13.0" else "9.20.0"
         made = record(machine(compute_capability=capability, cudnn=there), **only)
-        found = compare_machine(made, machine(compute_capability=capability, cudnn=here))
+        found = compare_machine(made, here(compute_capability=capability, cudnn=cudnn))
         assert (found.kind != "none") == counts
-        assert counts or found.reasons == (f"trials on cudnn: {there} there, {here} here",)
+        assert counts or found.reasons == (f"trials on cudnn: {there} there, {cudnn} here",)
 
 
 def test_a_library_of_another_version_takes_only_the_trials_that_used_it() -> None:
@@ -170,21 +175,21 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it() -> No
         ("torchao", {"quantization": "torchao-int8"}),
         ("cudnn", {"attention": "_native_cudnn"}),
     ):
-        using, here = trial(candidate(**used), 1.9, 23 * GIB), machine(**{library: "99.1"})
+        using, ours = trial(candidate(**used), 1.9, 23 * GIB), here(**{library: "99.1"})
         made = record(settings=plain.candidate, trials=(using, plain))
-        found = compare_machine(made, here)
+        found = compare_machine(made, ours)
         assert found.kind == "near"
         assert any(reason.startswith(f"trials on {library}: ") for reason in found.reasons)
-        assert usable_trials(made, here) == (plain,)
+        assert usable_trials(made, ours) == (plain,)
         alone = record(settings=using.candidate, trials=(using,))
-        assert compare_machine(alone, here).kind == "none"
+        assert compare_machine(alone, ours).kind == "none"
 
 
 def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
-    found = compare(record(machine(budget_bytes=20 * GIB)), machine(), workload())
+    found = compare(record(machine(budget_bytes=20 * GIB)), here(), workload())
     assert (found.kind, found.reasons) == ("near", ("memory budget: 0.83 times ours",))
     roomy = record(
         machine(budget_bytes=20 * GIB), trials=(trial(TRIALS[1].candidate, 1.8, 15 * GIB),)
     )
-    assert compare(roomy, machine(), workload()).kind == "exact"
-    assert compare(record(), machine(budget_bytes=20 * GIB), workload()).kind == "exact"
+    assert compare(roomy, here(), workload()).kind == "exact"
+    assert compare(record(), here(budget_bytes=20 * GIB), workload()).kind == "exact"

@@ -19,6 +19,7 @@ from autotune.share.store import (
     merge_stores,
     name_of,
     prune_store,
+    shareable_machine,
     user_store,
 )
 from autotune.share.warm_start import find_matches
@@ -98,7 +99,7 @@ def test_bad_files_are_refused_named_and_leave_the_rest_alone(opened: Open, tmp_
     assert len(merged.refused) == 6
     for why in ("altered or cut off", "does not belong", "too large", "not a record", "device has"):
         assert why in " ".join(merged.refused)
-    found = find_matches(machine(), workload(), store=opened())
+    found = find_matches(shareable_machine(machine()), workload(), store=opened())
     assert [item.name for item in found.records] == [good.name]
     assert len(found.refused) == 5
     assert len(prune_store(opened())) == 6
@@ -172,7 +173,7 @@ def test_matches_are_ordered_by_likeness_then_day(tmp_path: Path) -> None:
     old, new = record(), record(measured_on=date(2026, 5, 5))
     store = Store(str(tmp_path / "store"))
     store.add(far, near, old, new)
-    found = find_matches(machine(), workload(), store=store)
+    found = find_matches(shareable_machine(machine()), workload(), store=store)
     assert [item.name for item in found.records] == [new.name, old.name, near.name, far.name]
     assert [item.match.kind for item in found.records] == ["exact", "exact", "near", "near"]
 

@@ -150,7 +150,7 @@ def make_bench(folder: Path, family: str = "qwen-image") -> Bench:
     hardware, resolved = machine(), resolve_model(ModelRef.of(model_folder))
     plan = make_plan(model_folder, images, hardware)
     settings, work, cache = plan.frozen.settings, plan.frozen.workload, folder / "cache"
-    encoders = Encoders(resolved, CachingSettings(), settings, CPU)
+    encoders = Encoders(resolved, CachingSettings(), CPU, settings.precision)
     data = read_dataset(images)
     encoded = encode_dataset(encoders, data, work.buckets, Cache(cache), caption_dropout=0.1)
     trained = load_model(resolved, work, settings, CPU, plan.job.seed)

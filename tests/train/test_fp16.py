@@ -166,7 +166,7 @@ def test_levels_and_sizes_reach_a_transformer_in_fp16_as_they_are(bench: Bench) 
             seen.update(given, hidden=hidden)
             return hidden
 
-    sampler = PreviewSampler(Encoders(bench.resolved, CachingSettings(), FP16, CPU))
+    sampler = PreviewSampler(Encoders(bench.resolved, CachingSettings(), CPU, FP16.precision))
     sizes, levels = torch.tensor([[2049.0, 4097.0]]), torch.tensor([[998.77, 0.0]])
     recorder, added = Recorder(), {"time_ids": sizes, "text_embeds": torch.ones(1, 2)}
     with sampler._casting([recorder]):

@@ -93,12 +93,11 @@ def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not() -> None
     [("discrete", "linux", False), ("discrete", "wsl", True), ("integrated", "wsl", False)],
 )
 def test_only_some_drivers_spill(memory_kind: str, system: str, can_spill: bool) -> None:
-    here, frozen = builders.hardware(), planned().frozen
-    device = here.device.changed(memory_kind=memory_kind)
-    here = here.changed(device=device, host=here.host.changed(memory_model=system))
+    frozen = planned().frozen
+    device = builders.hardware().device.changed(memory_kind=memory_kind)
     for evidence in ("measured", "predicted"):
         expected = frozen.expected.changed(evidence=evidence)
-        monitor = Monitor.of_run(CPU, here, frozen.changed(expected=expected))
+        monitor = Monitor.of_run(CPU, device, system, frozen.changed(expected=expected))
         assert monitor.can_spill == can_spill
         assert (monitor.planned_seconds < math.inf) == (evidence == "measured")
 

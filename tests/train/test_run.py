@@ -163,7 +163,7 @@ def test_a_large_preview_is_tiled_then_halved(
     bucket = bench.plan().frozen.workload.largest_bucket.changed(width_px=512, height_px=512)
     told: list[str] = []
     tried: list[tuple[int, bool]] = []
-    encoders = Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)
+    encoders = Encoders(bench.resolved, CachingSettings(), CPU, SETTINGS.precision)
     sampler = PreviewSampler(encoders, told.append)
     sampler.encoded[PROMPT, ()] = []
     vae = torch.nn.Module()

@@ -53,9 +53,7 @@ def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evid
     model = evidence.model(name)
     workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
     context = TuningContext(hardware, get_family(name), workload)
-    for capability in check_gradients(
-        context, choices, resolve_model(ModelRef.of(model))
-    ).capabilities[len(hardware.capabilities) :]:
+    for capability in check_gradients(context, choices, resolve_model(ModelRef.of(model))):
         evidence.row("gradients", model=name, padding=padding, **capability.model_dump())
 
 

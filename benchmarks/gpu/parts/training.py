@@ -103,9 +103,9 @@ def model_flops(predictor: CostModel, chosen: Candidate) -> float:
     """Of one image, forward and backward, nothing counted twice for recomputation; from the
     traced graph."""
     model = predictor.model
-    kernel = kernel_for(
-        chosen.attention, predictor.model.rules, False, predictor.hardware, chosen.precision
-    )
+    device, cudnn = predictor.hardware.device, predictor.hardware.versions.cudnn
+    known = chosen.attention, predictor.model.rules, False, chosen.precision
+    kernel = kernel_for(*known, capability=device.compute_capability, cudnn=cudnn)
     trace = model.traced(chosen.precision, "none", kernel, 1, 0)
     index = model.index
     fixed = [segment for segment in vars(trace).values() if hasattr(segment, "work")]

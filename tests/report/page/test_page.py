@@ -99,13 +99,14 @@ def test_texts_become_no_markup() -> None:
 @pytest.mark.parametrize("name", ["wall", "known", "measured"])
 def test_points_are_the_plan_s(name: str) -> None:
     plan = golden_plan(name)
-    expected, points = plan.frozen.expected, points_of(plan)
+    expected, points, settings = plan.frozen.expected, points_of(plan), plan.frozen.settings
     assert chosen_of(points).images_per_second == pytest.approx(expected.images_per_second)
     assert chosen_of(points).run_memory_bytes == expected.run_memory_bytes
     ran = {trial.candidate for trial in plan.frozen.trials if trial.outcome == "ok"}
-    assert {p.candidate for p in points if p.kind == "measured"} == ran | {plan.frozen.settings}
+    known = {kind: [p for p in points if p.kind == kind] for kind in ("measured", "failed")}
+    assert {settings.changed(**p.changes) for p in known["measured"]} == ran | {settings}
     failed = {trial.candidate for trial in plan.frozen.trials if trial.outcome == "oom"}
-    assert {p.candidate for p in points if p.kind == "failed"} == failed
+    assert {settings.changed(**p.changes) for p in known["failed"]} == failed
     for point in points:
         beaten = any(
             other.images_per_second >= point.images_per_second
@@ -123,7 +124,7 @@ def test_worths_compare_best_values() -> None:
     own = next(t for t in plan.frozen.trials if t.candidate == settings).median_step_seconds
     speed = plan.frozen.workload.effective_batch_size / (own or 1.0)
     for worth in worths:
-        assert getattr(worth.point.candidate, worth.knob) != getattr(settings, worth.knob)
+        assert worth.knob in worth.point.changes
         if worth.point.kind == "measured":
             assert worth.speed == pytest.approx(worth.point.images_per_second / speed - 1)
 
