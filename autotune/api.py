@@ -691,7 +691,12 @@ def inspect_weights(
 
 
 def convert_weights(
-    source: str | Path, target: str | Path, *, to: str = "diffusers", model: str | None = None
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: str = "diffusers",
+    model: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write an adapter under the names that another program loads: `diffusers`, `comfyui` or
     `kohya`. Values, dtypes and alphas stay the same.
@@ -699,7 +704,8 @@ def convert_weights(
     `model` is the family of an adapter whose names do not tell it.
 
     Raises:
-        InvalidInput: the format does not exist, or `source` is no adapter.
+        InvalidInput: the format does not exist, `source` is no adapter, or `target` is there and
+            `overwrite` does not allow to replace it.
         BadWeights: `source` cannot be read.
     """
     source, target = Path(source), Path(target)
@@ -707,6 +713,8 @@ def convert_weights(
         raise InvalidInput(
             f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat))
         )
+    if not overwrite:
+        _require_absent(target, "file")
     read_header(source)
     named = resolve_model(ModelRef.of(model)) if model else None
     modules = build_on_meta(named.family, named.config).named_modules() if named else ()
@@ -879,12 +887,16 @@ def export_config(
         folder = Path(output)
         there = next((folder / name for name in exported.files if (folder / name).exists()), None)
         if there is not None and not overwrite:
-            raise InvalidInput(
-                f"{there} is there already", hint="name another folder, or allow it: --overwrite"
-            )
+            _require_absent(there, "folder")
         for name, text in exported.files.items():
             write_text_atomic(folder / name, text)
     return exported
+
+
+def _require_absent(path: Path, kind: str) -> None:
+    if path.exists():
+        hint = f"name another {kind}, or allow it: --overwrite"
+        raise InvalidInput(f"{path} is there already", hint=hint)
 
 
 def _folder_here(data: str | None) -> str | None:

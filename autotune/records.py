@@ -116,14 +116,22 @@ def prune(
 
 def verify(store: str | None = None) -> tuple[int, tuple[str, ...]]:
     """Check that every record is whole, unaltered and possible: their number, and a line for each
-    that is not.
+    that is not. Raises InvalidInput if a store that is named has none.
 
     Example:
         >>> count, bad = autotune.records.verify("s3://team/records")
     """
-    problems = [file.problem for file in _store(store).read()]
+    opened = _store(store)
+    problems = [file.problem for file in opened.read()]
+    if store is not None and not problems:
+        raise InvalidInput(f"there are no records at {opened.address}", hint="check the address")
     return len(problems), tuple(filter(None, problems))
 
 
 def _store(url: str | None) -> Store:
-    return user_store() if url is None else Store(url)
+    if url is None:
+        return user_store()
+    store = Store(url)
+    if store.folder and not store.folder.exists():
+        raise InvalidInput(f"there is no folder {store.address}", hint="check the name")
+    return store

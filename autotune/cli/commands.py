@@ -315,12 +315,14 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     help="Control image of an edit model; repeat for more.",
 )
 @OUTPUT(help="File, .mp4 for a clip; in RUN or beside PLAN by default.")
-def sample(run_folder: Path, prompt: str, **asked: Any) -> None:
+@JSON
+def sample(run_folder: Path, prompt: str, as_json: bool, **asked: Any) -> None:
     """Sample from a trained adapter, or from a plan's model alone, through the model's stock
     pipeline."""
     with show_events() as show:
         written = autotune.sample(run_folder, prompt, **asked, on_event=show)
-    print_out([str(path) for path in written])
+    paths = [str(path) for path in written]
+    print_result({"paths": paths}, as_json, lambda _: paths)
 
 
 @app.group(cls=Commands)

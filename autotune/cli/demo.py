@@ -3,22 +3,36 @@
 import contextlib
 import shlex
 import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from click.exceptions import Exit
 
-from autotune.cli.commands import PATH, app
-from autotune.cli.output import Progress, print_out, show_events
+from autotune.cli.commands import JSON, PATH, app
+from autotune.cli.output import Progress, print_out, print_result, show_events
 from autotune.system.process import PYTHON
+
+if TYPE_CHECKING:
+    from autotune.demo.lesson import ConceptFidelity
 
 
 @app.command()
 @click.option("--output", type=PATH, default="demo", help="Folder for everything the demo makes.")
 @click.option("--no-profiles", is_flag=True, help="Search even if a record has the answer.")
+@JSON
 @click.pass_context
-def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
+def demo(context: click.Context, output: Path, no_profiles: bool, as_json: bool) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        found = _walk(context, output, no_profiles)
+    if as_json:
+        print_result({"output": str(output), "concept_fidelity": asdict(found)}, as_json, str)
+
+
+def _walk(context: click.Context, output: Path, no_profiles: bool) -> "ConceptFidelity":
     Progress.after_interrupt = (
         f"a demo always starts over: remove {output}, or name another folder with --output"
     )
@@ -52,6 +66,7 @@ def demo(context: click.Context, output: Path, no_profiles: bool) -> None:
     print_out(f"  {found.before:.2f} before, {found.after:.2f} after")
     print_out(f"  the shapes that it knew: {others}")
     print_out(f"picture: {result / 'concept.png'}; figures: {result / 'concept.json'}")
+    return found
 
 
 def _run(context: click.Context, *words: object) -> None:
@@ -64,7 +79,8 @@ def _run(context: click.Context, *words: object) -> None:
 
 def _run_alone(*words: object) -> None:
     """Show a command and run it in a process of its own, whose memory the plan promised."""
-    process = subprocess.Popen([*PYTHON, "-m", "autotune", *_shown(*words)])
+    command = [*PYTHON, "-m", "autotune", *_shown(*words)]
+    process = subprocess.Popen(command, stdout=2 if sys.stdout is sys.stderr else None)
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
             process.wait()

@@ -20,6 +20,7 @@ CONFIG = click.argument(
 )
 HARDWARE = click.option("--hardware", help="Plan for this GPU, e.g. 4090 (see probe --list).")
 URL = click.argument("url", metavar="URL", help="A folder, a git checkout, s3://bucket/path ...")
+OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace files that are there.")
 STORE = click.option("--store", metavar="URL", help="Another store than your own.")
 
 
@@ -61,7 +62,7 @@ def import_config(
 )
 @OUTPUT(required=True, help="Folder to write the files to.")
 @click.option("--strict", is_flag=True, help="Refuse if learning or memory would differ.")
-@click.option("--overwrite", is_flag=True, help="Replace files that are there.")
+@OVERWRITE
 @JSON
 def export_config(
     plan_file: Path, to: str, path: Path, strict: bool, overwrite: bool, as_json: bool
@@ -106,20 +107,22 @@ def profiles() -> None:
 @profiles.command()
 @URL
 @click.option("--create", is_flag=True, help="Create the folder if there is none.")
-def push(url: str, create: bool) -> None:
+@JSON
+def push(url: str, create: bool, as_json: bool) -> None:
     """Add your records to a team's store."""
     from autotune import records
 
-    _print_transfer(records.push(url, create=create))
+    _print_transfer(records.push(url, create=create), as_json)
 
 
 @profiles.command()
 @URL
-def pull(url: str) -> None:
+@JSON
+def pull(url: str, as_json: bool) -> None:
     """Add a team's records to your own; only new ones are copied."""
     from autotune import records
 
-    _print_transfer(records.pull(url))
+    _print_transfer(records.pull(url), as_json)
 
 
 @profiles.command("list")
@@ -139,31 +142,36 @@ def list_records(why: bool, store: str | None, as_json: bool) -> None:
 @click.argument("names", nargs=-1, metavar="[ID]...", help="Only these.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
 @STORE
-def prune(names: tuple[str, ...], dry_run: bool, store: str | None) -> None:
+@JSON
+def prune(names: tuple[str, ...], dry_run: bool, store: str | None, as_json: bool) -> None:
     """Delete the named records, or those that are superseded, damaged or impossible."""
     from autotune import records
 
     reasons = records.prune(names, store, dry_run=dry_run)
-    print_out([*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}"])
+    lines = [*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}"]
+    print_result({"reasons": reasons, "dry_run": dry_run}, as_json, lambda _: lines)
 
 
 @profiles.command()
 @STORE
-def verify(store: str | None) -> None:
+@JSON
+def verify(store: str | None, as_json: bool) -> None:
     """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
     from autotune import records
 
     count, bad = records.verify(store)
-    print_out([*bad, f"records: {count}, bad: {len(bad)}"])
+    lines = [*bad, f"records: {count}, bad: {len(bad)}"]
+    print_result({"num_records": count, "bad": bad}, as_json, lambda _: lines)
     if bad:
         raise Exit(1)
 
 
-def _print_transfer(transfer: "Transfer") -> None:
+def _print_transfer(transfer: "Transfer", as_json: bool) -> None:
     for refused in transfer.refused:
         print_remark(f"refused: {refused}")
     counts = f"new: {transfer.num_new}, already there: {transfer.num_present}"
-    print_out(f"{counts}, refused: {len(transfer.refused)}; in {transfer.target}")
+    line = f"{counts}, refused: {len(transfer.refused)}; in {transfer.target}"
+    print_result(transfer, as_json, lambda _: line)
     if transfer.refused and not transfer.num_new + transfer.num_present:
         raise Exit(1)
 
@@ -198,12 +206,16 @@ def inspect(file: Path, no_values: bool, as_json: bool) -> None:
     help="Program whose names it gets.",
 )
 @click.option("--model", help="Family of the adapter, if its names do not show it.")
-def convert(source: Path, target: Path, to: str, model: str | None) -> None:
+@OVERWRITE
+@JSON
+def convert(
+    source: Path, target: Path, to: str, model: str | None, overwrite: bool, as_json: bool
+) -> None:
     """Write an adapter under the names that another program loads.
 
     Weights and alphas stay the same.
     """
     from autotune.api import convert_weights
 
-    convert_weights(source, target, to=to, model=model)
-    print_out(f"written to {target}")
+    convert_weights(source, target, to=to, model=model, overwrite=overwrite)
+    print_result({"path": str(target)}, as_json, lambda _: f"written to {target}")

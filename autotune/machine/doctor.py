@@ -205,6 +205,10 @@ def _check_driver(facts: DoctorFacts) -> Found:
         what = f"{facts.nvidia_cards} NVIDIA card(s) on the bus, and no driver responds"
         fix = "install NVIDIA's driver 580 or newer; in a container, pass the GPUs in (--gpus all)"
         yield "blocks", "no-driver", what, fix
+    if not facts.gpus and not facts.nvidia_cards and facts.host.memory_model != "macos":
+        fix = "plan for a GPU by name: autotune plan --hardware NAME (names: autotune probe --list)"
+        what = "no NVIDIA GPU was found: runs use the CPU, which takes weeks for published models"
+        yield "note", "no-gpu", what, fix
     if facts.nvml_absent and facts.gpus:
         fix = "install the driver's libnvidia-ml.so.1, or give it to the container"
         yield "note", "no-nvml", facts.nvml_absent, fix

@@ -77,7 +77,7 @@ def build_job(
     job = job_from({**usual, **request.given_job}, resolved)
     if dataset:
         job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
-    check_job(job, model.family)
+    check_job(job, model.family, request.optimizer_choice)
     return job
 
 

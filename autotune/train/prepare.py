@@ -21,7 +21,7 @@ from autotune.knobs.caching import cast_refusal
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
-from autotune.knobs.settings import check_options, optimizer_bytes
+from autotune.knobs.settings import check_options, optimizer_bytes, usual_learning_rate
 from autotune.machine.probe import probe
 from autotune.models import resolve
 from autotune.models.adapter import adapter_shapes, add_adapter, choose_layers, target_matcher
@@ -33,7 +33,14 @@ from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.workload import Bucket, Learning, Workload, WorkloadRequest, quantiles_of
+from autotune.plan.workload import (
+    Bucket,
+    Learning,
+    OptimizerChoice,
+    Workload,
+    WorkloadRequest,
+    quantiles_of,
+)
 from autotune.system.files import require_writable
 from autotune.system.lazy import torch
 from autotune.system.process import current_launch
@@ -43,6 +50,8 @@ from autotune.weights.files import open_weights, read_header, weights_digest
 from autotune.weights.names import can_write
 
 INSTALL_VIDEO = "pip install 'lora-autotune[video]'"
+SANE_RATES = 100.0
+"""Factor above and below the usual learning rate beyond which one is a mistake: 1 is Prodigy's."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     require_even_shares(workload.effective_batch_size, plan.frozen.hardware.num_processes)
     require_tracker(job.report_to)
     family = get_family(workload.model.family)
-    check_job(job, family.with_expert(job.expert))
+    check_job(job, family.with_expert(job.expert), workload.optimizer)
     folder.require_separate_output(job)
     folder.check_folder(plan, resume=resume)
     if job.from_adapter is not None:
@@ -189,6 +198,9 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
     for key, value in planned.match_keys.items():
         counts = key not in idle and (measured or key in PREDICTED_KEYS)
         if counts and here.get(key) != value:
+            if key == "device_kind" and here.get(key) == "cpu":  # all else follows from it
+                made_for = f"the plan was made for {planned.device_name}"
+                return (f"GPU: {made_for}, and this machine has no GPU that torch can use",)
             made, now = value or "none", here.get(key) or "none"
             name = KEY_NAMES.get(key, key)
             misfits.append(f"{name}: the plan was made with {made}, here it is {now}")
@@ -345,8 +357,16 @@ def require_even_shares(batch: int, num_processes: int) -> None:
         )
 
 
-def check_job(job: Job, family: Family) -> None:
-    """Raise InvalidInput if the job lacks what an option needs, or its family lacks the option."""
+def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
+    """Raise InvalidInput if the job lacks what an option needs, its family lacks the option, or its
+    optimizer cannot learn at the rate."""
+    usual = usual_learning_rate(optimizer, family.defaults.learning_rate)
+    is_known, (low, high) = ":" not in optimizer.name, (usual / SANE_RATES, usual * SANE_RATES)
+    if is_known and not low <= job.learning_rate <= high:
+        raise InvalidInput(
+            f"{optimizer.name} cannot learn at a learning rate of {job.learning_rate:g}",
+            hint=f"usual is --learning-rate {usual:g}; {low:.3g} to {min(high, 1.0):.3g} are taken",
+        )
     if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
         hint = f"give a number: --timestep-shift {family.defaults.timestep_shift}"
         raise InvalidInput(f"{family.name} has no timestep shift by resolution", hint=hint)

@@ -52,6 +52,11 @@ WRONG: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
         lambda images, _: {"data": images, "num_gpus": 3, "effective_batch_size": 4},
         "shared evenly",
     ),
+    "rate": (lambda images, _: {"data": images, "learning_rate": 1.0}, "cannot learn"),
+    "step": (
+        lambda images, _: {"data": images, "optimizer": "prodigy", "learning_rate": 1e-4},
+        "cannot learn",
+    ),
     "pins": (lambda images, _: {"data": images, "pins": {"attention": "sage"}}, "sage"),
 }
 

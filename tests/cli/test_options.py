@@ -47,6 +47,15 @@ def test_given_values_and_no_defaults(
     assert asked(monkeypatch, words) == values
 
 
+def test_every_command_prints_json_if_asked() -> None:
+    """`explain` and the like print reasons; none but groups has no answer."""
+    options: dict[str, set[str]] = {}
+    for path, one in parameters(app):
+        options.setdefault(path.strip(), set()).update(one.opts)
+    groups = {"", "data", "profiles", "weights"}
+    assert {path for path, names in options.items() if "--json" not in names} == groups
+
+
 def test_storage_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOTUNE_STORAGE", "sqlite://")
     assert asked(monkeypatch, "plan") == {"storage": "sqlite://"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autotune.api import list_gpus, list_models
 from autotune.cli.app import app
 from tests.docs import compatibility, reference
 
@@ -46,6 +47,12 @@ def test_every_command_of_the_documentation_is_understood(page: Path) -> None:
 @pytest.mark.parametrize("page", [compatibility, reference], ids=["compatibility", "reference"])
 def test_generated_pages_are_current(page: Any) -> None:
     assert page.PAGE.read_text() == page.markdown(), f"python -m {page.__name__}"
+
+
+def test_counts_in_the_documentation_are_those_of_the_catalogs() -> None:
+    text = " ".join(page.read_text() for page in (ROOT / "README.md", ROOT / "CHANGELOG.md"))
+    assert set(re.findall(r"(\d+) models \|", text)) == {str(len(list_models()))}
+    assert set(re.findall(r"(\d+) GPUs,", text)) == {str(len(list_gpus()))}
 
 
 def test_every_page_is_linked() -> None:

@@ -7,7 +7,7 @@ from autotune.plan.file import seal
 from autotune.plan.hardware import Capability, HardwareProfile, OtherGpu
 from autotune.plan.plan import EncoderGpu, TrainingPlan
 from autotune.plan.workload import Bucket
-from autotune.train.prepare import data_misfits, hardware_misfits
+from autotune.train.prepare import data_misfits, hardware_misfits, key_misfits
 from tests import builders
 from tests.plan.test_file import make_plan
 
@@ -82,6 +82,14 @@ def test_a_plan_fits_under_another_driver_and_not_under_another_major_version_of
     assert hardware_misfits(plan, driver) == ()
     (misfit,) = hardware_misfits(plan, cuda)
     assert "CUDA major version" in misfit
+
+
+def test_without_a_gpu_a_plan_for_one_has_one_misfit() -> None:
+    plan, gpu = make_plan(), builders.hardware()
+    hardware = plan.frozen.hardware.changed(device_name="RTX 4090", match_keys=gpu.match_keys)
+    plan = seal(plan.job, plan.frozen.changed(hardware=hardware))
+    (misfit,) = key_misfits(plan, builders.hardware(kind="cpu"))
+    assert misfit.startswith("GPU: the plan was made for RTX 4090")
 
 
 @pytest.mark.parametrize(

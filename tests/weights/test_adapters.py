@@ -236,7 +236,9 @@ def test_an_adapter_of_one_of_two_models_is_written_once_its_model_is_told(tmp_p
     assert "--model" in caught.value.hint
     assert not out.exists()
     for model, name in (("flux1-dev", "double_blocks.3.img_attn.proj"), ("qwen-image", shared)):
-        convert_weights(source, out, to=to, model=model)
+        convert_weights(source, out, to=to, model=model, overwrite=out.exists())
+        with pytest.raises(InvalidInput, match="there already"):
+            convert_weights(source, out, to=to, model=model)
         written = name.replace(".", "_") if to == "kohya" else name
         assert any(written in key for key in read_header(out).by_name)
         assert list(read_adapter(out).layers) == [shared]
