@@ -209,8 +209,11 @@ class JobFields(DataFields, ModelFields):
     """Newest checkpoints to keep."""
     checkpoints_keep_every: Annotated[int, Option("--keep-every")] = Field(default=0, ge=0)
     """Keep one of every so many checkpoints for good; by default none."""
-    preview_prompts: Annotated[tuple[Words, ...], Option("--preview-prompt", metavar="TEXT")] = ()
-    """Prompts of previews, each always from the same noise; the first four are sampled."""
+    preview_prompts: Annotated[
+        tuple[Words, ...] | None, Option("--preview-prompt", metavar="TEXT")
+    ] = None
+    """Prompts of previews, each always from the same noise; the first four are sampled. By default
+    the first caption, which no plan or model card then holds."""
     preview_steps: Annotated[int, HIDDEN] = Field(default=20, ge=1, le=1000)
     """Denoising steps of a preview; models know 1,000 noise levels."""
     preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
@@ -284,13 +287,19 @@ class Job(JobFields):
         return -(-self.checkpointing_epochs * images_per_epoch // effective_batch_size)
 
     @property
+    def preview_titles(self) -> tuple[str, ...]:
+        """What previews show, in words that hold no caption of the data."""
+        given = self.preview_prompts
+        return ("the first caption",) if given is None else given[:MAX_PREVIEW_PROMPTS]
+
+    @property
     def num_previews(self) -> int:
         """Number of pictures that the job samples."""
-        return num_previews(self.num_steps, self.preview_every, len(self.preview_prompts))
+        return num_previews(self.num_steps, self.preview_every, len(self.preview_titles))
 
 
 def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 1) -> int:
     """Number of pictures of a job: each prompt every so many steps, and at the end with and
     without the adapter."""
     rounds = num_steps // every if every else 0
-    return min(num_prompts, MAX_PREVIEW_PROMPTS) * (rounds + 2)
+    return num_prompts * (rounds + 2)

@@ -120,7 +120,7 @@ def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> Subject:
         plan,
         is_run=True,
         previews=_read_previews(folder, 2 * picture_bytes // 3, notes),
-        comparisons=_read_comparisons(folder, plan.job.preview_prompts, picture_bytes // 3, notes),
+        comparisons=_read_comparisons(folder, plan.job.preview_titles, picture_bytes // 3, notes),
         steps=_read_steps(folder / METRICS_FILE, notes),
         report=_read_report(folder / REPORT_FILE, notes),
         notes=notes,
@@ -176,10 +176,10 @@ def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> list[Previ
 
 
 def _read_comparisons(
-    folder: Path, prompts: Sequence[str], max_bytes: int, notes: list[str]
+    folder: Path, titles: Sequence[str], max_bytes: int, notes: list[str]
 ) -> list[tuple[str, Picture, Picture]]:
     pairs = []
-    for number, prompt in enumerate(prompts[:MAX_PREVIEW_PROMPTS]):
+    for number, title in enumerate(titles):
         files = [folder / comparison_file(adapter, number) for adapter in ("without", "with")]
         if not all(file.is_file() for file in files):
             continue
@@ -188,7 +188,7 @@ def _read_comparisons(
             continue
         max_bytes -= len(without.source) + len(adapted.source)
         if max_bytes >= 0:
-            pairs.append((prompt, without, adapted))
+            pairs.append((title, without, adapted))
     return pairs
 
 
@@ -315,7 +315,7 @@ def push_to_hub(folder: Path, repo: str, tell: Callable[[str], None]) -> str:
         raise InvalidInput(f"{folder} holds no finished run", hint=hint)
     pictures = [
         (prompt, name)
-        for at, prompt in enumerate(found.plan.job.preview_prompts)
+        for at, prompt in enumerate(found.plan.job.preview_prompts or ())
         if os.path.lexists(folder / (name := comparison_file("with", at)))
     ]
     names = (ADAPTER_FILE, *(name for _, name in pictures))

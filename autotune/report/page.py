@@ -381,7 +381,7 @@ def _bars(plan: TrainingPlan, measured: dict[str, int], promised: dict[str, int]
 
 def _run_view(subject: Subject) -> dict[str, Any]:
     steps, report, plan = subject.steps, subject.report, subject.plan
-    expected, prompts = plan.frozen.expected, plan.job.preview_prompts
+    expected, titles = plan.frozen.expected, plan.job.preview_titles
     view: dict[str, Any] = {"subject": subject, "report": report, "expected": expected}
     if steps:
         measured = report.measured_step_seconds if report else statistics.median(_seconds(steps))
@@ -397,7 +397,7 @@ def _run_view(subject: Subject) -> dict[str, Any]:
         view["phases"] = _bars(plan, *both)
     view["charts"] = _run_charts(subject) if len(steps) > 1 else []
     view["previews"] = [
-        (prompts[number] if number < len(prompts) else f"prompt {number + 1}", list(pictures))
+        (titles[number] if number < len(titles) else f"prompt {number + 1}", list(pictures))
         for number, pictures in groupby(sorted(subject.previews), lambda each: each[0])
     ]
     return view

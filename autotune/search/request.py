@@ -52,10 +52,9 @@ def build_job(
 ) -> Job:
     """Build the job: the user's words, else the earlier plan's, else the family's defaults."""
     defaults = model.family.defaults
-    items = dataset.items if dataset else ()
     usual = {
         "data": None,
-        "num_steps": defaults.num_steps(len(items) or USUAL_IMAGES),
+        "num_steps": defaults.num_steps(len(dataset.items) if dataset else USUAL_IMAGES),
         "learning_rate": usual_learning_rate(request.optimizer_choice, defaults.learning_rate),
         "weight_decay": defaults.weight_decay,
         "max_grad_norm": 1.0,
@@ -63,7 +62,6 @@ def build_job(
         "timestep_shift": defaults.timestep_shift,
         "guidance_scale": defaults.training_guidance,
         "seed": 0,
-        "preview_prompts": tuple(item.caption for item in items[:1]),
         "preview_steps": defaults.preview_steps,
     }
     name = request.model_ref.name

@@ -28,7 +28,6 @@ from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system.files import write_text_atomic
 from autotune.system.process import preempt_on_signal
@@ -202,12 +201,18 @@ class _Run:
         """Give each prompt the controls of the item with that caption, or of the first."""
         job, items = self.plan.job, self.prepared.data.training.items
         bucket, steps = self.prepared.workload.largest_bucket, job.preview_steps
+        prompts = (items[0].caption,) if job.preview_prompts is None else job.preview_prompts
         controls = {item.caption: item.control_paths for item in reversed(items)}
         return [
             sample.Preview(
-                text, bucket, steps, job.seed + at, controls.get(text, items[0].control_paths)
+                text,
+                bucket,
+                steps,
+                job.seed + at,
+                controls.get(text, items[0].control_paths),
+                title,
             )
-            for at, text in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
+            for at, (text, title) in enumerate(zip(prompts, job.preview_titles, strict=False))
         ]
 
     def _encode(self) -> tuple[EncodedDataset, EncodedDataset | None]:

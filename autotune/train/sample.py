@@ -59,7 +59,9 @@ def make_sheet(
     line = max(MIN_LINE_PX, round(height * LINE_SHARE))
     font = ImageFont.load_default(0.75 * line)
     width = max(width, *(math.ceil(font.getlength(label)) + line for label in LABELS))
-    texts = [f"seed {each.seed}: {' '.join(each.prompt.split())}" for each in previews]
+    texts = [
+        f"seed {each.seed}: {' '.join((each.title or each.prompt).split())}" for each in previews
+    ]
     below = [_wrapped(text, lambda part: font.getlength(part) <= 2 * width - 4) for text in texts]
     row_heights = [height + line * (1 + len(lines)) for lines in below]
     sheet = Image.new("RGB", (2 * width, sum(row_heights)), "white")
@@ -178,9 +180,10 @@ class Preview:
     num_steps: int
     seed: int
     control_paths: tuple[Path, ...] = ()
+    title: str = ""  # what its picture tells in place of the prompt
 
     def facts(self, plan: TrainingPlan, *, adapter: str) -> dict[str, object]:
-        own = {"prompt": self.prompt, "seed": self.seed, "steps": self.num_steps}
+        own = {"prompt": self.title or self.prompt, "seed": self.seed, "steps": self.num_steps}
         made_by = {"plan": plan.digest, "model": plan.job.model}
         return {**own, "adapter": adapter, "software": f"autotune {__version__}", **made_by}
 

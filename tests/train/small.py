@@ -67,7 +67,7 @@ def make_plan(
     defaults: dict[str, Any] = {
         "num_steps": 6, "learning_rate": 1e-3, "weight_decay": 1e-3, "max_grad_norm": 1.0,
         "timestep_shift": 2.2, "seed": 3, "preview_steps": 2, "report_to": "none",
-        "save_dtype": "fp32",
+        "save_dtype": "fp32", "preview_prompts": (),
     }  # fmt: skip
     return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)
 

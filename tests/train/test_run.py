@@ -198,6 +198,16 @@ def test_a_run_drops_previews(
     assert "the run goes on without previews" in report.warnings[0]
 
 
+def test_no_file_of_a_run_holds_a_caption(bench: Bench, tmp_path: Path) -> None:
+    bench.train(bench.plan(num_steps=1, output=str(tmp_path), preview_prompts=None))
+    facts = Image.open(tmp_path / "sample_with_adapter.png").text
+    assert facts["prompt"] == "the first caption"
+    caption = (bench.images / "00.txt").read_text().strip().encode()
+    assert caption
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if caption in path.read_bytes()]
+
+
 def test_the_adapter_is_saved(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
