@@ -139,7 +139,8 @@ def list_models(
         >>> {model.name: model.num_parameters for model in autotune.list_models()}
         >>> [model.name for model in autotune.list_models(file="flux1-dev-fp8.safetensors")]
     """
-    summaries = comparison.summarize_models(catalog.gpu_named(hardware).id if hardware else None)
+    gpu = None if hardware is None else catalog.gpu_named(hardware).id
+    summaries = comparison.summarize_models(gpu)
     if file is None:
         return summaries
     by_id = {summary.hub_id: summary for summary in summaries}

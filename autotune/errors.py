@@ -12,11 +12,29 @@ The number is the exit status. Any other exception that reaches the user is a bu
 
 import contextlib
 import errno
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+
+def match_names(
+    text: str, names: Mapping[str, Iterable[str]], optional: Iterable[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return the keys of `names` of which `text` is a name, and those of which a name has all its
+    words. Case, spaces, punctuation and `optional` words never matter."""
+    noise = re.compile("|".join((r"[\W_]+", *optional)))
+    asked = noise.sub("", text.lower())
+    same, alike = [], []
+    for key, known in names.items():
+        words = [[word for word in noise.split(name.lower()) if word] for name in known]
+        if any(asked == "".join(each) for each in words if each):
+            same.append(key)
+        if any(re.fullmatch(f"(?:{'|'.join(each)})+", asked) for each in words if each):
+            alike.append(key)
+    return same, alike
 
 
 def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None) -> str:

@@ -211,7 +211,9 @@ def check(plan_file: Path, hardware: tuple[str, ...], as_json: bool) -> None:
     ]
     print_result(results if hardware else results["this machine"], as_json, lambda _: lines)
     if not all(result.fits for result in results.values()):
-        machine, there = ("such a", " --hardware NAME") if hardware else ("this", "")
+        foreign = next((name for name, result in results.items() if not result.fits), "")
+        machine = "such a" if hardware else "this"
+        there = f" --hardware {shlex.quote(foreign)}" if hardware else ""
         command = f"autotune plan --from {shlex.quote(str(plan_file))}{there}"
         print_remark(f"hint: make one for {machine} machine:", command)
         raise Exit(4)

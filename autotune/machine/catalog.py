@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import yaml
 from packaging.version import Version
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from autotune.errors import InvalidInput, suggest_nearest
+from autotune.errors import InvalidInput, match_names, suggest_nearest
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.machine import capabilities
 from autotune.machine.facts import PACKAGES
@@ -48,6 +48,7 @@ class CatalogGpu(Frozen):
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
     name: str  # as CUDA reports it
+    aliases: Annotated[tuple[str, ...], BeforeValidator(tuple)] = ()
     match: str  # regular expression for that name, and no sibling's
     architecture: str
     compute_capability: str = Field(pattern=r"^\d+\.\d$")
@@ -142,25 +143,28 @@ def is_gpu_name(name: str) -> bool:
     return any(name.lower() in (gpu.id, gpu.name.lower()) for gpu in load_catalog())
 
 
+def _names(gpu: CatalogGpu) -> tuple[str, ...]:
+    sized = (f"{name} {gpu.memory_nominal_gb:g}gb" for name in (gpu.id, gpu.name))
+    return (gpu.id, gpu.name, *sized, *gpu.aliases)
+
+
 def gpu_named(name: str) -> CatalogGpu:
     """Find the one GPU that `name` or a part of it identifies: `4080`, `RTX 4080`, `4080_super`.
 
     A card with exactly these words goes before those with more, and a Ti or Super has to be named
     as such. Raises InvalidInput if no GPU matches, or several do.
     """
-    words = _words(name)
-    gpus = load_catalog()
-    same = [gpu for gpu in gpus if name.lower() == gpu.name.lower() or words == _words(gpu.id)]
-    containing = [gpu for gpu in gpus if words and set(words) <= set(_words(gpu.id))]
-    found = same or [gpu for gpu in containing if VARIANTS.isdisjoint({*_words(gpu.id)} - {*words})]
+    gpus = {gpu.id: gpu for gpu in load_catalog()}
+    same, alike = match_names(name, {gpu.id: _names(gpu) for gpu in gpus.values()}, SERIES)
+    unasked = {word for word in VARIANTS if word not in name.lower()}
+    found = same or [id_ for id_ in alike if unasked.isdisjoint(id_.split("-"))]
     if len(found) == 1:
-        return found[0]
+        return gpus[found[0]]
     listing = "`autotune probe --list` shows the catalog"
     if found:
-        names = ", ".join(gpu.id for gpu in found)
-        raise InvalidInput(f"{name!r} may be any of {names}", hint=f"name one of them; {listing}")
-    others = ", ".join(gpu.id for gpu in containing)
-    nearest = suggest_nearest(name, (gpu.id for gpu in gpus), listing)
+        what = f"{name!r} may be any of {', '.join(found)}"
+        raise InvalidInput(what, hint=f"name one of them; {listing}")
+    others, nearest = ", ".join(alike), suggest_nearest(name, gpus, listing)
     hint = f"another card is {others}; {listing}" if others else nearest
     what = f"no hardware called {name!r}: neither a catalog name nor a saved profile"
     raise InvalidInput(what, hint=hint)
@@ -175,10 +179,6 @@ def gpus_named(names: str | Sequence[str]) -> list[CatalogGpu]:
     if not listed:
         raise InvalidInput("no GPU is named", hint="name some, e.g. 4090,5090, or all")
     return list({gpu.id: gpu for gpu in map(gpu_named, listed)}.values())
-
-
-def _words(name: str) -> list[str]:
-    return [word for word in re.split(r"[\s_-]+", name.lower()) if word and word not in SERIES]
 
 
 def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:

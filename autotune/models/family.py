@@ -50,6 +50,8 @@ class Family(ABC):
     name: ClassVar[str]
     models: ClassVar[tuple[PublishedModel, ...]]  # the first is meant by the family's name
     defaults: ClassVar[Defaults]
+    aliases: ClassVar[Mapping[str, str]] = {}  # other names of its models, which families may share
+    fine_tunes: ClassVar[tuple[str, ...]] = ()  # well-known ones, which come as files
 
     # The pipeline.
     pipeline_class: ClassVar[str]  # class name in diffusers, as in `model_index.json`

@@ -46,6 +46,7 @@ class Flux1Dev(latents.ImageLatents, Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
+    aliases = {"flux-dev": "flux1-dev", "flux": "flux1-dev"}
     models: ClassVar[tuple[facts.PublishedModel, ...]] = (DEV,)
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
@@ -126,6 +127,7 @@ class Flux1Kontext(Flux1Dev):
     """Edits one control image. Training and previews show it in the size of the image."""
 
     name = "flux1-kontext"
+    aliases = {"kontext": "flux1-kontext", "flux-kontext": "flux1-kontext"}
     models = (KONTEXT,)
     pipeline_class = "FluxKontextPipeline"
     max_controls = 1
@@ -167,6 +169,7 @@ class Chroma(Flux1Dev):
     """Text to image. Prompts have their own length: padding is masked and takes no position."""
 
     name = "chroma"
+    aliases = {"chroma1": "chroma", "chroma-hd": "chroma"}
     models = (
         CHROMA,
         CHROMA.variant(

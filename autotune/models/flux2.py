@@ -55,6 +55,7 @@ class Flux2Klein(Family):
     """Text to image. A single-stream block's attention and MLP are one layer in and one out."""
 
     name = "flux2-klein"
+    aliases = {"flux": "flux2-klein", "flux2-klein-base": "flux2-klein"}
     models: ClassVar[tuple[facts.PublishedModel, ...]] = (
         BASE_4B,
         BASE_9B,
@@ -136,6 +137,7 @@ class Flux2Dev(Flux2Klein):
     """Text to image."""
 
     name = "flux2-dev"
+    aliases = {"flux": "flux2-dev"}
     models = (
         facts.PublishedModel(
             "black-forest-labs/FLUX.2-dev",

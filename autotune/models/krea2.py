@@ -28,6 +28,7 @@ class Krea2(Family):
     """Text to image. Prompts have their own length: padding is masked and takes no position."""
 
     name = "krea-2"
+    aliases = {"krea": "krea-2"}
     models = (
         RAW,
         RAW.variant(

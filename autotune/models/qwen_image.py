@@ -190,6 +190,7 @@ class QwenImageEditPlus(QwenImageEdit):
     """One to three control images; the text encoder sees each with 384 x 384 pixels."""
 
     name = "qwen-image-edit-plus"
+    aliases = {"qwen-image-edit-2509": "qwen-image-edit-plus"}
     models = (EDIT_PLUS, EDIT_2511)
     pipeline_class = "QwenImageEditPlusPipeline"
     max_controls = 3  # the model's card: best with one to three

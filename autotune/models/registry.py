@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 
-from autotune.errors import InvalidInput, suggest_nearest
+from autotune.errors import InvalidInput, match_names, suggest_nearest
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.flux1 import Chroma, Flux1Dev, Flux1Kontext
@@ -21,6 +21,8 @@ from autotune.models.z_image import ZImage
 from autotune.system.process import reveal_packages
 
 ENTRY_POINTS = "autotune.families"
+LISTING = "`autotune models` lists all"
+MAX_MEANT = 4  # more models that have a word in common are none that was meant
 
 
 class Families(Mapping[str, Family]):
@@ -90,18 +92,55 @@ FAMILIES = Families(
 
 
 def find_published(name: str, expert: str | None = None) -> tuple[Family, PublishedModel] | None:
-    """Find the published model of that name or hub id, and its family as it trains `expert`."""
+    """Find the published model of that name, alias or hub id, and its family as it trains `expert`;
+    None if there is none, or several."""
+    same, _ = match_names(name, _published_names())
     for family in FAMILIES.values():
         for model in family.models:
-            if name in (model.name, model.hub_id):
+            if same == [model.name]:
                 return family.with_expert(expert), model
     return None
 
 
+def _published_names() -> dict[str, tuple[str, ...]]:
+    """All names of each published model, by the first."""
+    return {
+        model.name: (
+            model.name,
+            model.hub_id,
+            *(alias for alias, name in family.aliases.items() if name == model.name),
+        )
+        for family in FAMILIES.values()
+        for model in family.models
+    }
+
+
+def explain_unknown(name: str) -> InvalidInput:
+    """Return the error for a name that is no published model's: it names what may be meant."""
+    same, alike = match_names(name, _published_names())
+    models = {family.name: [model.name for model in family.models] for family in FAMILIES.values()}
+    meant = same or [
+        next(each for each in names if each in alike)
+        for names in models.values()
+        if not {*names}.isdisjoint(alike)
+    ]
+    if 0 < len(meant) <= MAX_MEANT:
+        what, hint = f"{name!r} may be {' or '.join(meant)}", f"name one of them; {LISTING}"
+        return InvalidInput(what, hint=hint)
+    tuned = match_names(name, {family.name: family.fine_tunes for family in FAMILIES.values()})[1]
+    if tuned:
+        what = f"{name!r} is a fine-tune of {tuned[0]}, whose weights come as a file"
+        hint = f"name the file, or plan for what it was made of: --model {tuned[0]}"
+        return InvalidInput(what, hint=hint)
+    known = [each for names in models.values() for each in names]
+    hint = suggest_nearest(name, known, f"{LISTING}; or a hub id, owner/name")
+    return InvalidInput(f"there is no model called {name!r}", hint=hint)
+
+
 def get_family(name: str) -> Family:
     """Return the family called `name`. Raises InvalidInput if no family has that name."""
-    if name not in FAMILIES:
-        raise InvalidInput(
-            f"there is no model family called {name!r}", hint=suggest_nearest(name, FAMILIES)
-        )
-    return FAMILIES[name]
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if found := find_published(name):
+        return found[0]
+    raise explain_unknown(name)

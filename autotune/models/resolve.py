@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from autotune.errors import InvalidInput, suggest_nearest
+from autotune.errors import InvalidInput
 from autotune.events import OnEvent, StatusChanged, ignore_event
 from autotune.models import single_file
 from autotune.models.facts import Config, Parts, PublishedModel
 from autotune.models.family import CHECK_CONFIG, Family, build_on_meta, public_config
 from autotune.models.noise import NoiseProcess
-from autotune.models.registry import FAMILIES, find_published
+from autotune.models.registry import FAMILIES, explain_unknown, find_published
 from autotune.plan.base import Frozen, NaturalInt, digest_of
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
@@ -137,9 +137,7 @@ def resolve_model(ref: ModelRef) -> ResolvedModel:
     if snapshot is not None:
         return _resolve_folder(snapshot, repo, snapshot.name, ref.expert)
     if found is None:
-        names = [model.name for family in FAMILIES.values() for model in family.models]
-        hint = f"{suggest_nearest(ref.name, names)}; or a hub id, owner/name"
-        raise InvalidInput(f"{ref.name!r} is neither a folder nor a known model", hint=hint)
+        raise explain_unknown(ref.name)
     family, published = found
     return ResolvedModel(family, published.config, repo, None)
 

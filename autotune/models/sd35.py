@@ -43,6 +43,7 @@ class StableDiffusion35(ImageLatents, Family):
     """Text to image. Prompts always have the same length."""
 
     name = "sd3.5"
+    aliases = {"sd3.5-large": "sd3.5", "stable-diffusion-3.5": "sd3.5"}
     models = (
         LARGE_MODEL,
         PublishedModel(

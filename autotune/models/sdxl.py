@@ -45,6 +45,8 @@ class StableDiffusionXL(ImageLatents, Family):
     """Text to image; the model's own scheduler says whether it predicts the noise or v."""
 
     name = "sdxl"
+    aliases = {"sdxl-base": "sdxl", "stable-diffusion-xl": "sdxl"}
+    fine_tunes = ("pony diffusion v6 xl", "illustrious xl", "noobai xl", "animagine xl 4")
     models = (
         PublishedModel(
             "stabilityai/stable-diffusion-xl-base-1.0",

@@ -76,6 +76,7 @@ class Wan21(Wan):
     """Wan 2.1, of 1.3B and 14B parameters, at 480p."""
 
     name = "wan-2.1"
+    aliases = {"wan-2.1-1.3b": "wan-2.1"}
     models = (
         PublishedModel(
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
@@ -117,6 +118,7 @@ class Wan22(Wan):
     """Wan 2.2 of 5B parameters, at 720p: its autoencoder has twice the factor along each side."""
 
     name = "wan-2.2"
+    aliases = {"wan-2.2-5b": "wan-2.2"}
     models = (
         PublishedModel(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
@@ -157,6 +159,7 @@ class Wan22HighNoise(Wan):
     """Wan 2.2 of 14B parameters, at 480p: the transformer for much noise."""
 
     name = "wan-2.2-14b"
+    aliases = {"wan-2.2-a14b": "wan-2.2-14b"}
     expert = "high-noise"
     other_denoisers = ("transformer_2",)
     components = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")

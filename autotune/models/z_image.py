@@ -25,6 +25,7 @@ class ZImage(ImageLatents, Family):
     """Text to image. The transformer takes lists: each prompt of a batch keeps its length."""
 
     name = "z-image"
+    aliases = {"z-image-base": "z-image"}
     models = (
         BASE,
         BASE.variant(

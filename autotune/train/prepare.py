@@ -179,13 +179,26 @@ def hardware_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
 ) -> tuple[str, ...]:
     """List why the plan cannot be trusted on this machine."""
+    if foreign := _foreign_gpu(plan, hardware):
+        return foreign
     local = num_processes or plan.frozen.hardware.num_processes
     memory = *_host_misfits(plan, hardware, local), *memory_misfits(plan, hardware, local)
     return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory)
 
 
+def _foreign_gpu(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    # All else that differs follows from it.
+    planned, name, here = plan.frozen.hardware, hardware.device.name, hardware.match_keys
+    is_same_kind = all(planned.match_keys.get(key) == here.get(key) for key in PREDICTED_KEYS)
+    if is_same_kind or planned.device_name == name:
+        return ()
+    return (f"it was made for {planned.device_name}, not for {name}",)
+
+
 def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """List why the machine is of another kind than the plan's, whatever its memory."""
+    if foreign := _foreign_gpu(plan, hardware):
+        return foreign
     planned = plan.frozen.hardware
     here = hardware.match_keys
     measured = plan.frozen.expected.evidence == "measured"
@@ -302,7 +315,7 @@ def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
 def require_fit(misfits: tuple[str, ...]) -> None:
     """Raise DoesNotFit, naming all, if there are misfits."""
     if misfits:
-        hint = "make one for this machine and data: autotune plan --from PLAN"
+        hint = "make one for this machine and data: `autotune plan --from` and this plan's file"
         raise DoesNotFit(f"the plan does not fit: {'; '.join(misfits)}", hint=hint)
 
 

@@ -192,7 +192,12 @@ def test_words_may_be_joined_and_written_in_any_way(id_, joints, random):
 @given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=4, unique=True))
 def test_what_is_found_has_every_word(words):
     name = " ".join(words)
-    holding = [id_ for id_ in IDS if {*words} - {*SERIES} <= {*id_.split("-")}]
+    holding = [
+        gpu.id
+        for gpu in load_catalog()
+        if all(word in f"{gpu.id} {gpu.name.lower()} {gpu.memory_nominal_gb:g}gb" for word in words)
+        or not {*words} - {*SERIES}
+    ]
     try:
         found = {meant(name)}
     except InvalidInput as error:
@@ -207,7 +212,13 @@ def test_names_that_people_use():
         **{"4080 super": "rtx-4080-super", "GeForce_RTX_4080_Super": "rtx-4080-super"},
         **{"3080-ti": "rtx-3080-ti", "4060 ti": "rtx-4060-ti-16gb", "h200": "h200-sxm"},
         **{"a100 40gb": "a100-40gb", "v100 pcie 16gb": "v100-pcie-16gb", "l40s": "l40s"},
-        **{"RTX 4000 Ada": "rtx-4000-ada", "T4": "t4"},
+        **{
+            "RTX 4000 Ada": "rtx-4000-ada",
+            "T4": "t4",
+            "rtx4090": "rtx-4090",
+            "3060 12gb": "rtx-3060",
+        },
+        **{"geforce rtx 4090": "rtx-4090", "dgx spark": "gb10", "Jetson Thor": "thor"},
     }.items():
         assert meant(name) == f"nvidia-{id_}"
 

@@ -69,6 +69,13 @@ def test_an_unknown_name_is_refused_rather_than_taken_for_another(name: str) -> 
     assert "'newer'" in misfit
 
 
+def test_another_gpu_is_told_in_one_line() -> None:
+    here = builders.hardware(compute_capability=(9, 0), budget_bytes=8 * builders.GIB)
+    here = here.changed(device=here.device.changed(name="NVIDIA H100 PCIe"))
+    expected = "it was made for NVIDIA GeForce RTX 4090, not for NVIDIA H100 PCIe"
+    assert hardware_misfits(planned(), here) == (expected,)
+
+
 def test_a_plan_fits_under_another_driver_and_not_under_another_major_version_of_cuda() -> None:
     here, plan = builders.hardware(), make_plan()
     same = {"fingerprint": here.fingerprint, "match_keys": here.match_keys}

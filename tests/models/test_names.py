@@ -1,0 +1,79 @@
+"""Models by the names that people type: case, spaces and punctuation never matter."""
+
+import re
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.errors import InvalidInput
+from autotune.models.registry import FAMILIES, find_published, get_family
+from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
+
+NAMES = {
+    name: model.name
+    for family in FAMILIES.values()
+    for model in family.models
+    for name in (model.name, model.hub_id, *family.aliases)
+    if family.aliases.get(name, model.name) == model.name
+}
+
+
+def meant(name: str) -> str | None:
+    found = find_published(name)
+    return found and found[1].name
+
+
+@given(st.sampled_from(sorted(NAMES)), st.sampled_from(["", " ", "-", "_", "."]), st.randoms())
+def test_spelling_never_matters(name: str, joint: str, random: Random) -> None:
+    owner, slash, rest = name.rpartition("/")
+    parts = re.split(r"[\W_]+", rest)
+    typed = owner + slash + joint.join(random.choice([part, part.upper()]) for part in parts)
+    assert meant(typed) == meant(name) == (None if name == "flux" else NAMES[name])
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("flux-dev", "flux1-dev"),
+        ("FLUX.1-dev", "flux1-dev"),
+        ("FLUX1_dev", "flux1-dev"),
+        ("black-forest-labs/FLUX.1-dev", "flux1-dev"),
+        ("Z-Image", "z-image"),
+        ("wan2.2", "wan-2.2"),
+        ("wan-2.2-5b", "wan-2.2"),
+        ("SDXL", "sdxl"),
+        ("qwen image edit 2511", "qwen-image-edit-2511"),
+    ],
+)
+def test_names_that_people_type(typed: str, name: str) -> None:
+    assert meant(typed) == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("flux", {"flux1-dev", "flux2-klein", "flux2-dev"}),
+        ("flux2", {"flux2-klein", "flux2-dev"}),
+        ("flux kontext dev", {"flux1-kontext"}),
+        ("wan", {"wan-2.1", "wan-2.2", "wan-2.2-14b"}),
+        ("qwen-imgae", {"qwen-image"}),
+        ("pony", {"sdxl"}),
+        ("Illustrious XL", {"sdxl"}),
+        ("", set()),
+    ],
+)
+def test_other_names_are_told_what_may_be_meant(typed: str, told: set[str]) -> None:
+    for find in (lambda name: resolve_model(ModelRef.of(name)), get_family):
+        with pytest.raises(InvalidInput) as refused:
+            find(typed)
+        words = re.findall(r"[\w.-]*\w", f"{refused.value.message} {refused.value.hint}")
+        assert {*words} & {
+            model.name for each in FAMILIES.values() for model in each.models
+        } == told
+
+
+def test_a_repository_is_never_taken_for_another() -> None:
+    assert meant("someone/flux1-dev") is None
