@@ -93,10 +93,7 @@ BoundedLoader.yaml_implicit_resolvers = {
 
 
 class _PlanDumper(yaml.SafeDumper):
-    """Block style for the outline, flow style for lists of numbers, no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    """Block style for the outline, flow style for lists of numbers."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
         flat = all(isinstance(item, int | float) for item in sequence)

@@ -22,14 +22,6 @@ LossMask = Literal["none", "files", "alpha"]
 ClipChoice = Literal["head", "all"] | Annotated[int, Field(ge=1, le=64)]
 
 
-def _in_utf8(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # a name on disk may hold any bytes
-        raise ValueError("it is not UTF-8, which no plan can hold") from error
-    return text
-
-
 def _not_empty(text: str) -> str:
     if not text:
         raise ValueError("it is empty")
@@ -40,7 +32,7 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-Words = Annotated[str, BeforeValidator(_as_text), AfterValidator(_in_utf8)]
+Words = Annotated[str, BeforeValidator(_as_text)]  # which pydantic refuses unless it is UTF-8
 Place = Annotated[Words, AfterValidator(_not_empty), Field(pattern=r"^[^\x00]*$")]
 """A path or a name: no file system takes a NUL, and an empty one, as of a shell's unset
 variable, is the folder that one is in, which nobody asked to read or to write."""
