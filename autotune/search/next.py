@@ -219,6 +219,11 @@ class ResidualSearch:
             prediction.candidate, logarithm, uncertainty, seconds, required_bytes, fits
         )
 
+    def is_settled(self, results: Results) -> bool:
+        """Tell if `results` alone, whatever records say of them, make all other trials needless."""
+        others = ResidualSearch(self.space, self.cost, self.budget_bytes, objective=self.objective)
+        return others.is_over(SearchLimits(sys.maxsize, math.inf), results)
+
     def is_over(
         self,
         limits: SearchLimits,

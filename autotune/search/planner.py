@@ -33,7 +33,7 @@ from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
 from autotune.search import winner
 from autotune.search.expected import build_expectation, build_forecast, planned_hardware
-from autotune.search.next import ResidualSearch, best_seconds, search_cost_seconds
+from autotune.search.next import MIN_GAIN, ResidualSearch, best_seconds, search_cost_seconds
 from autotune.search.problem import (
     PlannerBackend,
     PlanningProblem,
@@ -94,7 +94,8 @@ def make_plan(
             search = _Search(problem, backend, study, on_event)
             try:
                 trials = search.explore(warm_start)
-                if not warm_start.find_reproduced(trials):
+                theirs = warm_start.evidence(trials)
+                if all(trial.candidate.compile == "off" for trial in theirs):
                     trials = search.try_compiled(trials)
                 trials = search.confirm(trials)  # here: phases of another machine do not count
             except KeyboardInterrupt:
@@ -190,7 +191,12 @@ class _Search:
                 self.on_event(TrialStarted(candidate=candidate))
                 return run(candidate)
 
-            is_enough = warm_start.find_reproduced
+            def is_enough(results: Sequence[TrialResult]) -> bool:
+                theirs = warm_start.evidence(results)  # none unless a record is reproduced
+                best = best_seconds(results)
+                is_best = best * (1 - MIN_GAIN) <= best_seconds(theirs)
+                return bool(theirs) and is_best and sampler.is_settled((*results, *theirs))
+
             trials = run_search(
                 sampler, run_trial, problem.limits, self.tell, is_enough=is_enough, study=study
             )

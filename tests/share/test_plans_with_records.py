@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache
@@ -19,7 +19,7 @@ from autotune.plan.plan import FrozenPart
 from autotune.plan.request import PlanRequest
 from autotune.search.planner import make_plan
 from autotune.search.problem import PlannerBackend, PlanningProblem
-from autotune.share.store import Record, Store, build_record
+from autotune.share.store import Record, Store, build_record, shareable_trial
 from autotune.share.warm_start import find_matches
 from autotune.system.version import __version__
 from tests import builders
@@ -202,3 +202,35 @@ def test_settings_that_this_machine_does_not_admit_never_become_a_fallback(cold:
     assert len(again.plan.trials) == 1
     assert "sage" not in {candidate.attention for candidate in again.plan.fallbacks}
     assert set(again.plan.fallbacks) <= set(case_on_gpu().space.candidates)
+
+
+def claiming(record: Record, machine: Simulated, tried: Sequence[Candidate]) -> Record:
+    """A record that claims more than its trials, of true times, show: the slowest has won."""
+    trials = tuple(machine.run(candidate) for candidate in tried)
+    ran = [one for one in trials if one.outcome == "ok"]
+    worst = max(ran, key=lambda one: one.median_step_seconds or 0.0)
+    seconds, peak = worst.median_step_seconds or 1.0, worst.peak_memory_bytes or 1
+    expected = record.expected.changed(
+        step_seconds=seconds, images_per_second=2 / seconds, peak_memory_bytes=peak
+    )
+    return record.changed(
+        trials=tuple(map(shareable_trial, trials)),
+        settings=worst.candidate,
+        expected=expected,
+        calibration=tuple(map(machine.cost.residual, trials)),
+        conclusive=True,
+    )
+
+
+@pytest.mark.parametrize("number", [1, 3, 9, 30])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_record_of_true_times_never_slows_a_plan(cold: Planned, number: int, seed: int) -> None:
+    rng, machine = random.Random(seed), Simulated(slow=(SLOW, UNFORESEEN, {})[seed])
+    alone = planned_on(machine).plan
+    candidates = sorted(
+        case_on_gpu().space.candidates,
+        key=lambda each: -machine.cost.predict_uncalibrated(each).step_seconds,
+    )
+    slow = rng.sample(candidates[: len(candidates) // 2], number)
+    helped = planned_on(machine, claiming(cold.record, machine, slow)).plan
+    assert helped.expected.step_seconds <= 1.05 * alone.expected.step_seconds
