@@ -19,8 +19,7 @@ from autotune.data.items import make_options
 from autotune.errors import AutotuneError, InvalidInput, NothingFits, suggest_nearest
 from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
 from autotune.interop import exporting
-from autotune.interop.auditing import Audit, caching_of, worth
-from autotune.interop.importing import ImportedConfig, read_config
+from autotune.interop.importing import Audit, ImportedConfig, read_config
 from autotune.interop.trainer import get_trainer
 from autotune.knobs.caching import caching_choices
 from autotune.knobs.knob import TuningContext
@@ -807,7 +806,7 @@ def audit(
     read = config if isinstance(config, ImportedConfig) else import_config(config)
     from autotune.cost.estimate import estimate as estimate_candidate
     from autotune.cost.predict import CostModel
-    from autotune.search.pins import as_written
+    from autotune.search.pins import as_written, worth
     from autotune.search.problem import PlannerBackend
 
     profile = hardware_for(hardware, on_event=on_event)
@@ -827,7 +826,7 @@ def audit(
     predict = partial(estimate_candidate, cost, num_steps=steps)
     written, in_trainer = predict(settings), None
     if read.overheads is not None:
-        theirs = cost.with_overheads(read.overheads, caching_of(read))
+        theirs = cost.with_overheads(read.overheads, exporting.caching_of(read.pins))
         in_trainer = estimate_candidate(theirs, settings, num_steps=steps)
     found = Audit(
         config=read,

@@ -19,7 +19,7 @@ from autotune.models.registry import FAMILIES, find_published
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, count_blocks
 from autotune.plan.job import Job
-from autotune.plan.plan import TrainingPlan
+from autotune.plan.plan import Reason, TrainingPlan
 from autotune.plan.prediction import Overheads
 from autotune.plan.workload import ModelSpec, Workload
 
@@ -158,8 +158,14 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
 def caching_in(values: Values) -> CachingSettings:
     """Return what values, or pins, say of how captions are encoded."""
     own = {name.removeprefix(PIN): value for name, value in values.items() if PIN in name}
-    streamed = str(own.get("text_encoder_streamed")) == "True"
-    return CachingSettings.model_validate({**own, "text_encoder_streamed": streamed})
+    own["text_encoder_streamed"] = str(own.get("text_encoder_streamed")) == "True"
+    return CachingSettings.model_validate(own)
+
+
+def caching_of(pins: Values) -> tuple[CachingSettings, Reason]:
+    """Return how the trainer encodes captions: as the file says, else as they are."""
+    caching = caching_in(pins)
+    return caching, Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
 
 
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:

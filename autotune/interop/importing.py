@@ -19,7 +19,8 @@ from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.base import Frozen
-from autotune.plan.prediction import Overheads
+from autotune.plan.candidate import TrialResult
+from autotune.plan.prediction import Estimate, Overheads, SettingWorth
 
 
 class ConfigLine(Frozen):
@@ -50,6 +51,31 @@ class ImportedConfig(Frozen):
     not_carried: tuple[ConfigLine, ...]  # changes learning or is not understood
     notes: tuple[str, ...]  # what this trainer computes differently whatever its settings are
     overheads: Overheads  # with these settings
+
+
+class Audit(Frozen):
+    """A configuration on a card, as written and as it could be: predicted and perhaps measured."""
+
+    config: ImportedConfig
+    as_written: Estimate  # with autotune's executor
+    # what of the file this card cannot do, one sentence each; the estimate has the usual value
+    breaks: tuple[str, ...]
+    fastest: Estimate | None  # of settings that learn the same; None if nothing fits
+    worth: tuple[SettingWorth, ...]  # of each setting that differs, those that save most first
+    in_trainer: Estimate | None = None  # with what the trainer's own program takes of the card
+    measured_as_written: TrialResult | None = None
+    measured_fastest: TrialResult | None = None
+
+    @property
+    def step_seconds_saved(self) -> float:
+        """Seconds that all differences together save of a step."""
+        fastest = self.fastest or self.as_written
+        return self.as_written.step_seconds - fastest.step_seconds
+
+    @property
+    def sum_of_step_seconds_saved(self) -> float:
+        """Sum what each difference saves alone: not the whole if settings need each other."""
+        return sum(one.step_seconds_saved for one in self.worth)
 
 
 Settings = Mapping[str, ConfigValue]
@@ -86,6 +112,7 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
     chosen = WEIGHT_FORMATS.get(pins.get("quantization", "none"))
     if chosen and chosen.quality == "compact":
         options["quality"] = "compact"
+    kinds = ("carried", "pinned", "decided", "not_carried")
     return ImportedConfig(
         path=str(path),
         trainer=table.name,
@@ -97,10 +124,7 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
         pins=pins,
         notes=table.notes,
         overheads=table.overheads_of({key: one.value for key, one in settings.items()}, known),
-        **{
-            kind: tuple(line for its, line in lines if its == kind)
-            for kind in ("carried", "pinned", "decided", "not_carried")
-        },
+        **{kind: tuple(line for its, line in lines if its == kind) for kind in kinds},
     )
 
 
@@ -189,9 +213,8 @@ def _find_model(trainer: Trainer, settings: Settings, path: Path) -> KnownModel:
         if all(written.get(key) == value for key, value in known.keys.items()):
             return known
     keys = dict.fromkeys(key for known in trainer.models for key in known.keys if key in settings)
-    given = [
-        f"{key} {_value_text(written[key])[:MAX_SHOWN]}, line {settings[key].line}" for key in keys
-    ]
+    lines = ((key, _value_text(written[key])[:MAX_SHOWN], settings[key].line) for key in keys)
+    given = [f"{key} {value}, line {line}" for key, value, line in lines]
     is_named = f"trains a model that autotune does not know ({'; '.join(given)})"
     what = is_named if given else "names no known model"
     names = ", ".join(dict.fromkeys(known.name for known in trainer.models))

@@ -133,15 +133,12 @@ class Trainer:
         for phase, part, precision in map(str.split, rows(f"{data.get('kept', '')}\n{known.kept}")):
             if precision == "fp32" or (phase, part) not in kept:
                 kept[phase, part] = {"phase": phase, "part": part, "precision": precision}
-        formats, products = data.get("by_format", {}).items(), data.get("products", {}).items()
+        formats = data.get("by_format", {}).items()
         fields = {
             **{"program": self.name, "version": self.version, "source": data["source"]},
             "adapter": adapter(next(rows(data["adapter"]))),
             "adapter_by_format": {name: adapter(row) for name, row in formats},
-            "products": {
-                name: {"keeps": row.split()[0], "everywhere": "everywhere" in row}
-                for name, row in products
-            },
+            "products": data.get("products", {}),
             "kept": tuple(kept.values()),
         }
         return Overheads.model_validate(fields)

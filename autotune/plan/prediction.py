@@ -324,3 +324,13 @@ class Overheads(Frozen):
             f"memory as {self.program} takes it, by its source ({self.version}): "
             f"{'; '.join(self.sentences)}"
         )
+
+
+class SettingWorth(Frozen):
+    """Change by giving one setting of a file the other value, all else as written."""
+
+    knob: str
+    written: Choice
+    better: Choice
+    step_seconds_saved: float
+    run_memory_saved_bytes: int

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from autotune.interop.auditing import Audit
 from autotune.interop.exporting import ExportedConfig
-from autotune.interop.importing import ConfigLine, ImportedConfig
+from autotune.interop.importing import Audit, ConfigLine, ImportedConfig
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate
 from autotune.report.text import memory_text, plus_minus, seconds_text, wrapped

@@ -1,6 +1,7 @@
 """Settings of another program, by the names of pins: as they run on a card, and as pins there."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from autotune.errors import InvalidInput
@@ -8,6 +9,7 @@ from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
 from autotune.knobs.settings import plain_choices
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate, count_blocks
+from autotune.plan.prediction import Estimate, SettingWorth
 from autotune.search.space import SearchSpace
 
 # Settings that files seldom name.
@@ -77,3 +79,23 @@ def possible_pins(
             name, value = pins.popitem()
             impossible[name] = (value, error.message)
     return pins, impossible
+
+
+def worth(
+    estimate: Callable[[Candidate], Estimate], as_written: Estimate, better: Candidate
+) -> tuple[SettingWorth, ...]:
+    """Change each setting that differs alone; those that cannot go without another are left out."""
+    before, found = as_written.prediction, []
+    written = before.candidate
+    for name, value in better:
+        if (own := getattr(written, name)) == value:
+            continue
+        with suppress(InvalidInput):
+            after = estimate(written.changed(**{name: value})).prediction
+            seconds = before.step_seconds - after.step_seconds
+            saved = before.run_memory_bytes - after.run_memory_bytes
+            pair = {"knob": name, "written": own, "better": value}
+            found.append(
+                SettingWorth(**pair, step_seconds_saved=seconds, run_memory_saved_bytes=saved)
+            )
+    return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))
