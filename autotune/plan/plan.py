@@ -136,7 +136,7 @@ class FrozenPart(Frozen):
     records: tuple[str, ...] = ()
     """Names of the shared records that the search started from."""
     search_seconds: float = Field(ge=0)
-    """Wall time of all trials, loading included; 0 for a predicted plan."""
+    """Wall time of gradient checks and trials, loading included; 0 for a predicted plan."""
     trials: tuple[candidate.TrialResult, ...]
     pins: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs that the user fixed."""

@@ -330,7 +330,7 @@ def freeze_plan(
         reasons=(*reasons, cost.caching_reason),
         fallbacks=winner.choose_fallbacks(scores, best),
         records=tuple(source.name for source in warm_start.sources),
-        search_seconds=search_cost_seconds(trials),
+        search_seconds=problem.check_seconds + search_cost_seconds(trials),
         trials=trials,
         pins=request.pin_pairs,
         exclusions=request.exclusion_pairs,

@@ -2,6 +2,7 @@
 other requests would bring: what would fit if nothing does, what a larger effective batch gains."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -107,6 +108,7 @@ class PlanningProblem:
     job: Job
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()  # what is wrong with files of the data folder, one line each
+    check_seconds: float = 0.0  # of gradient checks, which are part of what a search takes
 
     @classmethod
     def build(
@@ -130,11 +132,13 @@ class PlanningProblem:
         share = parallel.budget_bytes(hardware.device)
         context = TuningContext(hardware, model.family, workload, share)
         space = build_space(request, context)
+        started = time.monotonic()
         if request.is_local:
             verdicts = backend.check_gradients(context, space.choices, model)
             hardware = hardware.changed(capabilities=(*hardware.capabilities, *verdicts))
             if not all(verdict.available for verdict in verdicts):
                 space = build_space(request, replace(context, hardware=hardware))
+        check_seconds = round(time.monotonic() - started, 1)
         cost = CostModel.build(
             hardware,
             workload,
@@ -158,6 +162,7 @@ class PlanningProblem:
             job,
             asked.notes,
             asked.dataset.problem_summary if asked.dataset else (),
+            check_seconds,
         )
 
     @property
