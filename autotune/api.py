@@ -69,6 +69,7 @@ from autotune.train.folder import check_folder
 from autotune.train.metrics import serve_metrics
 from autotune.weights.adapters import read_adapter, write_adapter
 from autotune.weights.files import read_header
+from autotune.weights.hub import snapshot_in_cache
 from autotune.weights.tensors import FileSummary, inspect_file
 
 if TYPE_CHECKING:
@@ -515,6 +516,8 @@ def check_data(request: CheckDataRequest) -> DataReport:
         max_side_px=family.max_side_px,
         max_upscaling=request.max_upscaling,
         max_crop=request.max_crop,
+        family=family,
+        tokenizers=snapshot_in_cache(family.models[0].hub_id),
         on_progress=_progress_to(request.on_event, "reading"),
     )
 

@@ -6,11 +6,13 @@ check_dataset    before it: reports what training would do, whatever files hold
 
 import hashlib
 import os
+import re
 import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from autotune.data.folder import (
 )
 from autotune.data.items import DEFAULT_OPTIONS, DatasetOptions, Item, ItemReader, file_digest
 from autotune.errors import InvalidInput
+from autotune.models.family import Family
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.file import read_listing
 from autotune.plan.job import DataPlace, Place, each_place
@@ -368,6 +371,42 @@ def _without_copies(items: Sequence[Item], held_out: Sequence[Item]) -> tuple[It
     return tuple(item for item in items if not any(map(is_copy, item.pixel_paths)))
 
 
+PIECES = re.compile(r"'\w+|\w+|[^\w\s]+")  # of a text, each of which is at least one token
+
+
+def find_cut_captions(
+    items: Sequence[Item], family: Family, folder: Path | None
+) -> tuple[str, ...]:
+    """Find captions that are longer than the model reads: file names, each with its tokens. Without
+    the tokenizer in the model's `folder` words are counted, so that some may be missed."""
+    limit = _caption_limit(family)
+    texts = [max(item.captions, key=len) for item in items]
+    counts = [len(PIECES.findall(text)) for text in texts]
+    if folder and (folder / family.caption_tokenizer).is_dir():
+        from autotune.models.latents import load_tokenizer
+
+        with suppress(Exception):  # a damaged tokenizer raises anything, and is told elsewhere
+            tokenizer = load_tokenizer(folder, family.caption_tokenizer)
+            counts = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]]
+    found = zip(items, counts, strict=True)
+    return tuple(f"{item.path.name} ({count})" for item, count in found if count > limit)
+
+
+def tell_cut_captions(
+    items: Sequence[Item], family: Family, folder: Path | None
+) -> tuple[str, ...]:
+    """Tell in a line, if there is need, how many captions are cut, and which first."""
+    found, limit = find_cut_captions(items, family, folder), _caption_limit(family)
+    named = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    longer = f"captions are longer than the {limit} tokens that the text encoder reads"
+    text = f"{len(found)} of {len(items)} {longer}, and cut there: {named}"
+    return (text,) if found else ()
+
+
+def _caption_limit(family: Family) -> int:
+    return family.max_caption_tokens or family.max_text_tokens
+
+
 class DataReport(Frozen):
     """Contents of a data folder, and what is wrong with them."""
 
@@ -386,6 +425,9 @@ class DataReport(Frozen):
     """Names of images enlarged by more than `max_upscaling`."""
     cropped: tuple[PrintableStr, ...]
     """Names of images that lose more than `max_crop` of their area."""
+    cut_captions: tuple[PrintableStr, ...] = ()
+    """Names of images whose captions are longer than the text encoder reads, with their tokens."""
+    max_caption_tokens: int | None = None
     caption_words: tuple[int, int, int] | None = None
     """Minimum, median and maximum number of words in a caption, if there is any."""
 
@@ -397,8 +439,8 @@ class DataReport(Frozen):
     @property
     def is_clean(self) -> bool:
         """Tell if there is nothing to complain of, as a strict check asks."""
-        complaints = self.problems or self.enlarged or self.cropped or self.num_unverified
-        return self.can_train and not complaints
+        named = self.problems or self.enlarged or self.cropped or self.cut_captions
+        return self.can_train and not (named or self.num_unverified)
 
 
 def check_dataset(
@@ -410,9 +452,12 @@ def check_dataset(
     max_side_px: int,
     max_upscaling: float = MAX_UPSCALING,
     max_crop: float = MAX_CROP,
+    family: Family | None = None,
+    tokenizers: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
-    """Check every file as training would read it. Raises InvalidInput as `scan_dataset`."""
+    """Check every file as training would read it, and with a `family` the lengths of captions, by
+    the model's folder of `tokenizers` if there is one. Raises InvalidInput as `scan_dataset`."""
     dataset = scan_dataset(data, options, on_progress)
     items = dataset.items
     buckets = make_buckets(items, resolution_px, multiple_px, max_side_px)
@@ -439,5 +484,7 @@ def check_dataset(
         max_crop=max_crop,
         enlarged=tuple(enlarged),
         cropped=tuple(cropped),
+        cut_captions=find_cut_captions(items, family, tokenizers) if family else (),
+        max_caption_tokens=_caption_limit(family) if family else None,
         caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )

@@ -100,6 +100,9 @@ class Family(ABC):
 
     # Captions.
     max_text_tokens: ClassVar[int]  # at which the pipeline cuts captions, or positions end
+    # The tokenizer of the text encoder that reads most of a caption, and how much, if not so many.
+    caption_tokenizer = "tokenizer"
+    max_caption_tokens: ClassVar[int | None] = None
     # Arguments for the size of one token of an encoded caption.
     prompt_size: ClassVar[tuple[tuple[str, int], ...]] = (("joint_attention_dim", 4096),)
     pooled_size: ClassVar[tuple[str, int] | None] = None

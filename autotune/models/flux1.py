@@ -78,6 +78,7 @@ class Flux1Dev(latents.ImageLatents, Family):
     pooled_size: ClassVar[tuple[str, int] | None] = ("pooled_projection_dim", 768)
     encode_options = {"prompt_2": None}
     max_text_tokens = TEXT_TOKENS
+    caption_tokenizer = "tokenizer_2"
     target_sets = latents.adapted_layers(
         BLOCK, latents.ATTENTION, MLP, r"norm(1|1_context)?\.linear"
     )
@@ -182,6 +183,7 @@ class Chroma(Flux1Dev):
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
+    caption_tokenizer = "tokenizer"
     components = COMPONENTS
     tiny_config = {
         "num_layers": 1,

@@ -49,11 +49,11 @@ def adapted_layers(block: str, attention: str, mlp: str, others: str = "") -> di
     return {name: rf"{block}\.({layers})" for name, layers in sets.items()}
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer in a model's folder."""
+def load_tokenizer(folder: Path, name: str = "tokenizer") -> Any:
+    """Load a tokenizer in a model's folder."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(folder / name, trust_remote_code=False)
 
 
 def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:

@@ -85,6 +85,7 @@ class StableDiffusion35(ImageLatents, Family):
     pooled_output = 2
     encode_options = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
     max_text_tokens = TEXT_TOKENS
+    caption_tokenizer, max_caption_tokens = "tokenizer_3", 256
     target_sets = adapted_layers(
         BLOCK,
         rf"{ATTENTION}|attn2\.(to_q|to_k|to_v|to_out\.0)",

@@ -276,6 +276,7 @@ def _data_texts(report: DataReport) -> Iterator[str]:
     for names, what in (
         (report.enlarged, f"scaled up more than {report.max_upscaling:g}x (use less --resolution)"),
         (report.cropped, f"cropped by more than {report.max_crop:.0%} of the area"),
+        (report.cut_captions, f"captions cut at the {report.max_caption_tokens} tokens that count"),
     ):
         if names:
             yield f"  {len(names)} {what}: {', '.join(capped(names, 3, ''))}"

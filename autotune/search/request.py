@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.data.dataset import Dataset, read_split
+from autotune.data.dataset import Dataset, read_split, tell_cut_captions
 from autotune.data.items import make_options
 from autotune.knobs.caching import PIN
 from autotune.knobs.knob import TuningContext
@@ -128,6 +128,8 @@ class ResolvedRequest:
         on_sound()
         drops_captions = request.caption_dropout > 0
         workload = describe_workload(model, dataset, request, drops_captions=drops_captions)
+        if dataset:
+            notes = (*notes, *tell_cut_captions(dataset.items, family, model.config_folder))
         if dataset is None:
             assumed = f"{USUAL_IMAGES} items with usual captions are assumed"
             notes = (*notes, f"no data is named: {assumed}")

@@ -14,6 +14,7 @@ from PIL.Image import Image
 
 from autotune import errors
 from autotune.data.cache import Cache, MemoryCache
+from autotune.data.dataset import tell_cut_captions
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
 from autotune.events import (
     Notice,
@@ -224,6 +225,10 @@ class _Run:
             self.sampler.encode_prompts(self.previews, self.cache)
         for line in self.prepared.data.training.problem_summary:
             self._notify(line)
+        model = self.encoders.model
+        whole = self.prepared.data.whole.items
+        for line in tell_cut_captions(whole, model.family, model.config_folder):
+            self._warn(line)
         self.on_event(PhaseStarted(name="encoding captions and images"))
 
         def report_progress(done: int, total: int) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autotune.data.dataset import DataReport, check_dataset, read_dataset, read_split, scan_dataset
 from autotune.data.items import DatasetOptions
 from autotune.errors import InvalidInput
+from autotune.models.registry import get_family
 from autotune.report.machine import data_report_lines
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
@@ -316,3 +317,19 @@ def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(images, 
     assert held_out == {"renamed.png"}
     assert third.name not in training
     assert len(training) == 19
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_captions_longer_than_the_encoder_reads_are_named(tmp_path, has_tokenizer):
+    write_pictures(tmp_path, (64, 64), (64, 64))
+    (tmp_path / "000.txt").write_text("red, " * 60)  # each comma is a token of its own
+    folder = None
+    if has_tokenizer:
+        from tests.small.parts import clip_tokenizer
+
+        folder = tmp_path / ".model"
+        clip_tokenizer(CAPTIONS).save_pretrained(folder / "tokenizer")
+    report = check_dataset(tmp_path, family=get_family("sdxl"), tokenizers=folder, **SIZES)
+    assert [name.partition(" ")[0] for name in report.cut_captions] == ["000.png"]
+    assert any("77 tokens" in line for line in data_report_lines(report))
+    assert not report.is_clean
