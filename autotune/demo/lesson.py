@@ -16,8 +16,7 @@ from autotune.demo import world
 from autotune.demo.world import COLORS, GROUNDS, SIZE_PX, Scene, draw_centered
 from autotune.errors import InvalidInput
 from autotune.models.registry import get_family
-from autotune.system.files import atomic_write, write_text_atomic
-from autotune.system.process import silence_progress_bars
+from autotune.system import files, process
 
 SIDE_PX, SMALL_PX, GAP_PX, TEXT_PX, FONT_PX = 112, 64, 10, 190, 17
 PAPER, INK, MUTED = "#ffffff", "#202020", "#707070"
@@ -138,7 +137,7 @@ def write_images(
 
 def load_pipeline(folder: Path) -> Any:
     """Load the stock pipeline in a folder, in fp32."""
-    silence_progress_bars()
+    process.silence_progress_bars()
     return get_family("qwen-image").load_pipeline(folder, torch_dtype=torch.float32)
 
 
@@ -206,10 +205,10 @@ def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
         for caption, b, a, v in zip(captions, first, second, best, strict=True)
     ]
     found = {"concept_fidelity": asdict(fidelity), "prompts": prompts}
-    write_text_atomic(result / "concept.json", json.dumps(found, indent=1) + "\n")
+    files.write_text_atomic(result / "concept.json", json.dumps(found, indent=1) + "\n")
     shown = [0, 4, 7, 11, len(new), len(new) + 5]
     rows = [(captions[number], before[number], after[number]) for number in shown]
-    with atomic_write(result / "concept.png") as part:
+    with files.atomic_write(result / "concept.png") as part:
         draw_picture([scene.draw() for scene in taught_scenes()], rows).save(part, format="PNG")
     return fidelity
 

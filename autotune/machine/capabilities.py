@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.knobs.attention import ATTENTION_BACKENDS
-from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs import attention, formats
 from autotune.knobs.knob import Requirements
 from autotune.plan.hardware import (
     Capability,
@@ -244,10 +243,10 @@ def with_capabilities(machine: HardwareProfile) -> HardwareProfile:
         obstacles = (obstacle(machine) for obstacle in rule.obstacles)
         why_not = next(filter(None, (unmet(rule.needs, machine), *obstacles)), None)
         found.append((rule.name, rule.why, why_not))
-    for backend in ATTENTION_BACKENDS.values():
+    for backend in attention.ATTENTION_BACKENDS.values():
         why_not = backend.why_not or unmet(backend.needs, machine)
         found.append((backend.capability, backend.summary, why_not))
-    for each in WEIGHT_FORMATS.values():
+    for each in formats.WEIGHT_FORMATS.values():
         found.append((each.capability, each.summary, unmet(each.needs, machine)))
     capabilities = tuple(
         Capability(name=name, available=why_not is None, reason=why_not or why)

@@ -17,8 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from autotune.errors import InvalidInput, match_names, suggest_nearest
 from autotune.knobs.attention import ATTENTION_BACKENDS
-from autotune.machine import capabilities
-from autotune.machine.facts import PACKAGES
+from autotune.machine import capabilities, facts
 from autotune.plan.base import Frozen, first_problem
 from autotune.plan.file import TEXT_TAG, BoundedLoader
 from autotune.plan.hardware import Datasheet, Device, HardwareProfile, Host, MemoryKind, Versions
@@ -278,7 +277,7 @@ def _device(gpu: CatalogGpu) -> Device:
 def _assumed_versions(device: Device) -> Versions:
     old = device.compute_capability is not None and device.compute_capability < capabilities.CUDA_13
     found = {"cuda_runtime": OLD_CARDS_CUDA} if old else {}
-    for field, package in PACKAGES.items():
+    for field, package in facts.PACKAGES.items():
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -25,19 +25,18 @@ from autotune.machine.sources import DriverSource, System, Unavailable
 from autotune.plan.base import digest_of, memory_bytes
 from autotune.plan.hardware import Device, HardwareProfile, OtherGpu, Rate, Versions
 from autotune.plan.request import PlanRequest
-from autotune.system.files import cache_path, read_bounded, write_text_atomic
-from autotune.system.process import PYTHON, silence_libraries
+from autotune.system import files, process
 
 Progress = Callable[[str], None]
 # How notes about the rates begin; they are saved and reused with the rates.
 RATE_NOTES = ("not measured", "measuring ended", "noisy")
-MEASURE = (*PYTHON, "-m", "autotune.machine.rates")
+MEASURE = (*process.PYTHON, "-m", "autotune.machine.rates")
 
 
 def probe(*, index: int | None = None, on_progress: Progress | None = None) -> HardwareProfile:
     """Read facts about device `index` of this machine, by default the GPU with the most memory.
     Raises InvalidInput if there is no such device, and AutotuneError if its memory is unknown."""
-    silence_libraries()
+    process.silence_libraries()
     if on_progress:
         on_progress("reading facts")
     return read_profile(System(), index)
@@ -199,21 +198,21 @@ def has_valid_rates(saved: HardwareProfile, now: HardwareProfile) -> bool:
 def profile_path(profile: HardwareProfile) -> Path:
     """Return where the profile of this device is saved."""
     device = profile.device
-    return cache_path("hardware", f"{device.kind}-{device.index}-{device.file_name}.json")
+    return files.cache_path("hardware", f"{device.kind}-{device.index}-{device.file_name}.json")
 
 
 def save_profile(profile: HardwareProfile, path: Path) -> None:
     """Write the profile and its digest, atomically."""
     data = profile.model_dump(mode="json")
     content = {"digest": digest_of(data), "profile": data}
-    write_text_atomic(path, json.dumps(content, indent=1) + "\n")
+    files.write_text_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
     """Load a profile that `save_profile` wrote. Raises InvalidInput if it is damaged or edited."""
     hint = "write a new one with `autotune probe`"
     try:
-        content = json.loads(read_bounded(Path(path), MAX_PROFILE_BYTES))
+        content = json.loads(files.read_bounded(Path(path), MAX_PROFILE_BYTES))
         digest, data = content["digest"], content["profile"]
         if digest != digest_of(data):  # as written: an older profile has other fields
             what = f"{path} was damaged or edited: its digest does not match"
@@ -310,7 +309,7 @@ _logger = logging.getLogger(__name__)
 def lock_path(device: Device) -> Path:
     """Return the lock file: in the temporary folder for a GPU, which several users may share. A
     CPU's lies in the user's cache folder, or in the temporary folder if that cannot be written."""
-    folder = cache_path()
+    folder = files.cache_path()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if device.kind == "cuda" or not os.access(folder, os.W_OK):

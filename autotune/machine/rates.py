@@ -27,8 +27,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS, WeightFormat
 from autotune.machine.facts import Facts, Reader, integer, positive_number
 from autotune.machine.sources import BackgroundLoad, System, Unavailable
 from autotune.plan.hardware import Conditions, DeviceKind, HardwareProfile, Rate
-from autotune.system.files import cache_path
-from autotune.system.process import silence_libraries
+from autotune.system import files, process
 from autotune.weights.files import open_weights
 from autotune.weights.tensors import LOADERS
 
@@ -307,7 +306,7 @@ class Meter:
         reason = LOADERS[loader].why_not(self.device)
         if reason or not hasattr(os, "posix_fadvise"):
             raise Unavailable(reason or "the page cache cannot be bypassed on this system")
-        folder, shape = cache_path(), (NUM_TENSORS, self.sizes.file_bytes // NUM_TENSORS)
+        folder, shape = files.cache_path(), (NUM_TENSORS, self.sizes.file_bytes // NUM_TENSORS)
         folder.mkdir(parents=True, exist_ok=True)
         noise = torch.randint(0, 256, shape, dtype=torch.uint8)  # which no disk compresses
         # A file without a name disappears with this process, however that ends.
@@ -402,7 +401,7 @@ def main() -> None:
     """Measure the device of the profile on stdin."""
     for ending in (signal.SIGINT, signal.SIGPIPE):  # the probe ends too, and reports it
         signal.signal(ending, signal.SIG_DFL)
-    silence_libraries()
+    process.silence_libraries()
     profile = HardwareProfile.model_validate_json(sys.stdin.buffer.read())
     measure(profile, System(), lambda kind, value: print(json.dumps({kind: value}), flush=True))  # noqa: T201
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autotune.models import latents
-from autotune.models.facts import Defaults, Parts, PublishedModel
+from autotune.models import facts, latents
 from autotune.models.family import Batch, Family, Pixels, Sample, Sizes, Texts
 from autotune.system.lazy import Tensor
 
 MAX_TEXT_TOKENS = 512  # with what follows the prompt in the pipeline's template
-RAW = PublishedModel(
+RAW = facts.PublishedModel(
     "krea/Krea-2-Raw",
     "krea-2",
     {},
-    Parts((4_437_815_808,), "AutoencoderKLQwenImage"),
+    facts.Parts((4_437_815_808,), "AutoencoderKLQwenImage"),
     num_parameters=12_820_073_036,
     license="krea-2-community-license-agreement",
 )
@@ -51,7 +50,7 @@ class Krea2(Family):
         "text_num_key_value_heads": 2,
         "text_intermediate_size": 128,
     }
-    defaults = Defaults(
+    defaults = facts.Defaults(
         timestep_shift=2.5,
         sampling_guidance=4.5,
         shift_by_tokens=((256, 0.5), (6400, 1.15)),

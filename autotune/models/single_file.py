@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models.facts import PublishedModel
+from autotune.models import facts, registry
 from autotune.models.family import Family, build_on_meta
-from autotune.models.registry import FAMILIES
 from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, MissingWeights, WeightSource, open_weights
 from autotune.weights.single_file import first_names, has_part, view_as
 
 SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 
-Found = tuple[Family, PublishedModel]
+Found = tuple[Family, facts.PublishedModel]
 
 
 def open_single_file(path: Path) -> WeightSource:
@@ -36,7 +35,7 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
     Raises BadWeights if there is none, with what comes nearest."""
     found: list[Found] = []
     refusals: dict[str, BadWeights] = {}
-    for family in FAMILIES.values():
+    for family in registry.FAMILIES.values():
         # Names that begin otherwise than the class's are told much quicker than all shapes.
         config, beginnings = _config_and_beginnings(family)
         if not beginnings <= first_names(source, family.transformer_class, config):

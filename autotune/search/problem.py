@@ -24,9 +24,8 @@ from autotune.plan.hardware import KEY_NAMES, Capability, HardwareProfile, share
 from autotune.plan.job import Job, ModelRef
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Bucket, Quality, Workload
-from autotune.search.comparison import NoGpu
+from autotune.search import comparison, next
 from autotune.search.gradient_checks import check_gradients
-from autotune.search.next import SearchLimits, memory_upper_bound
 from autotune.search.request import ResolvedRequest, build_space, split_pins
 from autotune.search.space import (
     SearchSpace,
@@ -175,9 +174,9 @@ class PlanningProblem:
         return self.request.is_local and self.cost.parallel.num_shards == 1
 
     @property
-    def limits(self) -> SearchLimits:
+    def limits(self) -> next.SearchLimits:
         request = self.request
-        return SearchLimits(request.max_trials, request.search_seconds, self.job.num_steps)
+        return next.SearchLimits(request.max_trials, request.search_seconds, self.job.num_steps)
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -225,7 +224,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
     if model.folder is None and hardware.device.kind == "cpu":
         usual = (model.family, model.family.models[0])
         _, published = find_published(model.name) or usual
-        raise NoGpu.build(model.family, published)
+        raise comparison.NoGpu.build(model.family, published)
     if not request.is_local or request.num_gpus == 1:
         return
     if misfits := device_misfits(request.num_gpus, hardware):
@@ -291,7 +290,7 @@ def min_required_bytes(
     ]
     predictions = [cost.predict(candidate) for candidate in safest or candidates]
     if cautious:
-        return min(map(memory_upper_bound, predictions))
+        return min(map(next.memory_upper_bound, predictions))
     return min(prediction.run_memory_bytes for prediction in predictions)
 
 

@@ -44,8 +44,7 @@ from autotune.search.worker import (
     classify_error,
     first_line_with_notes,
 )
-from autotune.system.files import make_scratch_folder
-from autotune.system.memory import host_peak_bytes
+from autotune.system import files, memory
 from autotune.system.process import fork_server_context
 from autotune.train.monitor import POLL_SECONDS, SPILL_FACTOR, Watchdog
 from autotune.train.processes import set_device
@@ -124,7 +123,7 @@ class ProcessTrialRunner:
         self._child: _Child | None = None
         self._ran: list[tuple[TrialResult, float]] = []
         """Results with the step seconds that were predicted for them."""
-        self._scratch = make_scratch_folder("trial")
+        self._scratch = files.make_scratch_folder("trial")
         self._log = Path(self._scratch.name) / "log"
         self._log.touch()
 
@@ -378,7 +377,7 @@ def _perform(request: Any, state: ChildState, limits: MemoryLimits, is_capped: b
     except BaseException as error:
         traceback.print_exc()
         message = f"{type(error).__name__}: {first_line_with_notes(error)}"
-        return Failure(classify_error(error), message, host_memory_bytes=host_peak_bytes())
+        return Failure(classify_error(error), message, host_memory_bytes=memory.host_peak_bytes())
 
 
 def _exit_with_parent(scratch_folder: Path) -> None:

@@ -31,14 +31,7 @@ from autotune.plan.workload import (
     typical_bucket,
     typical_text_tokens,
 )
-from autotune.system.memory import (
-    device_peak_bytes,
-    host_peak_bytes,
-    map_large_buffers,
-    measure_peak_memory,
-    release_memory,
-    reset_host_peak,
-)
+from autotune.system import memory
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import (
     QualityMissed,
@@ -179,14 +172,14 @@ class LoadedModel:
 
 def run_trial(request: TrialRequest, child: ChildState) -> TrialResult:
     """Run the candidate on the child's model, which the first request loads."""
-    reset_host_peak()  # what earlier candidates took is not this one's
+    memory.reset_host_peak()  # what earlier candidates took is not this one's
     if "loaded" not in child.cache:
         child.cache["loaded"] = load_for_trial(request)
     try:
         steps = StepRunner(child.cache["loaded"], request.workload, request.candidate)
         return steps.measure(request.needs_another_step)
     finally:
-        release_memory()  # the next candidate must not find the allocator full of this one's blocks
+        memory.release_memory()  # else the next finds the allocator full of this one's blocks
 
 
 def load_for_trial(request: TrialRequest) -> LoadedModel:
@@ -214,7 +207,7 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
         noising = Noising(process=model.noise)
         windows = ModulationWindows(model, ahead, noising, lambda _: images, size, 0, place)
     initial = [parameter.detach().clone() for parameter in model.adapter]
-    seconds, peak_bytes = time.perf_counter() - started, device_peak_bytes(device)
+    seconds, peak_bytes = time.perf_counter() - started, memory.device_peak_bytes(device)
     return LoadedModel(model, largest, typical, initial, windows, seconds, peak_bytes)
 
 
@@ -296,7 +289,7 @@ class StepRunner:
             load_peak_memory_bytes=self.loaded.peak_bytes,
             peak_memory_bytes=peak,
             allocator_retries=allocator_retries(self.model.device) - self.retries_before,
-            host_memory_bytes=host_peak_bytes(),
+            host_memory_bytes=memory.host_peak_bytes(),
             quantization_error=self.model.quantization_error,
             final_loss=final_loss if math.isfinite(final_loss) else None,
             message=defect or "",
@@ -342,7 +335,7 @@ class StepRunner:
         """Take a step; returns its peak of memory in bytes, and its seconds."""
         self._prepare_modulation()
         started = time.perf_counter()
-        _, peak = measure_peak_memory(self.model.device, self._live_tensors, self.step)
+        _, peak = memory.measure_peak_memory(self.model.device, self._live_tensors, self.step)
         return peak, time.perf_counter() - started
 
     def _live_tensors(self) -> list[torch.Tensor]:
@@ -412,7 +405,7 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
                 caching_error = f"{type(error).__name__}: {first_line_with_notes(error)}"
             if caching_error:  # outside of the handler: the error held what had been loaded
                 del monitor.peaks["caching"]
-                release_memory()
+                memory.release_memory()
         with phase("loading"):
             loaded = load_for_trial(request)
             if sampler:
@@ -471,7 +464,7 @@ def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> 
     encoders.release_text()
     pipeline = encoders.load_pipeline(with_text=False)
     pixels = torch.zeros(3, bucket.num_frames, height, width, device=pipeline.vae.device)
-    with map_large_buffers():
+    with memory.map_large_buffers():
         model.family.encode_pixels(pipeline, pixels)
 
 

@@ -20,8 +20,7 @@ from autotune.knobs.registry import reload_key
 from autotune.models.family import Batch
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
-from autotune.system.memory import measure_peak_memory, release_memory
-from autotune.system.process import catch_stop_signals
+from autotune.system import memory, process
 from autotune.train.folder import Checkpoint, Checkpoints
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, apply_settings, eager_eval
@@ -114,7 +113,7 @@ class TrainingLoop:
         # What stopped the run may have stopped this preview.
         if 0 < self.first_step < self.num_steps:
             self._preview_if_due()
-        catching = catch_stop_signals(second_ends=is_single)
+        catching = process.catch_stop_signals(second_ends=is_single)
         with catching as signal_name, profile_steps(self.trace) as trace:
             self.monitor.start()
             while self.done < self.num_steps:
@@ -196,7 +195,7 @@ class TrainingLoop:
 
     def _change_settings(self, settings: Candidate, why: str) -> None:
         self.optimizer.discard_step()
-        release_memory()
+        memory.release_memory()
         self.monitor.restart()
         self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
         apply_settings(self.model, settings)
@@ -234,7 +233,7 @@ class TrainingLoop:
         take = partial(self._step, step, batches)
         if step == self.measured_step:
             live = partial(self.optimizer.live_tensors, self.model.transformer)
-            outcome, self.peak_bytes = measure_peak_memory(self.model.device, live, take)
+            outcome, self.peak_bytes = memory.measure_peak_memory(self.model.device, live, take)
         else:
             outcome = take()
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited

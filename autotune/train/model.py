@@ -20,18 +20,15 @@ from autotune.knobs.modulation import take_layers, take_loaded_layers
 from autotune.knobs.norm_rope import use_kernels
 from autotune.knobs.quantized_layers import quantize_blocks, quantize_inside, torch_dtype
 from autotune.machine.sources import cudnn_version
+from autotune.models import noise, resolve
 from autotune.models.adapter import ADAPTER_NAME, add_adapter, disable_dropout
 from autotune.models.family import Batch, Family, Sample
-from autotune.models.noise import NoiseProcess
-from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate, QuantizationError
 from autotune.plan.workload import Quality, Workload
 from autotune.system.files import cache_path
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import shard_on_arrival
-from autotune.weights import stream
-from autotune.weights.adapters import AdapterInfo, save_adapter
-from autotune.weights.files import WeightSource
+from autotune.weights import adapters, files, stream
 from autotune.weights.stream import DtypePolicy, Transform
 
 RANDOM_SEED = 0
@@ -48,7 +45,7 @@ class TrainingModel:
     adapter: list[nn.Parameter]
     device: torch.device
     dtype: torch.dtype
-    noise: NoiseProcess
+    noise: noise.NoiseProcess
     # None for random weights or without quantization.
     quantization_error: QuantizationError | None = None
     # Masked sequences are padded to a multiple of it.
@@ -59,7 +56,7 @@ class TrainingModel:
 
 
 def load_model(
-    model: ResolvedModel,
+    model: resolve.ResolvedModel,
     workload: Workload,
     settings: Candidate,
     device: torch.device,
@@ -141,7 +138,7 @@ def eager_eval(transformer: nn.Module) -> Iterator[None]:
 
 
 def load_transformer(
-    model: ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
+    model: resolve.ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
 ) -> tuple[nn.Module, QuantizationError | None]:
     """Stream the weights in, quantizing as they load, and measure the error; random without
     files."""
@@ -174,11 +171,11 @@ def load_transformer(
 def _leave_modulation(
     family: Family,
     transformer: nn.Module,
-    source: WeightSource | None,
+    source: files.WeightSource | None,
     loader: str,
     device: torch.device,
     policy: DtypePolicy,
-) -> WeightSource | None:
+) -> files.WeightSource | None:
     """Take the modulation layers out of an empty transformer, to be read for each window."""
     if source is not None:
         stream.check_source(transformer, source)
@@ -216,7 +213,7 @@ def save_trained(
         for name, p in model.transformer.named_parameters()
         if id(p) in masters
     }
-    info = AdapterInfo(
+    info = adapters.AdapterInfo(
         model=workload.model.name,
         transformer=model.family.transformer_class,
         plan_digest=plan_digest,
@@ -225,7 +222,7 @@ def save_trained(
         training_steps=training_steps,
     )
     state = get_peft_model_state_dict(model.transformer, named, adapter_name=ADAPTER_NAME)
-    save_adapter(path, state, info, model.family.adapter_component)
+    adapters.save_adapter(path, state, info, model.family.adapter_component)
 
 
 # Of a block. Weights of 2048 x 3072 drawn from normal, Laplace and Student's t (5 degrees)

@@ -21,14 +21,12 @@ import psutil
 import torch
 
 from autotune.errors import AutotuneError, Preempted
-from autotune.machine.capabilities import host_floor_bytes
-from autotune.machine.doctor import NO_SPILL
+from autotune.machine import capabilities, doctor
 from autotune.machine.sources import available_bytes, host_available_bytes, memory_bytes
 from autotune.plan.candidate import PhasePeak
 from autotune.plan.hardware import Device, MemoryKind, shares_host_memory
 from autotune.plan.plan import FrozenPart
-from autotune.system import memory
-from autotune.system.process import PYTHON
+from autotune.system import memory, process
 
 # Share of the budget above which one fragmented allocation may end a run.
 ALARM_SHARE = 0.85
@@ -193,7 +191,7 @@ class Monitor:
         if self.can_spill and is_full and ratio >= SPILL_FACTOR:
             slow = f"steps take {ratio:.1f} times what was planned"
             why = f"with {reading.used_share:.0%} of the GPU's memory taken the driver moves memory"
-            found["spill"] = f"{slow}: {why} to the host; {NO_SPILL}, and {MORE_TO_SPARE}"
+            found["spill"] = f"{slow}: {why} to the host; {doctor.NO_SPILL}, and {MORE_TO_SPARE}"
         if slope := self._reserved_growth.add(reading.reserved_bytes or 0):
             grows = f"reserved memory grows by {slope / 2**20:.2f} MiB per step"
             hint = EXPANDABLE if self.allocator == "default" else MORE_TO_SPARE
@@ -273,7 +271,7 @@ MAX_WAIT_SECONDS = 30.0
 MAX_STALL_SECONDS = 1.0
 # Smaller changes are the machine's own.
 NOISE_BYTES = 64 * 2**20
-COMMAND = (*PYTHON, "-m", "autotune.train.monitor")
+COMMAND = (*process.PYTHON, "-m", "autotune.train.monitor")
 HINT = (
     "close other programs, or plan again with more to spare: autotune plan --from PLAN --reserve "
     "4GiB; then go on from the last checkpoint with --resume"
@@ -308,7 +306,7 @@ class Watchdog:
         if kind == "integrated":
             total, available = int(psutil.virtual_memory().total), host_available_bytes
         kind_of_floor: MemoryKind = "host" if kind == "host" else "integrated"
-        floor = host_floor_bytes(kind_of_floor, total, available())
+        floor = capabilities.host_floor_bytes(kind_of_floor, total, available())
         return cls(floor, available, has_run=shares_host_memory(kind))
 
     def find_shortage(self) -> str | None:

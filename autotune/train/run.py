@@ -30,8 +30,7 @@ from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
-from autotune.system.files import write_text_atomic
-from autotune.system.process import preempt_on_signal
+from autotune.system import files, process
 from autotune.train import folder, sample
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
@@ -173,7 +172,7 @@ class _Run:
                 with self.watchdog.finishing_steps():
                     loop.run()
         is_single = processes.world_size == 1
-        with eager_eval(trained.transformer), preempt_on_signal(second_ends=is_single):
+        with eager_eval(trained.transformer), process.preempt_on_signal(second_ends=is_single):
             report = self._finish(loop, started)
         return processes.share(lambda: report)
 
@@ -327,7 +326,7 @@ class _Run:
             verdict = folder.judge_adapter(adapter, last_block=last_block, **losses)
         report = self._report(loop, verdict, kept_step, time.monotonic() - started)
         if self.processes.is_first:
-            write_text_atomic(
+            files.write_text_atomic(
                 self.output / folder.REPORT_FILE, report.model_dump_json(indent=1) + "\n"
             )
         return report

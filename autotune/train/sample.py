@@ -27,17 +27,14 @@ from autotune.data.encode import Encoders, move_tensors
 from autotune.data.pixels import explain_damage, has_video_decoder, open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
-from autotune.knobs.block_swap import swap_blocks
-from autotune.knobs.modulation import find_modulation_ahead
+from autotune.knobs import block_swap, modulation
 from autotune.knobs.settings import configure_allocator
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
-from autotune.system.files import atomic_write
-from autotune.system.memory import map_large_buffers, release_memory
-from autotune.system.version import __version__
+from autotune.system import files, memory, version
 from autotune.train.model import load_transformer
 from autotune.train.prepare import SampleInputs
 from autotune.weights.adapters import read_adapter
@@ -86,7 +83,7 @@ def save_image(image: Image.Image, path: Path, facts: Mapping[str, object]) -> N
     metadata = PngInfo()
     for name, value in facts.items():
         metadata.add_itxt(name, str(value))
-    with atomic_write(path) as part:
+    with files.atomic_write(path) as part:
         image.save(part, format="PNG", pnginfo=metadata)
 
 
@@ -106,7 +103,7 @@ def save_clip(
     import av
 
     rate = Fraction(fps).limit_denominator(1001)
-    with atomic_write(path) as part, av.open(str(part), "w", format="mp4") as container:
+    with files.atomic_write(path) as part, av.open(str(part), "w", format="mp4") as container:
         texts = {name: str(value) for name, value in facts.items()}
         container.metadata["comment"] = json.dumps(texts)
         stream = container.add_stream("libx264", rate=rate, options={"crf": CLIP_QUALITY})
@@ -143,7 +140,7 @@ def sample_run(
     sampler.attach(transformer)
     if inputs.adapter:
         sampler.load_adapter(inputs.adapter)
-    swap_blocks(transformer, model.family, settings.swapped_blocks)
+    block_swap.swap_blocks(transformer, model.family, settings.swapped_blocks)
     written = []
     for number, preview in enumerate(previews, start=1):
         on_event(StatusChanged(text=f"sampling {number} of {request.count}"))
@@ -185,7 +182,7 @@ class Preview:
     def facts(self, plan: TrainingPlan, *, adapter: str) -> dict[str, object]:
         own = {"prompt": self.title or self.prompt, "seed": self.seed, "steps": self.num_steps}
         made_by = {"plan": plan.digest, "model": plan.job.model}
-        return {**own, "adapter": adapter, "software": f"autotune {__version__}", **made_by}
+        return {**own, "adapter": adapter, "software": f"autotune {version.__version__}", **made_by}
 
 
 class _Reached(Exception):
@@ -276,7 +273,7 @@ class PreviewSampler:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-            release_memory()  # outside of the handler: the error references what the pass had made
+            memory.release_memory()  # not in the handler: the error holds what the pass made
             self._shrink(preview)
 
     def _shrink(self, preview: Preview) -> None:
@@ -305,7 +302,7 @@ class PreviewSampler:
         try:
             for decoder in decoders:
                 decoder.to(self.device)
-            with map_large_buffers(), self._modulation(reduced):
+            with memory.map_large_buffers(), self._modulation(reduced):
                 return self._run_encoded(reduced)
         finally:
             for decoder in decoders:
@@ -323,7 +320,7 @@ class PreviewSampler:
 
     def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
         """Compute a preview's modulations at once: a run without blocks tells what they need."""
-        ahead = find_modulation_ahead(self.transformer)
+        ahead = modulation.find_modulation_ahead(self.transformer)
         if ahead is None:
             return contextlib.nullcontext()
         vae = self.pipeline.vae

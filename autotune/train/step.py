@@ -11,8 +11,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor, nn
 
-from autotune.data.batches import BatchOrder, Draw
-from autotune.data.encode import EncodedDataset
+from autotune.data import batches, encode
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, window_steps
 from autotune.models.family import Batch, Family, denoising_loss, unwrap_model
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
@@ -221,8 +220,8 @@ class ModulationWindows:
 
 def make_windows(
     model: TrainingModel,
-    encoded: EncodedDataset,
-    order: BatchOrder,
+    encoded: encode.EncodedDataset,
+    order: batches.BatchOrder,
     noising: Noising,
     processes: Processes,
     place: Callable[[Batch], Batch],
@@ -231,11 +230,11 @@ def make_windows(
     ahead = find_modulation_ahead(model.transformer)
     if ahead is None:
         return None
-    known: dict[Draw, ConditionedImage] = {}
+    known: dict[batches.Draw, ConditionedImage] = {}
     rank, world_size = processes.rank, processes.world_size
     share = order.effective_batch_size // world_size
 
-    def condition(draw: Draw) -> ConditionedImage:
+    def condition(draw: batches.Draw) -> ConditionedImage:
         if draw not in known:  # so that each is read once in a run, and its prompt not kept
             sample = encoded.sample(*draw)
             shape = tuple(sample["latents"].shape)

@@ -19,10 +19,7 @@ from autotune.models.family import Batch, image_losses
 from autotune.plan.base import digest_of
 from autotune.plan.job import VALIDATION_DRAWS, Job
 from autotune.plan.plan import ValidationResult
-from autotune.train.folder import Checkpoints
-from autotune.train.model import TrainingModel, eager_eval
-from autotune.train.monitor import Monitor
-from autotune.train.optimizer import AdapterOptimizer
+from autotune.train import folder, model, monitor, optimizer
 from autotune.train.processes import Processes
 from autotune.train.step import Noising, collect_conditionings, pick_inputs
 
@@ -41,7 +38,7 @@ class _Draw(NamedTuple):
 class HeldOutLoss:
     """The meter of the loss on held-out images; `place` brings batches to the device."""
 
-    model: TrainingModel
+    model: model.TrainingModel
     encoded: EncodedDataset
     noising: Noising
     place: Callable[[Batch], Batch]
@@ -69,7 +66,7 @@ class HeldOutLoss:
         """Return the loss of each draw, with the adapter as it is."""
         losses: list[float] = []
         by_group = groupby(self._draws, key=lambda draw: self.encoded.groups[draw.item])
-        with eager_eval(self.model.transformer), self._modulations():
+        with model.eager_eval(self.model.transformer), self._modulations():
             for _, of_group in by_group:
                 group = list(of_group)
                 for start in range(0, len(group), micro_batch_size):
@@ -135,10 +132,10 @@ class Validation:
     meter: HeldOutLoss | None
     job: Job
     num_steps: int
-    optimizer: AdapterOptimizer
+    optimizer: optimizer.AdapterOptimizer
     processes: Processes
-    checkpoints: Checkpoints
-    monitor: Monitor
+    checkpoints: folder.Checkpoints
+    monitor: monitor.Monitor
     on_warning: Callable[[str], None]
     history: ValidationHistory | None = None
     _told: bool = False

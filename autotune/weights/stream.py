@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from autotune.errors import first_line
 from autotune.system.memory import drop_mapped_pages, trim_heap
-from autotune.weights import files
-from autotune.weights.single_file import view_part
+from autotune.weights import files, single_file
 from autotune.weights.tensors import MappedLoader, PreadLoader, get_loader
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -436,7 +435,7 @@ def _open(
 ) -> tuple[nn.Module, files.WeightSource, Rename | None]:
     model, source = build_empty_component(folder, name, dtype=dtype), files.open_weights(path)
     if path.is_file() and path.suffix == ".safetensors":
-        source = view_part(source, name, model)
+        source = single_file.view_part(source, name, model)
     library, _ = files.component_class(folder, name)
     return model, source, transformers_renaming(model) if library == "transformers" else None
 
