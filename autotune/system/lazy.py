@@ -1,7 +1,8 @@
 """torch and diffusers, imported when something of them is first used.
 
-For modules that must not load them as they are imported, but use them in functions and annotations
-(under `from __future__ import annotations`).
+For modules that checks reach without torch: families and what they use (their facts and their code
+are one file each), rules of settings, and headers of weights, caches and pictures. Annotations stay
+text there (`from __future__ import annotations`).
 """
 
 import importlib
