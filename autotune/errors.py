@@ -189,6 +189,14 @@ def explain_error(error: Exception) -> AutotuneError:
     if is_out_of_memory(error):
         hint = "close other programs that use memory, or raise the limit (ulimit -v, -d)"
         return AutotuneError(f"memory ran out: {error}", hint=hint)
+    if isinstance(error, UnicodeError | OverflowError):
+        kind = (
+            "text that is not Unicode" if isinstance(error, UnicodeError) else "a number too large"
+        )
+        return InvalidInput(
+            f"there is {kind} in an argument, a name or a file: {first_line(error)}",
+            hint="AUTOTUNE_TRACEBACK=1 shows where it was read",
+        )
     if (absent := _failed_import(error)) is not None:
         return AutotuneError(
             f"the installation is broken: {first_line(absent)}",

@@ -20,7 +20,10 @@ from autotune.cli import demo, exchange  # noqa: F401 - they add their commands 
 from autotune.cli.commands import app
 from autotune.cli.options import INTERRUPTED
 from autotune.cli.output import Progress
-from autotune.errors import explain_error  # at the top: without memory nothing is imported
+from autotune.errors import (  # at the top: without memory nothing is imported
+    InvalidInput,
+    explain_error,
+)
 from autotune.report.text import printable, wrapped
 from autotune.system.process import prepare_process
 
@@ -32,6 +35,10 @@ def main() -> None:
     prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
     words = _with_loudness_first(sys.argv[1:])
     try:
+        if not_text := next((word for word in words if not _is_unicode(word)), None):
+            shown = not_text.encode(errors="replace").decode()
+            hint = "rename the file, or set LC_ALL=C.UTF-8 if the name is in another encoding"
+            raise InvalidInput(f"the argument {shown!r} is not Unicode", hint=hint)
         status = app.main(words, prog_name="autotune", standalone_mode=False)
     except click.Abort:
         status = INTERRUPTED
@@ -51,6 +58,10 @@ def main() -> None:
     if status == INTERRUPTED:
         _fail("interrupted", Progress.after_interrupt, INTERRUPTED)
     sys.exit(status)
+
+
+def _is_unicode(word: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
 OTHER_NAMES = {

@@ -15,7 +15,7 @@ from autotune.errors import InvalidInput, InvalidPlan, suggest_nearest
 from autotune.plan.base import HIDDEN, Hours, MemoryAmount, Option, Request, first_problem
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import DataFields, Job, JobFields, ModelRef, Place, as_job_data
+from autotune.plan.job import MAX_STEPS, DataFields, Job, JobFields, ModelRef, Place, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Overheads
 from autotune.plan.workload import ADAMW, NamedOptimizer, WorkloadRequest
@@ -190,7 +190,7 @@ class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
 
     model: Annotated[str, Option(is_required=True)] = ""
     """A known name, a folder in the diffusers layout, or a hub id."""
-    num_steps: Annotated[int | None, Option("--steps")] = Field(default=None, ge=1)
+    num_steps: Annotated[int | None, Option("--steps")] = Field(default=None, ge=1, le=MAX_STEPS)
     """Optimizer steps of the job."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Images per forward pass."""

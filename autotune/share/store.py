@@ -11,6 +11,8 @@ import hashlib
 import json
 import math
 import re
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +32,14 @@ from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile, Rate, Versions
 from autotune.plan.plan import Expected, TrainingPlan
 from autotune.plan.workload import Workload
-from autotune.system.files import SCHEME, atomic_write, data_path, describe_url, quote_error
+from autotune.system.files import (
+    PART_FILES,
+    SCHEME,
+    atomic_write,
+    data_path,
+    describe_url,
+    quote_error,
+)
 
 MAX_RECORD_BYTES = 1 << 18  # a record of 8 trials has about 4 KiB
 MAX_TRIALS = 512
@@ -283,6 +292,8 @@ def _find_impossibility(record: Record) -> str | None:
 
 KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
 """Path of a record inside a store; no other path is ever read or written."""
+SAME_SECONDS = 0.05  # relative difference of steps that is noise
+MAX_PUSH_SECONDS = 3600.0  # that writing one record may take
 
 
 class Transfer(Frozen):
@@ -386,6 +397,12 @@ class Store:
         with self._translate_errors():
             self.fs.rm_file(self._path(key))
 
+    def find_abandoned_parts(self) -> list[Path]:
+        """List what pushes that were killed have left in a folder, and nobody writes any more."""
+        parts = self.folder.glob(f"*/{PART_FILES}") if self.folder else ()
+        oldest = time.time() - MAX_PUSH_SECONDS
+        return [part for part in parts if part.lstat().st_mtime < oldest]
+
     def _path(self, key: str) -> str:
         if not KEY.fullmatch(key):
             raise InvalidInput(f"{key!r} is not the path of a record", hint="see `profiles list`")
@@ -448,11 +465,14 @@ def prune_store(
                 hint="`autotune profiles list` shows their names; give at least 4 digits",
             )
         useless[keys[0]] = f"{Path(keys[0]).stem[:12]} was named"
+    parts: list[Path] = []
     if not names:
-        useless = dict(_find_useless(store))
+        useless, parts = dict(_find_useless(store)), store.find_abandoned_parts()
     for key in () if dry_run else useless:
         store.delete(key)
-    return tuple(useless.values())
+    for part in () if dry_run else parts:
+        part.unlink(missing_ok=True)
+    return (*useless.values(), *(f"{part.name} was left by a push that died" for part in parts))
 
 
 def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
@@ -463,15 +483,26 @@ def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
         else:
             yield file.key, file.problem
     sound.sort(key=lambda pair: (pair[0].measured_on, len(pair[0].trials)), reverse=True)
-    # A newer record of the same machine, versions and work supersedes one of no more trials.
-    fullest: dict[tuple[object, ...], tuple[str, int]] = {}
+    # A newer record of the same machine, versions and work supersedes one of no more trials, none
+    # of which is faster: its date alone says nothing.
+    kept = defaultdict[tuple[object, ...], list[Record]](list)
     for record, file in sound:
         machine = record.machine
         versions = machine.versions.changed(python="", driver=None)
         size = machine.total_memory_bytes
-        about = (machine.device_name, size, versions, record.workload, record.conclusive)
-        newer, max_trials = fullest.get(about, ("", 0))
-        if len(record.trials) <= max_trials:
-            yield file.key, f"{file.name[:12]} is superseded by {newer}"
+        about = (machine.device_name, size, versions, record.workload)
+        best = (1 + SAME_SECONDS) * _best_seconds(record)
+        newer = (
+            other
+            for other in kept[about]
+            if len(record.trials) <= len(other.trials) and _best_seconds(other) <= best
+        )
+        if found := next(newer, None):
+            yield file.key, f"{file.name[:12]} is superseded by {found.name[:12]}"
         else:
-            fullest[about] = (file.name[:12], len(record.trials))
+            kept[about].append(record)
+
+
+def _best_seconds(record: Record) -> float:
+    ran = (trial.median_step_seconds or 0.0 for trial in record.trials if trial.outcome == "ok")
+    return min(ran)

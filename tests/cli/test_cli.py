@@ -241,3 +241,22 @@ def test_too_little_memory_for_a_picture_does_not_call_it_broken(tmp_path: Path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert ended.stderr.startswith("error: memory ran out"), ended.stderr
     assert "\nhint: close other programs that use memory, or raise the limit" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "\udcff.yaml"],
+        ["estimate", "--hardware", "4090", "--model", "\ud83d"],
+        ["estimate", "--hardware", "4090", "--model", "sdxl", "--rank", "9" * 30],
+        ["estimate", "--hardware", "4090", "--model", "sdxl", "--resolution", "9" * 30],
+        ["estimate", "--hardware", "4090", "--model", "sdxl", "--steps", "9" * 30],
+        ["check", "a:" * 2000],
+    ],
+)
+def test_any_argument_ends_in_an_error_that_is_no_bug(
+    capfd: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    process = autotune_here(capfd, *words)
+    assert process.returncode in (1, 2)
+    assert "bug in autotune" not in process.stderr

@@ -125,6 +125,30 @@ def test_what_a_crash_left_is_no_record_and_is_written_again(tmp_path: Path) -> 
     assert (names(team), problems(team)) == ({made.name}, [])
 
 
+def test_a_newer_date_alone_supersedes_nothing(opened: Open) -> None:
+    slower = tuple(
+        one.changed(step_seconds=tuple(1.5 * seconds for seconds in one.step_seconds))
+        for one in TRIALS
+    )
+    expected = record().expected.changed(step_seconds=2.7)
+    slow = record(measured_on=date(2026, 6, 1), trials=slower, expected=expected)
+    opened().add(record(), slow)
+    prune_store(opened())
+    assert names(opened()) == {record().name, slow.name}
+
+
+def test_prune_deletes_what_a_killed_push_left(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    store.add(record())
+    left, fresh = (tmp_path / record().key).with_name(f".a.{16 * '0'}.part"), tmp_path / "kept"
+    for file in (left, fresh):
+        file.touch()
+    os.utime(left, (0, 0))
+    (told,) = prune_store(store)
+    assert left.name in told
+    assert (left.exists(), fresh.exists(), names(store)) == (False, True, {record().name})
+
+
 def test_prune_deletes_what_is_superseded_or_named(opened: Open) -> None:
     new, old = record(measured_on=date(2026, 5, 1)), record()
     fewer = record(measured_on=date(2026, 6, 1), trials=TRIALS[1:2])
