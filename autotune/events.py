@@ -94,7 +94,7 @@ class CandidatesPredicted(Event):
     predictions: tuple[Prediction, ...]
     budget_bytes: int
     chosen: Candidate | None = None
-    """What the plan will have; None if nothing fits."""
+    """Settings of the plan; None if nothing fits."""
 
 
 class StepFinished(Event):

@@ -1,5 +1,5 @@
-"""What lies in a data folder: media, captions, metadata, masks, and all else that people expect to
-be read, which is named instead of ignored."""
+"""Files of a data folder: media, captions, metadata, masks, and all else that people expect to be
+read, which is named instead of ignored."""
 
 import csv
 import io

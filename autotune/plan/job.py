@@ -280,7 +280,7 @@ class Job(JobFields):
 
     @property
     def preview_titles(self) -> tuple[str, ...]:
-        """What previews show, in words that hold no caption of the data."""
+        """Name previews in words that hold no caption of the data."""
         given = self.preview_prompts
         return ("the first caption",) if given is None else given[:MAX_PREVIEW_PROMPTS]
 

@@ -113,7 +113,7 @@ class Subject:
 
 
 Changes = Mapping[str, Choice]
-"""What differs from the chosen settings, by knob."""
+"""Differences from the chosen settings, by knob."""
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class _Search:
     study: optuna.Study
     on_event: OnEvent
     told: list[TrialResult] = field(default_factory=list)
-    """What was tried, in the order in which listeners and the plan number it."""
+    """Trials, in the order in which listeners and the plan number it."""
 
     def explore(self, warm_start: WarmStart) -> Trials:
         """Try candidates until no other is worth a trial, and a smaller one to fall back on."""
