@@ -17,6 +17,7 @@ from autotune.plan.hardware import (
     Device,
     HardwareProfile,
     MemoryKind,
+    Versions,
     shares_host_memory,
 )
 
@@ -253,6 +254,13 @@ def with_capabilities(machine: HardwareProfile) -> HardwareProfile:
         for name, why, why_not in found
     )
     return machine.changed(capabilities=capabilities)
+
+
+def lacks_code(versions: Versions, own: tuple[int, int] | None) -> bool:
+    """Tell if a torch built with this CUDA has no code for a card of compute capability `own`:
+    Thor's is in 13.0 and newer, other Blackwell cards' in 12.8."""
+    needed = "13.0" if own is not None and own[0] == 11 else "12.8"
+    return own is not None and own >= (10, 0) and not versions.has("cuda_runtime", needed)
 
 
 def without_bf16(device: Device) -> tuple[str, ...]:

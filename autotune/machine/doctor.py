@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from packaging.requirements import Requirement
 from pydantic import TypeAdapter
 
-from autotune.machine.capabilities import CUDA_13
+from autotune.machine.capabilities import CUDA_13, lacks_code
 from autotune.machine.catalog import find_gpu
 from autotune.machine.facts import (
     CUDA,
@@ -68,11 +68,16 @@ class Gpu(Frozen):
     drives_display: bool | None = None
     other_process_bytes: int | None = None
     integrated: bool | None = None
+    unreadable: str | None = None  # why not even its name is known
 
     @property
     def needs_cuda_12(self) -> bool:
         """Tell if CUDA 13 no longer supports the card."""
         return self.compute_capability is not None and self.compute_capability < CUDA_13
+
+    def runs_both(self, versions: Versions) -> bool:
+        """Tell if the card runs the installed torch and one for CUDA 13 as well."""
+        return not self.needs_cuda_12 and not lacks_code(versions, self.compute_capability)
 
 
 GPU: Facts = {
@@ -104,24 +109,30 @@ class DoctorFacts(Frozen):
     missing_packages: tuple[str, ...] = ()  # that autotune needs, e.g. `safetensors>=0.7`
     nvidia_cards: int | None = None  # on the bus, with or without a driver
     nvml_absent: str | None  # why NVML is unavailable
+    cuda_absent: str | None = None  # why the CUDA driver is
 
 
 def read_doctor_facts(system: System) -> DoctorFacts:
     """Read what the checks need, from every source but torch. Raises as `doctor`."""
     reader = Reader(system)
-    count = reader.fact("nvml", integer(0, 64), "nvml:count")
-    if count is None:
-        count = reader.fact("gpus", integer(0, 64), "driver:count") or 0
+    count, cuda = (reader.fact(s, integer(0, 64), f"{s}:count") for s in ("nvml", "driver"))
+    count = cuda or 0 if count is None else count
     visible = reader.raw("environment:CUDA_VISIBLE_DEVICES")
     readers = [Reader(system, index) for index in range(count)]
     return DoctorFacts(
         host=read_host(reader),
         versions=read_versions(reader),
-        gpus=tuple(Gpu(index=each.index, **each.facts("device", GPU)) for each in readers),
+        gpus=tuple(map(_read_gpu, readers)),
         visible_devices=visible if isinstance(visible, str) else None,
         nvml_absent=reader.absent.get("nvml"),
+        cuda_absent=reader.absent.get("driver"),
         **reader.facts("machine", OTHER),
     )
+
+
+def _read_gpu(reader: Reader) -> Gpu:
+    facts = reader.facts("device", GPU)
+    return Gpu(index=reader.index, unreadable=reader.absent.get("device.name"), **facts)
 
 
 def doctor() -> tuple[Finding, ...]:
@@ -185,30 +196,47 @@ def _check_torch(facts: DoctorFacts) -> Found:
             what = f"{old}: needs {minimum} or newer"
             fix = get if get.startswith("update") else f"update the driver; or {get}"
             yield "blocks", "driver-too-old", what, fix
-        elif cuda.startswith("12.") and not any(gpu.needs_cuda_12 for gpu in facts.gpus):
+        elif cuda.startswith("12.") and all(gpu.runs_both(versions) for gpu in facts.gpus):
             what = f"{built} built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
             yield "note", "cuda-12", what, "driver 580 or newer runs CUDA 13 builds"
     if versions.torch is not None and not versions.has("torch", "2.11"):
         yield "hurts", "old-torch", f"{built} older than autotune is tested with", get
 
 
-def _check_old_card(facts: DoctorFacts) -> Found:
-    for gpu in facts.gpus if facts.versions.has("cuda_runtime", "13.0") else ():
-        if gpu.compute_capability is not None and gpu.needs_cuda_12:
-            major, minor = gpu.compute_capability
-            what = f"{gpu.name} has compute capability {major}.{minor}; CUDA 13 needs 7.5"
+def _check_code_for_card(facts: DoctorFacts) -> Found:
+    versions, cuda = facts.versions, facts.versions.cuda_runtime
+    for gpu in facts.gpus if cuda is not None else ():
+        own = ".".join(map(str, gpu.compute_capability or ()))
+        has = f"{gpu.name} has compute capability {own}"
+        if gpu.needs_cuda_12 and versions.has("cuda_runtime", "13.0"):
+            what = f"{has}; CUDA 13 needs 7.5"
             yield "blocks", "card-too-old", what, "install the cu126 build of torch"
+        if lacks_code(versions, gpu.compute_capability):
+            what = f"{has}: torch {versions.torch}, built with CUDA {cuda}, has no code for it"
+            yield "blocks", "torch-too-old", what, _torch_fix(versions, facts.gpus)
 
 
 def _check_driver(facts: DoctorFacts) -> Found:
-    if facts.nvidia_cards and not facts.gpus:
+    cuda_absent = facts.cuda_absent or ""
+    if any(word in f"{facts.nvml_absent} {cuda_absent}" for word in ("mismatch", "error 803")):
+        what = "NVIDIA's driver was updated: the one that runs no longer fits its libraries"
+        yield "blocks", "driver-not-reloaded", what, "reboot"
+    elif facts.nvidia_cards and not facts.gpus:
         what = f"{facts.nvidia_cards} NVIDIA card(s) on the bus, and no driver responds"
         fix = "install NVIDIA's driver 580 or newer; in a container, pass the GPUs in (--gpus all)"
         yield "blocks", "no-driver", what, fix
-    if not facts.gpus and not facts.nvidia_cards and facts.host.memory_model != "macos":
+    elif facts.nvml_absent is None and "cuInit" in cuda_absent and "error 100" not in cuda_absent:
+        fix = "reboot; in a container, pass the GPUs in (--gpus all)"
+        yield "blocks", "cuda-does-not-start", cuda_absent, fix
+    elif not facts.gpus and facts.host.memory_model != "macos":
         fix = "plan for a GPU by name: autotune plan --hardware NAME (names: autotune probe --list)"
         what = "no NVIDIA GPU was found: runs use the CPU, which takes weeks for published models"
         yield "note", "no-gpu", what, fix
+    for gpu in facts.gpus:
+        if gpu.unreadable is not None and facts.nvml_absent is None:
+            fix = "reboot; if it happens again, check the card's power and slot (dmesg: Xid 79)"
+            what = f"GPU {gpu.index} does not respond: {gpu.unreadable}"
+            yield "blocks", "gpu-lost", what, fix
     if facts.nvml_absent and facts.gpus:
         fix = "install the driver's libnvidia-ml.so.1, or give it to the container"
         yield "note", "no-nvml", facts.nvml_absent, fix
@@ -220,6 +248,8 @@ def _check_visible_devices(facts: DoctorFacts) -> Found:
     if value is None:
         return
     entries = [entry.strip() for entry in value.split(",")]
+    if len(entries) > 1 and not entries[-1]:
+        entries.pop()  # a comma at the end hides nothing
     count = len(facts.gpus) if facts.nvml_absent is None and facts.gpus else None
     wrong = next((entry for entry in entries if not _names_device(entry, count)), None)
     if wrong is not None:
@@ -336,7 +366,7 @@ def _check_packages(facts: DoctorFacts) -> Found:
 CHECKS: tuple[Callable[[DoctorFacts], Found], ...] = (
     _check_driver,
     _check_torch,
-    _check_old_card,
+    _check_code_for_card,
     _check_visible_devices,
     _check_packages,
     _check_busy,

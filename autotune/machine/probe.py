@@ -87,10 +87,10 @@ def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
-    if (
-        cuda.startswith("12.")
-        and (device.compute_capability or capabilities.CUDA_13) >= capabilities.CUDA_13
-    ):
+    own = device.compute_capability
+    if device.kind == "cuda" and capabilities.lacks_code(versions, own):
+        notes.append(f"this torch (CUDA {cuda}) has no code for the GPU: see `autotune doctor`")
+    elif cuda.startswith("12.") and (own or capabilities.CUDA_13) >= capabilities.CUDA_13:
         notes.append("CUDA 12 works and is deprecated: PyTorch's newest builds are for CUDA 13")
     return (*notes, *capabilities.without_bf16(device))
 

@@ -24,6 +24,7 @@ from torch import nn
 from autotune.errors import first_line
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.formats import WEIGHT_FORMATS, WeightFormat
+from autotune.machine.capabilities import BF16
 from autotune.machine.facts import Facts, Reader, integer, positive_number
 from autotune.machine.sources import BackgroundLoad, System, Unavailable
 from autotune.plan.hardware import Conditions, DeviceKind, HardwareProfile, Rate
@@ -468,7 +469,7 @@ def process_overhead(profile: HardwareProfile) -> Rate | None:
 
 def _load_kernels(device: torch.device) -> None:
     """Use one kernel of each library that steps use: CUDA loads a library's code with its first."""
-    capable = torch.cuda.is_bf16_supported(including_emulation=False)
+    capable = torch.cuda.get_device_capability(device) >= BF16
     for dtype in (torch.float32, torch.bfloat16 if capable else torch.float16):
         make = partial(torch.ones, device=device, dtype=dtype, requires_grad=True)
         images, matrix, heads = make(1, 64, 32, 32), make(256, 256), make(1, 2, 128, 128)

@@ -220,6 +220,11 @@ ABSENT = {"absent": "not installed"}
         ("torchvision-mismatch", "rtx-4090", "packages", {"torchvision_needs": "torch==2.12.0"}),
         ("no-safetensors", "rtx-4090", "packages", {"missing": ("safetensors>=0.7",)}),
         ("no-driver", "no-gpu", "os", {"nvidia_cards": 1}),
+        ("driver-not-reloaded", "rtx-4090", "nvml", {"absent": "Driver/library version mismatch"}),
+        ("cuda-does-not-start", "rtx-4090", "driver", {"absent": "cuInit failed with error 999"}),
+        ("gpu-lost", "rtx-4090", "nvml", {"devices": [{"name": {"absent": "GPU is lost"}}]}),
+        ("torch-too-old", "rtx-5090", "packages", {"torch_cuda": "12.6"}),
+        ("torch-too-old", "thor", "packages", {"torch_cuda": "12.9"}),
         ("windows", "rtx-4090", "os", {"system": "Windows 11"}),
     ],
 )
@@ -228,7 +233,7 @@ def test_the_doctor_notices(finding, name, source, values):
     assert finding not in found(machine(name))
 
 
-@pytest.mark.parametrize("value", ["0", "0,1", "GPU-8f1c", "MIG-aa", "3"])
+@pytest.mark.parametrize("value", ["0", "0,", "0,1", "GPU-8f1c", "MIG-aa", "3"])
 def test_the_doctor_accepts_indices_and_uuids(value):
     """Without NVML hidden GPUs are not counted, so no index is too high."""
     system = changed(
