@@ -211,7 +211,8 @@ def offload_on_arrival(
     def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
         replacement = transform(name, module) if transform else None
         if id(module) in inside:
-            (replacement or module).to("cpu")
+            own = replacement or module  # the children of `module` may have no values yet
+            own._apply(lambda each: each.to("cpu"), recurse=own is replacement)  # type: ignore[no-untyped-call]
         return replacement
 
     return on_arrival

@@ -21,7 +21,7 @@ from autotune.models.family import (
     Texts,
 )
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import Tensor, torch
+from autotune.system.lazy import Tensor, nn, torch
 
 TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
 BLOCK = r"(single_)?transformer_blocks\.\d+"
@@ -110,7 +110,7 @@ class Flux1Dev(latents.ImageLatents, Family):
             timestep=levels.to(noisy.dtype),
             encoder_hidden_states=prompt,
             txt_ids=noisy.new_zeros(prompt.shape[1], 3),
-            img_ids=torch.cat(positions).to(noisy),
+            img_ids=latents.send(torch.cat(positions).to(noisy.dtype), noisy.device),
             return_dict=False,
             **self.conditioning(transformer, levels, batch, sum(part.shape[1] for part in tokens)),
         )[0]
@@ -211,6 +211,15 @@ class Chroma(Flux1Dev):
             "one network makes the modulation of all its blocks, and holds 3% of the weights"
         )
     }
+
+    def build_transformer(self, config: facts.Config) -> nn.Module:
+        transformer = super().build_transformer(config)
+        made: Any = transformer.time_text_embed
+        # Its guidance is always 0, which the class would send from the host in every pass.
+        made.guidance_proj.register_forward_pre_hook(
+            lambda _, guidance: made.mod_proj.new_zeros(len(guidance[0]))
+        )
+        return transformer
 
     def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
         prompt, _, mask, *_ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from autotune.models import facts
 from autotune.models.family import Batch, Family
-from autotune.models.latents import ATTENTION, load_tokenizer
+from autotune.models.latents import ATTENTION, load_tokenizer, send
 from autotune.system.lazy import Tensor, torch
 
 TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
@@ -126,8 +126,8 @@ class Flux2Klein(Family):
             encoder_hidden_states=prompt,
             timestep=levels,
             guidance=self.guidance_input(transformer, levels, batch),
-            img_ids=torch.stack(grid, dim=-1).reshape(rows * columns, 4).to(noisy.device),
-            txt_ids=text.to(noisy.device),
+            img_ids=send(torch.stack(grid, dim=-1).reshape(rows * columns, 4), noisy.device),
+            txt_ids=send(text, noisy.device),
             return_dict=False,
         )[0]
         return velocity.mT.reshape(noisy.shape)

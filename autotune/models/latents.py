@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autotune.system.lazy import Tensor, diffusers
+from autotune.system.lazy import Tensor, diffusers, torch
 
 FLUX_VAE: Mapping[str, Any] = {  # which Chroma and Kandinsky 5.0 Image use, too
     "block_out_channels": (128, 256, 512, 512),
@@ -112,6 +112,11 @@ def unpack(tokens: Tensor, shape: Sequence[int]) -> Tensor:
     size, channels, _, height, width = shape
     patches = tokens.view(size, height // PATCH, width // PATCH, channels, PATCH, PATCH)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(*shape)
+
+
+def send(drawn: Tensor, device: torch.device) -> Tensor:
+    """Copy to `device`, to a GPU from page-locked memory, so that the host need not wait for it."""
+    return (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
 
 
 def build_empty_pipeline(pipeline_class: str) -> Any:

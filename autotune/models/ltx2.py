@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.models.facts import Config, Defaults, Parts, PublishedModel
 from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Shapes, unwrap_model
-from autotune.models.latents import adapted_layers
+from autotune.models.latents import adapted_layers, send
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor
 
@@ -153,6 +153,10 @@ class LTX2(Family):
         # The sound has no part in the video: one token, and a word.
         is_first = config.use_prompt_embeddings
         text = config.caption_channels if is_first else config.audio_cross_attention_dim
+        fps = self.defaults.frames_per_second
+        # Made there by itself, the device would wait for the host twice.
+        rope = unwrap_model(transformer).rope
+        places = rope.prepare_video_coords(size, frames, height, width, "cpu", fps=fps)
         velocity: Tensor = transformer(
             hidden_states=noisy.flatten(2).mT,
             audio_hidden_states=noisy.new_zeros(size, 1, config.audio_in_channels),
@@ -163,7 +167,8 @@ class LTX2(Family):
             num_frames=frames,
             height=height,
             width=width,
-            fps=self.defaults.frames_per_second,
+            fps=fps,
+            video_coords=send(places, noisy.device),
             audio_num_frames=1,
             isolate_modalities=True,
             return_dict=False,

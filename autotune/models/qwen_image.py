@@ -33,6 +33,11 @@ EDIT_2511 = replace(
 )
 BLOCK = r"transformer_blocks\.\d+"
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
+MODULE = "diffusers.models.transformers.transformer_qwenimage"
+
+
+def _padded_length(prompts: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
+    return prompts.shape[1], None, mask
 
 
 class QwenImage(Family):
@@ -95,14 +100,16 @@ class QwenImage(Family):
             (1, image.shape[3] // latents.PATCH, image.shape[4] // latents.PATCH)
             for image in images
         ]
-        velocity: Tensor = transformer(
-            hidden_states=torch.cat(tokens, dim=1),
-            encoder_hidden_states=batch["prompt_embeds"],
-            encoder_hidden_states_mask=batch.get("prompt_mask"),
-            timestep=levels.to(noisy.dtype),
-            img_shapes=[shapes] * len(noisy),
-            return_dict=False,
-        )[0]
+        inputs = {
+            "hidden_states": torch.cat(tokens, dim=1),
+            "encoder_hidden_states": batch["prompt_embeds"],
+            "encoder_hidden_states_mask": batch.get("prompt_mask"),
+            "timestep": levels.to(noisy.dtype),
+            "img_shapes": [shapes] * len(noisy),
+        }
+        # What it counts is unused, and makes the host wait for the device.
+        with mock.patch(f"{MODULE}.compute_text_seq_len_from_mask", _padded_length):
+            velocity: Tensor = transformer(**inputs, return_dict=False)[0]
         return latents.unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:

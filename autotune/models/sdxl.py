@@ -9,10 +9,10 @@ from typing import Any
 
 from autotune.models.facts import Config, Defaults, Parts, PublishedModel
 from autotune.models.family import COMPONENTS, Batch, Family, Shapes
-from autotune.models.latents import FLUX_VAE, ImageLatents
+from autotune.models.latents import FLUX_VAE, ImageLatents, send
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import Tensor, nn
+from autotune.system.lazy import Tensor, nn, torch
 
 TEXT_TOKENS = 77  # length that CLIP's tokenizer pads every prompt to, without a mask
 BLOCK = r".*\.transformer_blocks\.\d+"
@@ -135,7 +135,8 @@ class StableDiffusionXL(ImageLatents, Family):
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         height, width = noisy.shape[3] * self.latent_px, noisy.shape[4] * self.latent_px
         # Original size, corner and size of the crop: as the pipeline samples them.
-        sizes = noisy.new_tensor((height, width, 0, 0, height, width)).expand(len(noisy), 6)
+        numbers = torch.tensor((height, width, 0, 0, height, width), dtype=noisy.dtype)
+        sizes = send(numbers, noisy.device).expand(len(noisy), 6)
         prediction: Tensor = transformer(
             noisy[:, :, 0],
             levels,

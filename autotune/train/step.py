@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autotune.data import batches, encode
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, window_steps
 from autotune.models.family import Batch, Family, denoising_loss, unwrap_model
+from autotune.models.latents import send
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import TimestepSampling, Weighting
 from autotune.plan.workload import Bucket
@@ -84,15 +85,10 @@ class Noising:
         """Return the mean loss of a micro-batch whose first image is at `position` of its step."""
         clean = batch["latents"]
         draws = [self.draw(step, position + i, clean.shape[1:]) for i in range(len(clean))]
-        noise = _send(torch.stack([noise for noise, _ in draws]).to(clean.dtype), clean.device)
-        levels = _send(torch.tensor([level for _, level in draws]), clean.device)
+        noise = send(torch.stack([noise for noise, _ in draws]).to(clean.dtype), clean.device)
+        levels = send(torch.tensor([level for _, level in draws]), clean.device)
         kind = self.process, self.weighting
         return denoising_loss(family, transformer, batch, noise, levels, *kind)
-
-
-def _send(drawn: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device`, to a GPU from page-locked memory, so that the host need not wait for it."""
-    return (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
 
 
 def _seed_at(seed: int, step: int, position: int) -> int:

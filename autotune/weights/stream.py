@@ -356,6 +356,8 @@ class _Filler:
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[leaf] = buffer.to(device)
             for leaf, value in {**module._parameters, **module._buffers, **vars(module)}.items():
+                if leaf in vars(module) and isinstance(value, torch.Tensor) and not value.is_meta:
+                    setattr(module, leaf, value.to(device))  # or each pass would fetch it
                 if getattr(value, "is_meta", False):
                     message = f"{name}.{leaf} has no values: it is in no file and was built on meta"
                     raise files.BadWeights(
