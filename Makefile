@@ -3,16 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CUDA := .venv-cuda
+CUDA_READY := $(CUDA)/.ready
 
 # Scripts are held to the types of what they call, not to annotations of their own.
 RELAXED := --no-warn-unused-ignores $(addprefix --disable-error-code ,no-untyped-call no-untyped-def type-arg no-any-return)
 
-.PHONY: help setup demo test test-all check
+.PHONY: help setup demo test test-all test-cuda setup-cuda check
 
 help:
 	@echo "make demo      set up, then walk the whole journey on a small real model (two minutes)"
 	@echo "make test      set up, then run the tests"
 	@echo "make test-all  the same with those that are slow"
+	@echo "make test-cuda set up torch's CUDA build, then run the tests on a stand-in for a GPU"
 	@echo "make check     set up, then lint, types and import contracts"
 
 setup: $(READY)
@@ -34,6 +37,21 @@ test: $(READY)
 # Properties are tried on examples that nobody has seen; a failure prints how to repeat it.
 test-all: $(READY)
 	@$(BIN)/python -m pytest -n 3 --dist worksteal -m '' --hypothesis-profile 'drawn anew'
+
+setup-cuda: $(CUDA_READY)
+
+# torch's CUDA build comes before the one of $(VENV), which lends all other packages.
+$(CUDA_READY): $(READY)
+	@echo "setting up $(CUDA) with torch's CUDA build (once; 5.5 GB, some four minutes)"
+	@$(BIN)/python -m venv --without-pip $(CUDA)
+	@$(BIN)/python -m pip --python $(CUDA) install --quiet --disable-pip-version-check torch==2.14.1
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(CUDA)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth
+	@touch $(CUDA_READY)
+
+test-cuda: $(CUDA_READY)
+	@tests/fakegpu/build $(CUDA) $(CUDA)/fakegpu
+	@tests/fakegpu/run -m pytest tests/fakegpu -o addopts= -q -n 3 --dist loadgroup
 
 check: $(READY)
 	@$(BIN)/ruff check .

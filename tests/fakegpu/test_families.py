@@ -1,0 +1,77 @@
+"""Whole runs of every family, each on two of the machines that are least alike."""
+
+from pathlib import Path
+
+import pytest
+
+from autotune.machine.probe import probe
+from autotune.models.registry import FAMILIES, get_family
+from autotune.plan.candidate import Candidate
+from autotune.train import model
+from autotune.train.run import train
+from tests.fakegpu.conftest import StandIn
+from tests.fakegpu.numbers import DecisiveNumbers
+from tests.train.small import make_plan
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "4090": {"quantization": "torchao-int8", "swapped_blocks": 1, "allocator": "expandable"},
+    "h100": {"modulation": "ahead", "batch_memory": "pinned"},
+    "5090": {"quantization": "bnb-nf4", "micro_batch_size": 2},
+    "2080-ti": {"precision": "fp16", "swapped_blocks": 1},
+    "gb10": {"quantization": "torchao-fp8", "checkpointed_blocks": 0},
+}
+MACHINES = tuple(SETTINGS)
+PHASES = {"caching", "loading", "training", "previews", "saving"}
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        (name, MACHINES[(number + turn) % len(MACHINES)])
+        for number, name in enumerate(FAMILIES)
+        for turn in (0, 2)
+    ],
+)
+def test_a_run_ends_and_leaves_nothing_behind(
+    name: str,
+    machine: str,
+    pipeline: Path,
+    tmp_path: Path,
+    standin: StandIn,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model, "require_quality", lambda *_: None)  # of what no kernel computed
+    family, hardware, changes = get_family(name), probe(), dict(SETTINGS[machine])
+    if family.modulation is None:
+        changes.pop("modulation", None)
+    if family.max_micro_batch_size == 1:
+        changes.pop("micro_batch_size", None)
+    fields = {"micro_batch_size": 1, "checkpointed_blocks": 1, **changes}
+    num_frames = 1 + family.frames_per_latent if family.can_train_clips else 1
+    job = {"num_frames": num_frames, "preview_prompts": ("a red square",), "preview_steps": 1}
+    if family.max_controls:
+        job["control"] = str(pipeline / "control")
+
+    def run(num_steps: int, resume: bool) -> None:
+        plan = make_plan(
+            pipeline / "model",
+            pipeline / "images",
+            hardware,
+            settings=Candidate.model_validate(fields),
+            resolution_px=64,
+            output=str(tmp_path / "out"),
+            num_steps=num_steps,
+            checkpointing_steps=1,
+            **job,
+        )
+        report = train(plan, hardware, tmp_path / "cache", resume=resume)
+        assert not report.warnings
+        phases = {phase.name: phase for phase in report.phases}
+        assert phases.keys() == PHASES
+        assert all(phase.device_bytes for phase in phases.values())
+        assert (tmp_path / "out" / report.adapter).exists()
+
+    with DecisiveNumbers():
+        run(2, resume=False)
+        run(3, resume=True)
+    assert standin.bytes_left() == (0, 0)

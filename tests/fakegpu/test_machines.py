@@ -1,0 +1,132 @@
+"""What the real NVML binding, driver API and torch tell of machines: probe, doctor and budget."""
+
+import platform
+
+import pytest
+import torch
+
+from autotune.errors import InvalidInput
+from autotune.machine.capabilities import MIN_MARGIN_BYTES
+from autotune.machine.doctor import doctor
+from autotune.machine.probe import may_have_gpu, probe
+from autotune.plan.hardware import Device
+from tests.fakegpu.conftest import StandIn
+
+GIB = 2**30
+ABOUT_THE_HOST = {"little-host-memory", "little-disk"}
+
+
+def findings() -> set[str]:
+    return {finding.name for finding in doctor()} - ABOUT_THE_HOST
+
+
+def facts(device: Device) -> dict[str, object]:
+    """The facts that differ from a quiet card's with its own memory in a full slot."""
+    quiet = {"memory_kind": "discrete", "mig": False, "drives_display": False, "pcie_width": 16}
+    return {name: getattr(device, name) for name in quiet if getattr(device, name) != quiet[name]}
+
+
+BESIDE = {"mig": None, "drives_display": None, "pcie_width": None}  # NVML does not know
+MACHINES: dict[str, tuple[set[str], dict[str, object]]] = {
+    "4090": (set(), {}),
+    "4090-display": ({"drives-display", "narrow-pcie"}, {"drives_display": True, "pcie_width": 8}),
+    "4090-laptop": ({"drives-display", "power-limited"}, {"drives_display": True, "pcie_width": 8}),
+    "busy": ({"gpu-busy"}, {}),
+    "3060": (set(), {}),
+    "2080-ti": (set(), {}),
+    "v100": ({"card-too-old"}, {}),
+    "5090": (set(), {}),
+    "h100": (set(), {}),
+    "a100-slice": (set(), {"mig": True, "drives_display": None, "pcie_width": None}),
+    "a100-vgpu": (set(), {"drives_display": None, "pcie_width": None}),
+    "gh200": (set(), {"memory_kind": "coherent", "drives_display": None, "pcie_width": None}),
+    "gb10": (
+        {"shared-memory"},
+        {"memory_kind": "integrated", "drives_display": None, "pcie_width": None},
+    ),
+    "thor": (
+        {"shared-memory"},
+        {"memory_kind": "integrated", "drives_display": None, "pcie_width": None},
+    ),
+    "titan-and-3060": (set(), {}),
+    "no-permission": (set(), {}),
+    "no-utility": ({"no-nvml"}, BESIDE),
+    "wsl2": ({"drives-display", "wsl-spill"}, {"drives_display": True}),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_facts_findings_and_budget_are_true(
+    machine: str, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if machine == "wsl2":
+        monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    expected, unusual = MACHINES[machine]
+    assert findings() == expected
+    assert may_have_gpu()
+    device = probe().device
+    assert device.kind == "cuda"
+    assert facts(device) == unusual
+    total = torch.cuda.get_device_properties(device.index).total_memory
+    others = {
+        "busy": 6 * GIB,
+        "wsl2": 3.4 * GIB,
+        "4090-display": 0.4 * GIB,
+        "4090-laptop": 0.4 * GIB,
+    }
+    if device.memory_kind == "integrated":
+        assert "free" in device.budget_reason
+    else:
+        reserve = max(MIN_MARGIN_BYTES, total // 50) + (GIB if device.drives_display else 0)
+        expected_bytes = total - others.get(machine, 0) - reserve
+        assert device.budget_bytes == pytest.approx(expected_bytes, abs=GIB // 2)
+
+
+BROKEN = {
+    "old-driver": "driver-too-old",
+    "updated-not-rebooted": "driver-not-reloaded",
+    "off-the-bus": "gpu-lost",
+    "driver-not-loaded": None,
+}
+
+
+@pytest.mark.parametrize("machine", BROKEN)
+def test_a_machine_whose_gpu_does_not_start_is_a_cpu_and_says_why(machine: str) -> None:
+    told = {finding.name: finding for finding in doctor()}
+    if BROKEN[machine] is not None:
+        assert told[BROKEN[machine]].severity == "blocks"
+    assert probe().device.kind == "cpu"
+
+
+@pytest.mark.parametrize("machine", ["titan-and-3060"])
+def test_nvml_and_cuda_may_count_in_other_orders(machine: str) -> None:
+    first, second = (probe(index=index).device for index in range(2))
+    assert (first.name, second.name) == ("NVIDIA TITAN RTX", "NVIDIA GeForce RTX 3060")
+    assert (first.power_limit_watts, second.power_limit_watts) == (280, 170)
+    assert probe().device == first
+    assert first.links[0].peer_index == 0  # in NVML's order, as nvidia-smi shows it
+
+
+@pytest.mark.parametrize("machine", ["3060,4090"])
+@pytest.mark.parametrize("value", ["0,", "1", "GPU-b0b1b2b3", "7", "0,7"])
+def test_visible_devices_are_those_that_cuda_takes(
+    machine: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    is_blocked = "visible-devices" in findings()
+    assert is_blocked is (value in ("7", "0,7"))
+    names = {"0,": "RTX 3060", "0,7": "RTX 3060", "7": None}
+    wanted = names.get(value, "RTX 4090")
+    device = probe().device
+    assert (device.kind == "cpu") is (wanted is None)
+    assert wanted is None or wanted in device.name
+    if wanted:
+        with pytest.raises(InvalidInput):
+            probe(index=1)
+
+
+@pytest.mark.parametrize("machine", ["4090"])
+def test_reading_facts_opens_no_context(machine: str, standin: StandIn) -> None:
+    probe()
+    doctor()
+    assert not standin.has_context(0)
