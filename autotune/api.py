@@ -535,7 +535,8 @@ def train(request: TrainRequest) -> RunReport:
         DoesNotFit: the plan was made for another machine, model or class of data.
         InvalidInput: model, data or output folder cannot be used, or a launcher started another
             number of processes.
-        Preempted: a signal came; a checkpoint is written.
+        Preempted: a signal came, or `on_event` raised KeyboardInterrupt at a step, as a thread does
+            to cancel; a checkpoint is written.
         AutotuneError: another process of the run failed, memory or disk ran out, or the loss is no
             longer finite.
 

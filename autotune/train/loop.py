@@ -103,6 +103,7 @@ class TrainingLoop:
         self.peak_bytes = 0
         self.warnings: list[str] = []
         self._first_finish: tuple[float, int] | None = None
+        self._cancelled: str | None = None
 
     def run(self) -> None:
         """Take every remaining step; if memory runs out, go on with safer settings of the plan."""
@@ -141,7 +142,7 @@ class TrainingLoop:
                 self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
                 if trace:
                     trace.step()
-                reason = signal_name() or self.stop_reason()
+                reason = signal_name() or self.stop_reason() or self._cancelled
                 stopping = self.processes.is_any(reason is not None)
                 self._save_and_preview(stopping=stopping)
                 if stopping:
@@ -168,7 +169,10 @@ class TrainingLoop:
     def _report(self, event: StepFinished) -> None:
         if self.metrics:
             self.metrics.add(event)
-        self.on_event(event)
+        try:
+            self.on_event(event)
+        except KeyboardInterrupt:
+            self._cancelled = "its listener"
         for warning in self.monitor.check(self.reading, event.seconds, event.data_seconds):
             self._warn(warning)
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.errors import AutotuneError, InvalidInput, reraise_oom
+from autotune.errors import AutotuneError, InvalidInput, Preempted, reraise_oom
 from autotune.events import StepFinished
 from autotune.train import monitor as watching
 from autotune.train.folder import checkpoints_of
@@ -214,6 +214,16 @@ def test_a_short_host_gets_a_checkpoint(bench: Bench, tmp_path: Path, available:
     (checkpoint,) = checkpoints_of(tmp_path / "out")
     assert checkpoint.stem == f"checkpoint-{taken[-1]:06}"
     assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_a_listener_cancels_a_run_in_a_thread(bench: Bench, tmp_path: Path) -> None:
+    def cancel(event: StepFinished) -> None:
+        raise KeyboardInterrupt
+
+    plan = bench.plan(num_steps=400, checkpointing_steps=0, output=str(tmp_path / "out"))
+    with ThreadPoolExecutor() as threads, pytest.raises(Preempted):
+        threads.submit(bench.train, plan, steps_to(cancel)).result()
+    assert [path.stem for path in checkpoints_of(tmp_path / "out")] == ["checkpoint-000001"]
 
 
 def test_loading_on_a_short_host_ends(bench: Bench, tmp_path: Path, available: Path) -> None:
