@@ -40,7 +40,7 @@ KEY_PATTERNS = {
     "toml": r"(?:^|[\s{,.\[\"'])([^\s{},.\[\]\"'=]+)[\"']?[ \t]*[=\]]",
 }
 # More parts than any key has; Python's parser takes time that grows with their square.
-LONG_TOML_KEY = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
+LONG_TOML_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 HINT = "name a configuration file of one of the trainers that `autotune import-config --help` lists"
 FILL_IN = "FILL-IN"  # written for a path that a plan does not hold
