@@ -843,7 +843,7 @@ def audit(
     if not measure:
         return found
     on_event(StatusChanged(text="running a few steps of both"))
-    with PlannerBackend().trials(resolved.request.model_ref, cost) as run:
+    with PlannerBackend().trials(resolved.model, cost) as run:
         return found.changed(
             measured_as_written=run(settings), measured_fastest=None if made is None else run(made)
         )

@@ -90,8 +90,6 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
         default=None, repr=False
     )
     """Share the study: postgresql+psycopg://user:password@host/database."""
-    ref: Annotated[ModelRef | None, HIDDEN] = None
-    """The model with its parts, if it is resolved."""
     overheads: Annotated[Overheads | None, HIDDEN] = None
     """Overheads of the program that will train; None for autotune's own executor."""
     interrupted: Annotated[Literal["ignored", "resumed", "forgotten"], HIDDEN] = "ignored"
@@ -101,8 +99,6 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     @property
     def model_ref(self) -> ModelRef:
         """The model with its parts. Raises InvalidInput if none is named."""
-        if self.ref is not None:
-            return self.ref
         if self.model is None:
             raise InvalidInput(
                 "no model is named", hint="name a model, or an earlier plan: earlier=, --from"

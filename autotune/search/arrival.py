@@ -107,7 +107,7 @@ def verify_prediction(
         last = f"the last: {against[candidates[-1]]}"
         what = f"neither the plan's settings nor its fallbacks can be used here; {last}"
         raise DoesNotFit(what, hint=PLAN_AGAIN)
-    with backend.trials(plan.job.model_ref, cost) as run:
+    with backend.trials(model, cost) as run:
         trials = _until_one_runs(usable, run)
     return seal(plan.job, _measured(plan, cost, trials, against))
 

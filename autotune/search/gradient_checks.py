@@ -29,7 +29,6 @@ from autotune.models.resolve import ResolvedModel
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import Capability
-from autotune.plan.job import ModelRef
 from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, Failure, longest_captions, synthetic_samples
@@ -83,9 +82,8 @@ def check_gradients(
     path = _verdict_file(context, tiny_config, precision)
     verdicts = _read_verdicts(path)
     if missing := [name for name in kinds if name not in verdicts]:
-        ref = ModelRef.of(model.spec.name)
         with ProcessTrialRunner(
-            context.hardware, ref, context.workload, budget_bytes=context.budget_bytes
+            context.hardware, model, context.workload, budget_bytes=context.budget_bytes
         ) as runner:
             for name in missing:
                 knob, rule = kinds[name]

@@ -41,7 +41,7 @@ from autotune.search.problem import (
     advise_larger_batch,
     suggest_relaxation,
 )
-from autotune.search.request import ResolvedRequest, resolve_request_model
+from autotune.search.request import ResolvedRequest
 from autotune.search.study import memoize, open_study, publish_plan, published_plan, run_search
 from autotune.search.winner import Trials
 from autotune.share.store import shareable_machine
@@ -185,7 +185,7 @@ class _Search:
             objective=problem.workload.objective,
             ascending=shares_host_memory(problem.hardware.device.memory_kind),
         )
-        with self.backend.trials(problem.request.model_ref, problem.cost) as run:
+        with self.backend.trials(problem.model, problem.cost) as run:
 
             def run_trial(candidate: Candidate) -> TrialResult:
                 self.on_event(TrialStarted(candidate=candidate))
@@ -227,10 +227,9 @@ class _Search:
         precisions = problem.space.choices["precision"]
 
         def run(candidate: Candidate) -> TrialResult:
-            model, _ = resolve_request_model(problem.request)
             choices = {"precision": precisions, "compile": (candidate.compile,)}
             started = time.monotonic()
-            verdicts = backend.check_gradients(problem.cost.context, choices, model)
+            verdicts = backend.check_gradients(problem.cost.context, choices, problem.model)
             seconds = round(time.monotonic() - started, 1)
             if wrong := next((each for each in verdicts if not each.available), None):
                 return TrialResult(
@@ -239,7 +238,7 @@ class _Search:
                     message=wrong.reason,
                     wall_seconds=seconds,
                 )
-            with backend.trials(problem.request.model_ref, problem.cost) as trial:
+            with backend.trials(problem.model, problem.cost) as trial:
                 result = trial(candidate)
             return result.changed(wall_seconds=(result.wall_seconds or 0.0) + seconds)
 
@@ -256,8 +255,7 @@ class _Search:
         seconds = max(winner.MIN_SECONDS, winner.SHARE_OF_SEARCH * allowed)
 
         def rehearse(candidate: Candidate) -> TrialResult | None:
-            ref = problem.request.model_ref
-            return self.backend.rehearse(ref, problem.cost, candidate, seconds)
+            return self.backend.rehearse(problem.model, problem.cost, candidate, seconds)
 
         return winner.confirm_winner(
             trials, problem, lambda candidate: self.try_once("rehearsal", candidate, rehearse)

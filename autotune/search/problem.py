@@ -21,7 +21,7 @@ from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES, Capability, HardwareProfile, shares_host_memory
-from autotune.plan.job import Job, ModelRef
+from autotune.plan.job import Job
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search import comparison, next
@@ -47,7 +47,7 @@ LARGER_BATCHES = (2, 4)  # multiples of the effective batch that are tried
 MIN_GAIN = 1.05  # factor of images per second from which a larger batch is mentioned
 
 
-def _trial_runner(model: ModelRef, cost: CostModel) -> ProcessTrialRunner:
+def _trial_runner(model: ResolvedModel, cost: CostModel) -> ProcessTrialRunner:
     return ProcessTrialRunner(
         cost.hardware,
         model,
@@ -59,14 +59,14 @@ def _trial_runner(model: ModelRef, cost: CostModel) -> ProcessTrialRunner:
 
 
 @contextmanager
-def run_in_child_processes(model: ModelRef, cost: CostModel) -> Iterator[TrialFunction]:
+def run_in_child_processes(model: ResolvedModel, cost: CostModel) -> Iterator[TrialFunction]:
     """Run trials in child processes of this machine."""
     with _trial_runner(model, cost) as runner:
         yield runner.run
 
 
 def rehearse_in_child_process(
-    model: ModelRef, cost: CostModel, candidate: Candidate, max_seconds: float
+    model: ResolvedModel, cost: CostModel, candidate: Candidate, max_seconds: float
 ) -> TrialResult:
     """Run a longer trial, through every phase of a run, in a child process."""
     with _trial_runner(model, cost) as runner:
@@ -77,7 +77,7 @@ def rehearse_in_child_process(
 class PlannerBackend:
     """The side effects of planning, as functions: a test passes its own."""
 
-    trials: Callable[[ModelRef, CostModel], AbstractContextManager[TrialFunction]] = (
+    trials: Callable[[ResolvedModel, CostModel], AbstractContextManager[TrialFunction]] = (
         run_in_child_processes
     )
     find_matches: Callable[[Machine, Workload], StoreMatches] = find_matches
@@ -88,7 +88,7 @@ class PlannerBackend:
     check_gradients: Callable[
         [TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], tuple[Capability, ...]
     ] = check_gradients
-    rehearse: Callable[[ModelRef, CostModel, Candidate, float], TrialResult | None] = (
+    rehearse: Callable[[ResolvedModel, CostModel, Candidate, float], TrialResult | None] = (
         rehearse_in_child_process
     )
     """Tries a winner for at most so many seconds of steps; None if that is not possible."""
@@ -99,6 +99,7 @@ class PlanningProblem:
     """A job, the machine and the cost model that a search works on."""
 
     request: PlanRequest
+    model: ResolvedModel
     hardware: HardwareProfile  # the whole machine
     global_workload: Workload  # the work of all processes that train together
     workload: Workload  # the work of one process and its device
@@ -152,7 +153,8 @@ class PlanningProblem:
         cost, space = _choose_strategy(request, cost, space)
         _require_host_memory(space, cost)
         return cls(
-            request.changed(ref=job.model_ref),
+            request,
+            model,
             hardware,
             global_workload,
             workload,

@@ -63,7 +63,7 @@ def open_study(
     key: dict[str, object] = {
         **problem.identity,
         "autotune": autotune_version,  # what another version measured is measured again
-        "model": str(request.model_ref),  # random weights and real ones fail in other ways
+        "model": str(problem.job.model_ref),  # random weights and real ones fail in other ways
         "libraries": problem.hardware.versions.model_dump(mode="json"),
         "budget": device.budget_bytes if device.budget_set_by_user else None,
     }

@@ -30,9 +30,9 @@ from autotune.knobs.registry import reload_key
 from autotune.knobs.settings import allow_optimizer, check_options, configure_allocator
 from autotune.machine.capabilities import MIN_MARGIN_BYTES, default_reserve_bytes
 from autotune.machine.probe import DeviceLock, lock_path
+from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome, TrialResult
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
-from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Workload
 from autotune.search.worker import (
@@ -91,7 +91,7 @@ class ProcessTrialRunner:
     def __init__(
         self,
         hardware: HardwareProfile,
-        model: ModelRef,
+        model: ResolvedModel,
         workload: Workload,
         *,
         budget_bytes: int | None = None,

@@ -21,9 +21,8 @@ from autotune.data.pixels import open_pixels
 from autotune.errors import AutotuneError, first_line, is_out_of_memory
 from autotune.knobs.modulation import find_modulation_ahead
 from autotune.models.family import Batch, Family, Sample
-from autotune.models.resolve import ResolvedModel, resolve_model
+from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate, Outcome, TrialResult
-from autotune.plan.job import ModelRef
 from autotune.plan.workload import (
     Bucket,
     Workload,
@@ -113,7 +112,7 @@ class ChildState:
 class TrialRequest:
     """Steps of a candidate on the child's model, which is loaded first. Gives a TrialResult."""
 
-    model: ModelRef
+    model: ResolvedModel
     workload: Workload
     candidate: Candidate
     device: str
@@ -186,7 +185,7 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
     """Load the transformer under the candidate's settings, with an adapter and samples."""
     device, workload = torch.device(request.device), request.workload
     started = time.perf_counter()
-    resolved = resolve_model(request.model)
+    resolved = request.model
     model = load_model(resolved, workload, request.candidate, device, seed=0)
     known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
     longest = longest_captions(workload, size)
@@ -364,7 +363,7 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
     """Go through every phase of a run; from training on, each phase's end is reported."""
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
-    device, model = torch.device(request.device), resolve_model(request.model)
+    device, model = torch.device(request.device), request.model
     monitor = Monitor(device)
     trained: TrialResult | None = None
     caching_error = ""

@@ -63,7 +63,7 @@ def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact"
 
 @pytest.fixture
 def runner(model: Path, hardware: HardwareProfile) -> Iterator[ProcessTrialRunner]:
-    with ProcessTrialRunner(hardware, ModelRef.of(model), work(model)) as runner:
+    with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), work(model)) as runner:
         yield runner
 
 

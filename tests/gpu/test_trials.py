@@ -11,6 +11,7 @@ import torch
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.registry import Attention
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
+from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.search.trials import ProcessTrialRunner
@@ -76,7 +77,7 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
 
 def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware, precision):
     large = work(model, side_px=1024, batch=8)
-    with ProcessTrialRunner(hardware, ModelRef.of(model), large) as runner:
+    with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), large) as runner:
         runner.memory_cap_bytes = GIB // 8
         large = runner.run(candidate(precision, micro_batch_size=8, checkpointed_blocks=0))
         assert large.outcome == "oom", large.message
@@ -155,7 +156,6 @@ print(sum(p.usedGpuMemory or 0 for p in running if p.pid == os.getpid()))
 
 def test_predicted_memory_of_a_small_model_is_near(model, hardware, precision, runner):
     from autotune.cost.predict import CostModel
-    from autotune.models.resolve import resolve_model
 
     resolved, chosen = resolve_model(ModelRef.of(model)), candidate(precision)
     model_of_cost = CostModel.build(hardware, work(model), resolved.family, resolved.config)

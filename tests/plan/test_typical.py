@@ -83,7 +83,7 @@ def test_one_long_caption_does_not_decide_the_time(
     )
     assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
     chosen = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    request = TrialRequest(ModelRef.of(model), work, chosen, "cpu", 2)
+    request = TrialRequest(resolve_model(ModelRef.of(model)), work, chosen, "cpu", 2)
     steps, seen = StepRunner(load_for_trial(request), work, request.candidate), []
     forward = steps.model.family.predict
 

@@ -46,7 +46,7 @@ def runner_for(
     """A runner on this machine's CPU, within that budget."""
     made = builders.hardware(kind="cpu", budget_bytes=budget_bytes)
     hardware = made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
-    runner = ProcessTrialRunner(hardware, ModelRef.of(model), work, **options)
+    runner = ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), work, **options)
     runner.num_steps = 1  # of several, those that disagree would be repeated
     return runner
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
+from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.file import plan_text
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import ModelRef
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Workload
@@ -67,7 +67,7 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
     """Trials by `run`, no records of others."""
 
     @contextmanager
-    def trials(model: ModelRef, cost: CostModel) -> Iterator[TrialFunction]:
+    def trials(model: ResolvedModel, cost: CostModel) -> Iterator[TrialFunction]:
         yield run
 
     return PlannerBackend(

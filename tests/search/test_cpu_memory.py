@@ -10,7 +10,6 @@ import pytest
 from autotune.errors import InvalidInput, NothingFits
 from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import ModelRef
 from autotune.search.problem import PlannerBackend, TrialFunction
 from autotune.search.trials import ProcessTrialRunner
 from autotune.train.prepare import hardware_misfits, prepare
@@ -49,12 +48,12 @@ def backend() -> PlannerBackend:
         result = trial(candidate, seconds, tensors, confirms=confirms, wall_seconds=1.0, **measured)
         budget, kept = cost.budget_bytes, cost.resident_encoder_bytes
         with ProcessTrialRunner(
-            cost.hardware, ModelRef.of("m"), cost.workload, budget_bytes=budget, resident_bytes=kept
+            cost.hardware, None, cost.workload, budget_bytes=budget, resident_bytes=kept
         ) as runner:
             return runner.classify(candidate, result)
 
     @contextmanager
-    def trials(model: ModelRef, cost: Any) -> Iterator[TrialFunction]:
+    def trials(model: Any, cost: Any) -> Iterator[TrialFunction]:
         yield lambda candidate: measure(cost, candidate)
 
     def rehearse(model: str, cost: Any, candidate: Candidate, max_seconds: float) -> TrialResult:

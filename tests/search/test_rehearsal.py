@@ -49,9 +49,9 @@ def test_text_encoders_are_gone_before_pixels_are_encoded(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And all of it before the transformer is loaded: as in training, by reference counts."""
-    ref, caching = ModelRef.of(small_model), CachingSettings()
-    model, work = resolve_model(ref), workload(small_model)
-    request = RehearsalRequest(ref, work, FIRST, "cpu", 3, caching=caching, max_seconds=1.0)
+    caching, work = CachingSettings(), workload(small_model)
+    model = resolve_model(ModelRef.of(small_model))
+    request = RehearsalRequest(model, work, FIRST, "cpu", 3, caching=caching, max_seconds=1.0)
     loaded, seen = Encoders.load_pipeline, []
     refs: list[weakref.ref[Any]] = []
 

@@ -82,7 +82,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
         **{key: getattr(work, key) for key in ("side_px", "rank", "targets", "padding", "batch")},
     }
     first: TrialResult | None = None
-    with ProcessTrialRunner(hardware, ModelRef.of(model), workload) as runner:
+    with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), workload) as runner:
         runs = tuple({run[2:]: run for run in work.runs}.values()) if evidence.small else work.runs
         for run in evidence.each(runs, name=lambda run: f"{name} {work.side_px} px {run}"):
             chosen = candidate(workload, *run, precision=precision_of(hardware))

@@ -77,7 +77,11 @@ def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
     from autotune.search.worker import StepRunner, load_for_trial
 
     trial = TrialRequest(
-        ModelRef.of(request.model), request.workload, request.candidate, request.device, 3
+        resolve_model(ModelRef.of(request.model)),
+        request.workload,
+        request.candidate,
+        request.device,
+        3,
     )
     steps = StepRunner(load_for_trial(trial), request.workload, request.candidate)
     seconds = statistics.median(steps.timed_step()[1] for _ in range(5))
@@ -113,7 +117,7 @@ def main() -> None:
     resolved = resolve_model(ModelRef.of(model))
     workload = workload_of(model, evidence.size(1024), rank=16, batch=2)
     predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
-    with ProcessTrialRunner(hardware, ModelRef.of(model), workload) as runner:
+    with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), workload) as runner:
         for number, run in enumerate(evidence.each(evidence.sliced(CASES))):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
             if why := unavailable_choice(hardware, chosen):

@@ -12,6 +12,7 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
 from autotune.machine.probe import cached_profile
+from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
@@ -34,7 +35,6 @@ class LoadOnce:
 def load_once(request: LoadOnce, _: ChildState) -> dict[str, Any]:
     import torch
 
-    from autotune.models.resolve import resolve_model
     from autotune.system.memory import host_peak_bytes
     from autotune.train.model import load_model
 
@@ -67,7 +67,7 @@ def load(
     **about: Any,
 ) -> None:
     """One load in a fresh process, as a row."""
-    with ProcessTrialRunner(hardware, ModelRef.of(model), workload) as runner:
+    with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), workload) as runner:
         answer = evidence.ask(runner, LoadOnce(model, workload, chosen, runner.device))
     evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **answer)
 

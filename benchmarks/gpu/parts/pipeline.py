@@ -71,7 +71,7 @@ def write_pipeline(
         room = shutil.disk_usage(folder).free - SPARE_BYTES
         blocks = max(2, min(MAX_BLOCKS, room // BYTES_PER_BLOCK))
         full = {"num_layers": blocks, "joint_attention_dim": config["joint_attention_dim"]}
-        with ProcessTrialRunner(hardware, ModelRef.of(FAMILY), workload) as runner:
+        with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(FAMILY)), workload) as runner:
             request = WriteTransformer(
                 full, str(folder / "transformer"), workload, runner.device, precision
             )

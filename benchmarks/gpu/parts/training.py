@@ -152,7 +152,7 @@ def main() -> None:
     )
     flops = model_flops(predictor, found["bf16, all checkpointed, batch 1"])
     evidence.row("work", model_flops_per_image=flops, matmul_flops_per_second=matmul, batch=BATCH)
-    with ProcessTrialRunner(hardware, ModelRef.of(model), workload) as runner:
+    with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), workload) as runner:
         turns = [(name, turn) for turn in range(ROUNDS) for name in found]
         for name, turn in evidence.each(turns):
             chosen = found[name]
