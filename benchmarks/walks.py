@@ -20,7 +20,7 @@ from pathlib import Path
 from autotune.demo.lesson import TAUGHT_REPEATS, taught_scenes, write_images
 
 ROOT = Path(__file__).resolve().parents[1]
-CAPTION, MODEL = "qzvx marker", "qzvx-model"
+CAPTION, MODEL = "qzvx marker", "~/qzvx-model"  # which is not the folder that it means
 HOOK = """
 import os, sys, threading
 root, out, caption, model = os.environ["WALKS"].split("|")
@@ -74,8 +74,8 @@ BEGIN, END = "<!-- walks: written by benchmarks/walks.py -->", "<!-- end of walk
 
 def trace(folder: Path) -> dict[str, list[str]]:
     """Plan and train in `folder` under the profiler; return the files of each walk, sorted."""
-    model, images, plan, seen = (folder / name for name in (MODEL, "images", "plan.yaml", "seen"))
-    shutil.copytree(ROOT / "autotune/demo/small_world", model)
+    images, plan, seen = (folder / name for name in ("images", "plan.yaml", "seen"))
+    shutil.copytree(ROOT / "autotune/demo/small_world", folder / MODEL.removeprefix("~/"))
     scenes = taught_scenes()
     write_images(images, scenes, [scene.draw() for scene in scenes], repeats=TAUGHT_REPEATS)
     for text in images.glob("*.txt"):
@@ -87,14 +87,15 @@ def trace(folder: Path) -> dict[str, list[str]]:
         **os.environ,
         "PYTHONPATH": f"{folder / 'hook'}:{ROOT}",
         "CUDA_VISIBLE_DEVICES": "",  # a GPU has walks of its own
-        "WALKS": "|".join(map(str, (ROOT / "autotune", seen, CAPTION, model))),
+        "WALKS": "|".join(map(str, (ROOT / "autotune", seen, CAPTION, MODEL))),
+        "HOME": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "XDG_DATA_HOME": str(folder / "data"),
     }
     options = shlex.split(
         "--resolution 64 --steps 8 --batch-size 8 --search-time 30 --max-trials 1"
     )
-    asked = ["--model", model, "--data", images, *options, "-o", plan]
+    asked = ["--model", MODEL, "--data", images, *options, "-o", plan]
     for words in (["plan", *asked, "--run-output", folder / "result"], ["train", plan]):
         command = [sys.executable, "-m", "autotune", "--quiet", *map(str, words)]
         subprocess.run(command, env=environment, check=True, capture_output=True)
