@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -104,6 +104,7 @@ def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
     """Return `function`, called once for each argument, by one thread at a time."""
     known = cache(function)
 
+    @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
         with TRACING:
             return known(*arguments, **options)  # type: ignore[arg-type]
