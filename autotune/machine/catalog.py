@@ -1,12 +1,14 @@
-"""The GPUs that can be planned for without owning one: published figures, in `profiles/hardware`.
+"""The GPUs that can be planned for without owning one: published figures, `profiles/hardware.csv`.
 
 A catalog profile has no rates, only a datasheet; its host and versions are assumed.
 """
 
+import csv
 import importlib.metadata
 import platform
 import re
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +17,7 @@ import yaml
 from packaging.version import Version
 from pydantic import BeforeValidator, Field, ValidationError
 
-from autotune.errors import InvalidInput, match_names, suggest_nearest
+from autotune.errors import InvalidInput, match_names
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.machine import capabilities, facts
 from autotune.plan.base import Frozen, first_problem
@@ -39,17 +41,31 @@ PCIE_BYTES_PER_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 # Relative difference in size of the same card: an RTX 3060 of 8 GB has the name of another.
 MEMORY_TOLERANCE = 0.15
 SERIES = ("nvidia", "geforce", "rtx", "tesla")  # words that may be omitted from a GPU's name
-VARIANTS = frozenset({"ti", "super"})  # words that name another card
+VARIANTS = frozenset({"ti", "super", "laptop", "max"})  # words that name another card
+MIN_LIKENESS = 0.7  # of a name that is offered for an unknown one: 4095 is nearer to 4090 than this
+NVIDIA_ONLY = "it knows NVIDIA's GPUs; with {} one, only the CPU would train"
+# Cards that people name, by their names without spaces, and why there is no plan for them.
+NOT_COVERED = (
+    (
+        r"^(nvidia|geforce|gtx)*(9[5-8]0|10[1-8]0)(ti)?(\d+gb)?$|titanx|^(tesla)?[pmk]\d{2,3}$",
+        "it has no tensor cores and no bf16, and PyTorch's builds for CUDA 13 have no code for it",
+    ),
+    (r"^(nvidia|geforce|gtx)*16[356]0(ti|super)*$", "it has no tensor cores, and fp16 gives NaN"),
+    (r"amd|radeon|^rx\d|instinct|^mi\d{3}|ryzen|strix|7900xt", NVIDIA_ONLY.format("an AMD")),
+    (r"intel|arc|gaudi|^[ab][357][5-8]0$", NVIDIA_ONLY.format("an Intel")),
+    (
+        r"apple|mac|^m\d(pro|max|ultra)?(\d+gb)?$",
+        "Apple's GPUs are not in the catalog; on the Mac itself, `autotune plan` tries what fits",
+    ),
+)
 
 
 class CatalogGpu(Frozen):
-    """One GPU's published figures. Peaks are dense, with fp32 accumulation by default."""
+    """One GPU's published figures. Peaks are dense, with fp32 accumulation."""
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
     name: str  # as CUDA reports it
-    aliases: Annotated[tuple[str, ...], BeforeValidator(tuple)] = ()
-    match: str  # regular expression for that name, and no sibling's
-    architecture: str
+    other_names: Annotated[tuple[str, ...], BeforeValidator(lambda text: (*text.split("|"),))] = ()
     compute_capability: str = Field(pattern=r"^\d+\.\d$")
     memory_kind: MemoryKind
     memory: str
@@ -58,18 +74,27 @@ class CatalogGpu(Frozen):
     memory_gb_per_second: float
     sm_count: int
     l2_mib: float | None = None
+    min_power_watts: float | None = None  # of laptops, which set a limit between this and the next
     power_watts: float
     pcie_generation: int | None = None
     pcie_lanes: int = 16
     # To the host in one direction, if the link is faster than PCIe (NVLink-C2C).
     host_gb_per_second: float | None = None
-    # By dtype of the inputs; `fp32`, without tensor cores, only for cards that lack bf16.
-    dense_tflops: dict[str, float]
-    # Measured by others, with products of cuBLASLt.
-    measured_tflops: dict[str, float] = Field(default_factory=dict)
+    bf16_tflops: float | None = None
+    fp16_tflops: float | None = None  # this and fp32, without tensor cores, if there is no bf16
+    fp32_tflops: float | None = None
+    tf32_tflops: float | None = None
+    fp8_tflops: float | None = None
+    int8_tflops: float | None = None
+    reached_tflops: float | None = None  # measured by others in the training dtype, by cuBLASLt
     confidence: str
     source: str
     notes: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that drivers report for it, and those that people use."""
+        return (self.name, *self.other_names)
 
     @property
     def memory_bytes(self) -> int:
@@ -81,29 +106,27 @@ class CatalogGpu(Frozen):
     @property
     def training_dtype(self) -> str:
         """The dtype that training computes in."""
-        return "bf16" if "bf16" in self.dense_tflops else "fp16"
-
-    @property
-    def training_tflops(self) -> float:
-        """Peak in that dtype."""
-        return self.dense_tflops.get(self.training_dtype, 0.0)
+        return "fp16" if self.bf16_tflops is None else "bf16"
 
     @property
     def datasheet(self) -> Datasheet:
         """The figures that profiles contain."""
-        names = {"bf16", "tf32", "fp32", "int8", "fp8", self.training_dtype}
-        flops = {name: tera * 1e12 for name, tera in self.dense_tflops.items()}
-        reached = {name: tera * 1e12 for name, tera in self.measured_tflops.items()}
-        # Cards that accumulate in fp32 at half rate are not limited by power: those measured reach
-        # 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak.
-        if "bf16" in flops and flops.get("fp16_fp16_accumulate", 0) > 1.5 * flops["bf16"]:
-            reached.setdefault("bf16", flops["bf16"])
+        peaks = {
+            f"{name}_flops_per_second": tera and tera * 1e12
+            for name in ("bf16", "fp16", "fp32", "tf32", "fp8", "int8")
+            for tera in (getattr(self, f"{name}_tflops"),)
+        }
+        reached = self.reached_tflops and self.reached_tflops * 1e12
+        # GeForce cards accumulate in fp32 at half rate, which power does not limit: those measured
+        # reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak.
+        if reached is None and "GeForce" in self.name:
+            reached = peaks["bf16_flops_per_second"]
         lane = PCIE_BYTES_PER_LANE.get(self.pcie_generation or 0)
         link = None if self.host_gb_per_second is None else self.host_gb_per_second * 1e9
         return Datasheet(
             id=self.id,
-            **{f"{name}_flops_per_second": flops.get(name) for name in names},
-            **{f"reached_{self.training_dtype}_flops_per_second": reached.get(self.training_dtype)},
+            **peaks,
+            **{f"reached_{self.training_dtype}_flops_per_second": reached},
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,
             pcie_bytes_per_second=link or (None if lane is None else self.pcie_lanes * lane),
             power_watts=self.power_watts,
@@ -114,25 +137,20 @@ class CatalogGpu(Frozen):
 
 @cache
 def load_catalog() -> tuple[CatalogGpu, ...]:
-    """Read every GPU of the catalog, by compute capability and then peak."""
-    folder = shipped_path("hardware")
-    gpus = [
-        CatalogGpu.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
-    ]
-    gpus.sort(key=lambda gpu: (float(gpu.compute_capability), gpu.training_tflops, gpu.id))
-    return tuple(gpus)
+    """Read every GPU of the catalog: GeForce, laptops, workstations, data centers."""
+    with shipped_path("hardware.csv").open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        known = ({name: text for name, text in row.items() if text} for row in rows)
+        return tuple(CatalogGpu.model_validate_strings(row, strict=False) for row in known)
 
 
 def find_gpu(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
     """Find the card for a name that CUDA reports; none for siblings, MIG slices and other sizes."""
-    if "MIG" in name:
-        return None
-    for gpu in load_catalog():
+    gpus = {gpu.id: gpu for gpu in load_catalog()}
+    called, _ = match_names(name, {id_: gpu.names for id_, gpu in gpus.items()}, SERIES)
+    for gpu in map(gpus.__getitem__, called):
         size = total_memory_bytes or gpu.memory_bytes
-        is_same_size = abs(size / gpu.memory_bytes - 1) <= MEMORY_TOLERANCE
-        if is_same_size and re.search(gpu.match, name):
+        if abs(size / gpu.memory_bytes - 1) <= MEMORY_TOLERANCE:
             return gpu
     return None
 
@@ -143,18 +161,24 @@ def is_gpu_name(name: str) -> bool:
 
 
 def _names(gpu: CatalogGpu) -> tuple[str, ...]:
-    sized = (f"{name} {gpu.memory_nominal_gb:g}gb" for name in (gpu.id, gpu.name))
-    return (gpu.id, gpu.name, *sized, *gpu.aliases)
+    names = (gpu.id, *gpu.names)
+    sized = (f"{name} {gpu.memory_nominal_gb:g}{unit}" for name in names for unit in ("gb", "g"))
+    mobile = (gpu.id.replace("laptop", word) for word in ("mobile", "m"))
+    return (*names, *sized, *mobile)
 
 
 def gpu_named(name: str) -> CatalogGpu:
     """Find the one GPU that `name` or a part of it identifies: `4080`, `RTX 4080`, `4080_super`.
 
-    A card with exactly these words goes before those with more, and a Ti or Super has to be named
-    as such. Raises InvalidInput if no GPU matches, or several do.
+    A card with exactly these words goes before those with more, a Ti, Super or laptop has to be
+    named as such, and of one name in two sizes the first of the list is meant. Raises InvalidInput
+    if no GPU matches, or several do.
     """
     gpus = {gpu.id: gpu for gpu in load_catalog()}
-    same, alike = match_names(name, {gpu.id: _names(gpu) for gpu in gpus.values()}, SERIES)
+    names = {id_: _names(gpu) for id_, gpu in gpus.items()}
+    same, alike = match_names(name, names, SERIES)
+    if len({gpus[id_].name for id_ in same}) == 1:
+        same = same[:1]
     unasked = {word for word in VARIANTS if word not in name.lower()}
     found = same or [id_ for id_ in alike if unasked.isdisjoint(id_.split("-"))]
     if len(found) == 1:
@@ -163,10 +187,23 @@ def gpu_named(name: str) -> CatalogGpu:
     if found:
         what = f"{name!r} may be any of {', '.join(found)}"
         raise InvalidInput(what, hint=f"name one of them; {listing}")
-    others, nearest = ", ".join(alike), suggest_nearest(name, gpus, listing)
-    hint = f"another card is {others}; {listing}" if others else nearest
+    compact = re.sub(r"[\W_]", "", name.lower())
+    for pattern, why in NOT_COVERED:
+        if re.search(pattern, compact):
+            raise InvalidInput(f"autotune does not plan for {name!r}: {why}", hint=listing)
+    near = alike or [
+        id_
+        for short in get_close_matches(compact, map(_short, gpus), n=3, cutoff=MIN_LIKENESS)
+        for id_ in gpus
+        if _short(id_) == short
+    ]
     what = f"no hardware called {name!r}: neither a catalog name nor a saved profile"
-    raise InvalidInput(what, hint=hint)
+    other = f"another card is {', '.join(near)}; " if near else ""
+    raise InvalidInput(what, hint=other + listing)
+
+
+def _short(id_: str) -> str:
+    return re.sub("|".join((r"\W", *SERIES)), "", id_)
 
 
 def gpus_named(names: str | Sequence[str]) -> list[CatalogGpu]:
@@ -265,7 +302,7 @@ def _device(gpu: CatalogGpu) -> Device:
         compute_capability=(int(major), int(minor)),
         sm_count=gpu.sm_count,
         l2_bytes=None if gpu.l2_mib is None else int(gpu.l2_mib * 2**20),
-        memory_kind_reason=f"from the catalog: {gpu.memory}",
+        memory_kind_reason=f"from the catalog: {gpu.memory_kind}, {gpu.memory}",
         total_memory_bytes=total,
         free_memory_bytes=int(0.9 * total) if gpu.memory_kind == "integrated" else total,
         pcie_generation=gpu.pcie_generation,

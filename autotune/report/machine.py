@@ -102,14 +102,13 @@ def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
         is_text = column in ("name for --hardware", "kind")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for gpu in gpus:
-        bf16 = gpu.dense_tflops.get("bf16")
         table.add_row(
             gpu.id,
             gpu.compute_capability,
             f"{gpu.memory_nominal_gb:g} GB",
-            "-" if bf16 is None else f"{bf16:g} TF",
+            "-" if gpu.bf16_tflops is None else f"{gpu.bf16_tflops:g} TF",
             f"{gpu.memory_gb_per_second:g} GB/s",
-            f"{gpu.power_watts:g} W",
+            f"{gpu.min_power_watts:g}-" * bool(gpu.min_power_watts) + f"{gpu.power_watts:g} W",
             gpu.memory_kind,
         )
     return table

@@ -20,9 +20,8 @@ WORDS = sorted({word for id_ in IDS for word in id_.split("-")})
 
 
 def test_every_name_finds_its_own_entry_alone():
-    assert len(load_catalog()) == 44
     for gpu in load_catalog():
-        assert find_gpu(gpu.name, gpu.memory_bytes) is gpu
+        assert all(find_gpu(name, gpu.memory_bytes) is gpu for name in gpu.names)
         others = [other for other in load_catalog() if other.name != gpu.name]
         assert all(find_gpu(other.name, None) is not gpu for other in others)
 
@@ -30,16 +29,12 @@ def test_every_name_finds_its_own_entry_alone():
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            f"NVIDIA GeForce RTX {name}"
-            for name in ("4060", "4070 Ti", "3060 Ti", "5060", "5090 D")
-        ),
-        *(f"NVIDIA GeForce RTX {name} Laptop GPU" for name in ("4090", "3080 Ti", "5070 Ti")),
+        *(f"NVIDIA GeForce RTX {name}" for name in ("3070 Ti SUPER", "4070 D", "2070 Max-Q")),
         *(f"NVIDIA RTX {name}" for name in ("2000E Ada Generation", "4000 SFF Ada Generation")),
-        *("NVIDIA RTX 2000 Ada Generation Embedded GPU", "NVIDIA RTX A4000", "Quadro RTX 4000"),
-        *("NVIDIA T400", "NVIDIA T4G", "GRID T4-16Q", "Tesla V100S-PCIE-32GB", "NVIDIA L40"),
-        *("Tesla V100-SXM3-32GB", "Tesla V100-FHHL-16GB", "NVIDIA A10", "NVIDIA H200 NVL"),
-        *("NVIDIA H100 NVL", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "AMD Radeon RX 7900 XTX"),
+        *("NVIDIA RTX 2000 Ada Generation Embedded GPU", "Quadro RTX 4000", "NVIDIA RTX A500"),
+        *("NVIDIA T400", "NVIDIA T4G", "GRID T4-16Q", "Tesla V100S-PCIE-32GB", "NVIDIA L2"),
+        *("Tesla V100-SXM3-32GB", "Tesla V100-FHHL-16GB", "NVIDIA GeForce RTX 5090 Laptop"),
+        *("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "AMD Radeon RX 7900 XTX"),
         "NVIDIA RTX PRO 6000 Blackwell Server Edition",
     ],
 )
@@ -48,11 +43,10 @@ def test_siblings_are_not_mistaken(name):
 
 
 def test_another_size_is_another_card():
-    assert find_gpu("NVIDIA GeForce RTX 3060", 8 * GIB) is None
-    assert find_gpu("NVIDIA GeForce RTX 3060", 12 * GIB) is not None
-    for name in ("NVIDIA GeForce RTX 4060 Ti", "NVIDIA GeForce RTX 5060 Ti"):
-        assert find_gpu(name, 8 * GIB) is None
-        assert find_gpu(name, 16 * GIB) is not None
+    for name, small, large in (("3060", 8, 12), ("4060 Ti", 8, 16), ("5060 Ti", 8, 16)):
+        found = [find_gpu(f"NVIDIA GeForce RTX {name}", size * GIB) for size in (small, large)]
+        assert [gpu.memory_nominal_gb for gpu in found] == [small, large]
+    assert find_gpu("NVIDIA GeForce RTX 4090", 48 * GIB) is None
 
 
 SEEN_GIB = {
@@ -73,10 +67,11 @@ def test_geforce_tensor_cores_sum_in_fp32_at_half_rate():
     """What the vendor gives no table for is SMs x operations x boost clock: 512 of GeForce
     cards, 1,024 of others."""
     for gpu in load_catalog():
-        half = gpu.dense_tflops.get("fp16_fp16_accumulate", 0) > 1.5 * gpu.dense_tflops["fp16"]
-        assert half == ("GeForce" in gpu.name), gpu.id
-        if "bf16" in gpu.dense_tflops:
-            assert gpu.dense_tflops["bf16"] == gpu.dense_tflops["fp16"] or gpu.id == "nvidia-gb10"
+        if "x 512 x" in gpu.source or "x 1024 x" in gpu.source:
+            assert ("x 512 x" in gpu.source) == ("GeForce" in gpu.name), gpu.id
+        if gpu.int8_tflops and gpu.id not in ("nvidia-b300", "nvidia-a10g"):
+            per_product = gpu.int8_tflops / (gpu.bf16_tflops or gpu.fp16_tflops)
+            assert round(per_product) == (4 if "GeForce" in gpu.name else 2), gpu.id
 
 
 def test_the_host_is_reached_by_lanes_or_nvlink():
@@ -93,14 +88,14 @@ def test_cards_without_bf16_train_in_fp16():
     assert {gpu.compute_capability for gpu in old} == {"7.0", "7.5"}
     for gpu in old:
         profile = hardware_named(gpu.id)
-        fp16, fp32 = (1e12 * gpu.dense_tflops[dtype] for dtype in ("fp16", "fp32"))
+        fp16, fp32 = (1e12 * gpu.fp16_tflops, 1e12 * gpu.fp32_tflops)
         assert profile.datasheet.tf32_flops_per_second is None
         assert profile.datasheet.fp32_flops_per_second == fp32
         assert not profile.capability("precision.bf16").available
         assert profile.capability("precision.fp16").available
         assert any(note.startswith(NO_BF16) for note in profile.notes)
         assert Rates(profile, "fp32", "native", "efficient").reached == 0.8 * fp32
-        measured = 1e12 * gpu.measured_tflops.get("fp16", 0.8e-12 * fp16)  # power limits a T4
+        measured = 1e12 * (gpu.reached_tflops or 0.8e-12 * fp16)  # power limits a T4
         assert Rates(profile, "fp16", "native", "efficient").reached == pytest.approx(measured)
 
 
@@ -116,7 +111,7 @@ def test_every_entry_gives_a_profile_with_its_assumptions():
         profile = hardware_named(gpu.id)
         sheet = profile.datasheet
         peaks = {"bf16": sheet.bf16_flops_per_second, "fp16": sheet.fp16_flops_per_second}
-        assert peaks.pop(gpu.training_dtype) == gpu.training_tflops * 1e12
+        assert peaks.pop(gpu.training_dtype) >= 17e12
         assert [*peaks.values()] == [None]
         assert (profile.origin, profile.rates) == ("catalog", ())
         assert profile.device.memory_kind == gpu.memory_kind
@@ -175,7 +170,8 @@ def refusal(name):
 def test_every_card_is_found_by_its_names():
     for gpu in load_catalog():
         short = gpu.id.removeprefix("nvidia-").removeprefix("rtx-")
-        for name in (gpu.id.upper(), gpu.id.removeprefix("nvidia-"), f"RTX {short}", gpu.name):
+        sized = f"{gpu.name} {gpu.memory_nominal_gb:g}GB"
+        for name in (gpu.id.upper(), gpu.id.removeprefix("nvidia-"), f"RTX {short}", sized):
             assert meant(name) == gpu.id
 
 
@@ -207,26 +203,24 @@ def test_what_is_found_has_every_word(words):
 
 
 def test_names_that_people_use():
-    for name, id_ in {
-        **{"4090": "rtx-4090", "4080": "rtx-4080", "RTX 4080": "rtx-4080", "3080": "rtx-3080"},
-        **{"4080 super": "rtx-4080-super", "GeForce_RTX_4080_Super": "rtx-4080-super"},
-        **{"3080-ti": "rtx-3080-ti", "4060 ti": "rtx-4060-ti-16gb", "h200": "h200-sxm"},
-        **{"a100 40gb": "a100-40gb", "v100 pcie 16gb": "v100-pcie-16gb", "l40s": "l40s"},
-        **{
-            "RTX 4000 Ada": "rtx-4000-ada",
-            "T4": "t4",
-            "rtx4090": "rtx-4090",
-            "3060 12gb": "rtx-3060",
-        },
-        **{"geforce rtx 4090": "rtx-4090", "dgx spark": "gb10", "Jetson Thor": "thor"},
-    }.items():
+    written = (
+        "4090=rtx-4090, 4080=rtx-4080, RTX 4080=rtx-4080, 3080=rtx-3080, rtx4090=rtx-4090, "
+        "4080 super=rtx-4080-super, GeForce_RTX_4080_Super=rtx-4080-super, 3080-ti=rtx-3080-ti, "
+        "4060ti=rtx-4060-ti-16gb, 4060 ti 8gb=rtx-4060-ti-8gb, RTX 4060 Ti 16G=rtx-4060-ti-16gb, "
+        "3060 12gb=rtx-3060, RTX3060=rtx-3060, 3080 12gb=rtx-3080-12gb, 2060=rtx-2060, "
+        "4070 laptop=rtx-4070-laptop, Laptop 4070=rtx-4070-laptop, 4070m=rtx-4070-laptop, "
+        "4070 mobile=rtx-4070-laptop, 4090d=rtx-4090-d, l40=l40, l40s=l40s, T4=t4, "
+        "RTX 4000 Ada=rtx-4000-ada, pro 6000=rtx-pro-6000, dgx spark=gb10, Jetson Thor=thor, "
+        "h200=h200-sxm, a100 40gb=a100-40gb, v100 pcie 16gb=v100-pcie-16gb, b300=b300"
+    )
+    for name, id_ in (pair.split("=") for pair in written.split(", ")):
         assert meant(name) == f"nvidia-{id_}"
 
 
 @pytest.mark.parametrize(
     ("name", "ids"),
     [
-        ("h100", {"h100-sxm", "h100-pcie"}),
+        ("h100", {"h100-sxm", "h100-pcie", "h100-nvl"}),
         ("A100 PCIe", {"a100-pcie-40gb", "a100-pcie-80gb"}),
         ("gh200", {"gh200-96gb", "gh200-144gb"}),
         ("rtx 6000", {"rtx-6000-ada", "rtx-pro-6000"}),
@@ -236,16 +230,30 @@ def test_a_name_of_several_cards_is_refused_with_all(name, ids):
     assert all_meant(refusal(name)) == {f"nvidia-{id_}" for id_ in ids}
 
 
-@pytest.mark.parametrize("name", ["", " ", "-", "nvidia", "GeForce RTX", "l40", "90", "4090d"])
+@pytest.mark.parametrize("name", ["", " ", "-", "nvidia", "GeForce RTX", "90"])
 def test_a_name_of_no_card_is_refused(name):
     assert "no hardware called" in refusal(name).message
 
 
-@pytest.mark.parametrize(
-    ("name", "other"), [("4070 Ti", "4070-ti-super"), ("4060", "4060-ti-16gb")]
-)
-def test_an_unknown_card_is_not_its_ti_or_super(name, other):
-    assert f"another card is nvidia-rtx-{other}" in refusal(name).hint
+def test_what_is_near_an_unknown_card_is_offered():
+    for name, near in {
+        "4095": "4090",
+        "3070 super": "2070-super",
+        "4060 laptop 8": "4060-laptop",
+    }.items():
+        assert f"nvidia-rtx-{near}" in refusal(name).hint
+    assert "another card" not in refusal("voodoo").hint
+
+
+def test_cards_that_no_plan_is_made_for_say_why():
+    reasons = {
+        "tensor cores": ("1080 ti", "GTX 1060 6GB", "gtx1080ti", "P40", "GTX 1660 Super"),
+        "an AMD": ("rx 7900 xtx", "RX9070XT", "7900xtx", "MI300X", "Radeon VII"),
+        "an Intel": ("Arc B580", "a770", "gaudi3"),
+        "Mac": ("m3 max", "M4", "apple m2 ultra 192gb", "MacBook Pro"),
+    }
+    for reason, names in reasons.items():
+        assert all(reason in refusal(name).message for name in names)
 
 
 def test_a_saved_profile_goes_before_a_part_of_a_name(tmp_path, monkeypatch):
