@@ -21,7 +21,7 @@ from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChang
 from autotune.interop import exporting
 from autotune.interop.importing import Audit, ImportedConfig, read_config
 from autotune.interop.trainer import get_trainer
-from autotune.knobs.caching import caching_choices
+from autotune.knobs.caching import caching_choices, describe_caching
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import allow_optimizer, plain_choices
@@ -45,7 +45,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job, write_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import AdapterFormat, ModelRef
-from autotune.plan.plan import CheckResult, RunReport, TrainingPlan
+from autotune.plan.plan import CheckResult, Reason, RunReport, TrainingPlan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import (
     CheckDataRequest,
@@ -830,7 +830,9 @@ def audit(
     predict = partial(estimate_candidate, cost, num_steps=steps)
     written, in_trainer = predict(settings), None
     if read.overheads is not None:
-        theirs = cost.with_overheads(read.overheads, exporting.caching_of(read.pins))
+        caching = exporting.caching_in(read.pins)
+        why = Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
+        theirs = cost.with_overheads(read.overheads, (caching, why))
         in_trainer = estimate_candidate(theirs, settings, num_steps=steps)
     found = Audit(
         config=read,

@@ -17,12 +17,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator
 
-from autotune.data.pixels import (
-    ANIMATION_SUFFIXES,
-    IMAGE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    has_video_decoder,
-)
+from autotune.data import pixels
 from autotune.plan.base import Frozen
 from autotune.plan.file import RUN_PLAN_FILE
 from autotune.system.files import read_bounded
@@ -168,7 +163,7 @@ def find_media(contents: Contents, *, clips: bool) -> tuple[Media, ...]:
     for path in contents.files:
         if path.suffix.lower() not in suffixes or _is_mask(path):
             continue
-        if clips and path.parent != folder and path.suffix.lower() in IMAGE_SUFFIXES:
+        if clips and path.parent != folder and path.suffix.lower() in pixels.IMAGE_SUFFIXES:
             frames[path.parent].append(path)
         else:
             frames[path] = [path]
@@ -180,8 +175,12 @@ def find_media(contents: Contents, *, clips: bool) -> tuple[Media, ...]:
 
 
 def _readable_suffixes(*, clips: bool) -> frozenset[str]:
-    videos = VIDEO_SUFFIXES if has_video_decoder() else frozenset[str]()
-    return IMAGE_SUFFIXES | ANIMATION_SUFFIXES | videos if clips else IMAGE_SUFFIXES
+    videos = pixels.VIDEO_SUFFIXES if pixels.has_video_decoder() else frozenset[str]()
+    return (
+        pixels.IMAGE_SUFFIXES | pixels.ANIMATION_SUFFIXES | videos
+        if clips
+        else pixels.IMAGE_SUFFIXES
+    )
 
 
 def _is_mask(path: Path) -> bool:
@@ -195,7 +194,9 @@ def _natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
 
 def find_unsupported(contents: Contents, *, clips: bool) -> Iterator[Problem]:
     """Find media files that are not read, with what to do about each."""
-    suffixes = (VIDEO_SUFFIXES | OTHER_VIDEOS | OTHER_IMAGES) - _readable_suffixes(clips=clips)
+    suffixes = (pixels.VIDEO_SUFFIXES | OTHER_VIDEOS | OTHER_IMAGES) - _readable_suffixes(
+        clips=clips
+    )
     for path in contents.files:
         if path.suffix.lower() in suffixes:
             message = _explain_unsupported(path, clips=clips)
@@ -203,13 +204,13 @@ def find_unsupported(contents: Contents, *, clips: bool) -> Iterator[Problem]:
 
 
 def _explain_unsupported(path: Path, *, clips: bool) -> str:
-    if path.suffix.lower() not in VIDEO_SUFFIXES | OTHER_VIDEOS:
+    if path.suffix.lower() not in pixels.VIDEO_SUFFIXES | OTHER_VIDEOS:
         converts = f"magick {shlex.quote(str(path))} {shlex.quote(str(path.with_suffix('.png')))}"
         return f"its format is not supported, png is: {converts}"
     if not clips:
         return "only models that make clips train on videos, with --frames above 1"
     file, frames = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
-    if has_video_decoder():
+    if pixels.has_video_decoder():
         return f"its format is not supported, mp4 is: ffmpeg -i {file} {frames}.mp4"
     as_frames = f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
     if path.suffix.lower() in OTHER_VIDEOS:

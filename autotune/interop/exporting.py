@@ -19,7 +19,7 @@ from autotune.models.registry import FAMILIES, find_published
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, count_blocks
 from autotune.plan.job import Job
-from autotune.plan.plan import Reason, TrainingPlan
+from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Overheads
 from autotune.plan.workload import ModelSpec, Workload
 
@@ -162,12 +162,6 @@ def caching_in(values: Values) -> CachingSettings:
     return CachingSettings.model_validate(own)
 
 
-def caching_of(pins: Values) -> tuple[CachingSettings, Reason]:
-    """Return how the trainer encodes captions: as the file says, else as they are."""
-    caching = caching_in(pins)
-    return caching, Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
-
-
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
     """Find a trainer's model: by its name, else as large a one of the family, else its first.
     Raises InvalidInput if the trainer does not train the family."""
@@ -301,7 +295,6 @@ def inexpressible(
     first = {name: values[0] for name, values in choices.items()}
 
     def is_written(rule: Rule, name: str, value: Any) -> bool:
-        """Whether a rule reads the value back from what it writes."""
         try:
             own = _write(rule, {**JOB, **usual, **first, name: value}, context)
         except CannotExpress:

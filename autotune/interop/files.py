@@ -379,7 +379,6 @@ WRITERS: Mapping[str, Callable[[str, Values, str], Mapping[str, str]]] = {
 
 
 def _in_file(values: Values, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-    """The settings that are not given by the command that starts the trainer."""
     of_command = ("env.", "launch.")
     return {k: v for k, v in values.items() if not k.startswith(of_command) and wanted(k)}
 

@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.interop.files import (
-    FILL_IN,
-    MAX_SHOWN,
-    ConfigValue,
-    is_file,
-    read_document,
-    with_references,
-)
+from autotune.interop import files
+from autotune.interop.files import ConfigValue
 from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -88,7 +82,7 @@ WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, Re
 def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
     """Read a configuration file of `trainer`, or of the known one that its content tells. Raises
     InvalidInput for what cannot be read, an unknown model, or a value that makes no sense."""
-    written = read_document(path)
+    written = files.read_document(path)
     found = (one for one in trainers().values() if one.detects(written))
     table = next(found, None) if trainer is None else get_trainer(trainer)
     if table is None:
@@ -96,7 +90,7 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
         names = ", ".join(one.title for one in trainers().values())
         raise InvalidInput(message, hint=f"known: {names}")
     written = [replace(one, key=one.key.removeprefix(table.root)) for one in written]
-    written, missing = with_references(written, path.parent, table.references)
+    written, missing = files.with_references(written, path.parent, table.references)
     settings = {table.aliases.get(s.key, s.key): s for s in _flattened(written, table)}
     known = _find_model(table, settings, path)
     table = table.for_model(known)
@@ -119,7 +113,7 @@ def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
         version=table.version,
         family=known.family.name,
         model=model,
-        data=None if data == FILL_IN else data,
+        data=None if data == files.FILL_IN else data,
         options=options,
         pins=pins,
         notes=table.notes,
@@ -144,8 +138,8 @@ def read_settings(
             found = dict(rule.read({key: one.value for key, one in by_key.items()}, context))
         except WRONG as error:
             one = next((one for one in present if one.line), present[0])
-            what = f"{trainer.title}'s {one.key} cannot be {_value_text(one.value)[:MAX_SHOWN]}: "
-            what += str(error)[:MAX_SHOWN]
+            value, why = (x[: files.MAX_SHOWN] for x in (_value_text(one.value), str(error)))
+            what = f"{trainer.title}'s {one.key} cannot be {value}: {why}"
             message = f"{one.file}, line {one.line}: {what}"
             raise InvalidInput(message, hint="correct it in that file") from error
         lost = found.pop(LOST, None)
@@ -207,14 +201,13 @@ def _flattened(written: Iterable[ConfigValue], trainer: Trainer) -> list[ConfigV
 
 
 def _find_model(trainer: Trainer, settings: Settings, path: Path) -> KnownModel:
-    """The known model whose keys are all as written, that with most keys first."""
     written = {key: one.value for key, one in settings.items()}
     for known in sorted(trainer.models, key=lambda one: -len(one.keys)):
         if all(written.get(key) == value for key, value in known.keys.items()):
             return known
     keys = dict.fromkeys(key for known in trainer.models for key in known.keys if key in settings)
-    lines = ((key, _value_text(written[key])[:MAX_SHOWN], settings[key].line) for key in keys)
-    given = [f"{key} {value}, line {line}" for key, value, line in lines]
+    shown = {key: _value_text(written[key])[: files.MAX_SHOWN] for key in keys}
+    given = [f"{key} {value}, line {settings[key].line}" for key, value in shown.items()]
     is_named = f"trains a model that autotune does not know ({'; '.join(given)})"
     what = is_named if given else "names no known model"
     names = ", ".join(dict.fromkeys(known.name for known in trainer.models))
@@ -238,11 +231,11 @@ def _model_of(trainer: Trainer, known: KnownModel, settings: Settings) -> tuple[
     lines = [line_for("carried", settings[key], meaning) for key in known.keys if key in settings]
     named = (settings[key] for key in trainer.weights_keys if key in settings)
     weights = next((one for one in named if one.value), None)
-    if weights is None or weights.value == FILL_IN:
+    if weights is None or weights.value == files.FILL_IN:
         return known.name, lines
     name = str(weights.value)
     hub_ids = {one.hub_id.lower(): one.hub_id for one in known.family.models}
-    is_folder = is_file(Path(name) / "model_index.json")
+    is_folder = files.is_file(Path(name) / "model_index.json")
     if (own := hub_ids.get(name.lower(), name if is_folder else None)) is not None:
         return own, [*lines, line_for("carried", weights, f"model {own}")]
     advice = "to train these weights, name their diffusers folder as the job's model"
@@ -253,7 +246,6 @@ def _model_of(trainer: Trainer, known: KnownModel, settings: Settings) -> tuple[
 def _other_lines(
     trainer: Trainer, known: KnownModel, settings: Settings, missing: Iterable[ConfigValue]
 ) -> list[Line]:
-    """The account of the keys that no rule reads."""
     read = {*(key for rule in trainer.rules for key in rule.keys), *known.keys}
     read |= {*trainer.weights_keys, *(one.key for one in missing)}
     words = "that file is not here, so what it says is not known"

@@ -48,10 +48,9 @@ def _ends(name: str, ends: Iterable[str]) -> bool:
 
 
 def _fits(name: str, patterns: Iterable[Any], way: str = "fullmatch") -> bool:
-    """Whether one of a file's patterns fits; some would take longer than anyone waits."""
     joined = "|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)"
     try:
-        return bool(getattr(regex, way)(joined, name, timeout=0.1))
+        return bool(getattr(regex, way)(joined, name, timeout=0.1))  # some would take years
     except (regex.error, TimeoutError) as error:
         raise ValueError(str(error) or "the pattern takes too long") from error
 
@@ -178,7 +177,6 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
 
 
 def _network_arguments(values: Values) -> dict[str, Any]:
-    """The patterns and numbers in kohya's `network_args`."""
     found: dict[str, Any] = {}
     for name, value in rules.named_arguments(values.get("network_args") or []).items():
         try:

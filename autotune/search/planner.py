@@ -12,18 +12,7 @@ from dataclasses import dataclass, field
 
 import optuna
 
-from autotune.events import (
-    CandidatesPredicted,
-    Notice,
-    OnEvent,
-    Progressed,
-    RecordsMatched,
-    SearchSpaceBuilt,
-    StatusChanged,
-    TrialFinished,
-    TrialStarted,
-    ignore_event,
-)
+from autotune import events
 from autotune.plan.base import SCHEMA_VERSION, digest_of
 from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.file import seal
@@ -69,7 +58,7 @@ class PlanInterrupted(KeyboardInterrupt):
 def make_plan(
     asked: PlanRequest | ResolvedRequest,
     hardware: HardwareProfile,
-    on_event: OnEvent = ignore_event,
+    on_event: events.OnEvent = events.ignore_event,
     backend: PlannerBackend | None = None,
 ) -> PlanningResult:
     """Find the best settings for the request on this machine and freeze them.
@@ -79,7 +68,7 @@ def make_plan(
     and errors as `PlanningProblem.build` and `open_study`.
     """
     backend = backend or PlannerBackend()
-    on_event(StatusChanged(text="reading model and data"))
+    on_event(events.StatusChanged(text="reading model and data"))
     problem = PlanningProblem.build(asked, hardware, backend)
     _announce(problem, on_event)
     version, is_named = backend.autotune_version, problem.request.study is not None
@@ -105,20 +94,20 @@ def make_plan(
                 best = freeze_plan(problem, version, (), known, warm_start)
                 raise PlanInterrupted(best) from None
             for line in warm_start.contradictions(trials):
-                on_event(Notice(text=line, topic="records"))
+                on_event(events.Notice(text=line, topic="records"))
             plan = freeze_plan(problem, version, (), trials, warm_start)
             published = publish_plan(study, plan)
             plan = published if is_named else plan
     return PlanningResult(plan, tuple(map(problem.cost.residual, plan.frozen.trials)))
 
 
-def _announce(problem: PlanningProblem, on_event: OnEvent) -> None:
+def _announce(problem: PlanningProblem, on_event: events.OnEvent) -> None:
     for line in problem.left_out:
-        on_event(Notice(text=line, level="warning"))
+        on_event(events.Notice(text=line, level="warning"))
     for note in problem.notes:
-        on_event(Notice(text=note))
+        on_event(events.Notice(text=note))
     on_event(
-        SearchSpaceBuilt(
+        events.SearchSpaceBuilt(
             workload=problem.global_workload,
             num_candidates=len(problem.space.candidates),
             max_trials=problem.limits.max_trials if problem.can_try else 0,
@@ -126,18 +115,20 @@ def _announce(problem: PlanningProblem, on_event: OnEvent) -> None:
     )
 
 
-def _predict_all(problem: PlanningProblem, on_event: OnEvent) -> list[Prediction]:
+def _predict_all(problem: PlanningProblem, on_event: events.OnEvent) -> list[Prediction]:
     candidates, predictions = problem.space.candidates, []
     problem.cost.prepare(candidates)
     for done, candidate in enumerate(candidates):
-        on_event(Progressed(name="predicting", done=done, total=len(candidates)))
+        on_event(events.Progressed(name="predicting", done=done, total=len(candidates)))
         predictions.append(problem.cost.predict(candidate))
     shown = tuple(predictions)
     scores = winner.score_predictions(predictions, problem.budget_bytes)
     best = winner.choose_winner(scores, problem.workload.objective)
     chosen = best.candidate if best else None
     on_event(
-        CandidatesPredicted(predictions=shown, budget_bytes=problem.budget_bytes, chosen=chosen)
+        events.CandidatesPredicted(
+            predictions=shown, budget_bytes=problem.budget_bytes, chosen=chosen
+        )
     )
     return predictions
 
@@ -149,7 +140,7 @@ def start_from(problem: PlanningProblem, records: Sequence[MatchedRecord] = ()) 
 
 
 def _find_warm_start(
-    problem: PlanningProblem, backend: PlannerBackend, on_event: OnEvent
+    problem: PlanningProblem, backend: PlannerBackend, on_event: events.OnEvent
 ) -> WarmStart:
     if not problem.request.use_records:
         return start_from(problem)
@@ -158,7 +149,7 @@ def _find_warm_start(
     warm_start = start_from(problem, found.records)
     sources = warm_start.sources
     kind = sources[0].match.kind if sources else "none"
-    on_event(RecordsMatched(kind=kind, num_records=len(sources), refused=found.refused))
+    on_event(events.RecordsMatched(kind=kind, num_records=len(sources), refused=found.refused))
     return warm_start
 
 
@@ -169,7 +160,7 @@ class _Search:
     problem: PlanningProblem
     backend: PlannerBackend
     study: optuna.Study
-    on_event: OnEvent
+    on_event: events.OnEvent
     told: list[TrialResult] = field(default_factory=list)
     """Trials, in the order in which listeners and the plan number it."""
 
@@ -188,7 +179,7 @@ class _Search:
         with self.backend.trials(problem.model, problem.cost) as run:
 
             def run_trial(candidate: Candidate) -> TrialResult:
-                self.on_event(TrialStarted(candidate=candidate))
+                self.on_event(events.TrialStarted(candidate=candidate))
                 return run(candidate)
 
             def is_enough(results: Sequence[TrialResult]) -> bool:
@@ -216,7 +207,7 @@ class _Search:
             repeated.add(doubtful.candidate)
             number = trials.index(doubtful) + 1
             text = f"trial {number} is slower than the others let expect: it is tried again"
-            self.on_event(Notice(text=text))
+            self.on_event(events.Notice(text=text))
             again = self.try_once("again", doubtful.candidate, run)
             trials = winner.mark_disturbed((*trials, *filter(None, (again,))))
         return trials
@@ -270,7 +261,7 @@ class _Search:
     ) -> TrialResult | None:
 
         def measure() -> TrialResult | None:
-            self.on_event(TrialStarted(candidate=candidate))
+            self.on_event(events.TrialStarted(candidate=candidate))
             return run(candidate)
 
         key = f"{what} {digest_of(candidate.model_dump(mode='json'))[-16:]}"
@@ -279,7 +270,7 @@ class _Search:
 
     def tell(self, result: TrialResult) -> TrialResult:
         self.told.append(result)
-        self.on_event(TrialFinished(result=result))
+        self.on_event(events.TrialFinished(result=result))
         return result
 
 

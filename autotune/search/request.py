@@ -11,27 +11,17 @@ from autotune.knobs.caching import PIN
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import usual_learning_rate
+from autotune.models import resolve
 from autotune.models.facts import USUAL_IMAGES
 from autotune.models.registry import find_published
-from autotune.models.resolve import (
-    ResolvedModel,
-    check_weights,
-    fetch_model,
-    is_on_hub,
-    resolve_model,
-)
+from autotune.models.resolve import ResolvedModel
 from autotune.plan.file import job_from
 from autotune.plan.job import Job
 from autotune.plan.request import Pairs, PlanRequest
 from autotune.plan.workload import Workload
 from autotune.search.space import SearchSpace, build_search_space
+from autotune.train import prepare
 from autotune.train.folder import require_separate_output
-from autotune.train.prepare import (
-    check_job,
-    check_overrides,
-    describe_workload,
-    require_even_shares,
-)
 from autotune.weights.files import BadWeights
 
 
@@ -75,7 +65,7 @@ def build_job(
     job = job_from({**usual, **request.given_job}, resolved)
     if dataset:
         job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
-    check_job(job, model.family, request.optimizer_choice)
+    prepare.check_job(job, model.family, request.optimizer_choice)
     return job
 
 
@@ -107,9 +97,9 @@ class ResolvedRequest:
                 require_choice(name, value)
         model, notes = resolve_request_model(request)
         family, defaults = model.family, model.family.defaults
-        check_overrides(family, request)
+        prepare.check_overrides(family, request)
         if needs_weights and model.folder is not None:
-            check_weights(model)
+            resolve.check_weights(model)
         dataset = training = None
         if request.data:
             frames = request.given.get("num_frames", defaults.num_frames)
@@ -122,12 +112,12 @@ class ResolvedRequest:
             request = request.changed(effective_batch_size=batch)
             why = f"{number} GPUs cannot share the usual {usual} evenly; --batch-size sets another"
             notes = (*notes, f"an effective batch of {batch}: {why}")
-        require_even_shares(batch, number)
+        prepare.require_even_shares(batch, number)
         job = build_job(request, model, training, batch)
         require_separate_output(job)
         on_sound()
         drops_captions = request.caption_dropout > 0
-        workload = describe_workload(model, dataset, request, drops_captions=drops_captions)
+        workload = prepare.describe_workload(model, dataset, request, drops_captions=drops_captions)
         if dataset:
             notes = (*notes, *tell_cut_captions(dataset.items, family, model.config_folder))
         if dataset is None:
@@ -142,12 +132,13 @@ class ResolvedRequest:
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """Resolve the model, from the hub if captions must be counted or it is unknown."""
     known = find_published(request.model_ref.name) is not None
-    if not is_on_hub(request.model_ref) or (known and not (request.is_local and request.data)):
-        return resolve_model(request.model_ref), ()
+    has_items = request.is_local and request.data
+    if not resolve.is_on_hub(request.model_ref) or (known and not has_items):
+        return resolve.resolve_model(request.model_ref), ()
     try:
-        return fetch_model(request.model_ref, weights=False), ()
+        return resolve.fetch_model(request.model_ref, weights=False), ()
     except BadWeights as error:
         if not known:
             raise
         note = f"captions are assumed to have the usual length: {error.message}"
-        return resolve_model(request.model_ref), (note,)
+        return resolve.resolve_model(request.model_ref), (note,)

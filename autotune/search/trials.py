@@ -35,15 +35,7 @@ from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome,
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Workload
-from autotune.search.worker import (
-    TASKS,
-    ChildState,
-    Failure,
-    RehearsalRequest,
-    TrialRequest,
-    classify_error,
-    first_line_with_notes,
-)
+from autotune.search import worker
 from autotune.system import files, memory
 from autotune.system.process import fork_server_context
 from autotune.train.monitor import POLL_SECONDS, SPILL_FACTOR, Watchdog
@@ -134,7 +126,7 @@ class ProcessTrialRunner:
         ran = (result for result, _ in self._ran)
         best = min(ran, key=lambda result: result.median_step_seconds or 0.0, default=None)
         limit = pruning_threshold(best) if best else None
-        request = TrialRequest(
+        request = worker.TrialRequest(
             self.model, self.workload, candidate, self.device, self.num_steps, limit
         )
         result = self.classify(candidate, self.send(request, reload_key(candidate)))
@@ -149,20 +141,20 @@ class ProcessTrialRunner:
         self.close_child()  # phases are measured from an empty device on
         common = (self.model, self.workload, candidate, self.device, self.num_steps)
         result = self.send(
-            RehearsalRequest(
+            worker.RehearsalRequest(
                 *common, caching=caching, max_seconds=max_seconds, scratch_folder=self._scratch.name
             )
         )
-        if isinstance(result, Failure) and result.partial is not None:
+        if isinstance(result, worker.Failure) and result.partial is not None:
             phases = ", ".join(phase.name for phase in result.partial.phases)
             message = f"confirmed as far as {phases}: {result.message}"
             result = result.partial.changed(message=message)
         confirmed = self.classify(candidate, result)
         return confirmed.changed(confirms=True, wall_seconds=round(time.monotonic() - started, 3))
 
-    def classify(self, candidate: Candidate, result: TrialResult | Failure) -> TrialResult:
+    def classify(self, candidate: Candidate, result: TrialResult | worker.Failure) -> TrialResult:
         """Judge as the parent: failures become outcomes, spills are found, caps are noted."""
-        if isinstance(result, Failure):
+        if isinstance(result, worker.Failure):
             self.close_child()
             return TrialResult(
                 candidate=candidate,
@@ -209,10 +201,10 @@ class ProcessTrialRunner:
             while isinstance(result := self._receive(child, deadline), TrialFinished):
                 partial = result.result
         except TimeoutError:
-            result = Failure("timeout", f"no answer within {limit:.0f} s")
+            result = worker.Failure("timeout", f"no answer within {limit:.0f} s")
         except (EOFError, OSError):
             result = self._explain_death(child, log_start)
-        if isinstance(result, Failure):
+        if isinstance(result, worker.Failure):
             self.close_child()
             result.partial = partial
         if self.lock.has_waiting_search():
@@ -223,26 +215,28 @@ class ProcessTrialRunner:
     def _receive(self, child: _Child, deadline: float) -> Any:
         while not child.requests.poll(POLL_SECONDS):
             if shortage := self.watchdog.find_shortage():
-                return Failure(self._host_oom, shortage)
+                return worker.Failure(self._host_oom, shortage)
             if time.monotonic() > deadline:
                 raise TimeoutError
         return child.requests.recv()
 
-    def _explain_death(self, child: _Child, log_start: int) -> Failure:
+    def _explain_death(self, child: _Child, log_start: int) -> worker.Failure:
         child.process.join(timeout=10)
         code = child.process.exitcode
         if code == -signal.SIGKILL:
-            return Failure(self._host_oom, "killed by the system, most likely out of host memory")
+            return worker.Failure(
+                self._host_oom, "killed by the system, most likely out of host memory"
+            )
         with self._log.open("rb") as log:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
         last = lines[-1][:200] if lines else ""
         if last.startswith(MemoryError.__name__):  # too little memory even to report it
-            return Failure("oom", "the trial process had too little memory to work at all")
+            return worker.Failure("oom", "the trial process had too little memory to work at all")
         cause = f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
         ran_out = any(word in last for word in ("MemoryError", "bad_alloc"))
         message = f"the trial process died, {cause}{f': {last}' if last else ''}"
-        return Failure(self._host_oom if ran_out else "crash", message)
+        return worker.Failure(self._host_oom if ran_out else "crash", message)
 
     @property
     def _host_oom(self) -> Outcome:
@@ -349,7 +343,7 @@ def serve(requests: Connection, log: str, limits: MemoryLimits) -> None:
     os.dup2(handle, 2)
     threading.Thread(target=_exit_with_parent, args=(Path(log).parent,), daemon=True).start()
     require_preload()
-    state = ChildState(report=lambda partial: requests.send(TrialFinished(result=partial)))
+    state = worker.ChildState(report=lambda partial: requests.send(TrialFinished(result=partial)))
     is_capped = False
     while True:
         try:
@@ -359,11 +353,11 @@ def serve(requests: Connection, log: str, limits: MemoryLimits) -> None:
         result = _perform(request, state, limits, is_capped)
         is_capped = True
         requests.send(result)
-        if isinstance(result, Failure):
+        if isinstance(result, worker.Failure):
             return
 
 
-def _perform(request: Any, state: ChildState, limits: MemoryLimits, is_capped: bool) -> Any:
+def _perform(request: Any, state: worker.ChildState, limits: MemoryLimits, is_capped: bool) -> Any:
     try:
         if not is_capped:
             if candidate := getattr(request, "candidate", None):
@@ -371,13 +365,15 @@ def _perform(request: Any, state: ChildState, limits: MemoryLimits, is_capped: b
             cap_memory(limits)
         if workload := getattr(request, "workload", None):
             allow_optimizer(workload.optimizer.name)  # the runner has loaded it
-        result = TASKS[type(request)](request, state)
+        result = worker.TASKS[type(request)](request, state)
         require_within_cap(limits)
         return result
     except BaseException as error:
         traceback.print_exc()
-        message = f"{type(error).__name__}: {first_line_with_notes(error)}"
-        return Failure(classify_error(error), message, host_memory_bytes=memory.host_peak_bytes())
+        message = f"{type(error).__name__}: {worker.first_line_with_notes(error)}"
+        return worker.Failure(
+            worker.classify_error(error), message, host_memory_bytes=memory.host_peak_bytes()
+        )
 
 
 def _exit_with_parent(scratch_folder: Path) -> None:

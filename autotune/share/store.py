@@ -32,14 +32,7 @@ from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile, Rate, Versions
 from autotune.plan.plan import Expected, TrainingPlan
 from autotune.plan.workload import Workload
-from autotune.system.files import (
-    PART_FILES,
-    SCHEME,
-    atomic_write,
-    data_path,
-    describe_url,
-    quote_error,
-)
+from autotune.system import files
 
 MAX_RECORD_BYTES = 1 << 18  # a record of 8 trials has about 4 KiB
 MAX_TRIALS = 512
@@ -325,10 +318,10 @@ class Store:
 
     def __init__(self, url: str, **options: Any) -> None:
         is_url = "://" in url
-        self.url, self.address = url, describe_url(url) if is_url else url
+        self.url, self.address = url, files.describe_url(url) if is_url else url
         """The address is for messages, without passwords."""
         path = Path(url).expanduser() if url and not is_url else Path()
-        is_odd = "@" in url or SCHEME.match(url)
+        is_odd = "@" in url or files.SCHEME.match(url)
         if not is_url and (not url or (is_odd and not path.exists())):
             raise InvalidInput(  # such a folder would be made here, and may hold a password
                 "the store's address is neither a folder nor a URL",
@@ -382,7 +375,7 @@ class Store:
                 return
             if Path(folder).is_symlink():
                 raise OSError(f"{Path(folder).name} is a link")
-            with atomic_write(Path(path)) as part:
+            with files.atomic_write(Path(path)) as part:
                 part.write_bytes(content)
 
     def add(self, *records: Record) -> int:
@@ -399,7 +392,7 @@ class Store:
 
     def find_abandoned_parts(self) -> list[Path]:
         """List what pushes that were killed have left in a folder, and nobody writes any more."""
-        parts = self.folder.glob(f"*/{PART_FILES}") if self.folder else ()
+        parts = self.folder.glob(f"*/{files.PART_FILES}") if self.folder else ()
         oldest = time.time() - MAX_PUSH_SECONDS
         return [part for part in parts if part.lstat().st_mtime < oldest]
 
@@ -419,14 +412,14 @@ class Store:
             secret = self.url if "://" in self.url else None
             raise AutotuneError(
                 f"cannot reach {self.address}: {type(error).__name__}: "
-                f"{quote_error(error, secret)}",
+                f"{files.quote_error(error, secret)}",
                 hint="check address, network and access, and run it again: what is there is whole",
             ) from None  # the chain would show what was left out
 
 
 def user_store() -> Store:
     """Open this user's records: what was planned on this machine and what was pulled."""
-    return Store(str(data_path("profiles")))
+    return Store(str(files.data_path("profiles")))
 
 
 def merge_stores(source: Store, target: Store) -> Transfer:

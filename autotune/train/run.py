@@ -12,19 +12,10 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from autotune import errors
+from autotune import errors, events
 from autotune.data.cache import Cache, MemoryCache
 from autotune.data.dataset import tell_cut_captions
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
-from autotune.events import (
-    Notice,
-    OnEvent,
-    PhaseStarted,
-    PreviewsWritten,
-    Progressed,
-    ignore_event,
-    loss_change,
-)
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of
@@ -50,7 +41,7 @@ def train(
     plan: TrainingPlan,
     hardware: HardwareProfile,
     cache_folder: Path,
-    on_event: OnEvent = ignore_event,
+    on_event: events.OnEvent = events.ignore_event,
     *,
     resume: bool = False,
     trace: bool = False,
@@ -69,7 +60,7 @@ def train(
             device = torch.device(hardware.device.torch_name)
             processes = init_distributed(plan.frozen.hardware, device)
             with explain_lost_peer(), Watchdog.of_device(hardware.device.memory_kind) as watchdog:
-                on_event = on_event if processes.is_first else ignore_event
+                on_event = on_event if processes.is_first else events.ignore_event
                 common = {
                     **folder.list_fixed_fields(plan),
                     "weights": prepared.weights,
@@ -81,7 +72,7 @@ def train(
                     report := processes.share(lambda: folder.finished_report(plan, dataset))
                 ):
                     taken = f"this run has taken all of its {report.num_steps} steps"
-                    on_event(Notice(text=f"{taken}: nothing is left to do"))
+                    on_event(events.Notice(text=f"{taken}: nothing is left to do"))
                     return report
                 here, system = hardware.device, hardware.host.memory_model
                 monitor = Monitor.of_run(processes.device, here, system, plan.frozen)
@@ -99,7 +90,7 @@ class _Run:
         plan: TrainingPlan,
         prepared: PreparedRun,
         cache_folder: Path,
-        on_event: OnEvent,
+        on_event: events.OnEvent,
         processes: Processes,
         watchdog: Watchdog,
         monitor: Monitor,
@@ -148,7 +139,7 @@ class _Run:
                 trained = self._load()
                 processes.wait()
             name = f"training from step {first_step}" if checkpoint else "training"
-            self.on_event(PhaseStarted(name=name))
+            self.on_event(events.PhaseStarted(name=name))
             if processes.is_first:
                 self.metrics = Metrics(self.output, first_step, job.report_to, self._warn)
             metrics = self.metrics
@@ -186,7 +177,7 @@ class _Run:
             folder.require_same_run(self.output, folder.compute_run_key(self.plan, items, entries))
 
     def _load(self) -> TrainingModel:
-        self.on_event(PhaseStarted(name="loading the transformer"))
+        self.on_event(events.PhaseStarted(name="loading the transformer"))
         device, shards = self.processes.device, self.processes.num_shards
         settings, seed = self.plan.frozen.settings, self.plan.job.seed
         model, workload = self.prepared.model, self.prepared.workload
@@ -220,7 +211,7 @@ class _Run:
         if not self.processes.is_first_of_node:
             self.processes.wait()
         if self.previews:
-            self.on_event(PhaseStarted(name="encoding the prompts of previews"))
+            self.on_event(events.PhaseStarted(name="encoding the prompts of previews"))
             self.sampler.encode_prompts(self.previews, self.cache)
         for line in self.prepared.data.training.problem_summary:
             self._notify(line)
@@ -228,10 +219,10 @@ class _Run:
         whole = self.prepared.data.whole.items
         for line in tell_cut_captions(whole, model.family, model.config_folder):
             self._warn(line)
-        self.on_event(PhaseStarted(name="encoding captions and images"))
+        self.on_event(events.PhaseStarted(name="encoding captions and images"))
 
         def report_progress(done: int, total: int) -> None:
-            self.on_event(Progressed(name="encoding", done=done, total=total))
+            self.on_event(events.Progressed(name="encoding", done=done, total=total))
 
         job = self.plan.job
         encoded = encode_dataset(
@@ -271,7 +262,7 @@ class _Run:
         if self.metrics and written:
             self.metrics.add_previews(step, written)
         if self.previews:
-            self.on_event(PreviewsWritten(step=step))
+            self.on_event(events.PreviewsWritten(step=step))
 
     def _save_compared(self, name: str, number: int, frames: list[Image]) -> None:
         if self.processes.is_first:
@@ -300,7 +291,7 @@ class _Run:
         self._notify(message)
 
     def _notify(self, message: str) -> None:
-        self.on_event(Notice(text=message, level="warning"))
+        self.on_event(events.Notice(text=message, level="warning"))
 
     def _finish(self, loop: TrainingLoop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / folder.ADAPTER_FILE
@@ -338,7 +329,7 @@ class _Run:
         return None
 
     def _sample_comparison(self, adapter: Path) -> None:
-        self.on_event(PhaseStarted(name="sampling with and without the adapter"))
+        self.on_event(events.PhaseStarted(name="sampling with and without the adapter"))
         pairs: list[tuple[Image, Image]] = []
         with self._drop_failing_previews(), self.monitor.phase("previews"):
             pairs = self.sampler.compare_adapter(adapter, self.previews, self._save_compared)
@@ -357,7 +348,7 @@ class _Run:
         steady = sorted(monitor.seconds[NUM_WARMUP_STEPS:] or monitor.seconds or earlier) or [0.0]
         rare = len(steady) // 20  # outliers; steps of longer captions count as they are
         step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
-        first_loss, final_loss = loss_change(losses)
+        first_loss, final_loss = events.loss_change(losses)
         waited = monitor.data_seconds
         waits = statistics.fmean(waited[NUM_WARMUP_STEPS:] or waited or [0.0])
         expected, forecast = self.plan.frozen.expected, self.plan.frozen.forecast
