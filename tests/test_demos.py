@@ -1,7 +1,6 @@
 """The journey of every family, start to end, as a user walks it: a minute each."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.small import write_small
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen-image"}))  # the journey's
-def test_every_family_walks_the_whole_journey(tmp_path: Path, family: str) -> None:
+def test_every_family_walks_the_whole_journey(tmp_path, family):
     plan, result = tmp_path / "plan.yaml", tmp_path / "result"
     options = ("--steps", 60, "--search-time", 600, "--run-output", result, "-o", plan)
     for command in (("plan", *write_small(family, tmp_path), *options), ("train", plan)):

@@ -12,7 +12,7 @@ from autotune.cli.app import _hide_logins
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_room_has_a_layer() -> None:
+def test_every_room_has_a_layer():
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     rooms = {file.parent.name for file in (ROOT / "autotune").glob("*/__init__.py")}
     modules = {file.stem for file in (ROOT / "autotune").glob("*.py")} - {"__init__"}
@@ -22,7 +22,7 @@ def test_every_room_has_a_layer() -> None:
     }
 
 
-def test_every_folder_of_modules_is_a_package() -> None:
+def test_every_folder_of_modules_is_a_package():
     """The contracts on imports do not see modules in a folder without an `__init__.py`."""
     folders = {file.parent for file in (ROOT / "autotune").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
@@ -51,7 +51,7 @@ def uses_of_patterns() -> Iterator[tuple[str, str, str]]:
                 yield file.name, named[found[1]], found[2]
 
 
-def test_no_pattern_is_slow_on_any_text() -> None:
+def test_no_pattern_is_slow_on_any_text():
     """On what a stranger wrote, time that grows with the square of its length has no end."""
     slow = set()
     for file, pattern, use in uses_of_patterns():
@@ -67,7 +67,7 @@ def test_no_pattern_is_slow_on_any_text() -> None:
     assert slow == set()
 
 
-def test_messages_hide_logins_in_linear_time() -> None:
+def test_messages_hide_logins_in_linear_time():
     began = time.process_time()
     for unit in UNITS:
         _hide_logins(unit * 50_000)

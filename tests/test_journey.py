@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,7 +17,7 @@ from autotune.plan.file import read_plan, seal, write_plan
 from autotune.plan.plan import FrozenPart
 from autotune.report.plan import explain_lines
 from autotune.search.winner import TIE
-from tests.conftest import Journey, autotune_here
+from tests.conftest import autotune_here
 from tests.search.machines import wait_until
 from tests.small import write_small
 
@@ -32,14 +31,14 @@ def last_line_error(process: subprocess.CompletedProcess[str]) -> str:
     return lines[-2]
 
 
-def test_commands_print_only_their_own_words(journey: Journey) -> None:
+def test_commands_print_only_their_own_words(journey):
     # A busy machine keeps no promise about time, and the run says so.
     own = re.sub("warning: steps took .*", "", journey.printed)
     for foreign in ("Warning", "warning:", "Traceback", "W1", "Loading"):
         assert foreign not in own
 
 
-def test_plan_holds_its_trials(journey: Journey) -> None:
+def test_plan_holds_its_trials(journey):
     tried = [trial for trial in journey.plan.frozen.trials if not trial.confirms]
     assert len(tried) == 3
     assert not [trial.message for trial in tried if trial.outcome != "ok"]
@@ -49,7 +48,7 @@ def test_plan_holds_its_trials(journey: Journey) -> None:
     assert len({trial.candidate for trial in tried}) == len(tried)
 
 
-def test_plan_chose_the_fastest_and_says_why(journey: Journey) -> None:
+def test_plan_chose_the_fastest_and_says_why(journey):
     frozen = journey.plan.frozen
     confirmed = {
         t.candidate: t.median_step_seconds or 0
@@ -65,7 +64,7 @@ def test_plan_chose_the_fastest_and_says_why(journey: Journey) -> None:
         assert all(str(rejected.choice) in explained for rejected in reason.rejected)
 
 
-def test_adapter_has_diffusers_keys_and_moved(journey: Journey) -> None:
+def test_adapter_has_diffusers_keys_and_moved(journey):
     with safe_open(journey.result / "pytorch_lora_weights.safetensors", "pt") as file:
         names = set(file.keys())
         ups = [file.get_tensor(name) for name in names if ".lora_B." in name]
@@ -76,7 +75,7 @@ def test_adapter_has_diffusers_keys_and_moved(journey: Journey) -> None:
     assert all(torch.isfinite(up).all() and up.any() for up in ups)
 
 
-def test_report_compares_promise_and_reality(journey: Journey) -> None:
+def test_report_compares_promise_and_reality(journey):
     report = json.loads((journey.result / "report.json").read_text())
     assert report["plan_digest"] == journey.plan.digest
     assert report["num_steps"] == journey.plan.job.num_steps
@@ -86,7 +85,7 @@ def test_report_compares_promise_and_reality(journey: Journey) -> None:
     assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
 
 
-def test_every_phase_takes_what_the_plan_promises(journey: Journey) -> None:
+def test_every_phase_takes_what_the_plan_promises(journey):
     """Within a tenth, since other tests run; `benchmarks/run_memory.py` holds quiet runs to 5%."""
     report = json.loads((journey.result / "report.json").read_text())
     promised, taken = (
@@ -98,9 +97,7 @@ def test_every_phase_takes_what_the_plan_promises(journey: Journey) -> None:
     assert all(0.9 <= ratio <= 1.12 for ratio in ratios.values()), ratios
 
 
-def test_job_can_be_overridden_without_a_new_plan(
-    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
-) -> None:
+def test_job_can_be_overridden_without_a_new_plan(capfd, journey, tmp_path):
     options = ("--steps", 3, "--output", tmp_path, "--json")
     process = autotune_here(capfd, "train", journey.plan_file, *options)
     assert process.returncode == 0, process.stderr
@@ -108,18 +105,14 @@ def test_job_can_be_overridden_without_a_new_plan(
     assert (tmp_path / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_the_output_folder_of_another_run_is_refused(
-    capfd: pytest.CaptureFixture[str], journey: Journey
-) -> None:
+def test_the_output_folder_of_another_run_is_refused(capfd, journey):
     process = autotune_here(capfd, "train", journey.plan_file)
     assert process.returncode == 2
     finished = f"this very run, finished after {journey.plan.job.num_steps} steps"
     assert finished in last_line_error(process)
 
 
-def test_a_foreign_plan_is_refused_with_the_difference(
-    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
-) -> None:
+def test_a_foreign_plan_is_refused_with_the_difference(capfd, journey, tmp_path):
     frozen = journey.plan.frozen.model_dump(mode="json")
     frozen["hardware"]["match_keys"]["compute_capability"] = "9.0"
     foreign = tmp_path / "foreign.yaml"
@@ -131,7 +124,7 @@ def test_a_foreign_plan_is_refused_with_the_difference(
 
 
 @pytest.mark.slow
-def test_an_interrupted_search_leaves_its_best_plan_and_no_child(tmp_path: Path) -> None:
+def test_an_interrupted_search_leaves_its_best_plan_and_no_child(tmp_path):
     asked = write_small("qwen-image", tmp_path / "small")
     # The journey's own record would end the search with its first trial.
     command = ["plan", *asked, "--no-profiles", "--search-time", 600, "-o", tmp_path / "p.yaml"]

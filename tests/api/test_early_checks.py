@@ -62,9 +62,7 @@ WRONG: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_mistakes_are_told_before_rates_are_measured(
-    what: str, small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told_before_rates_are_measured(what, small, tmp_path, monkeypatch):
     def measure(*asked: object) -> None:
         pytest.fail("the rates are being measured")
 
@@ -78,9 +76,7 @@ def test_mistakes_are_told_before_rates_are_measured(
 
 
 @pytest.mark.parametrize("what", ["captions", "data", "output"])
-def test_a_plan_is_not_tried_if_its_run_could_not_start(
-    what: str, small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_not_tried_if_its_run_could_not_start(what, small, tmp_path, monkeypatch):
     def tried(*asked: object) -> TrainingPlan:
         pytest.fail("the plan is being tried")
 
@@ -93,7 +89,7 @@ def test_a_plan_is_not_tried_if_its_run_could_not_start(
         autotune.train(predicted, **arguments(small[1], tmp_path / "data"))
 
 
-def test_without_a_gpu_other_hardware_is_named_at_once() -> None:
+def test_without_a_gpu_other_hardware_is_named_at_once():
     code = (
         "import sys, autotune.api as machines\n"
         "machines.may_have_gpu = lambda: False\n"

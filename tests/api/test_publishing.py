@@ -101,7 +101,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_push_uploads_adapter_samples_card_only(hub: Hub, run: Path) -> None:
+def test_push_uploads_adapter_samples_card_only(hub, run):
     told_first: list[str] = []
     assert push_to_hub(run, "me/heart", told_first.append).endswith("/me/heart")
     assert hub.made["visibility"] == "private"
@@ -119,9 +119,7 @@ def test_push_uploads_adapter_samples_card_only(hub: Hub, run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "sample_with_adapter.png"])
 @pytest.mark.parametrize("kind", ["link", "other content"])
-def test_only_what_the_run_wrote_is_uploaded(
-    hub: Hub, run: Path, tmp_path: Path, name: str, kind: str
-) -> None:
+def test_only_what_the_run_wrote_is_uploaded(hub, run, tmp_path, name, kind):
     (run / name).rename(tmp_path / name)
     if kind == "link":
         (run / name).symlink_to(tmp_path / name)
@@ -132,7 +130,7 @@ def test_only_what_the_run_wrote_is_uploaded(
     assert not hub.files
 
 
-def test_a_card_shows_prompts_that_were_given(hub: Hub, run: Path) -> None:
+def test_a_card_shows_prompts_that_were_given(hub, run):
     job = read_plan(run / "run-plan.yaml").job.changed(preview_prompts=None)
     write_plan(run / "run-plan.yaml", read_plan(run / "run-plan.yaml").changed(job=job))
     push_to_hub(run, "me/heart", lambda _: None)
@@ -144,9 +142,7 @@ def test_a_card_shows_prompts_that_were_given(hub: Hub, run: Path) -> None:
     ("token", "repo", "why"),
     [("wrong", "me/heart", "the hub refused"), ("right", "ownerless", "not a repository name")],
 )
-def test_bad_repository_is_refused_early(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, token: str, repo: str, why: str
-) -> None:
+def test_bad_repository_is_refused_early(hub, monkeypatch, token, repo, why):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(AutotuneError, match=why):
         require_hub(repo)

@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Path:
     return run_folder(tmp_path / "run")
 
 
-def test_plans_and_runs_are_told_apart(run: Path, tmp_path: Path) -> None:
+def test_plans_and_runs_are_told_apart(run, tmp_path):
     page = autotune.report(PLAN, run, golden_plan(), path=tmp_path / "page.html")
     text = page.read_text()
     assert page == tmp_path / "page.html"
@@ -56,14 +56,14 @@ def test_plans_and_runs_are_told_apart(run: Path, tmp_path: Path) -> None:
         assert expected in text
 
 
-def test_the_page_of_a_run_lies_in_its_folder(run: Path) -> None:
+def test_the_page_of_a_run_lies_in_its_folder(run):
     assert autotune.report(run) == run / PAGE_FILE
     text = (run / PAGE_FILE).read_text()
     assert text.count('<img src="data:image/') == 4
     assert len(text) < 8e6
 
 
-def test_a_damaged_folder_has_a_page_that_says_so(run: Path) -> None:
+def test_a_damaged_folder_has_a_page_that_says_so(run):
     (run / "report.json").write_text("{")
     (run / "metrics.jsonl").write_text("nothing\n")
     (run / "previews/step-000025-0.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -77,14 +77,14 @@ def test_a_damaged_folder_has_a_page_that_says_so(run: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"\x00\xff\x80" * 99, b'{"loss": NaN}\n', b'{"step": 101\n{}'])
-def test_steps_that_cannot_be_read_are_named(run: Path, damage: bytes) -> None:
+def test_steps_that_cannot_be_read_are_named(run, damage):
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + damage)
     told = "metrics.jsonl is damaged in line 101: no step from there on is known."
     assert read_run(run).notes == [told]
 
 
-def test_a_killed_run_is_not_damaged(run: Path) -> None:
+def test_a_killed_run_is_not_damaged(run):
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 101, "lo')
     assert read_run(run).notes == []
@@ -94,7 +94,7 @@ def test_a_killed_run_is_not_damaged(run: Path) -> None:
     assert "no step has been taken yet" in autotune.report(run).read_text()
 
 
-def test_a_page_replaces_nothing_that_it_shows(run: Path, tmp_path: Path) -> None:
+def test_a_page_replaces_nothing_that_it_shows(run, tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_bytes(PLAN.read_bytes())
     with pytest.raises(InvalidInput, match="would replace"):
@@ -104,7 +104,7 @@ def test_a_page_replaces_nothing_that_it_shows(run: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step-1/state.pt"])
-def test_a_page_replaces_no_file_of_a_run(run: Path, name: str) -> None:
+def test_a_page_replaces_no_file_of_a_run(run, name):
     before = (run / name).read_bytes() if (run / name).exists() else None
     for subject in (run, PLAN):
         with pytest.raises(InvalidInput, match="one of the files of the run"):
@@ -112,7 +112,7 @@ def test_a_page_replaces_no_file_of_a_run(run: Path, name: str) -> None:
     assert ((run / name).read_bytes() if (run / name).exists() else None) == before
 
 
-def test_a_hostile_folder_gets_no_markup_into_the_page(tmp_path: Path) -> None:
+def test_a_hostile_folder_gets_no_markup_into_the_page(tmp_path):
     plan = with_job(golden_plan(), preview_prompts=(HOSTILE.replace("\x00", ""),))
     run = run_folder(tmp_path / "<script>alert(1)<", plan)
     report = run_report(plan).changed(warnings=(HOSTILE,))
@@ -124,7 +124,7 @@ def test_a_hostile_folder_gets_no_markup_into_the_page(tmp_path: Path) -> None:
     assert "<script>alert(1)<" in page.text
 
 
-def test_a_picture_is_encoded_anew(run: Path) -> None:
+def test_a_picture_is_encoded_anew(run):
     picture = run / "previews/step-000025-0.png"
     picture.write_bytes(picture.read_bytes() + b"<script>appended</script>")
     _, _, kept = read_run(run).previews[0]
@@ -133,7 +133,7 @@ def test_a_picture_is_encoded_anew(run: Path) -> None:
     assert (start, kept.width, kept.height) == ("data:image/png;base64", 64, 64)
 
 
-def test_pictures_stay_within_bounds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_stay_within_bounds(run, monkeypatch):
     for step in range(1, 100):
         noise(run / f"previews/step-{step:06}-0.png", 8)
     (run / "previews/step-000001-9999999.png").write_bytes(b"")
@@ -147,7 +147,7 @@ def test_pictures_stay_within_bounds(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert any("left out" in note for note in few.notes)
 
 
-def test_a_run_keeps_its_page_and_survives_its_failure(run: Path) -> None:
+def test_a_run_keeps_its_page_and_survives_its_failure(run):
     seen: list[Event] = []
     page = RunPage(run, seen.append, clock=lambda: 0.0)
     page(PhaseStarted(name="training"))
@@ -164,7 +164,7 @@ def test_a_run_keeps_its_page_and_survives_its_failure(run: Path) -> None:
     assert (notice.level, notice.text.startswith("no report.html: ")) == ("warning", True)
 
 
-def test_pages_take_a_small_share_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_take_a_small_share_of_a_run(run, monkeypatch):
     now = [0.0]
     written_at: list[float] = []
 

@@ -23,7 +23,7 @@ FUNCTIONS = sorted({*autotune.__all__} - {"AutotuneError", "__version__"})
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_name_has_types_and_an_example(name: str) -> None:
+def test_every_name_has_types_and_an_example(name):
     thing = getattr(autotune, name)
     if inspect.isfunction(thing):
         assert set(inspect.signature(thing).parameters) <= set(thing.__annotations__)
@@ -38,9 +38,7 @@ def example_of(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_consumers_scripts_pass_strict_types(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_consumers_scripts_pass_strict_types(tmp_path, monkeypatch):
     source = "from pathlib import Path\n\nimport autotune\nfrom autotune.events import Event\n\n"
     for name in FUNCTIONS:
         code = textwrap.indent(example_of(name), "    ")
@@ -55,7 +53,7 @@ def test_consumers_scripts_pass_strict_types(
     assert lines == {last + 2, last + 3}, told
 
 
-def test_commands_have_few_options() -> None:
+def test_commands_have_few_options():
     def names(command: Any) -> set[str]:
         parameters = command.get_params(click.Context(command))
         own = {name for one in parameters for name in one.opts if name.startswith("--")}
@@ -64,13 +62,13 @@ def test_commands_have_few_options() -> None:
     assert len(names(app) - {"--help"}) <= 110
 
 
-def test_unknown_arguments_name_the_nearest() -> None:
+def test_unknown_arguments_name_the_nearest():
     with pytest.raises(InvalidInput, match="no argument of plan 'rnak'") as caught:
         autotune.plan("qwen-image", rnak=3)
     assert "rank" in caught.value.hint
 
 
-def test_amounts_are_read_as_people_write_them() -> None:
+def test_amounts_are_read_as_people_write_them():
     amounts = [*map(memory_bytes, ("20GiB", " 900 mib", "1.5GB", 7))]
     assert amounts == [20 * 2**30, 900 * 2**20, 1_500_000_000, 7]
     assert image_size(512) == image_size("512") == image_size((512, 512)) == (512, 512)

@@ -1,6 +1,5 @@
 """`train` without a plan file plans first, or goes on with the plan of the run that is resumed."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from tests.train.small import machine, write_model_and_images
 from tests.train.small import make_plan as plan_by_hand
 
 
-def test_a_run_is_planned_and_resumed_by_its_own_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_planned_and_resumed_by_its_own_plan(tmp_path, monkeypatch):
     asked: list[dict[str, Any]] = []
 
     def search(**arguments: Any) -> TrainingPlan:
@@ -40,6 +37,6 @@ def test_a_run_is_planned_and_resumed_by_its_own_plan(
     ("arguments", "words"),
     [({"model": "qwen-image"}, "no data to train on"), ({"data": "photos"}, "no model is named")],
 )
-def test_what_is_missing_is_told(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_told(arguments, words, tmp_path):
     with pytest.raises(InvalidInput, match=words):
         autotune.train(**arguments, output=str(tmp_path / "run"))

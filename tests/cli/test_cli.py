@@ -25,14 +25,14 @@ def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_help_loads_neither_pydantic_nor_rich_nor_torch() -> None:
+def test_help_loads_neither_pydantic_nor_rich_nor_torch():
     libraries = "pydantic", "rich", "torch", "numpy", "diffusers", "optuna", "yaml"
     told = f"print([name for name in {libraries} if name in sys.modules], file=sys.stderr)"
     code = f"import atexit, sys; from autotune.cli.app import main; atexit.register(lambda: {told})"
     assert python(f"{code}; main()", "--help").stderr.strip() == "[]"
 
 
-def test_an_interrupt_that_python_drops_comes_again() -> None:
+def test_an_interrupt_that_python_drops_comes_again():
     code = """
 import signal, sys, time, weakref
 from autotune.cli.app import _repeat_interrupt
@@ -50,9 +50,7 @@ except KeyboardInterrupt:
     assert (process.stdout, process.stderr) == ("heard\n", "")
 
 
-def test_an_interruption_says_so_and_has_its_own_status(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_says_so_and_has_its_own_status(capfd, monkeypatch):
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
@@ -63,7 +61,7 @@ def test_an_interruption_says_so_and_has_its_own_status(
 
 
 @pytest.mark.parametrize("words", ["", "plan", "profiles", "no-such-command"])
-def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str], words: str) -> None:
+def test_wrong_usage_exits_with_2(capfd, words):
     assert autotune_here(capfd, *words.split()).returncode == 2
 
 
@@ -75,9 +73,7 @@ def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str], words: str)
         ("profiles prune 123 --json", "autotune profiles prune --help"),
     ],
 )
-def test_a_script_that_asked_for_json_gets_the_error_as_json(
-    capfd: pytest.CaptureFixture[str], words: str, hint: str
-) -> None:
+def test_a_script_that_asked_for_json_gets_the_error_as_json(capfd, words, hint):
     process = autotune_here(capfd, *words.split(), "--json")
     told = json.loads(process.stdout)
     assert told.keys() == {"error", "hint", "exit_status"}
@@ -97,8 +93,8 @@ def test_a_script_that_asked_for_json_gets_the_error_as_json(
     ],
 )
 def test_no_error_hint_or_traceback_prints_what_may_be_a_password(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: str
-) -> None:
+    capfd, monkeypatch, tmp_path, typed
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Progress, "is_verbose", False)
     process = autotune_here(capfd, *typed.split())
@@ -117,13 +113,11 @@ def test_no_error_hint_or_traceback_prints_what_may_be_a_password(
         ("plan -- --quiet", "plan -- --quiet"),
     ],
 )
-def test_options_of_all_commands_may_stand_anywhere(typed: str, meant: str) -> None:
+def test_options_of_all_commands_may_stand_anywhere(typed, meant):
     assert _with_loudness_first(typed.split()) == meant.split()
 
 
-def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_promise(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_promise(capfd):
     plan = golden_plan()
     steps = [step.changed(epoch=1 + (step.step - 1) // 30) for step in steps_of(100)]
     with show_events() as show:
@@ -140,7 +134,7 @@ def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_pro
     assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
 
 
-def test_memory_beyond_the_promise_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_memory_beyond_the_promise_is_told_once(capfd):
     plan = golden_plan()
     more = plan.frozen.expected.run_memory_bytes + 1
     with show_events() as show:
@@ -152,7 +146,7 @@ def test_memory_beyond_the_promise_is_told_once(capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_bar_shows_numbers_whole(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_a_bar_shows_numbers_whole(monkeypatch, columns):
     console = PlainConsole(stderr=True)
     console.width, console.file = columns, io.StringIO()
     monkeypatch.setattr(terminal, "err", console)
@@ -167,9 +161,7 @@ def test_a_bar_shows_numbers_whole(monkeypatch: pytest.MonkeyPatch, columns: int
     assert len(shown) <= columns
 
 
-def test_spikes_and_the_loss_on_held_out_images_are_shown(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_spikes_and_the_loss_on_held_out_images_are_shown(capfd):
     with show_events() as show:
         for step in steps_of(100):
             held_out = {"validation_loss": 0.24, "base_validation_loss": 0.25}
@@ -184,14 +176,14 @@ def test_spikes_and_the_loss_on_held_out_images_are_shown(
     assert "  2 spikes" in shown[9]
 
 
-def test_quiet_says_nothing_but_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quiet_says_nothing_but_the_answer(capfd):
     done = autotune_here(capfd, "explain", f"{FOLDER}/wall.yaml", "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
     assert "attention = " in done.stdout
     assert autotune_here(capfd, "--quiet", "models", "--verbose").returncode == 2
 
 
-def test_every_option_that_a_message_or_the_documentation_names_exists() -> None:
+def test_every_option_that_a_message_or_the_documentation_names_exists():
     others = """--help --upgrade --index-url --install --logdir --nproc-per-node --nnodes --signal
         --rdzv-backend --rdzv-endpoint --memory --build-arg --ipc --no-deps --rm --runtime --target
         --user --config --dataset --isolation --storage-driver --pull-never --variant --include"""
@@ -206,7 +198,7 @@ def test_every_option_that_a_message_or_the_documentation_names_exists() -> None
     assert named - known - {*others.split()} == set()
 
 
-def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file() -> None:
+def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file():
     code = (
         "import os, sys; from autotune.cli import app as cli; cli.app.main = lambda *_, **__: "
         "print(os.open('/', 0)); cli.main()"
@@ -233,7 +225,7 @@ main()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no limit counts what is mapped")
-def test_too_little_memory_for_a_picture_does_not_call_it_broken(tmp_path: Path) -> None:
+def test_too_little_memory_for_a_picture_does_not_call_it_broken(tmp_path):
     picture = Image.new("RGB", (7_900, 8_000))  # 190 MB when it is decoded
     picture.save(tmp_path / "large.png", compress_level=1)
     (tmp_path / "large.txt").write_text("a dog")
@@ -254,9 +246,7 @@ def test_too_little_memory_for_a_picture_does_not_call_it_broken(tmp_path: Path)
         ["check", "a:" * 2000],
     ],
 )
-def test_any_argument_ends_in_an_error_that_is_no_bug(
-    capfd: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_any_argument_ends_in_an_error_that_is_no_bug(capfd, words):
     process = autotune_here(capfd, *words)
     assert process.returncode in (1, 2)
     assert "bug in autotune" not in process.stderr

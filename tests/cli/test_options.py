@@ -41,13 +41,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, words: str) -> dict[str, Any]:
         ("plan --optimizer-option b=(0.9,1)", {"optimizer_options": (("b", (0.9, 1.0)),)}),
     ],
 )
-def test_given_values_and_no_defaults(
-    monkeypatch: pytest.MonkeyPatch, words: str, values: dict[str, Any]
-) -> None:
+def test_given_values_and_no_defaults(monkeypatch, words, values):
     assert asked(monkeypatch, words) == values
 
 
-def test_every_command_prints_json_if_asked() -> None:
+def test_every_command_prints_json_if_asked():
     """`explain` and the like print reasons; none but groups has no answer."""
     options: dict[str, set[str]] = {}
     for path, one in parameters(app):
@@ -56,7 +54,7 @@ def test_every_command_prints_json_if_asked() -> None:
     assert {path for path, names in options.items() if "--json" not in names} == groups
 
 
-def test_storage_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("AUTOTUNE_STORAGE", "sqlite://")
     assert asked(monkeypatch, "plan") == {"storage": "sqlite://"}
 
@@ -75,13 +73,13 @@ def test_storage_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ("train p --keep_last 2", "Options have dashes: --keep-last."),
     ],
 )
-def test_errors_name_the_option(capfd: pytest.CaptureFixture[str], words: str, error: str) -> None:
+def test_errors_name_the_option(capfd, words, error):
     process = autotune_here(capfd, *words.split())
     assert process.returncode == 2
     assert error in process.stderr
 
 
-def test_every_field_has_a_description_and_its_own_option() -> None:
+def test_every_field_has_a_description_and_its_own_option():
     commands = {path: [] for path, _ in parameters(app)}
     for path, one in parameters(app):
         assert one.help, one

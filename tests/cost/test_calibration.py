@@ -26,7 +26,7 @@ def learn(before: Posterior, noise: float, known: Pairs) -> Posterior:
 
 @settings(max_examples=50)
 @given(pairs, candidates)
-def test_what_is_learned_is_the_regressions_posterior(known: Pairs, asked: Candidate) -> None:
+def test_what_is_learned_is_the_regressions_posterior(known, asked):
     learned = learn(Posterior(0.25), NOISE["time"], known)
     names = [*learned.index]
     terms = [features_of(candidate) for candidate, _ in known]
@@ -41,7 +41,7 @@ def test_what_is_learned_is_the_regressions_posterior(known: Pairs, asked: Candi
 
 @settings(max_examples=20)
 @given(pairs, pairs)
-def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(first: Pairs, second: Pairs) -> None:
+def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(first, second):
     prior, noise = Posterior(0.04), NOISE["memory"]
     one = learn(prior, noise, first + second)
     other = learn(learn(prior, noise, first), noise, second)
@@ -50,7 +50,7 @@ def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(first: Pairs, sec
         assert other.uncertainty(candidate) == pytest.approx(one.uncertainty(candidate), abs=1e-7)
 
 
-def test_half_of_what_was_learned_elsewhere_holds_with_the_doubt_that_is_left() -> None:
+def test_half_of_what_was_learned_elsewhere_holds_with_the_doubt_that_is_left():
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     elsewhere = fit(Posterior(0.25), NOISE["time"], [candidate], [0.4])
     here = elsewhere.tempered(0.5)

@@ -24,14 +24,14 @@ def _several(alone: CostModel, strategy: str, number: int) -> CostModel:
     return alone.with_parallel(Parallel(strategy, number))  # type: ignore[arg-type]
 
 
-def test_ddp_holds_each_gradient_once_more(alone: CostModel) -> None:
+def test_ddp_holds_each_gradient_once_more(alone):
     model_bytes = alone.model.model_bytes("bf16", "none")
     one, two = alone.predict(CANDIDATE), _several(alone, "ddp", 2).predict(CANDIDATE)
     assert two.allocated_memory_bytes - one.allocated_memory_bytes == model_bytes.adapter_bytes
     assert two.phases[0] == one.phases[0]
 
 
-def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) -> None:
+def test_a_trial_alone_is_compared_with_what_one_process_does(alone):
     """It has no buckets; what it teaches must not take them off again where there are several."""
     two, one = _several(alone, "ddp", 2), alone.predict_uncalibrated(CANDIDATE)
     host = 2 * one.allocated_memory_bytes
@@ -46,7 +46,7 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) 
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
 
 
-def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: CostModel) -> None:
+def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone):
     model_bytes = alone.model.model_bytes("bf16", "none")
     one, four = alone.predict(CANDIDATE), _several(alone, "fsdp2", 4).predict(CANDIDATE)
     gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes

@@ -16,9 +16,7 @@ from autotune.errors import InvalidInput
 from tests.conftest import autotune, autotune_here
 
 
-def test_the_demo_writes_its_model_and_images_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_writes_its_model_and_images_once(tmp_path, monkeypatch):
     reminders, *others = lesson.known_scenes()
     monkeypatch.setattr(lesson, "known_scenes", lambda: (reminders[:2], *others))
     made = make_demo(tmp_path / "demo")
@@ -49,7 +47,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-def test_the_demo_teaches_the_new_shape_and_keeps_the_others(demo: tuple[Path, str]) -> None:
+def test_the_demo_teaches_the_new_shape_and_keeps_the_others(demo):
     folder, printed = demo
     written = json.loads((folder / "result" / "concept.json").read_text())
     found = ConceptFidelity(**written["concept_fidelity"])
@@ -62,9 +60,7 @@ def test_the_demo_teaches_the_new_shape_and_keeps_the_others(demo: tuple[Path, s
 
 
 @pytest.mark.slow
-def test_a_rate_that_destroys_is_noticed(
-    capfd: pytest.CaptureFixture[str], demo: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_rate_that_destroys_is_noticed(capfd, demo, tmp_path):
     much = ("--learning-rate", "1e-1", "--steps", 100)
     command = ("train", demo[0] / "plan.yaml", *much, "--output", tmp_path / "out")
     trained = autotune_here(capfd, *command)
@@ -73,7 +69,7 @@ def test_a_rate_that_destroys_is_noticed(
     assert max(found.after, found.others_after) < 0.2, asdict(found)
 
 
-def test_the_shipped_weights_are_small_and_load_in_stock_classes_without_rows_of_zeros() -> None:
+def test_the_shipped_weights_are_small_and_load_in_stock_classes_without_rows_of_zeros():
     files = [path for path in SMALL_WORLD.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 8e6
     assert {path.suffix for path in files} == {".json", ".md", ".safetensors"}

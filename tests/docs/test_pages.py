@@ -36,7 +36,7 @@ def parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_of_the_documentation_is_understood(page: Path) -> None:
+def test_every_command_of_the_documentation_is_understood(page):
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text())  # continued lines are joined
     for line in SYNTAX.findall(text):
         is_list = "," in line.split("  ", maxsplit=1)[0] or " PLAN|" in line
@@ -45,17 +45,17 @@ def test_every_command_of_the_documentation_is_understood(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [compatibility, reference], ids=["compatibility", "reference"])
-def test_generated_pages_are_current(page: Any) -> None:
+def test_generated_pages_are_current(page):
     assert page.PAGE.read_text() == page.markdown(), f"python -m {page.__name__}"
 
 
-def test_counts_in_the_documentation_are_those_of_the_catalogs() -> None:
+def test_counts_in_the_documentation_are_those_of_the_catalogs():
     text = " ".join(page.read_text() for page in (ROOT / "README.md", ROOT / "CHANGELOG.md"))
     assert set(re.findall(r"(\d+) models \|", text)) == {str(len(list_models()))}
     assert set(re.findall(r"(\d+) GPUs,", text)) == {str(len(list_gpus()))}
 
 
-def test_every_page_is_linked() -> None:
+def test_every_page_is_linked():
     linked = {
         Path(target).name
         for page in PAGES
@@ -64,13 +64,13 @@ def test_every_page_is_linked() -> None:
     assert {page.name for page in DOCS.glob("*.md")} - linked == set()
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_every_link_leads_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), (page.name, target)
 
 
-def test_every_variable_that_the_code_reads_is_on_the_page_and_no_other() -> None:
+def test_every_variable_that_the_code_reads_is_on_the_page_and_no_other():
     name = r"\bAUTOTUNE_[A-Z_]+\b"
     listed = set(re.findall(name, (DOCS / "environment.md").read_text()))
     code = [file.read_text() for file in (ROOT / "autotune").rglob("*.py")]

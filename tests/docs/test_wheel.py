@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_wheel_has_catalog_and_types(tmp_path: Path) -> None:
+def test_wheel_has_catalog_and_types(tmp_path):
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "autotune", source / "autotune", ignore=ignored, symlinks=True)

@@ -1,7 +1,5 @@
 """Whole runs of every family, each on two of the machines that are least alike."""
 
-from pathlib import Path
-
 import pytest
 
 from autotune.machine.probe import probe
@@ -9,7 +7,6 @@ from autotune.models.registry import FAMILIES, get_family
 from autotune.plan.candidate import Candidate
 from autotune.train import model
 from autotune.train.run import train
-from tests.fakegpu.conftest import StandIn
 from tests.fakegpu.numbers import DecisiveNumbers
 from tests.train.small import make_plan
 
@@ -33,13 +30,8 @@ PHASES = {"caching", "loading", "training", "previews", "saving"}
     ],
 )
 def test_a_run_ends_and_leaves_nothing_behind(
-    name: str,
-    machine: str,
-    pipeline: Path,
-    tmp_path: Path,
-    standin: StandIn,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, machine, pipeline, tmp_path, standin, monkeypatch
+):
     monkeypatch.setattr(model, "require_quality", lambda *_: None)  # of what no kernel computed
     family, hardware, changes = get_family(name), probe(), dict(SETTINGS[machine])
     if family.modulation is None:

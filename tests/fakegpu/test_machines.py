@@ -10,7 +10,6 @@ from autotune.machine.capabilities import MIN_MARGIN_BYTES
 from autotune.machine.doctor import doctor
 from autotune.machine.probe import may_have_gpu, probe
 from autotune.plan.hardware import Device
-from tests.fakegpu.conftest import StandIn
 
 GIB = 2**30
 ABOUT_THE_HOST = {"little-host-memory", "little-disk"}
@@ -56,9 +55,7 @@ MACHINES: dict[str, tuple[set[str], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_facts_findings_and_budget_are_true(
-    machine: str, standin: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_facts_findings_and_budget_are_true(machine, standin, monkeypatch):
     if machine == "wsl2":
         monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     expected, unusual = MACHINES[machine]
@@ -91,7 +88,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("machine", BROKEN)
-def test_a_machine_whose_gpu_does_not_start_is_a_cpu_and_says_why(machine: str) -> None:
+def test_a_machine_whose_gpu_does_not_start_is_a_cpu_and_says_why(machine):
     told = {finding.name: finding for finding in doctor()}
     if BROKEN[machine] is not None:
         assert told[BROKEN[machine]].severity == "blocks"
@@ -99,7 +96,7 @@ def test_a_machine_whose_gpu_does_not_start_is_a_cpu_and_says_why(machine: str) 
 
 
 @pytest.mark.parametrize("machine", ["titan-and-3060"])
-def test_nvml_and_cuda_may_count_in_other_orders(machine: str) -> None:
+def test_nvml_and_cuda_may_count_in_other_orders(machine):
     first, second = (probe(index=index).device for index in range(2))
     assert (first.name, second.name) == ("NVIDIA TITAN RTX", "NVIDIA GeForce RTX 3060")
     assert (first.power_limit_watts, second.power_limit_watts) == (280, 170)
@@ -109,9 +106,7 @@ def test_nvml_and_cuda_may_count_in_other_orders(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", ["3060,4090"])
 @pytest.mark.parametrize("value", ["0,", "1", "GPU-b0b1b2b3", "7", "0,7"])
-def test_visible_devices_are_those_that_cuda_takes(
-    machine: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_visible_devices_are_those_that_cuda_takes(machine, value, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     is_blocked = "visible-devices" in findings()
     assert is_blocked is (value in ("7", "0,7"))
@@ -126,7 +121,7 @@ def test_visible_devices_are_those_that_cuda_takes(
 
 
 @pytest.mark.parametrize("machine", ["4090"])
-def test_reading_facts_opens_no_context(machine: str, standin: StandIn) -> None:
+def test_reading_facts_opens_no_context(machine, standin):
     probe()
     doctor()
     assert not standin.has_context(0)

@@ -62,7 +62,7 @@ def waits_in(runner: StepRunner) -> list[str]:
         if name not in ASKS_THE_DEVICE
     ],
 )
-def test_the_host_waits_once(name: str, padding: str, pipeline: Path) -> None:
+def test_the_host_waits_once(name, padding, pipeline):
     size = 2 if padding == "masked" else 1
     runner = start(pipeline, padding=padding, micro_batch_size=size)
     waits = waits_in(runner)

@@ -23,7 +23,7 @@ def write_config(folder: Path, resolution: int) -> Path:
 
 
 @pytest.mark.slow
-def test_an_audit_predicts_both(tmp_path: Path) -> None:
+def test_an_audit_predicts_both(tmp_path):
     path = write_config(tmp_path, 256)
     dtype = "dtype: bf16\n        cache"
     attention = dtype.replace("cache", "attention_backend: sage\n        cache")
@@ -50,7 +50,7 @@ def test_an_audit_predicts_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_audit_measures_both(tmp_path: Path) -> None:
+def test_an_audit_measures_both(tmp_path):
     path = write_config(tmp_path, 64)
     found = audit(path, measure=True)
     assert found.fastest

@@ -67,7 +67,7 @@ def exported(
 
 
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)
-def test_exact_plans_come_back(tmp_path: Path, trainer: str, model: str) -> None:
+def test_exact_plans_come_back(tmp_path, trainer, model):
     plan = plan_of(model, **exact_of(trainer, model))
     spec = plan.frozen.workload.model
     config, result = exported(tmp_path, plan, trainer)
@@ -89,9 +89,7 @@ def test_exact_plans_come_back(tmp_path: Path, trainer: str, model: str) -> None
     quantization=st.sampled_from(["none", "torchao-int8", "torchao-fp8", "bnb-nf4"]),
     attention=st.sampled_from(["native", "_native_flash", "_native_cudnn", "flash", "xformers"]),
 )
-def test_neighbors_need_no_more_memory(
-    trainer: str, model: str, blocks: int, swapped: int, quantization: str, attention: str
-) -> None:
+def test_neighbors_need_no_more_memory(trainer, model, blocks, swapped, quantization, attention):
     total = plan_of(model).frozen.workload.model.num_blocks
     planned = {"checkpointed_blocks": min(blocks, total), "swapped_blocks": swapped}
     plan = plan_of(model, quantization=quantization, attention=attention, **planned)
@@ -109,7 +107,7 @@ def test_neighbors_need_no_more_memory(
     assert all(f"{one.name}: {one.planned} in the plan" in text for one in result.differences)
 
 
-def test_strict_refuses_differences() -> None:
+def test_strict_refuses_differences():
     plan = plan_of("qwen-image", timestep_shift=2.2, checkpointed_blocks=31)
     with pytest.raises(InvalidInput, match=r"shift is 2\.2 in the plan, 1 there"):
         export_plan(plan, get_trainer("ai-toolkit"), strict=True)
@@ -127,9 +125,7 @@ def test_strict_refuses_differences() -> None:
         ("sd-scripts", "flux1-dev", {"targets": "attention"}, "one layer"),
     ],
 )
-def test_inexpressible_plans_are_refused(
-    trainer: str, family: str, changes: dict[str, Any], words: str
-) -> None:
+def test_inexpressible_plans_are_refused(trainer, family, changes, words):
     with pytest.raises(InvalidInput, match=words):
         export_plan(plan_of(family, **changes), get_trainer(trainer))
 
@@ -146,12 +142,12 @@ LACKING = {
 
 
 @pytest.mark.parametrize("trainer", LACKING)
-def test_inexpressible_choices_are_found(trainer: str) -> None:
+def test_inexpressible_choices_are_found(trainer):
     found = inexpressible(get_trainer(trainer), "qwen-image", 60, CHOICES)
     assert {value for _, value in found} == set(LACKING[trainer].split())
 
 
-def test_texts_run_nothing(tmp_path: Path) -> None:
+def test_texts_run_nothing(tmp_path):
     hostile = "$(touch pwned) `touch pwned` '; touch pwned; \" \\"
     texts = {"data": hostile, "caption": hostile, "preview_prompts": (hostile,)}
     plan = plan_of("qwen-image", **texts, timestep_shift=1.0)
@@ -164,7 +160,7 @@ def test_texts_run_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_searches_suit_another_trainer(tmp_path: Path) -> None:
+def test_searches_suit_another_trainer(tmp_path):
     model, _ = write_model_and_images(tmp_path)
     asked: dict[str, Any] = {"hardware": "nvidia-rtx-4090", "resolution": 64}
     everything = list_choices(str(model), **asked).choices

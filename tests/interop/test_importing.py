@@ -4,7 +4,6 @@ import contextlib
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.interop.files import ConfigValue, read_document
 from autotune.interop.importing import ConfigLine, ImportedConfig, read_config, read_settings
 from autotune.interop.rules import Context
-from autotune.interop.trainer import Trainer, get_trainer, trainers
+from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.registry import FAMILIES
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -39,7 +38,7 @@ def lost(config: ImportedConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", MAIN_FILES)
-def test_every_setting_has_an_account(name: str) -> None:
+def test_every_setting_has_an_account(name):
     config = read_config(CONFIGS / name)
     told = [line for line in lines_of(config) if line.line]
     for line in told:
@@ -50,7 +49,7 @@ def test_every_setting_has_an_account(name: str) -> None:
         assert any(line.line == setting.line for line in told), setting
 
 
-def test_an_import_is_exact() -> None:
+def test_an_import_is_exact():
     config = read_config(CONFIGS / "ai_toolkit.yaml")
     assert (config.model, config.data) == ("Qwen/Qwen-Image", "photos")
     learned, pins = yaml.safe_load((CONFIGS.parent / "imported.yaml").read_text())
@@ -70,7 +69,7 @@ def test_an_import_is_exact() -> None:
         ("lr: 1e-4", "lr: !!python/object:os.system 1", "tags"),
     ],
 )
-def test_unusable_values_are_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_unusable_values_are_refused(tmp_path, old, new, words):
     changed = tmp_path / "config.yaml"
     changed.write_text((CONFIGS / "ai_toolkit.yaml").read_text().replace(old, new))
     with pytest.raises(InvalidInput) as refused:
@@ -86,7 +85,7 @@ ODD = st.sampled_from(
 @pytest.mark.parametrize("name", MAIN_FILES)
 @settings(max_examples=25)
 @given(odd=st.lists(ODD | st.lists(ODD, max_size=3), min_size=1, max_size=5), data=st.data())
-def test_odd_values_never_crash(name: str, odd: list[Any], data: st.DataObject) -> None:
+def test_odd_values_never_crash(name, odd, data):
     trainer = get_trainer(MAIN_FILES[name])
     context = Context(trainer.models[0].family)
     own = read_document(CONFIGS / name)
@@ -100,7 +99,7 @@ def test_odd_values_never_crash(name: str, odd: list[Any], data: st.DataObject) 
         assert read_settings(trainer, written, context)[1]
 
 
-def test_lines_are_found_in_one_pass(tmp_path: Path) -> None:
+def test_lines_are_found_in_one_pass(tmp_path):
     """Of keys that the text does not show as they are, too."""
     path = tmp_path / "config.json"
     pairs = [f'"\\u006bey{number:04}": "{"x" * 30}"' for number in range(4900)]
@@ -115,7 +114,7 @@ def test_lines_are_found_in_one_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1, 2", "{" * 3000, "a = 'b", "\x00", "--x"])
 @pytest.mark.parametrize("suffix", [".yaml", ".toml", ".json", ".sh", ""])
-def test_damaged_files_are_refused(tmp_path: Path, content: str, suffix: str) -> None:
+def test_damaged_files_are_refused(tmp_path, content, suffix):
     path = tmp_path / f"config{suffix}"
     path.write_text(content)
     with pytest.raises(InvalidInput):
@@ -135,13 +134,13 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_of_windows_are_read(tmp_path: Path, name: str) -> None:
+def test_scripts_of_windows_are_read(tmp_path, name):
     (tmp_path / name).write_text(SCRIPTS[name], newline="")
     config = read_config(tmp_path / name)
     assert (config.model, config.data, config.trainer) == (MODEL, "C:\\a b", "diffusers")
 
 
-def test_fluxgym_s_files_are_read(tmp_path: Path) -> None:
+def test_fluxgym_s_files_are_read(tmp_path):
     (tmp_path / "dataset.toml").write_text(
         "[general]\nkeep_tokens = 1\n[[datasets]]\nresolution = 512\n"
         "[[datasets.subsets]]\nimage_dir = 'photos'\n"
@@ -156,7 +155,7 @@ def test_fluxgym_s_files_are_read(tmp_path: Path) -> None:
     assert config.pins["quantization"] == "torchao-fp8"
 
 
-def test_other_encodings_are_read_or_named(tmp_path: Path) -> None:
+def test_other_encodings_are_read_or_named(tmp_path):
     path = tmp_path / "config.ps1"
     for encoding in ("utf-16", "utf-8-sig"):
         path.write_text(f"{SCRIPTS['c.ps1']}# café", encoding=encoding)
@@ -185,7 +184,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_bounded(tmp_path: Path, name: str) -> None:
+def test_hostile_files_are_bounded(tmp_path, name):
     path = tmp_path / name
     path.write_text(HOSTILE[name])
     started_at, message = time.process_time(), ""
@@ -198,7 +197,7 @@ def test_hostile_files_are_bounded(tmp_path: Path, name: str) -> None:
     assert time.process_time() - started_at < 3
 
 
-def test_second_sections_are_reported(tmp_path: Path) -> None:
+def test_second_sections_are_reported(tmp_path):
     text = (CONFIGS / "ai_toolkit.yaml").read_text()
     path = tmp_path / "config.yaml"
     second = "        - folder_path: more\n      train:\n"
@@ -207,7 +206,7 @@ def test_second_sections_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trainer", trainers().values(), ids=lambda one: one.name)
-def test_import_knows_what_export_writes(trainer: Trainer) -> None:
+def test_import_knows_what_export_writes(trainer):
     keys = [key for rule in trainer.rules for key in rule.keys]
     assert {known.family.name for known in trainer.models} <= FAMILIES.keys()
     known = {*keys, *trainer.references}

@@ -24,7 +24,7 @@ def read(folder: Path, content: dict[str, Any]) -> ImportedConfig:
     return read_config(path)
 
 
-def test_onetrainer_s_unet_has_its_settings(tmp_path: Path) -> None:
+def test_onetrainer_s_unet_has_its_settings(tmp_path):
     written = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "LORA"}
     written["layer_filter"] = "attentions"
     own = {"unet": {"weight_dtype": "NFLOAT_4"}, "transformer": {"weight_dtype": "FLOAT_32"}}
@@ -37,7 +37,7 @@ def test_onetrainer_s_unet_has_its_settings(tmp_path: Path) -> None:
     assert "conv1" in lost(full)["layer_filter"]
 
 
-def test_targets_suit_the_trainer() -> None:
+def test_targets_suit_the_trainer():
     for trainer, targets in (("sd-scripts", "attention+mlp+proj"), ("onetrainer", "attention")):
         assert complete(PlanRequest(model="sdxl", for_trainer=trainer)).targets == targets
     with pytest.raises(InvalidInput, match="cannot adapt the layers 'attention'") as told:
@@ -54,7 +54,7 @@ def general_name(layer: str) -> str:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_layer_tables_are_whole(name: str) -> None:
+def test_layer_tables_are_whole(name):
     family = FAMILIES[name]
     model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
     for kind, layers in ((torch.nn.Linear, linear_layers), (torch.nn.Conv2d, convolutions)):
@@ -63,7 +63,7 @@ def test_layer_tables_are_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_target_sets_are_found(name: str) -> None:
+def test_target_sets_are_found(name):
     family = FAMILIES[name]
     for targets in family.target_sets:
         named, difference = find_target_set(family, layers_of(family, targets))

@@ -51,7 +51,7 @@ def phase_of(prediction: Prediction, name: str) -> MemoryBreakdown:
 
 
 @pytest.mark.parametrize("trainer", ["ai-toolkit", "simpletuner"])
-def test_adapters_take_the_table_s_bytes(own: CostModel, trainer: str) -> None:
+def test_adapters_take_the_table_s_bytes(own, trainer):
     found = overheads_of(trainer)
     theirs = cost_of(found)
     model_bytes = own.model.model_bytes("bf16", "none")
@@ -65,7 +65,7 @@ def test_adapters_take_the_table_s_bytes(own: CostModel, trainer: str) -> None:
     assert (usual.adapter_bytes, usual.optimizer_bytes) == (2 * number, 12 * number + 4 * tensors)
 
 
-def test_fp32_adapters_keep_copies(own: CostModel) -> None:
+def test_fp32_adapters_keep_copies(own):
     def kept_by_a_block(trainer: str) -> int:
         cost = cost_of(overheads_of(trainer))
         kernel = cost.tables.kernel_of(choice_of(SETTINGS))
@@ -83,7 +83,7 @@ def test_fp32_adapters_keep_copies(own: CostModel) -> None:
     assert difference == copies + narrow - cast - norms - inputs
 
 
-def test_what_a_file_says_counts() -> None:
+def test_what_a_file_says_counts():
     def of(trainer: str, **written: Any) -> Overheads:
         table = get_trainer(trainer)
         return table.overheads_of(written, known_model(table, "qwen-image"))
@@ -96,7 +96,7 @@ def test_what_a_file_says_counts() -> None:
     assert of("diffusers").adapter_on("bnb-nf4").precision == "fp32"
 
 
-def test_winners_fit_the_trainer_too(own: CostModel) -> None:
+def test_winners_fit_the_trainer_too(own):
     theirs = cost_of(overheads_of("ai-toolkit"))
     settings = [SETTINGS, SETTINGS.changed(checkpointed_blocks=4)]
     ran = [Score(one, 1.0, own.predict(one).allocated_memory_bytes) for one in settings]
@@ -122,7 +122,7 @@ two that widen by 4."""
 
 
 @pytest.mark.slow
-def test_kept_weights_await_their_backward_pass() -> None:
+def test_kept_weights_await_their_backward_pass():
     musubi = overheads_of("musubi")
     own = musubi.changed(products={})
     kept, dropped = (traced_block(each, "torchao-fp8", 0).growth_bytes for each in (musubi, own))
@@ -131,7 +131,7 @@ def test_kept_weights_await_their_backward_pass() -> None:
     assert WITH_GRADIENTS < kept - dropped <= 2 * 2 * WITH_GRADIENTS
 
 
-def test_autocast_is_as_in_torch() -> None:
+def test_autocast_is_as_in_torch():
     header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     table = header.partition("#define AT_FORALL_FP32(_)")[2].partition("#define")[0]
     called = ("layer_norm", "group_norm", "rms_norm", "mse_loss", "linear", "gelu", "silu")

@@ -60,7 +60,7 @@ def on(
         (on(11, capabilities=("precision.bf16",)), "cpu, as they are"),
     ],
 )
-def test_the_encoder_of_qwen_goes_where_it_fits(context: TuningContext, expected: str) -> None:
+def test_the_encoder_of_qwen_goes_where_it_fits(context, expected):
     caching, reason = choose_caching(context, QWEN)
     assert describe_caching(caching) == expected == reason.chosen
     assert all(rejected.reason for rejected in reason.rejected)
@@ -84,7 +84,7 @@ def test_a_way_is_always_found_above_the_floor(budget, host, others, kind, quali
     assert caching == choose_caching(context, size)[0]
 
 
-def test_no_gpu_is_free_beside_several_processes() -> None:
+def test_no_gpu_is_free_beside_several_processes():
     context = on(11, others=(22,))
     assert choose_caching(context, QWEN)[0].text_encoder_device == "cuda:1"
     assert choose_caching(context, QWEN, num_processes=2)[0].text_encoder_device == "training"
@@ -94,7 +94,7 @@ CLIP = dataclasses.replace(QWEN, vae_working_bytes=30 * GIB)
 """As `QWEN`, with clips whose encoding takes 30 GiB."""
 
 
-def test_captions_and_images_share_another_gpu() -> None:
+def test_captions_and_images_share_another_gpu():
     context = on(11, others=(44,))
     caching, _ = choose_caching(context, CLIP)
     planned = caching_module.encoder_gpu_of(context, caching, CLIP)
@@ -108,7 +108,7 @@ def test_captions_and_images_share_another_gpu() -> None:
     assert describe_caching(with_kept) == "cuda:1, as they are, VAE on cpu, kept"
 
 
-def test_t5_is_never_stored_by_bitsandbytes() -> None:
+def test_t5_is_never_stored_by_bitsandbytes():
     """It casts activations to the dtype of a weight, which is that of packed bytes."""
     qwen = on(5.3, quality="compact")
     flux = TuningContext(qwen.hardware, FAMILIES["flux1-dev"], qwen.workload)
@@ -135,7 +135,7 @@ def test_t5_is_never_stored_by_bitsandbytes() -> None:
         ({"text_encoder_streamed": "true", "text_encoder_device": "cpu"}, "streamed"),
     ],
 )
-def test_a_pin_that_cannot_be_is_refused_with_a_hint(pins: dict[str, str], words: str) -> None:
+def test_a_pin_that_cannot_be_is_refused_with_a_hint(pins, words):
     with pytest.raises(InvalidInput) as caught:
         caching_module.parse_pins(pins, on(24))
     assert words in caught.value.message

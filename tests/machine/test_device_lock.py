@@ -59,9 +59,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "locks" / "device.lock"
 
 
-def test_second_search_names_the_holder_and_waits(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_search_names_the_holder_and_waits(path, monkeypatch):
     (first, pipe), (second, other) = _holder(path), _holder(path)
     pipe.send("take it")
     assert pipe.recv() == []
@@ -80,7 +78,7 @@ def test_second_search_names_the_holder_and_waits(
         process.join(60)
 
 
-def test_searches_take_turns(path: Path) -> None:
+def test_searches_take_turns(path):
     """Two that wait for each other's results must both come forward."""
     other, pipe = _holder(path)
     lock = DeviceLock(path)
@@ -96,7 +94,7 @@ def test_searches_take_turns(path: Path) -> None:
     lock.release()
 
 
-def test_runs_share_a_device_and_refuse_searches(path: Path) -> None:
+def test_runs_share_a_device_and_refuse_searches(path):
     run, pipe = _holder(path, for_training=True)
     pipe.send("take it")
     assert pipe.recv() == []
@@ -115,7 +113,7 @@ def test_runs_share_a_device_and_refuse_searches(path: Path) -> None:
     search.release()
 
 
-def test_a_run_waits_without_taking_a_turn(tmp_path: Path, path: Path) -> None:
+def test_a_run_waits_without_taking_a_turn(tmp_path, path):
     marker = tmp_path / "waits"
     run, pipe = _holder(path, for_training=True, marker=marker)
     search = DeviceLock(path)
@@ -136,7 +134,7 @@ def test_a_run_waits_without_taking_a_turn(tmp_path: Path, path: Path) -> None:
     run.join(60)
 
 
-def test_a_run_locks_all_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_locks_all_its_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gpu = hardware().device
     with lock_for_run(gpu, 2, print):
@@ -149,7 +147,7 @@ def test_a_run_locks_all_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyP
     DeviceLock(lock_path(gpu)).acquire()
 
 
-def test_a_killed_holder_leaves_no_lock(path: Path) -> None:
+def test_a_killed_holder_leaves_no_lock(path):
     holder, pipe = _holder(path)
     pipe.send("take it")
     pipe.recv()
@@ -176,7 +174,7 @@ def _acquired_as_another_user(path: Path) -> bool:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_users_exclude_each_other() -> None:
+def test_users_exclude_each_other():
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o1777)
         theirs, ours = Path(folder) / "theirs.lock", Path(folder) / "ours.lock"
@@ -189,7 +187,7 @@ def test_users_exclude_each_other() -> None:
             assert _acquired_as_another_user(path)
 
 
-def test_a_card_has_one_lock_whatever_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_has_one_lock_whatever_is_visible(monkeypatch):
     first, cpu = hardware().device, hardware(kind="cpu").device
 
     def locks(*visible: str) -> list[Path]:
@@ -201,9 +199,7 @@ def test_a_card_has_one_lock_whatever_is_visible(monkeypatch: pytest.MonkeyPatch
     assert len({*both, lock_path(cpu)}) == 3
 
 
-def test_a_cpu_is_locked_without_a_cache_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_is_locked_without_a_cache_folder(tmp_path, monkeypatch):
     cpu = hardware(kind="cpu").device
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert lock_path(cpu).is_relative_to(tmp_path)
@@ -212,7 +208,7 @@ def test_a_cpu_is_locked_without_a_cache_folder(
     assert lock_path(cpu).parent == Path(tempfile.gettempdir())
 
 
-def test_links_and_folders_are_no_locks(tmp_path: Path) -> None:
+def test_links_and_folders_are_no_locks(tmp_path):
     (tmp_path / "precious").write_text("unchanged")
     (tmp_path / "a.lock").symlink_to(tmp_path / "precious")
     (tmp_path / "b.lock").mkdir()

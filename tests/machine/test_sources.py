@@ -42,14 +42,14 @@ def affinity(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
 
 
-def test_the_narrowest_limit_above_a_process_counts(groups: Path) -> None:
+def test_the_narrowest_limit_above_a_process_counts(groups):
     limit(groups / "slurm", 100 * GIB, used=90 * GIB, inactive=5 * GIB)
     limit(groups / "slurm" / "job_7", 32 * GIB, used=2 * GIB)
     limit(groups / "slurm" / "job_7" / "step_0", "max")
     assert query("container_free_bytes") == 15 * GIB
 
 
-def test_a_container_sees_its_own_group_as_root(groups: Path) -> None:
+def test_a_container_sees_its_own_group_as_root(groups):
     limit(groups, 8 * GIB, used=GIB)
     sources.OWN_CGROUP.write_text("0::/\n")
     assert query("container_free_bytes") == 7 * GIB
@@ -70,7 +70,7 @@ def v1(groups: Path) -> Path:
     return groups
 
 
-def test_limits_of_cgroup_v1_count_too(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_cgroup_v1_count_too(v1, monkeypatch):
     affinity(monkeypatch, 64)
     assert query("container_free_bytes") == 2 * GIB
     for quota, cores in (("-1", 64), ("250000", 2)):
@@ -81,9 +81,7 @@ def test_limits_of_cgroup_v1_count_too(v1: Path, monkeypatch: pytest.MonkeyPatch
         query("container_free_bytes")
 
 
-def test_a_small_container_keeps_a_share_of_its_own_memory(
-    groups: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_container_keeps_a_share_of_its_own_memory(groups, monkeypatch):
     large = SimpleNamespace(total=512 * GIB, available=400 * GIB)
     monkeypatch.setattr(sources.psutil, "virtual_memory", lambda: large)
     limit(groups, 2 * GIB, used=GIB // 4)
@@ -94,9 +92,7 @@ def test_a_small_container_keeps_a_share_of_its_own_memory(
 
 
 @pytest.mark.parametrize("damage", ["", "max", "-1", "1 2 3", "none of your business", "\0"])
-def test_odd_control_groups_cost_nothing(
-    groups: Path, damage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_control_groups_cost_nothing(groups, damage, monkeypatch):
     affinity(monkeypatch, 8)
     for file in ("cpu.max", "memory.current", "memory.stat"):
         (groups / file).write_text(damage)
@@ -108,9 +104,7 @@ def test_odd_control_groups_cost_nothing(
         query("container_free_bytes")
 
 
-def test_cores_of_a_job_are_counted_by_its_quota(
-    groups: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cores_of_a_job_are_counted_by_its_quota(groups, monkeypatch):
     affinity(monkeypatch, 64)
     (groups / "slurm" / "cpu.max").write_text("max 100000\n")
     for group, quota, cores in (("job_7", 850_000, 8), ("job_7/step_0", 50_000, 1)):
@@ -134,9 +128,7 @@ CPU variant\t: 0x0\nCPU part\t: 0xd4f\nCPU revision\t: 0
         ("\udcff", "aarch64"),
     ],
 )
-def test_the_kernel_names_the_cpu(
-    text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_names_the_cpu(text, name, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_bytes(text.encode(errors="surrogateescape"))
     monkeypatch.setattr(sources, "CPUINFO", tmp_path / "cpuinfo")
     for function, value in {"system": "Linux", "processor": "", "machine": "aarch64"}.items():
@@ -144,7 +136,7 @@ def test_the_kernel_names_the_cpu(
     assert query("cpu").endswith(name)
 
 
-def test_apple_chips_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apple_chips_are_told_apart(monkeypatch):
     monkeypatch.setattr(sources.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(sources, "BRAND", ("printf", "Apple M3 Max\\n"))
     assert query("cpu") == "Apple M3 Max"

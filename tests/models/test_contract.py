@@ -25,14 +25,14 @@ def batch_and_noise(small: Small) -> tuple[Batch, torch.Tensor]:
     return batch, torch.randn(batch["latents"].shape, generator=generator)
 
 
-def test_resolves_from_its_folder(small: Small) -> None:
+def test_resolves_from_its_folder(small):
     model = resolve_model(ModelRef.of(small.folder))
     assert model.family.name == small.family.name
     assert model.spec.num_parameters == sum(p.numel() for p in small.transformer.parameters())
     assert model.spec.num_blocks == len(small.family.blocks(small.transformer))
 
 
-def test_shapes_are_as_announced(small: Small) -> None:
+def test_shapes_are_as_announced(small):
     sample = small.sample()
     config = resolve_model(ModelRef.of(small.folder)).config
     num_tokens, num_controls = len(sample["prompt_embeds"]), small.family.max_controls
@@ -40,7 +40,7 @@ def test_shapes_are_as_announced(small: Small) -> None:
     assert {name: tuple(tensor.shape) for name, tensor in sample.items()} == announced
 
 
-def test_tokens_are_counted_without_an_encoder(small: Small) -> None:
+def test_tokens_are_counted_without_an_encoder(small):
     captions = [*CAPTIONS, "", "&amp; naïve — 数 " * 7]
     size = (small.bucket.width_px, small.bucket.height_px)
     sizes = [[size] * small.family.max_controls] * len(captions)
@@ -49,7 +49,7 @@ def test_tokens_are_counted_without_an_encoder(small: Small) -> None:
 
 
 @pytest.mark.quick(*KINDS)
-def test_largest_shapes_run(small: Small) -> None:
+def test_largest_shapes_run(small):
     family, config = small.family, small.transformer.config
     most, least = family.max_side_px, family.size_multiple_px
     largest = {(most, least, 1), (least, most, 1), (least, least, family.max_frames)}
@@ -62,7 +62,7 @@ def test_largest_shapes_run(small: Small) -> None:
         assert velocity.shape == batch["latents"].shape
 
 
-def test_every_model_can_be_made_tiny(small: Small) -> None:
+def test_every_model_can_be_made_tiny(small):
     family, side = small.family, 4 * small.family.size_multiple_px
     bucket = Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)
     for given in (small.transformer.config, *(model.config for model in family.models)):
@@ -77,7 +77,7 @@ def test_every_model_can_be_made_tiny(small: Small) -> None:
 
 
 @pytest.mark.quick(*KINDS)
-def test_target_sets_nest_and_cover_all_linears(small: Small) -> None:
+def test_target_sets_nest_and_cover_all_linears(small):
     layers = {}
     for name in ("attention", "attention+mlp", "all-linear"):
         transformer = build_on_meta(small.family, small.transformer.config)
@@ -105,7 +105,7 @@ def _layers_with_a_part(small: Small) -> set[str]:
 
 
 @pytest.mark.quick(*KINDS)
-def test_every_adapter_layer_learns(small: Small) -> None:
+def test_every_adapter_layer_learns(small):
     transformer, parameters = small.adapted("all-linear")
     batch, noise = batch_and_noise(small)
     denoising_loss(small.family, transformer, batch, noise, small.levels(0.3, 0.8)).backward()
@@ -117,7 +117,7 @@ def test_every_adapter_layer_learns(small: Small) -> None:
     assert all(name.startswith(f"{last}.") for name in still), still
 
 
-def test_batching_changes_nothing(small: Small) -> None:
+def test_batching_changes_nothing(small):
     family, transformer = small.family, small.transformer
     batch, noise = batch_and_noise(small)
     levels = small.levels(0.25, 0.9)
@@ -131,7 +131,7 @@ def test_batching_changes_nothing(small: Small) -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-3, atol=1e-4)
 
 
-def test_padding_what_is_masked_changes_nothing(small: Small) -> None:
+def test_padding_what_is_masked_changes_nothing(small):
     """Neither outputs nor gradients; and where attention gets no mask there is no more padding."""
     family = small.family
     samples = [small.sample(caption) for caption in CAPTIONS]
@@ -156,7 +156,7 @@ def test_padding_what_is_masked_changes_nothing(small: Small) -> None:
 
 
 @pytest.mark.quick(*KINDS)
-def test_bf16_trains(small: Small) -> None:
+def test_bf16_trains(small):
     kind, folder = type(small.transformer), small.folder / small.family.denoiser
     transformer = kind.from_pretrained(folder, torch_dtype=torch.bfloat16)
     parameters = add_adapter(small.family, transformer, small.workload(), torch.bfloat16)
@@ -172,7 +172,7 @@ def test_bf16_trains(small: Small) -> None:
     assert all(parameter.grad.isfinite().all() for parameter in parameters)
 
 
-def test_masks_are_announced(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_announced(small, monkeypatch):
     samples = [small.sample(caption) for caption in CAPTIONS]
     seen = []
     small.transformer.set_attention_backend("native")
@@ -198,7 +198,7 @@ def test_masks_are_announced(small: Small, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.quick(*KINDS)
-def test_checkpointing_gives_equal_gradients(small: Small) -> None:
+def test_checkpointing_gives_equal_gradients(small):
     from autotune.knobs.blocks import apply_recomputation
 
     batch, noise = batch_and_noise(small)
@@ -212,7 +212,7 @@ def test_checkpointing_gives_equal_gradients(small: Small) -> None:
 
 
 @pytest.mark.quick(*KINDS)
-def test_samples_are_deterministic_and_sized(small: Small) -> None:
+def test_samples_are_deterministic_and_sized(small):
     controls = [Image.new("RGB", (40, 56), "green")] * small.family.max_controls
     bucket = Bucket(width_px=64, height_px=32, num_frames=small.bucket.num_frames, num_items=1)
     options = {"num_steps": 2, "controls": controls}

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ SHAPE = (16, 1, 8, 8)
 
 @pytest.mark.parametrize("shift", [1.0, 12.0])
 @pytest.mark.parametrize("sampling", ["logit_normal", "uniform"])
-def test_each_expert_draws_what_falls_to_it_of_all_levels(shift: float, sampling: Any) -> None:
+def test_each_expert_draws_what_falls_to_it_of_all_levels(shift, sampling):
     whole = Noising(seed=3, shift=shift, sampling=sampling)
     levels = torch.tensor([whole.level_at(step, 0, SHAPE) for step in range(10_000)])
     for process in (FlowMatching(lowest_share=0.875), FlowMatching(highest_share=0.875)):
@@ -43,7 +41,7 @@ def test_each_expert_draws_what_falls_to_it_of_all_levels(shift: float, sampling
         assert float(difference.abs().max()) < 0.03
 
 
-def test_the_folder_tells_an_experts_boundary(small_pipelines: Any, tmp_path: Path) -> None:
+def test_the_folder_tells_an_experts_boundary(small_pipelines, tmp_path):
     folder = shutil.copytree(small_pipelines(NAME).folder, tmp_path / "model")
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.75}))
@@ -59,7 +57,7 @@ def test_the_folder_tells_an_experts_boundary(small_pipelines: Any, tmp_path: Pa
         _ = resolve_model(ModelRef.of(folder)).noise
 
 
-def test_an_expert_is_part_of_a_models_name_where_it_has_one() -> None:
+def test_an_expert_is_part_of_a_models_name_where_it_has_one():
     found = find_published(NAME, "low-noise")
     assert found is not None
     assert found[0].denoiser == "transformer_2"
@@ -70,7 +68,7 @@ def test_an_expert_is_part_of_a_models_name_where_it_has_one() -> None:
 
 @pytest.mark.quick("low-noise")
 @pytest.mark.parametrize("expert", ["high-noise", "low-noise"])
-def test_previews_use_both_transformers(small_pipelines: Any, tmp_path: Path, expert: str) -> None:
+def test_previews_use_both_transformers(small_pipelines, tmp_path, expert):
     small: Small = small_pipelines(NAME)
     model = resolve_model(ModelRef(name=str(small.folder), expert=expert))
     family = model.family
@@ -102,7 +100,7 @@ def test_previews_use_both_transformers(small_pipelines: Any, tmp_path: Path, ex
     assert sampled() != without
 
 
-def test_both_transformers_of_a_preview_in_fp16(small_pipelines: Any) -> None:
+def test_both_transformers_of_a_preview_in_fp16(small_pipelines):
     small: Small = small_pipelines(NAME)
     model = resolve_model(ModelRef(name=str(small.folder), expert="high-noise"))
     settings = SETTINGS.changed(precision="fp16")

@@ -1,7 +1,6 @@
 """Models by the names that people type: case, spaces and punctuation never matter."""
 
 import re
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -27,7 +26,7 @@ def meant(name: str) -> str | None:
 
 
 @given(st.sampled_from(sorted(NAMES)), st.sampled_from(["", " ", "-", "_", "."]), st.randoms())
-def test_spelling_never_matters(name: str, joint: str, random: Random) -> None:
+def test_spelling_never_matters(name, joint, random):
     owner, slash, rest = name.rpartition("/")
     parts = re.split(r"[\W_]+", rest)
     typed = owner + slash + joint.join(random.choice([part, part.upper()]) for part in parts)
@@ -48,7 +47,7 @@ def test_spelling_never_matters(name: str, joint: str, random: Random) -> None:
         ("qwen image edit 2511", "qwen-image-edit-2511"),
     ],
 )
-def test_names_that_people_type(typed: str, name: str) -> None:
+def test_names_that_people_type(typed, name):
     assert meant(typed) == name
 
 
@@ -65,7 +64,7 @@ def test_names_that_people_type(typed: str, name: str) -> None:
         ("", set()),
     ],
 )
-def test_other_names_are_told_what_may_be_meant(typed: str, told: set[str]) -> None:
+def test_other_names_are_told_what_may_be_meant(typed, told):
     for find in (lambda name: resolve_model(ModelRef.of(name)), get_family):
         with pytest.raises(InvalidInput) as refused:
             find(typed)
@@ -75,5 +74,5 @@ def test_other_names_are_told_what_may_be_meant(typed: str, told: set[str]) -> N
         } == told
 
 
-def test_a_repository_is_never_taken_for_another() -> None:
+def test_a_repository_is_never_taken_for_another():
     assert meant("someone/flux1-dev") is None

@@ -124,7 +124,7 @@ def test_preview_of_chroma_masks_padding(small_pipelines, monkeypatch):
 
 
 @pytest.mark.slow
-def test_previews_of_ltx_need_neither_gemma_nor_the_connectors(small_pipelines) -> None:
+def test_previews_of_ltx_need_neither_gemma_nor_the_connectors(small_pipelines):
     small = small_pipelines("ltx-2.3")
     options = {"width": 64, "height": 32, "num_frames": 9, "num_inference_steps": 2}
     options |= {"guidance_scale": 3.0, "stg_scale": 0.0, "audio_stg_scale": 0.0}

@@ -107,14 +107,7 @@ job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), m
     rate=1e-4,
     steps=1,
 )
-def test_any_job_reads_back_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: str,
-    data: str | None,
-    prompts: tuple[str, ...],
-    rate: float,
-    steps: int,
-) -> None:
+def test_any_job_reads_back_as_it_was_written(tmp_path_factory, model, data, prompts, rate, steps):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     plan = make_plan(
         model=model, data=data, preview_prompts=prompts, learning_rate=rate, num_steps=steps
@@ -125,16 +118,14 @@ def test_any_job_reads_back_as_it_was_written(
 
 @settings(max_examples=60)
 @given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin-1")))
-def test_arbitrary_text_raises_only_the_typed_error(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+def test_arbitrary_text_raises_only_the_typed_error(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     with contextlib.suppress(InvalidPlan):
         raise AssertionError(read_plan(path))
 
 
-def test_every_frozen_value_is_covered_by_the_digest() -> None:
+def test_every_frozen_value_is_covered_by_the_digest():
     data = make_plan().model_dump(mode="json")
     leaves = list(_leaves(data["frozen"], ()))
     assert len(leaves) > 50
@@ -163,12 +154,12 @@ def _other(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("field", ["model", "data", "output", "validation"])
-def test_an_empty_path_is_refused(field: str) -> None:
+def test_an_empty_path_is_refused(field):
     with pytest.raises(InvalidPlan, match=f"^job.{field}: it is empty$"):
         with_job(make_plan(), **{field: ""})
 
 
-def test_the_job_may_be_edited(tmp_path: Path) -> None:
+def test_the_job_may_be_edited(tmp_path):
     edited = plan_text(make_plan()).replace("num_steps: 100", "num_steps: 250")
     (tmp_path / "plan.yaml").write_text(edited.replace("rate: 0.0001", "rate: 5e-5"))
     job = read_plan(tmp_path / "plan.yaml").job
@@ -206,21 +197,17 @@ def edit(old: str, new: str) -> Callable[[str], str]:
         (lambda t: "1: 2\n", "line 1 has a key"),
     ],
 )
-def test_each_damage_has_its_own_message(
-    tmp_path: Path, damage: Callable[[str], str], words: str
-) -> None:
+def test_each_damage_has_its_own_message(tmp_path, damage, words):
     assert words in refusal(tmp_path / "plan.yaml", damage(plan_text(make_plan()))).message
 
 
-def test_more_values_than_any_plan_has_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_values_than_any_plan_has_are_refused(tmp_path, monkeypatch):
     text, keys = plan_text(make_plan()), [f"key{number}: 1\n" for number in range(500)]
     monkeypatch.setattr(file, "MAX_NODES", 1000)
     assert "more than 1000 values" in refusal(tmp_path / "plan.yaml", text + "".join(keys)).message
 
 
-def test_absent_unreadable_and_binary_files_are_refused(tmp_path: Path) -> None:
+def test_absent_unreadable_and_binary_files_are_refused(tmp_path):
     for path in (tmp_path / "absent.yaml", tmp_path):
         with pytest.raises(InvalidPlan, match="there is no plan at"):
             read_plan(path)
@@ -232,9 +219,7 @@ def test_absent_unreadable_and_binary_files_are_refused(tmp_path: Path) -> None:
         read_plan(tmp_path / "binary.yaml")
 
 
-def test_a_failed_write_leaves_the_old_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_plan(tmp_path, monkeypatch):
     path = tmp_path / "plan.yaml"
     write_plan(path, make_plan())
     before = path.read_text()
@@ -245,7 +230,7 @@ def test_a_failed_write_leaves_the_old_plan(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_overrides_are_validated_like_the_file() -> None:
+def test_overrides_are_validated_like_the_file():
     plan = make_plan()
     assert with_job(plan, num_steps=None, data="other").job.data == "other"
     assert with_job(plan, num_steps=7).digest == plan.digest
@@ -256,7 +241,7 @@ def test_overrides_are_validated_like_the_file() -> None:
         with_job(plan, learning_rate=7.0)
 
 
-def test_steps_whose_times_would_be_absurd_are_refused() -> None:
+def test_steps_whose_times_would_be_absurd_are_refused():
     with pytest.raises(InvalidPlan, match=r"job\.num_steps: input should be less than"):
         with_job(make_plan(), num_steps=9 * 10**18)
     job = with_job(make_plan(), num_train_epochs=10**9).job
@@ -265,9 +250,7 @@ def test_steps_whose_times_would_be_absurd_are_refused() -> None:
         job.steps_on(5, 4)
 
 
-def test_words_in_a_plan_cannot_steer_the_terminal(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_words_in_a_plan_cannot_steer_the_terminal(tmp_path, capfd):
     frozen = make_plan().frozen
     evil = frozen.changed(reasons=(frozen.reasons[0].changed(why="\x1b[2J\x9bfast"),))
     write_plan(tmp_path / "plan.yaml", seal(make_plan().job, evil))
@@ -280,7 +263,7 @@ def test_words_in_a_plan_cannot_steer_the_terminal(
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_another_schema_is_refused_with_both_versions(version: int, tmp_path: Path) -> None:
+def test_another_schema_is_refused_with_both_versions(version, tmp_path):
     text = plan_text(make_plan()).replace("schema_version: 2", f"schema_version: {version}")
     error = refusal(tmp_path / "plan.yaml", text)
     assert f"has schema {version}, and this autotune reads schema 2 only" in error.message

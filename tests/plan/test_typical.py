@@ -1,6 +1,5 @@
 """What a step of usual shapes is, beside the largest that decides memory."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ lengths = st.lists(st.integers(1, 1024), min_size=1, max_size=64).map(sorted)
 
 
 @given(lengths, st.integers(1, 64))
-def test_a_spread_rises_within_its_values(values: list[int], count: int) -> None:
+def test_a_spread_rises_within_its_values(values, count):
     spread = spread_of(values, count)
     assert len(spread) == count
     assert list(spread) == sorted(spread)
@@ -43,7 +42,7 @@ def test_a_spread_rises_within_its_values(values: list[int], count: int) -> None
 
 
 @given(lengths, st.integers(1, 32))
-def test_a_step_of_usual_captions_has_their_mean_length(values: list[int], batch: int) -> None:
+def test_a_step_of_usual_captions_has_their_mean_length(values, batch):
     work = workload(values, batch)
     mean = sum(typical_text_tokens(work)) / batch
     if len(values) % batch == 0 or batch % len(values) == 0:
@@ -54,12 +53,12 @@ def test_a_step_of_usual_captions_has_their_mean_length(values: list[int], batch
 
 
 @pytest.mark.parametrize("quantiles", [(3, 2), (1, 13), (0, 2), (1,) * 65])
-def test_quantiles_that_cannot_be_are_refused(quantiles: tuple[int, ...]) -> None:
+def test_quantiles_that_cannot_be_are_refused(quantiles):
     with pytest.raises(ValidationError):
         builders.workload(max_text_tokens=12, text_token_quantiles=quantiles)
 
 
-def test_the_usual_bucket_is_near_the_mean() -> None:
+def test_the_usual_bucket_is_near_the_mean():
     def work(*items: int) -> Workload:
         frames = zip((1, 41, 81), items, strict=True)
         shape = {"width_px": 64, "height_px": 64}
@@ -70,9 +69,7 @@ def test_the_usual_bucket_is_near_the_mean() -> None:
     assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
 
 
-def test_one_long_caption_does_not_decide_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_long_caption_does_not_decide_the_time(tmp_path, monkeypatch):
     model, images = write_model_and_images(tmp_path)
     first = min(images.glob("*.txt"))
     first.write_text(" ".join(["sail"] * 60))
@@ -99,7 +96,7 @@ def test_one_long_caption_does_not_decide_the_time(
     assert by_step == [longest] * 2 + [typical_text_tokens(work)] * 3
 
 
-def test_uneven_captions_leave_a_check_alone() -> None:
+def test_uneven_captions_leave_a_check_alone():
     even, uneven = workload([900], 4), workload([3, 5, 900], 4)
     family = get_family(even.model.family)
     assert small_workload(family, uneven) == small_workload(family, even)

@@ -26,7 +26,7 @@ from autotune.report.machine import (
 from tests.machine.fleet import MACHINES, machine
 
 
-def test_models_for_a_gpu_are_sorted_by_the_hours_of_a_run() -> None:
+def test_models_for_a_gpu_are_sorted_by_the_hours_of_a_run():
     models = list_models("4090")
     hours = [model.run_hours or math.inf for model in models]
     assert hours == sorted(hours)
@@ -54,7 +54,7 @@ REPORT = DataReport(
 )
 
 
-def test_problems_are_reported_and_capped() -> None:
+def test_problems_are_reported_and_capped():
     assert set(PROBLEMS) == set(get_args(ProblemKind))
     tiny = {"kind": "tiny", "message": "is 8 x 8 px"}
     problems = tuple(Problem(file=f"{number}.png", **tiny) for number in range(500))
@@ -66,7 +66,7 @@ def test_problems_are_reported_and_capped() -> None:
 
 @settings(max_examples=40)
 @given(st.text(), st.text(), st.sampled_from(sorted(PROBLEMS)))
-def test_file_names_are_printable(folder: str, file: str, kind: str) -> None:
+def test_file_names_are_printable(folder, file, kind):
     problem = Problem.model_validate({"file": file, "kind": kind, "message": file * 3})
     lines = data_report_lines(REPORT.model_copy(update={"folder": folder, "problems": (problem,)}))
     assert all(line.isprintable() for line in lines)

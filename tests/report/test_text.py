@@ -17,7 +17,7 @@ from tests.report.page.pages import golden_plan, run_report
 
 
 @pytest.mark.slow
-def test_closed_pipes_end_nothing() -> None:
+def test_closed_pipes_end_nothing():
     code = "from autotune.cli.terminal import err, out; [err.print('x' * 99) for _ in range(9999)]"
     reader, writer = os.pipe()
     os.close(reader)
@@ -27,14 +27,14 @@ def test_closed_pipes_end_nothing() -> None:
     assert (process.returncode, process.stdout) == (0, b"done\n")
 
 
-def test_control_characters_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_replaced(capfd):
     for console in (out, err):
         console.print("one \x1b[2J\x9b2J\u202e\udcff :cat: [red]\ntwo")
     printed = capfd.readouterr()
     assert printed.out == printed.err == "one ?[2J?2J?? :cat: [red]\ntwo\n"
 
 
-def test_predicted_differences_are_uncertain() -> None:
+def test_predicted_differences_are_uncertain():
     measured = golden_plan()
     expected = measured.frozen.expected.changed(
         evidence="predicted", time_uncertainty=0.62, step_seconds=3600.0
@@ -47,7 +47,7 @@ def test_predicted_differences_are_uncertain() -> None:
     assert step.ratio == pytest.approx(3600.0 / measured.frozen.expected.step_seconds)
 
 
-def test_the_largest_wait_limits_a_run() -> None:
+def test_the_largest_wait_limits_a_run():
     kinds = [name for name in StepTime.model_fields if name != "recompute_seconds"]
     time = StepTime(**dict.fromkeys(kinds, 1.0), recompute_seconds=0.0)
     waits = time.waits(data_seconds=1.0)
@@ -57,7 +57,7 @@ def test_the_largest_wait_limits_a_run() -> None:
     assert "limited by data" in report_lines(report)
 
 
-def test_what_missed_its_promise_is_told() -> None:
+def test_what_missed_its_promise_is_told():
     plan = golden_plan()
     kept = run_report(plan).changed(
         measured_step_seconds=plan.frozen.expected.step_seconds,
@@ -70,13 +70,13 @@ def test_what_missed_its_promise_is_told() -> None:
     assert f"warning: {missed[0]}" in report_lines(kept.changed(run_memory_bytes=624 << 20))
 
 
-def test_epochs_are_told_as_steps_and_time() -> None:
+def test_epochs_are_told_as_steps_and_time():
     plan = with_job(golden_plan(), data="photos")
     asked = plan.changed(job=plan.job.changed(num_train_epochs=10))
     assert job_text(asked) == f"10 epochs, {job_text(plan)}"
 
 
-def test_predictions_show_the_chosen_among_the_faster() -> None:
+def test_predictions_show_the_chosen_among_the_faster():
     frozen = golden_plan().frozen
     assert frozen.forecast is not None
     settings, step_time = frozen.settings, frozen.forecast.step_time
@@ -100,7 +100,7 @@ def test_predictions_show_the_chosen_among_the_faster() -> None:
     assert sum(" chosen " in line for line in prediction_lines(event)) == 1
 
 
-def test_changed_values_are_the_users() -> None:
+def test_changed_values_are_the_users():
     lines = origin_lines(with_job(make_plan(), learning_rate=3e-4, timestep_shift=2.2))
     ours = next(at for at, line in enumerate(lines) if line.startswith("we set"))
     assert any("learning rate 0.0003" in line for line in lines[:ours])

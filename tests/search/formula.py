@@ -20,7 +20,7 @@ from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
 from autotune.plan.workload import ModelSpec
-from autotune.search import arrival, expected, problem, request
+from autotune.search import arrival, expected, problem
 
 GIB = 2**30
 KEPT_BYTES = 5 * GIB
@@ -182,8 +182,8 @@ def by_formula(
     with pytest.MonkeyPatch.context() as patch:
         for module in (problem, arrival):
             patch.setattr(module, "CostModel", cost_model)
-        for module in (request, arrival):
-            patch.setattr(module, "resolve_model", resolve)
+        for module in ("autotune.models.resolve", "autotune.search.arrival"):
+            patch.setattr(f"{module}.resolve_model", resolve)
         patch.setattr(problem, "read_parts", lambda model: None)
         patch.setattr(expected, "job_time", lambda *_, **__: around)
         yield

@@ -1,7 +1,6 @@
 """A predicted plan is measured on arrival, turns to its fallbacks, or does not fit."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ def predicted(_by_formula: None) -> TrainingPlan:
     return make_plan(asked, hardware_named("nvidia-rtx-4090"))
 
 
-def test_settings_that_hold_are_sealed_as_measured(predicted: TrainingPlan) -> None:
+def test_settings_that_hold_are_sealed_as_measured(predicted):
     sealed = verify_prediction(predicted, HERE, backend=surroundings())
     frozen = sealed.frozen
     assert frozen.expected.evidence == "measured"
@@ -40,9 +39,7 @@ def test_settings_that_hold_are_sealed_as_measured(predicted: TrainingPlan) -> N
     assert sealed.frozen.predicted_digest == predicted.digest
 
 
-def test_the_next_start_finds_the_sealed_plan_with_its_own_job(
-    predicted: TrainingPlan, tmp_path: Path
-) -> None:
+def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted, tmp_path):
     path = tmp_path / "plan.yaml"
     assert load_verified(path, predicted, HERE) is None
     sealed = verify_prediction(predicted, HERE, backend=surroundings())
@@ -60,7 +57,7 @@ def test_the_next_start_finds_the_sealed_plan_with_its_own_job(
     assert load_verified(path, predicted, HERE) is None
 
 
-def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted: TrainingPlan) -> None:
+def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted):
     assert predicted.frozen.fallbacks
     bad = predicted.frozen.settings
 
@@ -78,7 +75,7 @@ def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted: Train
     assert sealed.workload == predicted.frozen.workload
 
 
-def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted: TrainingPlan) -> None:
+def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted):
     small = builders.hardware("attention.native", budget_bytes=4 * 2**30, compute_capability=(8, 9))
     untouched = surroundings(lambda candidate: pytest.fail("tried"))
     with pytest.raises(DoesNotFit, match=r"a run may take 4\.0 GiB"):
@@ -90,7 +87,7 @@ def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     return seal(plan.job, plan.frozen.model_copy(update=changes))
 
 
-def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: TrainingPlan) -> None:
+def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted):
     released = verify_prediction(predicted, HERE, backend=surroundings()).frozen.expected
     keeping = edited(predicted, caching=CachingSettings(residency="keep"))
     kept = verify_prediction(keeping, HERE, backend=surroundings()).frozen
@@ -104,7 +101,7 @@ def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: Tr
         verify_prediction(edited(keeping, fallbacks=()), tight, backend=surroundings())
 
 
-def test_what_computes_something_else_here_is_not_tried(predicted: TrainingPlan) -> None:
+def test_what_computes_something_else_here_is_not_tried(predicted):
     usual = predicted.frozen.settings
     unproven = usual.changed(attention="_native_cudnn")
     asked: list[object] = []

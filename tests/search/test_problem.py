@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 
 @pytest.mark.parametrize(("budget_gib", "strategy"), [(9, "ddp"), (7, "ddp"), (5, "fsdp2")])
 def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
-    budget_gib: int, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    budget_gib, strategy, monkeypatch
+):
     """A step needs 8.1 GiB as int8, where the weights alone take 6, and 5.2 as nf4."""
 
     def weight_bytes(cost: FormulaCostModel, candidate: Candidate) -> int:
@@ -47,7 +47,7 @@ def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
 
 @pytest.mark.quick("1")
 @pytest.mark.parametrize(("num_processes", "budget_gib"), [(1, 14), (4, 7.2)])
-def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_gib: float) -> None:
+def test_every_relaxation_that_is_named_really_fits(num_processes, budget_gib):
     hardware = builders.hardware(
         *CAPABILITIES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30)
     )
@@ -70,9 +70,7 @@ def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_g
 
 
 @pytest.mark.parametrize("settings", [{"attention": "flash"}, {"swapped_blocks": 40}])
-def test_a_larger_batch_is_predicted_only_with_settings_that_run(
-    settings: dict[str, object],
-) -> None:
+def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings):
     """A batch of captions that differ in length needs a mask; swapped blocks have to recompute."""
     work = builders.workload(effective_batch_size=1)
     context = builders.context(HARDWARE, work)
@@ -104,7 +102,7 @@ def seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) -> float:
 
 
 @pytest.mark.parametrize("budget_gib", [11, 16])
-def test_more_freedom_never_gives_a_slower_plan(budget_gib: int) -> None:
+def test_more_freedom_never_gives_a_slower_plan(budget_gib):
     """Of a looser floor, no pins, or more memory of device and host; but for the width of a tie."""
     free = seconds(budget_gib, quality="compact") / (1 + TIE)
     assert free <= seconds(budget_gib, quality="high")

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ from autotune.data.encode import Encoders
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings, TrialResult
 from autotune.plan.job import ModelRef
-from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import Failure, RehearsalRequest, largest_preview, rehearse_caching
 from tests.search.conftest import FIRST, GIB, workload
 
 PHASES = ["caching", "loading", "training", "previews", "saving"]
 
 
-def test_every_phase_is_rehearsed(runner: ProcessTrialRunner) -> None:
+def test_every_phase_is_rehearsed(runner):
     result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok", result.message
     assert result.confirms
@@ -30,9 +28,7 @@ def test_every_phase_is_rehearsed(runner: ProcessTrialRunner) -> None:
     assert short.peak_memory_bytes == pytest.approx(result.peak_memory_bytes, rel=0.01)
 
 
-def test_where_a_later_phase_fails_what_is_known_stands(
-    runner: ProcessTrialRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_later_phase_fails_what_is_known_stands(runner, monkeypatch):
     known = TrialResult(
         candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True
     )
@@ -45,9 +41,7 @@ def test_where_a_later_phase_fails_what_is_known_stands(
     assert "it failed" in result.message
 
 
-def test_text_encoders_are_gone_before_pixels_are_encoded(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_encoders_are_gone_before_pixels_are_encoded(small_model, tmp_path, monkeypatch):
     """And all of it before the transformer is loaded: as in training, by reference counts."""
     caching, work = CachingSettings(), workload(small_model)
     model = resolve_model(ModelRef.of(small_model))

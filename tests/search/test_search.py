@@ -11,7 +11,7 @@ import pytest
 
 from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
-from autotune.plan.candidate import Candidate, Outcome, TrialResult
+from autotune.plan.candidate import Candidate, TrialResult
 from autotune.search.next import MAX_GROWTH, SAFE_SHARE, ResidualSearch, SearchLimits, best_seconds
 from autotune.search.space import SearchSpace, build_search_space, expand_block_counts
 from autotune.search.study import run_search
@@ -90,9 +90,7 @@ def search(
 
 @pytest.mark.quick("0", "3")
 @pytest.mark.parametrize("seed", range(8))
-def test_eight_trials_come_close_to_the_exhaustive_best(
-    cost: CostModel, space: SearchSpace, seed: int
-) -> None:
+def test_eight_trials_come_close_to_the_exhaustive_best(cost, space, seed):
     run = machine(cost, seed)
     exhaustive = min(run(c).median_step_seconds or math.inf for c in space.candidates)
     results = search(cost, run)
@@ -103,9 +101,7 @@ def test_eight_trials_come_close_to_the_exhaustive_best(
 
 @pytest.mark.quick("stock")
 @pytest.mark.parametrize(("stock_is", "ends_with"), [(0.8, "stock"), (1.2, "fused")])
-def test_what_a_rule_settled_is_compared_once(
-    cost: CostModel, stock_is: float, ends_with: str
-) -> None:
+def test_what_a_rule_settled_is_compared_once(cost, stock_is, ends_with):
     pins = (*ON_DEVICE[:-1], ("quantization", "none"))
     free = expand_block_counts(build_search_space(builders.context(GPU, WORK), pins), cost)
 
@@ -127,9 +123,7 @@ def test_what_a_rule_settled_is_compared_once(
     assert winner.candidate.norm_rope == ends_with
 
 
-def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(
-    cost: CostModel, space: SearchSpace
-) -> None:
+def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost, space):
     run, budget = machine(cost, 3), 60 * GIB
     predicted = {c: cost.predict(c).run_memory_bytes for c in space.candidates}
     results = search(cost, run, 10, budget, ascending=True)
@@ -142,12 +136,12 @@ def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(
         assert predicted[result.candidate] <= 1.25 * max(MAX_GROWTH * largest, SAFE_SHARE * budget)
 
 
-def test_no_candidate_is_tried_twice(cost: CostModel) -> None:
+def test_no_candidate_is_tried_twice(cost):
     tried = [result.candidate for result in search(cost, machine(cost, 1), max_trials=12)]
     assert len(set(tried)) == len(tried) >= 6
 
 
-def test_out_of_memory_teaches_and_does_not_end_the_search(cost: CostModel) -> None:
+def test_out_of_memory_teaches_and_does_not_end_the_search(cost):
     wall = 42 * GIB  # of a budget said to be 60: the prediction of what fits is wrong by a third
     results = search(cost, machine(cost, 2, wall_bytes=wall), max_trials=12, budget_bytes=60 * GIB)
     outcomes = [result.outcome for result in results]
@@ -156,9 +150,7 @@ def test_out_of_memory_teaches_and_does_not_end_the_search(cost: CostModel) -> N
     assert outcomes.count("oom") <= 4
 
 
-def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
-    cost: CostModel, space: SearchSpace
-) -> None:
+def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(cost, space):
     plain = space.candidates[0].changed(checkpointed_blocks=59)
     some, many = (plain.changed(swapped_blocks=blocks) for blocks in (10, 50))
     wider = dataclasses.replace(space, candidates=(*space.candidates, some, many))
@@ -174,7 +166,7 @@ def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
 
 
 @pytest.mark.parametrize("outcome", ["crash", "numerics", "oom", "host_oom", "spill"])
-def test_search_survives_any_outcome_everywhere(cost: CostModel, outcome: Outcome) -> None:
+def test_search_survives_any_outcome_everywhere(cost, outcome):
     failing = {"seconds": None, "outcome": outcome, "message": "by design"}
     results = search(cost, lambda candidate: builders.trial(candidate, **failing))  # type: ignore[arg-type]
     assert {result.outcome for result in results} == {outcome}
@@ -182,7 +174,7 @@ def test_search_survives_any_outcome_everywhere(cost: CostModel, outcome: Outcom
         require_winner(score_trials(results), "throughput", lambda: "by asking less")
 
 
-def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost: CostModel) -> None:
+def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost):
     assert search(cost, lambda candidate: pytest.fail("tried"), budget_bytes=10 * GIB) == ()
 
 
@@ -212,9 +204,7 @@ def test_ties_go_to_what_is_more_exact_then_smaller_then_simpler(
         assert winner.candidate == trial(*one).candidate, why
 
 
-def test_workers_at_the_same_time_try_different_combinations(
-    cost: CostModel, space: SearchSpace
-) -> None:
+def test_workers_at_the_same_time_try_different_combinations(cost, space):
     run, sampler = machine(cost, 5), ResidualSearch(space, cost, 100 * GIB)
     results = [run(min(space.candidates, key=lambda c: cost.predict(c).run_memory_bytes))]
     taken: set[Candidate] = set()

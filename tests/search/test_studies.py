@@ -68,7 +68,7 @@ def kill(worker: Worker) -> None:
 
 
 @pytest.mark.usefixtures("_short_grace")
-def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path) -> None:
+def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path):
     asked = request("killed", max_trials=3)
     worker = start_worker(tmp_path, "first", asked, hangs_at=2)
     wait_until(lambda: len(logged(worker.log, "begins")) == 2)
@@ -97,9 +97,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanRequest:
     return request(interrupted="resumed", max_trials=4)
 
 
-def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
-    asked: PlanRequest,
-) -> None:
+def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(asked):
     tried: list[Candidate] = []
     notes: list[str] = []
     with pytest.raises(PlanInterrupted) as stopped:
@@ -124,9 +122,7 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
 
 @pytest.mark.quick("damage")
 @pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage", "other optuna"])
-def test_only_the_same_question_on_the_same_machine_goes_on(
-    asked: PlanRequest, tmp_path: Path, what: str
-) -> None:
+def test_only_the_same_question_on_the_same_machine_goes_on(asked, tmp_path, what):
     first: list[Candidate] = []
     with pytest.raises(KeyboardInterrupt):
         make_plan(asked, HARDWARE, backend=interrupted_after(2, first))
@@ -148,7 +144,7 @@ def test_only_the_same_question_on_the_same_machine_goes_on(
     assert len(second) >= 4
 
 
-def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
+def test_an_ended_study_gives_its_plan_again_without_trials():
     asked = request("ended", max_trials=2)
     plan = make_plan(asked, HARDWARE, backend=surroundings())
     again = make_plan(asked, HARDWARE, backend=surroundings(lambda candidate: pytest.fail("tried")))
@@ -156,7 +152,7 @@ def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
 
 
 @pytest.mark.usefixtures("_short_grace")
-def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
+def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path):
     asked = request("deadly", max_trials=3)
     for number in (1, 2):
         worker = start_worker(tmp_path, f"worker-{number}", asked, hangs_at=1)
@@ -170,7 +166,7 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
     assert "took its process down 2 times" in crashed.message
 
 
-def test_a_study_of_another_question_or_machine_says_so() -> None:
+def test_a_study_of_another_question_or_machine_says_so():
     asked = request("mine", max_trials=1)
     make_plan(asked, HARDWARE, backend=surroundings())
     with pytest.raises(InvalidInput, match="work: sha256"):
@@ -182,7 +178,7 @@ def test_a_study_of_another_question_or_machine_says_so() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_short_grace")
-def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, database: str) -> None:
+def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path, database):
     asked = request("shared", storage=database, max_trials=10)
     victim = start_worker(tmp_path, "victim", asked, hangs_at=1)
     wait_until(lambda: len(logged(victim.log, "begins")) == 1)
@@ -224,7 +220,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
         "p@ss/word",
     ],
 )
-def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> None:
+def test_a_storage_that_cannot_be_used_never_shows_its_password(url):
     with pytest.raises(AutotuneError) as caught:
         make_plan(request("x", storage=url), HARDWARE, backend=surroundings())
     words = f"{caught.value.message} {caught.value.hint} {caught.value.__cause__!r}"

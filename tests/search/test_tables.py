@@ -13,7 +13,7 @@ TABLES = Path(__file__).parents[2] / "benchmarks" / "results" / "tables"
 
 
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_measured_tables_still_read(path: Path) -> None:
+def test_measured_tables_still_read(path):
     first, *lines = path.read_text().splitlines()
     head = json.loads(first)
     HardwareProfile.model_validate_json(json.dumps(head["hardware"]))

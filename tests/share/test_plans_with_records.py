@@ -133,7 +133,7 @@ def _changed(one: TrialResult, factor: float, memory: float) -> TrialResult:
     return one.changed(step_seconds=steps, peak_memory_bytes=peak)
 
 
-def test_an_exact_match_costs_exactly_one_trial(cold: Planned) -> None:
+def test_an_exact_match_costs_exactly_one_trial(cold):
     again = planned_on(Simulated(slow=SLOW, seed=1), cold.record)
     assert [t.candidate for t in again.plan.trials] == [cold.plan.settings]
     assert again.plan.settings == cold.plan.settings
@@ -157,7 +157,7 @@ def neighbor(seed: int, slow: dict[str, float] = SLOW) -> Simulated:
     )
 
 
-def test_a_neighbors_profile_saves_trials() -> None:
+def test_a_neighbors_profile_saves_trials():
     asked = QUESTION.changed(search_seconds=600.0)
     record = planned_on(Simulated(slow=UNFORESEEN), asked=asked).record
     machine = neighbor(1, UNFORESEEN)
@@ -167,7 +167,7 @@ def test_a_neighbors_profile_saves_trials() -> None:
     assert helped.plan.expected.step_seconds <= 1.05 * alone.plan.expected.step_seconds
 
 
-def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold: Planned) -> None:
+def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold):
     poison = altered(cold.record, 0.6)
     again = planned_on(Simulated(slow=SLOW), poison)
     assert again.doubts == (
@@ -178,7 +178,7 @@ def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold: Planned)
     assert len(again.plan.trials) <= len(cold.plan.trials) + 1
 
 
-def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold: Planned) -> None:
+def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold):
     small = gpu(budget_bytes=int(cold.plan.expected.peak_memory_bytes * 0.8))
     lowered = [residual and residual.changed(memory=-0.4) for residual in cold.record.calibration]
     poison = altered(cold.record, 1, 0.7).changed(calibration=tuple(lowered))
@@ -190,7 +190,7 @@ def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold: Planned) 
         assert cost.predict_uncalibrated(tried).run_memory_bytes <= 1.1 * small.device.budget_bytes
 
 
-def test_settings_that_this_machine_does_not_admit_never_become_a_fallback(cold: Planned) -> None:
+def test_settings_that_this_machine_does_not_admit_never_become_a_fallback(cold):
     winner = next(t for t in cold.record.trials if t.candidate == cold.plan.settings)
     smaller = _changed(winner, 1.05, 0.9)
     vanishing = smaller.changed(
@@ -224,7 +224,7 @@ def claiming(record: Record, machine: Simulated, tried: Sequence[Candidate]) -> 
 
 @pytest.mark.parametrize("number", [1, 3, 9, 30])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_record_of_true_times_never_slows_a_plan(cold: Planned, number: int, seed: int) -> None:
+def test_a_record_of_true_times_never_slows_a_plan(cold, number, seed):
     rng, machine = random.Random(seed), Simulated(slow=(SLOW, UNFORESEEN, {})[seed])
     alone = planned_on(machine).plan
     candidates = sorted(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.plan.base import Frozen
 from autotune.plan.candidate import TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.workload import Bucket, ModelSpec, Workload
@@ -27,7 +26,7 @@ from tests.share.examples import TRIALS, machine, plan, rate, record
 SECRET = "alice-secret"
 
 
-def test_texts_of_people_and_machines_stay_out() -> None:
+def test_texts_of_people_and_machines_stay_out():
     versions = machine().versions.changed(torchao=f"0.18+{SECRET}")
     here = machine(notes=(SECRET,)).changed(versions=versions)
     spec = workload().model.changed(name=f"/home/{SECRET}")
@@ -39,7 +38,7 @@ def test_texts_of_people_and_machines_stay_out() -> None:
     assert "0.125" not in content
 
 
-def test_a_record_survives_its_bytes_and_any_other_byte_is_refused() -> None:
+def test_a_record_survives_its_bytes_and_any_other_byte_is_refused():
     crashed = trial(candidate(micro_batch_size=2), outcome="crash", step_seconds=(1e-6, 1e6))
     made = record(trials=(crashed, *TRIALS))
     assert parse_record(made.content, made.key) == made
@@ -63,7 +62,7 @@ CHANGES = (
 )
 
 
-def test_whatever_is_no_record_is_refused_and_named() -> None:
+def test_whatever_is_no_record_is_refused_and_named():
     sound = record().content
     altered = [sound.replace(old, new) for old, new in CHANGES]
     assert sound not in altered
@@ -88,9 +87,7 @@ VERIFIED = {"trials": TRIALS[1:2], "records": ("0" * 64,)}
         (VERIFIED | {"trials": (TRIALS[1], TRIALS[1].changed(confirms=True))}, False),  # cut short
     ],
 )
-def test_a_search_that_was_cut_short_answers_nobody_elses_question(
-    changes: dict[str, object], conclusive: bool
-) -> None:
+def test_a_search_that_was_cut_short_answers_nobody_elses_question(changes, conclusive):
     made = plan(machine())
     limited = made.model_copy(update={"frozen": made.frozen.model_copy(update=changes)})
     assert build_record(limited, machine()).conclusive == conclusive
@@ -103,7 +100,7 @@ def test_a_search_that_was_cut_short_answers_nobody_elses_question(
         ("hardware", {"device_name": "NVIDIA L4"}, "another machine"),
     ],
 )
-def test_what_is_no_evidence_is_not_shared(part: str, changes: dict[str, Any], why: str) -> None:
+def test_what_is_no_evidence_is_not_shared(part, changes, why):
     made = plan(machine())
     new = getattr(made.frozen, part).model_copy(update=changes)
     frozen = made.frozen.model_copy(update={part: new})
@@ -128,7 +125,7 @@ JUDGED = {
 
 
 @pytest.mark.parametrize("kind", JUDGED)
-def test_a_new_field_is_judged_before_it_leaves_the_machine(kind: type[Frozen]) -> None:
+def test_a_new_field_is_judged_before_it_leaves_the_machine(kind):
     assert set(kind.model_fields) == set(JUDGED[kind].split())
 
 
@@ -136,7 +133,7 @@ def here(**changes: Any) -> Machine:
     return shareable_machine(machine(**changes))
 
 
-def test_the_same_machine_and_work_are_exact_if_the_search_was_whole() -> None:
+def test_the_same_machine_and_work_are_exact_if_the_search_was_whole():
     found = compare(record(), here(), workload())
     assert (found.kind, found.distance, found.reasons) == ("exact", 0.0, ())
     assert compare(record(conclusive=False), here(), workload()).kind == "near"
@@ -145,7 +142,7 @@ def test_the_same_machine_and_work_are_exact_if_the_search_was_whole() -> None:
     assert compare(record(), here(rates=slower, noisy=True), workload()).kind == "exact"
 
 
-def test_a_hard_key_that_differs_decides_and_is_named() -> None:
+def test_a_hard_key_that_differs_decides_and_is_named():
     for change, named in (
         ({"torch": "2.12.1"}, "torch version: 2.13 there, 2.12 here"),
         ({"memory_model": "wsl"}, "operating system's memory model: linux there, wsl here"),
@@ -154,7 +151,7 @@ def test_a_hard_key_that_differs_decides_and_is_named() -> None:
         assert (found.kind, found.distance, found.reasons) == ("none", math.inf, (named,))
 
 
-def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same() -> None:
+def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same():
     plain = trial(candidate(), 1.8, 42 * GIB)
     only = {"trials": (plain,), "settings": plain.candidate}
     for capability, there, counts in (
@@ -169,7 +166,7 @@ def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same() -> None
         assert counts or found.reasons == (f"trials on cudnn: {there} there, {cudnn} here",)
 
 
-def test_a_library_of_another_version_takes_only_the_trials_that_used_it() -> None:
+def test_a_library_of_another_version_takes_only_the_trials_that_used_it():
     plain = trial(candidate(), 2.0, 23 * GIB)
     for library, used in (
         ("torchao", {"quantization": "torchao-int8"}),
@@ -185,7 +182,7 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it() -> No
         assert compare_machine(alone, ours).kind == "none"
 
 
-def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
+def test_more_memory_than_where_it_was_short_makes_a_prior():
     found = compare(record(machine(budget_bytes=20 * GIB)), here(), workload())
     assert (found.kind, found.reasons) == ("near", ("memory budget: 0.83 times ours",))
     roomy = record(

@@ -24,7 +24,7 @@ from autotune.system.files import (
 )
 
 
-def test_only_files_are_replaced(tmp_path: Path) -> None:
+def test_only_files_are_replaced(tmp_path):
     pipe, folder = tmp_path / "pipe", tmp_path / "folder"
     os.mkfifo(pipe)
     folder.mkdir()
@@ -37,7 +37,7 @@ def test_only_files_are_replaced(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [folder, pipe]
 
 
-def test_folders_need_not_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_need_not_sync(tmp_path, monkeypatch):
     """As on some network file systems."""
     real = os.fsync
 
@@ -51,7 +51,7 @@ def test_folders_need_not_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "file").read_text() == "text"
 
 
-def test_reading_is_bounded(tmp_path: Path) -> None:
+def test_reading_is_bounded(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to("loop")
@@ -97,7 +97,7 @@ def made_by_a_child() -> tuple[int, Path]:
 
 
 @pytest.mark.usefixtures("place")
-def test_folders_of_killed_processes_go() -> None:
+def test_folders_of_killed_processes_go():
     child, left = made_by_a_child()
     grow_old(left)
     with make_scratch_folder("test") as own:
@@ -111,7 +111,7 @@ def test_folders_of_killed_processes_go() -> None:
     assert not Path(own).exists()
 
 
-def test_links_files_and_young_folders_stay(place: Path) -> None:
+def test_links_files_and_young_folders_stay(place):
     target = place / "precious"
     target.mkdir()
     (place / "autotune-scratch-link").symlink_to(target)
@@ -144,7 +144,7 @@ SECRET = "hunter2"
         ("hunter2", "***"),
     ],
 )
-def test_only_what_cannot_be_a_secret_is_shown(url: str, shown: str) -> None:
+def test_only_what_cannot_be_a_secret_is_shown(url, shown):
     assert describe_url(url) == shown
     assert is_clear_url(url) == (shown not in ("https://***", "***"))
 
@@ -156,7 +156,7 @@ MARKS = st.text(alphabet="@:/?#;=&%[] ", max_size=4)
     st.lists(MARKS, min_size=5, max_size=5),
     st.sampled_from(["https://", "https:/", "s3://", "", "postgresql://"]),
 )
-def test_no_password_is_shown(marks: list[str], scheme: str) -> None:
+def test_no_password_is_shown(marks, scheme):
     first, second, third, fourth, fifth = marks
     url = f"{scheme}{first}me{second}:{third}{SECRET}{fourth}@{fifth}host/db"
     assert SECRET not in describe_url(url)

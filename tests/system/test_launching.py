@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,7 @@ def launched(run_id: str = "none", **changes: object) -> dict[str, str]:
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
     ],
 )
-def test_torchruns_variables_are_understood(
-    environment: Mapping[str, str], expected: Launch | None
-) -> None:
+def test_torchruns_variables_are_understood(environment, expected):
     assert Launch.read(environment) == expected
 
 
@@ -50,12 +47,12 @@ def test_torchruns_variables_are_understood(
         *(launched(MASTER_PORT=70000), launched(MASTER_ADDR="")),
     ],
 )
-def test_a_contradiction_is_refused(environment: Mapping[str, str]) -> None:
+def test_a_contradiction_is_refused(environment):
     with pytest.raises(InvalidInput, match="name no process among others"):
         Launch.read(environment)
 
 
-def test_other_numbers_than_planned_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_than_planned_are_refused(monkeypatch):
     monkeypatch.setattr("os.environ", launched(OMPI_COMM_WORLD_SIZE=7))
     for planned in (1, 3):
         with pytest.raises(InvalidInput, match=f"started 2 process.*plan is for {planned}"):
@@ -81,17 +78,13 @@ def ending(monkeypatch: pytest.MonkeyPatch, how: Exception | None, file: Path | 
 @pytest.mark.parametrize(
     ("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)]
 )
-def test_a_failed_process_gives_its_status(
-    monkeypatch: pytest.MonkeyPatch, code: int, expected: int
-) -> None:
+def test_a_failed_process_gives_its_status(monkeypatch, code, expected):
     monkeypatch.setattr("os.environ", dict(os.environ))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="")
     assert ending(monkeypatch, ChildFailedError("train", {0: failure})) == expected
 
 
-def test_a_signal_preempts_if_a_checkpoint_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_preempts_if_a_checkpoint_was_written(tmp_path, monkeypatch):
     """torch kills processes that take too long to write one."""
     monkeypatch.setattr("os.environ", dict(os.environ))
     stopped, file = SignalException("stopped", signal.SIGTERM), tmp_path / "checkpoint"
@@ -100,7 +93,7 @@ def test_a_signal_preempts_if_a_checkpoint_was_written(
 
 
 @pytest.mark.parametrize("command", [MEASURE, COMMAND])
-def test_no_child_imports_from_the_current_folder(tmp_path: Path, command: Sequence[str]) -> None:
+def test_no_child_imports_from_the_current_folder(tmp_path, command):
     *rooms, module = command[-1].split(".")
     installed, data = tmp_path / "installed", tmp_path / "data"
     for folder, code in ((installed, "import json, threading"), (data, "import os; os._exit(7)")):
@@ -115,7 +108,7 @@ def test_no_child_imports_from_the_current_folder(tmp_path: Path, command: Seque
 
 
 @pytest.mark.slow
-def test_no_trial_imports_from_the_current_folder(tmp_path: Path) -> None:
+def test_no_trial_imports_from_the_current_folder(tmp_path):
     for name in ("json", "threading", "signal", "socket", "gc", "logging", "autotune"):
         (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")
     code = "from autotune.system.process import *; p = fork_server_context().Process(target=print)"

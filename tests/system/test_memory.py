@@ -24,7 +24,7 @@ os.wait()
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is mapped")
-def test_a_fork_counts_no_less_than_its_parent() -> None:
+def test_a_fork_counts_no_less_than_its_parent():
     """A trial is a fork, a training run is not, and one's figures are promised for the other."""
     result = subprocess.run(
         [sys.executable, "-c", A_FORK], capture_output=True, text=True, check=True, timeout=600
@@ -33,7 +33,7 @@ def test_a_fork_counts_no_less_than_its_parent() -> None:
     assert fork == pytest.approx(parent, rel=0.03)
 
 
-def test_measured_work_may_free_live_tensors() -> None:
+def test_measured_work_may_free_live_tensors():
     """Block swap does; a list of what was live before would keep one."""
     weights = [torch.zeros(4)]
     reference = weakref.ref(weights[0])

@@ -1,7 +1,6 @@
 """Steps through blocks compiled one by one learn what plain steps learn."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,9 +44,7 @@ def settings_with(checkpointed: int) -> Candidate:
         pytest.param(3, "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_blocks_learn_the_same(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointed: int, backend: str
-) -> None:
+def test_compiled_blocks_learn_the_same(bench, tmp_path, monkeypatch, checkpointed, backend):
     monkeypatch.setattr(CompiledBlock, "backend", backend)
     family, transformer = bench.resolved.family, bench.trained.transformer
     plan = bench.plan(num_steps=2, settings=settings_with(checkpointed))
@@ -66,9 +63,7 @@ def test_compiled_blocks_learn_the_same(
 
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("checkpointed", [0, 1, 2])
-def test_buckets_and_captions_compile_a_block_at_most_twice(
-    bench: Bench, checkpointed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_and_captions_compile_a_block_at_most_twice(bench, checkpointed, monkeypatch):
     """What torch compiles is its frontend's choice: a backend that only counts will do."""
     compiled: list[torch.fx.GraphModule] = []
 
@@ -92,7 +87,7 @@ def test_buckets_and_captions_compile_a_block_at_most_twice(
     assert kinds <= len(compiled) <= 2 * kinds
 
 
-def test_a_block_that_recomputes_keeps_its_input_alone_and_leaves_out_its_last_product() -> None:
+def test_a_block_that_recomputes_keeps_its_input_alone_and_leaves_out_its_last_product():
     block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).requires_grad_(False)
     given = torch.randn(32, 64, requires_grad=True)
     kept: set[int] = set()
@@ -115,7 +110,7 @@ def test_a_block_that_recomputes_keeps_its_input_alone_and_leaves_out_its_last_p
     assert counter.get_total_flops() == 3 * 2 * 32 * 64 * 256
 
 
-def test_a_block_that_recomputes_drops_out_what_it_dropped_before() -> None:
+def test_a_block_that_recomputes_drops_out_what_it_dropped_before():
     block = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Dropout(0.5)).requires_grad_(False)
     given = torch.randn(32, 64, requires_grad=True)
     out = CompiledBlock(block._call_impl, is_adapted=True).recomputing(given).sum()

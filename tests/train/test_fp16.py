@@ -53,7 +53,7 @@ def run(
     return bench.loop(plan, folder, on_step=steps.append, kill_after=kill_after), steps
 
 
-def test_fp16_learns_what_fp32_learns(bench: Bench, half: Bench, tmp_path: Path) -> None:
+def test_fp16_learns_what_fp32_learns(bench, half, tmp_path):
     expected: list[StepFinished] = []
     plain = bench.loop(bench.plan(), tmp_path / "fp32", on_step=expected.append)
     loop, steps = run(half, tmp_path / "fp16")
@@ -70,9 +70,7 @@ def test_fp16_learns_what_fp32_learns(bench: Bench, half: Bench, tmp_path: Path)
     assert float((found - wanted).norm() / wanted.norm()) < 0.1
 
 
-def test_an_overflow_is_counted(
-    half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overflow_is_counted(half, tmp_path, monkeypatch):
     overflow(monkeypatch, lambda call: call == 2)  # the second step, which has two micro-batches
     loop, steps = run(half, tmp_path, num_steps=3)
     assert [step.gradient_norm is None for step in steps] == [False, True, False]
@@ -83,7 +81,7 @@ def test_an_overflow_is_counted(
     assert loop.settings == FP16  # no other attention is tried
 
 
-def test_the_scale_recovers_after_steps_without_an_overflow() -> None:
+def test_the_scale_recovers_after_steps_without_an_overflow():
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = adamw(parameter)
     assert optimizer.scaler
@@ -101,7 +99,7 @@ def test_the_scale_recovers_after_steps_without_an_overflow() -> None:
     assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**16]
 
 
-def test_kills_keep_overflows(half: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_keep_overflows(half, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         overflow(patch, lambda call: call == 2)
         whole, _ = run(half, tmp_path / "whole", num_steps=4)
@@ -115,7 +113,7 @@ def test_kills_keep_overflows(half: Bench, tmp_path: Path, monkeypatch: pytest.M
     assert ended.optimizer.numbers() == whole.optimizer.numbers()
 
 
-def test_a_step_that_ran_out_of_memory_can_be_taken_again_with_its_scale() -> None:
+def test_a_step_that_ran_out_of_memory_can_be_taken_again_with_its_scale():
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = adamw(parameter)
     optimizer.scale((parameter.float() / 8).sum()).backward()  # type: ignore[no-untyped-call]
@@ -130,7 +128,7 @@ def test_a_step_that_ran_out_of_memory_can_be_taken_again_with_its_scale() -> No
 
 
 @pytest.mark.slow
-def test_a_kernel_that_always_overflows_is_replaced(half: Bench, tmp_path: Path) -> None:
+def test_a_kernel_that_always_overflows_is_replaced(half, tmp_path):
     def spoil(gradient: Tensor) -> Tensor:
         attention = half.trained.transformer.transformer_blocks[0].attn.processor._attention_backend
         return gradient * (math.inf if attention.value == "native" else 1.0)
@@ -147,7 +145,7 @@ def test_a_kernel_that_always_overflows_is_replaced(half: Bench, tmp_path: Path)
     assert "a gradient was not finite at step 8" in loop.warnings[0]
 
 
-def test_activations_that_overflow_are_an_error_at_once(half: Bench, tmp_path: Path) -> None:
+def test_activations_that_overflow_are_an_error_at_once(half, tmp_path):
     transformer = half.trained.transformer
     hook = transformer.register_forward_hook(lambda _module, _args, output: (output[0] * 1e9,))
     try:
@@ -158,7 +156,7 @@ def test_activations_that_overflow_are_an_error_at_once(half: Bench, tmp_path: P
     assert "--pin precision=fp32" in raised.value.hint
 
 
-def test_levels_and_sizes_reach_a_transformer_in_fp16_as_they_are(bench: Bench) -> None:
+def test_levels_and_sizes_reach_a_transformer_in_fp16_as_they_are(bench):
     seen: dict[str, Any] = {}
 
     class Recorder(nn.Module):

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def rates(bench: Bench, schedule: str, **job: object) -> list[float]:
     return seen
 
 
-def test_each_schedule_has_its_shape(bench: Bench) -> None:
+def test_each_schedule_has_its_shape(bench):
     assert rates(bench, "constant") == [1e-3] * 4
     assert rates(bench, "constant_with_warmup", lr_warmup_steps=2) == [0, 5e-4, 1e-3, 1e-3]
     assert rates(bench, "linear") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
@@ -61,9 +60,7 @@ def _keep_loss(losses: list[float], event: StepFinished) -> None:
     losses.append(event.loss)
 
 
-def test_padding_changes_no_loss(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_changes_no_loss(bench, tmp_path, monkeypatch):
     plan = bench.plan(num_steps=2, validation="40%", validation_every=1)
     lengths: list[int] = []
     collate, sample = type(bench.trained).collate, EncodedDataset.sample
@@ -94,7 +91,7 @@ def test_padding_changes_no_loss(
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_loss_weights_are_those_of_diffusers(bench: Bench) -> None:
+def test_loss_weights_are_those_of_diffusers(bench):
     family, transformer = bench.resolved.family, bench.trained.transformer
     batch = family.collate([bench.encoded.sample(0)])
     plain, weighted = Noising(3, 2.2), Noising(3, 2.2, weighting="sigma_sqrt")
@@ -121,7 +118,7 @@ class Replica(nn.Module):
         yield
 
 
-def test_gradients_are_averaged_once_per_step(bench: Bench) -> None:
+def test_gradients_are_averaged_once_per_step(bench):
     averaged: list[Tensor] = []
     rates = {"learning_rate": 0.0, "weight_decay": 0.0, "max_grad_norm": 1.0}
     optimizer = AdapterOptimizer(bench.trained.adapter, **rates)  # type: ignore[arg-type]
@@ -134,7 +131,7 @@ def test_gradients_are_averaged_once_per_step(bench: Bench) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.floats(0.5, 32))
-def test_norms_are_those_of_products(rank: int, inputs: int, outputs: int, alpha: float) -> None:
+def test_norms_are_those_of_products(rank, inputs, outputs, alpha):
     generator = torch.Generator().manual_seed(rank * 100 + inputs * 10 + outputs)
     down = torch.randn(rank, inputs, generator=generator)
     up = torch.randn(outputs, rank, generator=generator)
@@ -144,7 +141,7 @@ def test_norms_are_those_of_products(rank: int, inputs: int, outputs: int, alpha
     assert update_norm(LoraLayer(down, up * 0, alpha)) == 0
 
 
-def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
+def test_a_step_that_ran_out_between_two_moments_can_be_taken_again():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = adamw(parameter)
     # As torch leaves it when there is no room for the rest.
@@ -155,12 +152,12 @@ def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
     assert (parameter != 1).all()
 
 
-def test_shift_by_resolution_is_the_pipelines() -> None:
+def test_shift_by_resolution_is_the_pipelines():
     assert get_family("flux1-dev").defaults.shift_at(4096) == pytest.approx(3.1582, rel=1e-3)
     assert get_family("qwen-image").defaults.shift_at(8192) == pytest.approx(2.4596, rel=1e-3)
 
 
-def test_checkpoints_go_by_epochs(bench: Bench, tmp_path: Path) -> None:
+def test_checkpoints_go_by_epochs(bench, tmp_path):
     plan = bench.plan(num_steps=3, checkpointing_epochs=1, checkpoints_total_limit=5)
     bench.loop(plan, tmp_path)  # five images in steps of four
     assert list(list_checkpoints(tmp_path / "checkpoints")) == [2, 3]
@@ -196,9 +193,7 @@ def break_down(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 @pytest.mark.usefixtures("as_before")
-def test_safer_settings_go_on(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_safer_settings_go_on(bench, tmp_path, monkeypatch):
     whole = bench.loop(planned(bench), tmp_path / "a")
     undisturbed = values_of(whole.model.adapter)
     break_down(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
@@ -213,9 +208,7 @@ def test_safer_settings_go_on(
 
 
 @pytest.mark.usefixtures("as_before")
-def test_no_fallback_comes_twice(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fallback_comes_twice(bench, tmp_path, monkeypatch):
     """With the kernel that computes right the step needs more memory than there is."""
     tried: list[int] = []
 
@@ -234,9 +227,7 @@ def test_no_fallback_comes_twice(
 
 
 @pytest.mark.usefixtures("as_before")
-def test_no_checkpoint_has_nan(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_checkpoint_has_nan(bench, tmp_path, monkeypatch):
     def step(*arguments: Any, **named: Any) -> StepOutcome:
         norm = math.inf if named["step"] == 1 else 1.0
         return replace(optimizer_step(*arguments, **named), gradient_norm=norm)
@@ -250,7 +241,7 @@ def test_no_checkpoint_has_nan(
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("selective", [0, 1])
 @pytest.mark.usefixtures("as_before")
-def test_a_kernel_that_gives_nan_is_replaced(bench: Bench, tmp_path: Path, selective: int) -> None:
+def test_a_kernel_that_gives_nan_is_replaced(bench, tmp_path, selective):
     """Blocks that keep what fused attention returns recompute all of the other one."""
     settings = SETTINGS.changed(checkpointed_blocks=0, selective_blocks=selective)
     plan = planned(bench, settings=settings)

@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -20,7 +19,7 @@ DAMAGES = (
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_record_ends_where_the_damage_begins(tmp_path, damage):
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     first.add(finished_step(1))
     first.close()
@@ -34,7 +33,7 @@ def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: b
 # Python would print a traceback.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_there", [True, False])
-def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool) -> None:
+def test_curves_that_cannot_be_written_end_no_run(tmp_path, is_there):
     """The folder vanishes, or was a file: TensorBoard's thread raises at one of the next points."""
     warnings: list[str] = []
     curves = tmp_path / "tensorboard"
@@ -55,7 +54,7 @@ def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool
     assert all("no more curves" in warning for warning in warnings)
 
 
-def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path: Path) -> None:
+def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path):
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     for step in (1, 2, 3):
         first.add(finished_step(step))
@@ -69,7 +68,7 @@ def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path:
     assert second.losses == [1.0, 0.5, 1 / 3]
 
 
-def test_wandb_keeps_curves_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_keeps_curves_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -1,7 +1,5 @@
 """The frozen weights: the error of quantizing them, and what each format trains and samples."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from PIL import Image
@@ -22,7 +20,7 @@ from autotune.train.sample import sample_run
 from tests.builders import BITSANDBYTES, storages
 from tests.data.pictures import write_pictures, write_video
 from tests.small import write_small_pipeline
-from tests.train.conftest import CPU, PROMPT, Bench, Killed, kill_at
+from tests.train.conftest import CPU, PROMPT, Killed, kill_at
 from tests.train.small import SETTINGS, machine, make_plan
 
 
@@ -54,13 +52,13 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
         pytest.param("bnb-nf4", 0.07, 0.11, marks=BITSANDBYTES),
     ],
 )
-def test_ordinary_weights_stay_within_limits(choice: str, least: float, most: float) -> None:
+def test_ordinary_weights_stay_within_limits(choice, least, most):
     error = measured(blocks(), choice)
     assert least < error.overall <= error.worst < most
     assert most < model_module.MAX_BLOCK_ERROR[WEIGHT_FORMATS[choice].quality]
 
 
-def test_a_block_beyond_the_floor_is_refused_by_name() -> None:
+def test_a_block_beyond_the_floor_is_refused_by_name():
     bad = QuantizationError(overall=0.04, worst=0.2, worst_block=1)
     with pytest.raises(QualityMissed, match="block 1") as caught:
         require_quality(bad, "high", "torchao-int8")
@@ -69,7 +67,7 @@ def test_a_block_beyond_the_floor_is_refused_by_name() -> None:
     require_quality(None, "exact", "none")
 
 
-def test_the_meter_agrees_with_a_plain_comparison() -> None:
+def test_the_meter_agrees_with_a_plain_comparison():
     layer = blocks()[0][2]
     inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(64))
     before = layer(inputs)
@@ -78,7 +76,7 @@ def test_the_meter_agrees_with_a_plain_comparison() -> None:
     assert error.overall == pytest.approx(expected, rel=1e-3)
 
 
-def test_swapped_layers_are_measured_first(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_layers_are_measured_first(bench, monkeypatch):
     home: set[int] = set()
     measure, move = model_module._outputs, nn.Linear.to
     devices: list[str] = []
@@ -101,7 +99,7 @@ def test_swapped_layers_are_measured_first(bench: Bench, monkeypatch: pytest.Mon
 
 @pytest.mark.quick("torchao-int8")
 @pytest.mark.parametrize("storage", storages())
-def test_each_format_trains_and_goes_on(bench: Bench, tmp_path: Path, storage: str) -> None:
+def test_each_format_trains_and_goes_on(bench, tmp_path, storage):
     compact = bench.changed(quality="compact")
     settings = SETTINGS.changed(quantization=storage, checkpointed_blocks=1)
     job = {"settings": settings, "num_steps": 2, "checkpointing_steps": 1}
@@ -122,7 +120,7 @@ def test_each_format_trains_and_goes_on(bench: Bench, tmp_path: Path, storage: s
     assert Image.open(compact.sample(broken)).size == (32, 32)
 
 
-def test_a_run_on_videos_and_images_writes_clips(tmp_path: Path) -> None:
+def test_a_run_on_videos_and_images_writes_clips(tmp_path):
     data, run, hardware, prompt = tmp_path / "data", tmp_path / "run", machine(), "a red fox"
     write_pictures(data, (32, 32))
     write_video(data / "fox.mp4", 20, size=(32, 32))

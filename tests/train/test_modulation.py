@@ -1,7 +1,6 @@
 """Modulation ahead of time: layers are not there, what is learned is the same."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +79,7 @@ def gradients(loop: TrainingLoop, num_steps: int) -> torch.Tensor:
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("checkpointed", [0, 2])
 @pytest.mark.usefixtures("short_windows")
-def test_gradients_are_the_same(family_bench: Bench, checkpointed: int, fetches: list[int]) -> None:
+def test_gradients_are_the_same(family_bench, checkpointed, fetches):
     found = []
     settings = AHEAD.changed(checkpointed_blocks=checkpointed)
     for name in ("ahead", "resident"):
@@ -95,7 +94,7 @@ def test_gradients_are_the_same(family_bench: Bench, checkpointed: int, fetches:
 
 @pytest.mark.quick("qwen-image", "sd3.5")
 @pytest.mark.usefixtures("short_windows")
-def test_all_draws_come_from_windows(family_bench: Bench, fetches: list[int]) -> None:
+def test_all_draws_come_from_windows(family_bench, fetches):
     plan = family_bench.plan(settings=AHEAD, num_steps=5, caption_dropout=0.1)
     loop = loop_of(family_bench, plan)
     ahead = find_modulation_ahead(loop.model.transformer)
@@ -118,7 +117,7 @@ def test_all_draws_come_from_windows(family_bench: Bench, fetches: list[int]) ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_windows")
-def test_kills_and_previews_within_a_window(tmp_path: Path, fetches: list[int]) -> None:
+def test_kills_and_previews_within_a_window(tmp_path, fetches):
     bench = make_bench(tmp_path / "flux", "flux1-dev")  # depends on the most
     watched, broken = tmp_path / "watched", tmp_path / "broken"
     job: dict[str, Any] = {"num_steps": 5, "checkpointing_steps": 1, "preview_steps": 3}
@@ -135,7 +134,7 @@ def test_kills_and_previews_within_a_window(tmp_path: Path, fetches: list[int]) 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_random_weights_are_those_of_resident_layers(bench: Bench, precision: str) -> None:
+def test_random_weights_are_those_of_resident_layers(bench, precision):
     losses = []
     random = replace(bench, resolved=replace(bench.resolved, folder=None))
     for settings in (AHEAD, SETTINGS):
@@ -145,7 +144,7 @@ def test_random_weights_are_those_of_resident_layers(bench: Bench, precision: st
 
 
 @pytest.mark.usefixtures("short_windows")
-def test_each_process_computes_its_own_draws(bench: Bench, fetches: list[int]) -> None:
+def test_each_process_computes_its_own_draws(bench, fetches):
     rank, share = 1, 2
     loop = loop_of(bench, bench.plan(settings=AHEAD), Processes(rank, 2, CPU))
     assert loop.windows is not None

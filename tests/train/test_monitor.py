@@ -27,7 +27,7 @@ from autotune.train.monitor import HostMemoryShort, MemoryReading, Monitor, Watc
 from tests import builders
 from tests.builders import GIB
 from tests.events import steps_to
-from tests.train.conftest import CPU, Bench
+from tests.train.conftest import CPU
 from tests.train.test_prepare import planned
 
 FULL = MemoryReading(0, 0, 20 * GIB, 0, 0.97)
@@ -40,7 +40,7 @@ def told(readings: Iterable[MemoryReading], seconds: float = 1.0, **known: Any) 
     return [text for reading in readings for text in monitor.check(reading, seconds, 0.0)]
 
 
-def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
+def test_a_leak_is_noticed_once_and_the_budget_once():
     steps = range(watching.WINDOW_STEPS * (watching.NUM_WINDOWS + 3))
     leak = [MemoryReading(8 * 10**8 + step * 2 * 10**5, 10**8) for step in steps]
     assert told(leak, budget_bytes=10**9) == ["memory grows by 0.19 MiB per step"]
@@ -49,13 +49,13 @@ def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
     assert "90% of what a run may take" in near[0]
 
 
-def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_more() -> None:
+def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_more():
     planned = {"budget_bytes": 10**9, "planned_bytes": 9 * 10**8}
     assert told([MemoryReading(1, 9 * 10**8)], **planned) == []
     assert "96% of what a run may take" in told([MemoryReading(1, int(9.6 * 10**8))], **planned)[0]
 
 
-def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_drivers_setting() -> None:
+def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_drivers_setting():
     (warning,) = told([FULL] * 3 * watching.SPILL_STEPS, seconds=6.0, can_spill=True)
     slow = "steps take 6.0 times what was planned: with 97% of the GPU's memory taken"
     assert warning.startswith(slow)
@@ -67,18 +67,18 @@ def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_driver
     [(FULL, 2.5, True), (ROOMY, 60.0, True), (FULL, 60.0, False)],
     ids=["a slower card", "something else is slow", "a driver that fails instead"],
 )
-def test_slow_steps_are_no_spill(reading: MemoryReading, seconds: float, can_spill: bool) -> None:
+def test_slow_steps_are_no_spill(reading, seconds, can_spill):
     assert told([reading] * 3 * watching.SPILL_STEPS, seconds, can_spill=can_spill) == []
 
 
-def test_after_a_fallback_slow_steps_are_no_spill_and_earlier_retries_are_known() -> None:
+def test_after_a_fallback_slow_steps_are_no_spill_and_earlier_retries_are_known():
     retried = replace(FULL, allocator_retries=2)
     monitor = Monitor(CPU, planned_seconds=1.0, can_spill=True, read=lambda: retried)
     monitor.restart()
     assert [monitor.check(retried, 6.0, 0.0) for _ in range(9)] == [[]] * 9
 
 
-def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not() -> None:
+def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not():
     def reserved(until: int) -> list[MemoryReading]:
         steps = range(watching.WINDOW_STEPS * (watching.NUM_WINDOWS + 2))
         return [MemoryReading(0, 0, GIB + min(step, until) * 2**20, 0, 0.8) for step in steps]
@@ -92,7 +92,7 @@ def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not() -> None
     ("memory_kind", "system", "can_spill"),
     [("discrete", "linux", False), ("discrete", "wsl", True), ("integrated", "wsl", False)],
 )
-def test_only_some_drivers_spill(memory_kind: str, system: str, can_spill: bool) -> None:
+def test_only_some_drivers_spill(memory_kind, system, can_spill):
     frozen = planned().frozen
     device = builders.hardware().device.changed(memory_kind=memory_kind)
     for evidence in ("measured", "predicted"):
@@ -102,7 +102,7 @@ def test_only_some_drivers_spill(memory_kind: str, system: str, can_spill: bool)
         assert (monitor.planned_seconds < math.inf) == (evidence == "measured")
 
 
-def test_a_run_warns_of_retries_once_records_them_and_goes_on(bench: Bench, tmp_path: Path) -> None:
+def test_a_run_warns_of_retries_once_records_them_and_goes_on(bench, tmp_path):
     readings = iter([ROOMY, *[replace(FULL, allocator_retries=1)] * 9])
     monitor = Monitor(CPU, read=lambda: next(readings))
     loop = bench.loop(bench.plan(num_steps=2), tmp_path, monitor=monitor)
@@ -112,7 +112,7 @@ def test_a_run_warns_of_retries_once_records_them_and_goes_on(bench: Bench, tmp_
     assert (row.step, row.reserved_bytes, row.allocator_retries) == (2, 20 * GIB, 1)
 
 
-def test_spikes_of_the_gradient_are_counted_over_all_starts() -> None:
+def test_spikes_of_the_gradient_are_counted_over_all_starts():
     monitor = Monitor(CPU)
     for _ in range(watching.MIN_SPIKE_STEPS - 1):
         monitor.add_gradient(1.0)
@@ -134,12 +134,12 @@ def growth(floors: Iterable[int]) -> float:
 
 
 @given(st.integers(10**6, 10**9), st.tuples(*[st.integers(-5000, 5000)] * watching.NUM_WINDOWS))
-def test_noise_is_no_leak(level: int, noise: tuple[int, ...]) -> None:
+def test_noise_is_no_leak(level, noise):
     is_large = max(noise) - min(noise) > level * 0.05
     assert growth(level + one for one in noise) == 0.0 or is_large
 
 
-def test_memory_that_a_preview_raises_once_is_no_leak() -> None:
+def test_memory_that_a_preview_raises_once_is_no_leak():
     windows, last = range(watching.NUM_WINDOWS), watching.NUM_WINDOWS - 1
     assert growth(950 + window + 30 * (window >= last) for window in windows) == 0.0
     assert growth(950 + 10 * window for window in windows) == 10 / watching.WINDOW_STEPS
@@ -148,7 +148,7 @@ def test_memory_that_a_preview_raises_once_is_no_leak() -> None:
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a phase's peak"
 )
-def test_a_phase_inside_another_counts_its_memory_apart() -> None:
+def test_a_phase_inside_another_counts_its_memory_apart():
     monitor = Monitor(CPU)
     with monitor.phase("outer"), monitor.phase("inner"):
         block = b"x" * (300 * 2**20)
@@ -157,7 +157,7 @@ def test_a_phase_inside_another_counts_its_memory_apart() -> None:
     assert inner - outer > 200 * 2**20
 
 
-def test_only_memory_that_runs_out_is_told_as_that() -> None:
+def test_only_memory_that_runs_out_is_told_as_that():
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError("cannot allocate")):
         with pytest.raises(AutotuneError, match="memory ran out") as told, reraise_oom():
             raise error
@@ -198,7 +198,7 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_short_host_gets_a_checkpoint(bench: Bench, tmp_path: Path, available: Path) -> None:
+def test_a_short_host_gets_a_checkpoint(bench, tmp_path, available):
     plan = bench.plan(num_steps=400, checkpointing_steps=0, output=str(tmp_path / "out"))
     taken: list[int] = []
 
@@ -216,7 +216,7 @@ def test_a_short_host_gets_a_checkpoint(bench: Bench, tmp_path: Path, available:
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
-def test_a_listener_cancels_a_run_in_a_thread(bench: Bench, tmp_path: Path) -> None:
+def test_a_listener_cancels_a_run_in_a_thread(bench, tmp_path):
     def cancel(event: StepFinished) -> None:
         raise KeyboardInterrupt
 
@@ -226,14 +226,14 @@ def test_a_listener_cancels_a_run_in_a_thread(bench: Bench, tmp_path: Path) -> N
     assert [path.stem for path in checkpoints_of(tmp_path / "out")] == ["checkpoint-000001"]
 
 
-def test_loading_on_a_short_host_ends(bench: Bench, tmp_path: Path, available: Path) -> None:
+def test_loading_on_a_short_host_ends(bench, tmp_path, available):
     available.write_text(str(SHORT))
     plan = bench.plan(num_steps=10**6, output=str(tmp_path / "out"))
     with pytest.raises(HostMemoryShort):
         bench.train(plan)
 
 
-def test_a_shortage_that_a_library_hides_is_told(available: Path) -> None:
+def test_a_shortage_that_a_library_hides_is_told(available):
     def read() -> None:
         available.write_text(str(SHORT))
         try:
@@ -245,7 +245,7 @@ def test_a_shortage_that_a_library_hides_is_told(available: Path) -> None:
         read()
 
 
-def test_a_thread_is_told_of_a_shortage(available: Path) -> None:
+def test_a_thread_is_told_of_a_shortage(available):
     with ThreadPoolExecutor() as threads:
         assert threads.submit(_wait_for_shortage, available).result() is not None
 
@@ -259,14 +259,14 @@ def _wait_for_shortage(available: Path) -> str | None:
     return watchdog.stop_reason
 
 
-def test_a_guard_whose_run_is_gone_spares_who_adopted_it(available: Path) -> None:
+def test_a_guard_whose_run_is_gone_spares_who_adopted_it(available):
     available.write_text("1")
     gone = str(os.getppid())
     ended = subprocess.run([*watching.COMMAND, gone, "10", "5"], timeout=60, check=False)
     assert ended.returncode == 0
 
 
-def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available: Path) -> None:
+def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available):
     command = [sys.executable, "-c", STUCK, json.dumps(watching.COMMAND), str(available)]
     stuck = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert stuck.returncode == -signal.SIGKILL

@@ -89,7 +89,7 @@ def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) 
 
 
 @pytest.mark.slow
-def test_processes_started_here_learn_what_one_learns(bench: Bench, tmp_path: Path) -> None:
+def test_processes_started_here_learn_what_one_learns(bench, tmp_path):
     output = tmp_path / "two"
     plan = bench.plan(num_processes=2, num_steps=24, output=str(output), checkpointing_steps=10)
     write_plan(tmp_path / "plan.yaml", plan)
@@ -114,7 +114,7 @@ def test_processes_started_here_learn_what_one_learns(bench: Bench, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_two_nodes_learn_what_one_learns(bench: Bench, tmp_path: Path) -> None:
+def test_two_nodes_learn_what_one_learns(bench, tmp_path):
     plan = bench.plan(num_processes=2, num_steps=12, checkpointing_steps=2)
     two = Nodes(tmp_path, plan)
     started = two.start()
@@ -130,7 +130,7 @@ def test_two_nodes_learn_what_one_learns(bench: Bench, tmp_path: Path) -> None:
     assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
 
 
-def test_sharded_weights_learn_what_one_process_learns(bench: Bench, tmp_path: Path) -> None:
+def test_sharded_weights_learn_what_one_process_learns(bench, tmp_path):
     plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=3)
     two = Nodes(tmp_path, plan)
     assert two.finish(two.start()) == [0, 0], two.log()
@@ -138,7 +138,7 @@ def test_sharded_weights_learn_what_one_process_learns(bench: Bench, tmp_path: P
 
 
 @pytest.mark.slow
-def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_path: Path) -> None:
+def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench, tmp_path):
     plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=12, checkpointing_steps=10)
     two = Nodes(tmp_path, plan)
     stopped = two.start()
@@ -151,7 +151,7 @@ def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench: Bench, tmp_
 
 
 @pytest.mark.slow
-def test_sharded_weights_are_measured_on_held_out_images(bench: Bench, tmp_path: Path) -> None:
+def test_sharded_weights_are_measured_on_held_out_images(bench, tmp_path):
     before = bench.loop(bench.plan(num_steps=2), tmp_path / "before")
     earlier, held_out = save(before, tmp_path / "earlier.safetensors"), tmp_path / "held-out"
     begun = replace(bench, initial=values_of(bench.trained.adapter))
@@ -172,7 +172,7 @@ def test_sharded_weights_are_measured_on_held_out_images(bench: Bench, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_noticed(bench: Bench, tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_noticed(bench, tmp_path):
     two = Nodes(tmp_path, bench.plan(num_processes=2, num_steps=12))
     started = two.start(step_wait_seconds=3)
     two.wait_for_step(3, started)
@@ -182,7 +182,7 @@ def test_a_process_that_hangs_is_noticed(bench: Bench, tmp_path: Path) -> None:
     started[1].kill()
 
 
-def test_another_number_of_processes_than_planned_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_another_number_of_processes_than_planned_is_refused(bench, tmp_path):
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
         init_distributed(bench.plan(num_processes=2).frozen.hardware, CPU)
     output = str(tmp_path)
@@ -193,8 +193,8 @@ def test_another_number_of_processes_than_planned_is_refused(bench: Bench, tmp_p
 
 
 def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_takes_it(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    monkeypatch, capfd, tmp_path
+):
     plan = planned()
     needed = plan.frozen.expected.run_memory_bytes
     free, full = (builders.hardware(budget_bytes=size) for size in (needed, needed - 1))

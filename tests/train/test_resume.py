@@ -28,7 +28,7 @@ from autotune.train.prepare import prepare
 from autotune.weights.files import find_weights, open_weights, weights_digest
 from tests.forked import autotune_forked, start_forked
 from tests.search.machines import wait_until
-from tests.train.conftest import Bench, Killed, save
+from tests.train.conftest import Killed, save
 
 STEPS = 4
 
@@ -49,8 +49,8 @@ def best_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.quick("cosine")
 @pytest.mark.parametrize("schedule", ["cosine", "plateau"])
 def test_any_row_of_kills_ends_in_the_same_bits_and_measurements(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
-) -> None:
+    bench, tmp_path, monkeypatch, schedule
+):
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", 4)
     job = {"num_steps": STEPS, "lr_scheduler": schedule, "caption_dropout": 0.1}
     job |= {"validation": "40%", "validation_every": 2, "keep_best": True}
@@ -79,7 +79,7 @@ def test_any_row_of_kills_ends_in_the_same_bits_and_measurements(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "state", "run", "part"])
-def test_a_damaged_checkpoint_is_left_out_for_the_one_before(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before(tmp_path, damage):
     told: list[str] = []
     with Checkpoints(tmp_path, "sha256:1", keep_last=9) as checkpoints:
         for step in (1, 2):
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(tmp_path: Path, dam
     assert not list(tmp_path.glob(".*"))
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(tmp_path: Path) -> None:
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(tmp_path):
     with Checkpoints(tmp_path, "key", keep_last=2) as checkpoints:
         checkpoints.save(1, {"a": torch.ones(9)}, {})
         checkpoints.finish()
@@ -118,20 +118,20 @@ def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(tmp_path: Pa
     assert "to start over, delete" in caught.value.hint
 
 
-def test_a_checkpoint_of_another_job_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_job_is_refused(bench, tmp_path):
     bench.loop(bench.plan(num_steps=1), tmp_path)
     with pytest.raises(InvalidInput, match="another plan, job or data"):
         bench.loop(bench.plan(num_steps=1, seed=4), tmp_path)
 
 
-def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: Path) -> None:
+def test_a_run_with_a_constant_rate_can_be_made_longer(bench, tmp_path):
     bench.loop(bench.plan(num_steps=1), tmp_path / "longer")
     longer = bench.loop(bench.plan(num_steps=2), tmp_path / "longer")
     assert longer.first_step == 1
     assert same(longer, bench.loop(bench.plan(num_steps=2), tmp_path / "whole"))
 
 
-def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench: Bench, tmp_path: Path) -> None:
+def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench, tmp_path):
     number, plan = signal.SIGTERM, bench.plan(num_steps=4)
 
     def stop(event: StepFinished) -> None:
@@ -150,7 +150,7 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench: Bench, tmp_pa
     assert list(list_checkpoints(tmp_path / "checkpoints")) == [2]
 
 
-def test_a_full_disk_ends_it(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_it(bench, tmp_path, monkeypatch):
     plan = bench.plan(num_steps=4, checkpointing_steps=1)
 
     def full(*arguments: object) -> None:
@@ -166,14 +166,14 @@ def test_a_full_disk_ends_it(bench: Bench, tmp_path: Path, monkeypatch: pytest.M
     assert list(list_checkpoints(tmp_path / "checkpoints")) == [1]
 
 
-def test_newest_and_every_mth_checkpoint_are_kept(tmp_path: Path) -> None:
+def test_newest_and_every_mth_checkpoint_are_kept(tmp_path):
     with Checkpoints(tmp_path, "key", keep_last=2, keep_every=3) as checkpoints:
         for step in range(1, 8):
             checkpoints.save(step, {"a": torch.ones(1)}, {})
     assert list(list_checkpoints(tmp_path)) == [3, 6, 7]
 
 
-def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
     released, written = threading.Event(), []
 
     def slow(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -190,7 +190,7 @@ def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(written[0], torch.ones(4))
 
 
-def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
+def test_sigkill_and_resume_as_processes(bench, tmp_path):
     plan_file, output = tmp_path / "plan.yaml", tmp_path / "cut"
     write_plan(plan_file, bench.plan(num_steps=12, checkpointing_steps=1, output=str(output)))
     process = start_forked(("train", plan_file), tmp_path / "log")
@@ -213,7 +213,7 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_other_base_weights_are_refused(bench: Bench, tmp_path: Path) -> None:
+def test_other_base_weights_are_refused(bench, tmp_path):
     output = tmp_path / "out"
     weights = weights_digest(open_weights(bench.model_folder / "transformer"))
     moved = shutil.copytree(bench.model_folder, tmp_path / "moved")
@@ -228,7 +228,7 @@ def test_other_base_weights_are_refused(bench: Bench, tmp_path: Path) -> None:
         prepare(bench.plan(model=str(other), output=str(output)), bench.hardware, resume=True)
 
 
-def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench: Bench, tmp_path: Path) -> None:
+def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench, tmp_path):
     plan = bench.plan(num_steps=3, checkpointing_steps=1, preview_every=2)
     previews: list[int] = []
 
@@ -240,7 +240,7 @@ def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench: Bench, tmp_p
     assert previews == [2]
 
 
-def test_what_a_killed_run_left_half_written_is_removed(bench: Bench, tmp_path: Path) -> None:
+def test_what_a_killed_run_left_half_written_is_removed(bench, tmp_path):
     folders = [tmp_path / name for name in ("", "previews", "checkpoints")]
     parts = [folder / ".file.0123456789abcdef.part" for folder in folders]
     for part in parts:
@@ -250,7 +250,7 @@ def test_what_a_killed_run_left_half_written_is_removed(bench: Bench, tmp_path: 
     assert not any(part.exists() for part in parts)
 
 
-def test_a_further_process_writes_nothing(bench: Bench, tmp_path: Path) -> None:
+def test_a_further_process_writes_nothing(bench, tmp_path):
     """Else the first process would take what others write for leftovers."""
     plan = bench.plan(output=str(tmp_path))
     first = claim_folder(plan, resume=False, needed_bytes=0)

@@ -52,7 +52,7 @@ def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.mark.parametrize("damage", ["cut off", "nan", "another model's", "pickled"])
-def test_a_bad_adapter_is_refused(bench: Bench, run: Finished, tmp_path: Path, damage: str) -> None:
+def test_a_bad_adapter_is_refused(bench, run, tmp_path, damage):
     shutil.copy(run[0] / "run-plan.yaml", tmp_path)
     whole, adapter = (run[0] / ADAPTER_FILE).read_bytes(), tmp_path / ADAPTER_FILE
     weights = load_file(run[0] / ADAPTER_FILE)
@@ -70,7 +70,7 @@ def test_a_bad_adapter_is_refused(bench: Bench, run: Finished, tmp_path: Path, d
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_curves_previews_trace_and_sheet_are_written(run: Finished) -> None:
+def test_curves_previews_trace_and_sheet_are_written(run):
     folder, _ = run
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -96,7 +96,7 @@ def test_curves_previews_trace_and_sheet_are_written(run: Finished) -> None:
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 
-def test_report_judges_the_adapter_and_names_memory_by_phase(run: Finished) -> None:
+def test_report_judges_the_adapter_and_names_memory_by_phase(run):
     folder, report = run
     assert RunReport.model_validate_json((folder / "report.json").read_text()) == report
     names = {phase.name for phase in report.phases}
@@ -113,9 +113,7 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run: Finished) -> N
     assert "24 layers, all moved, all finite" in text
 
 
-def test_sampling_swaps_the_blocks_that_the_plan_swaps(
-    bench: Bench, run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_swaps_the_blocks_that_the_plan_swaps(bench, run, tmp_path, monkeypatch):
     settings = SETTINGS.changed(swapped_blocks=1, checkpointed_blocks=1)
     write_plan(tmp_path / "run-plan.yaml", bench.plan(settings=settings))
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
@@ -134,7 +132,7 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
     assert set(visits) == {0}
 
 
-def test_samples_are_the_stock_pipelines(bench: Bench, run: Finished, tmp_path: Path) -> None:
+def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
     family, bucket = bench.resolved.family, bench.plan().frozen.workload.largest_bucket
     stock = family.load_pipeline(bench.model_folder)
     plain = family.sample(stock, PROMPT, bucket, num_steps=2, seed=5)[0]
@@ -146,9 +144,7 @@ def test_samples_are_the_stock_pipelines(bench: Bench, run: Finished, tmp_path: 
     assert Image.open(bench.sample(run[0])).tobytes() == expected.tobytes()
 
 
-def test_prompts_of_previews_are_encoded_once_for_all_starts(
-    bench: Bench, run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_previews_are_encoded_once_for_all_starts(bench, run, tmp_path, monkeypatch):
     monkeypatch.delattr(Encoders, "_load_text_encoder")
     job = {"num_steps": 1, "preview_prompts": PROMPTS, "caption_dropout": 0.1}
     assert bench.train(bench.plan(output=str(tmp_path), **job)).num_steps == 1
@@ -157,9 +153,7 @@ def test_prompts_of_previews_are_encoded_once_for_all_starts(
     assert first == again
 
 
-def test_a_large_preview_is_tiled_then_halved(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_preview_is_tiled_then_halved(bench, monkeypatch):
     bucket = bench.plan().frozen.workload.largest_bucket.changed(width_px=512, height_px=512)
     told: list[str] = []
     tried: list[tuple[int, bool]] = []
@@ -183,9 +177,7 @@ def test_a_large_preview_is_tiled_then_halved(
     assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
 
 
-def test_a_run_drops_previews(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_drops_previews(bench, tmp_path, monkeypatch):
     def short(sampler: PreviewSampler, preview: Preview) -> list[Any]:
         raise torch.OutOfMemoryError
 
@@ -198,7 +190,7 @@ def test_a_run_drops_previews(
     assert "the run goes on without previews" in report.warnings[0]
 
 
-def test_no_file_of_a_run_holds_a_caption(bench: Bench, tmp_path: Path) -> None:
+def test_no_file_of_a_run_holds_a_caption(bench, tmp_path):
     bench.train(bench.plan(num_steps=1, output=str(tmp_path), preview_prompts=None))
     facts = Image.open(tmp_path / "sample_with_adapter.png").text
     assert facts["prompt"] == "the first caption"
@@ -208,9 +200,7 @@ def test_no_file_of_a_run_holds_a_caption(bench: Bench, tmp_path: Path) -> None:
     assert not [path for path in files if caption in path.read_bytes()]
 
 
-def test_the_adapter_is_saved(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_adapter_is_saved(bench, tmp_path, monkeypatch):
     def lost(loop: Any) -> float:
         raise AutotuneError("the cache lost an entry", hint="run again")
 
@@ -221,7 +211,7 @@ def test_the_adapter_is_saved(
 
 
 @pytest.mark.slow
-def test_a_signal_after_the_last_step_ends_at_once(bench: Bench, tmp_path: Path) -> None:
+def test_a_signal_after_the_last_step_ends_at_once(bench, tmp_path):
     plan = bench.plan(num_steps=2, output=str(tmp_path), preview_prompts=PROMPTS[:1])
 
     def stop(phase: str) -> None:
@@ -240,9 +230,7 @@ def test_a_signal_after_the_last_step_ends_at_once(bench: Bench, tmp_path: Path)
     assert (tmp_path / "samples.png").is_file()
 
 
-def test_a_finished_run_is_known(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_known(bench, tmp_path, monkeypatch):
     plan = bench.plan(num_steps=1, output=str(tmp_path))
     report = bench.train(plan)
     with pytest.raises(InvalidInput, match="this very run, finished after 1 steps") as refused:
@@ -255,7 +243,7 @@ def test_a_finished_run_is_known(
     assert told == ["this run has taken all of its 1 steps: nothing is left to do"]
 
 
-def test_resuming_never_replaces_an_adapter(bench: Bench, tmp_path: Path) -> None:
+def test_resuming_never_replaces_an_adapter(bench, tmp_path):
     plan = bench.plan(num_steps=1, output=str(tmp_path))
     bench.loop(plan, tmp_path)
     (tmp_path / ADAPTER_FILE).write_bytes(b"of hours")
@@ -268,7 +256,7 @@ def test_resuming_never_replaces_an_adapter(bench: Bench, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("part", "is_missing"), [("transformer", False), ("vae", True)])
-def test_half_a_model_is_refused(bench: Bench, tmp_path: Path, part: str, is_missing: bool) -> None:
+def test_half_a_model_is_refused(bench, tmp_path, part, is_missing):
     model = shutil.copytree(bench.model_folder, tmp_path / "model")
     (file,) = (model / part).glob("*.safetensors")
     if is_missing:
@@ -283,7 +271,7 @@ def test_half_a_model_is_refused(bench: Bench, tmp_path: Path, part: str, is_mis
         make_plan(PlanRequest(model=str(model), data=str(bench.images)), bench.hardware)
 
 
-def test_dropped_captions_need_masks(bench: Bench, tmp_path: Path) -> None:
+def test_dropped_captions_need_masks(bench, tmp_path):
     alike = shutil.copytree(bench.images, tmp_path / "images")
     for caption in alike.glob("*.txt"):
         caption.write_text("a red circle")
@@ -303,7 +291,7 @@ def test_dropped_captions_need_masks(bench: Bench, tmp_path: Path) -> None:
         padding("_native_flash", 0.1)
 
 
-def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_path: Path) -> None:
+def test_a_run_killed_after_its_last_step_is_only_finished(bench, tmp_path):
     plan = bench.plan(num_steps=2, output=str(tmp_path))
     whole = bench.train(plan)
     weights = (tmp_path / ADAPTER_FILE).read_bytes()
@@ -314,7 +302,7 @@ def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_pat
     assert (tmp_path / ADAPTER_FILE).read_bytes() == weights
 
 
-def test_a_full_disk_is_told(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told(bench, tmp_path, monkeypatch):
     def full(*arguments: Any) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
@@ -337,7 +325,7 @@ sys.stdin.read()
 """
 
 
-def test_two_runs_never_share_a_folder(bench: Bench, tmp_path: Path) -> None:
+def test_two_runs_never_share_a_folder(bench, tmp_path):
     plan = bench.plan(num_steps=2, output=str(tmp_path))
     command = [sys.executable, "-c", HOLDER, str(tmp_path / ".lock")]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

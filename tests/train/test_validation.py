@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from autotune.train.validation import HeldOutLoss
 from autotune.weights.adapters import read_adapter
 from autotune.weights.tensors import load_file
 from tests.events import steps_to
-from tests.train.conftest import Bench
 from tests.train.test_modulation import AHEAD, family_bench, loop_of  # noqa: F401
 from tests.train.test_resume import same
 
@@ -30,7 +28,7 @@ def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", DRAWS)
 
 
-def test_without_the_adapter_means_an_adapter_of_zero(bench: Bench, tmp_path: Path) -> None:
+def test_without_the_adapter_means_an_adapter_of_zero(bench, tmp_path):
     loop = bench.loop(bench.plan(num_steps=2, validation="40%"), tmp_path, held_out=2)
     meter = loop.validation.meter
     assert meter
@@ -45,7 +43,7 @@ def test_without_the_adapter_means_an_adapter_of_zero(bench: Bench, tmp_path: Pa
     assert meter.measure(1) == pytest.approx(base, rel=1e-5), "the micro-batch changes nothing"
 
 
-def test_levels_are_spread_evenly(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_are_spread_evenly(bench, monkeypatch):
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", 32)
     noising = Noising(shift=2.2)
     draws = HeldOutLoss(bench.trained, bench.encoded, noising, lambda batch: batch)._draws
@@ -57,16 +55,14 @@ def test_levels_are_spread_evenly(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert {draw.item for draw in draws} == set(range(len(bench.encoded.items)))
 
 
-def test_validation_changes_nothing_that_is_learned(bench: Bench, tmp_path: Path) -> None:
+def test_validation_changes_nothing_that_is_learned(bench, tmp_path):
     job: dict[str, Any] = {"num_steps": 3, "caption_dropout": 0.1}
     plain = bench.loop(bench.plan(**job), tmp_path / "plain", held_out=2)
     job |= {"validation": "40%", "validation_every": 1, "keep_best": True}
     assert same(bench.loop(bench.plan(**job), tmp_path / "validated", held_out=2), plain)
 
 
-def test_a_run_goes_on_without(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_without(bench, tmp_path, monkeypatch):
     measure = HeldOutLoss._losses
 
     def run_out(meter: HeldOutLoss, draws: Any) -> list[float]:
@@ -84,9 +80,7 @@ def test_a_run_goes_on_without(
     assert loop.validation.result(3) is None
 
 
-def test_nan_losses_are_unknown(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_losses_are_unknown(bench, tmp_path, monkeypatch):
     measure, calls = HeldOutLoss.measure, [0]
 
     def spoiled(meter: HeldOutLoss, micro_batch_size: int) -> list[float]:
@@ -111,7 +105,7 @@ def test_nan_losses_are_unknown(
 
 
 @pytest.mark.quick("qwen-image")
-def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) -> None:
+def test_modulations_computed_ahead_give_the_same_losses(family_bench):
     found = []
     for modulation in ("ahead", "resident"):
         plan = family_bench.plan(settings=AHEAD.changed(modulation=modulation))
@@ -121,7 +115,7 @@ def test_modulations_computed_ahead_give_the_same_losses(family_bench: Bench) ->
     assert found[0] == pytest.approx(found[1], rel=2e-3)
 
 
-def test_the_best_adapter_is_kept(bench: Bench, tmp_path: Path) -> None:
+def test_the_best_adapter_is_kept(bench, tmp_path):
     """At a rate at which the first steps help and later ones do not."""
     job: dict[str, Any] = {"num_steps": 6, "validation": "40%", "validation_every": 1}
     plan = bench.plan(**job, learning_rate=0.3, keep_best=True, output=str(tmp_path))

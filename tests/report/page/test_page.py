@@ -46,7 +46,7 @@ def chosen_of(points: list[Point]) -> Point:
 
 
 @pytest.mark.parametrize("subject", [plan_subject(), run_subject(), run_subject(finished=False)])
-def test_a_page_is_whole_by_itself(subject: Subject) -> None:
+def test_a_page_is_whole_by_itself(subject):
     text = build_page([subject], "0.1.0")
     tags = Outline(text).tags
     outside = {"link", "iframe", "object", "embed", "base", "form", "a"}
@@ -81,7 +81,7 @@ def hostile_plan() -> Subject:
     return Subject(HOSTILE, plan.changed(frozen=frozen))
 
 
-def test_texts_become_no_markup() -> None:
+def test_texts_become_no_markup():
     run = run_subject(prompt=HOSTILE.replace("\x00", ""))
     assert run.report
     run = replace(
@@ -97,7 +97,7 @@ def test_texts_become_no_markup() -> None:
 
 
 @pytest.mark.parametrize("name", ["wall", "known", "measured"])
-def test_points_are_the_plan_s(name: str) -> None:
+def test_points_are_the_plan_s(name):
     plan = golden_plan(name)
     expected, points, settings = plan.frozen.expected, points_of(plan), plan.frozen.settings
     assert chosen_of(points).images_per_second == pytest.approx(expected.images_per_second)
@@ -117,7 +117,7 @@ def test_points_are_the_plan_s(name: str) -> None:
         assert not (point.is_front and beaten)
 
 
-def test_worths_compare_best_values() -> None:
+def test_worths_compare_best_values():
     plan = golden_plan("measured")
     settings, worths = plan.frozen.settings, find_worths(plan, points_of(plan))
     assert {worth.knob for worth in worths} >= {"micro_batch_size", "quantization"}
@@ -129,7 +129,7 @@ def test_worths_compare_best_values() -> None:
             assert worth.speed == pytest.approx(worth.point.images_per_second / speed - 1)
 
 
-def test_a_run_shows_its_state() -> None:
+def test_a_run_shows_its_state():
     losses = {25: 0.45, 50: 0.4, 75: 0.41, 100: 0.42}
     subject = run_subject()
     steps = list(subject.steps)
