@@ -51,7 +51,8 @@ $(CUDA_READY): $(READY)
 
 test-cuda: $(CUDA_READY)
 	@tests/fakegpu/build $(CUDA) $(CUDA)/fakegpu
-	@tests/fakegpu/run -m pytest tests/fakegpu -o addopts= -q -n 3 --dist loadgroup
+	@tests/fakegpu/run -m pytest tests/fakegpu -o addopts= -q -n 3
+	@tests/fakegpu/run -m pytest tests/gpu -o addopts= -q -m 'not values'
 
 check: $(READY)
 	@$(BIN)/ruff check .

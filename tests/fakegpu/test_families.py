@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "gb10": {"quantization": "torchao-fp8", "checkpointed_blocks": 0},
 }
 MACHINES = tuple(SETTINGS)
+TABLES_BYTES = 4 << 20  # diffusers' cached functions keep Qwen-Image's positions
 PHASES = {"caching", "loading", "training", "previews", "saving"}
 
 
@@ -66,4 +67,6 @@ def test_a_run_ends_and_leaves_nothing_behind(
     with DecisiveNumbers():
         run(2, resume=False)
         run(3, resume=True)
-    assert standin.bytes_left() == (0, 0)
+    on_device, pinned = standin.bytes_left()
+    assert on_device <= TABLES_BYTES
+    assert pinned == 0

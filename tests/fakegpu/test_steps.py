@@ -2,10 +2,16 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from autotune.knobs.attention import cuda_kernel
+from autotune.knobs.block_swap import BlockSwap
+from autotune.machine.sources import cudnn_version
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
@@ -15,6 +21,7 @@ from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
 from autotune.train import model
 from autotune.train.prepare import describe_workload
 from autotune.train.processes import set_device
+from tests.fakegpu.conftest import StandIn
 
 ASKS_THE_DEVICE = {"qwen-image-2.1"}  # its class in diffusers reads masks for the shapes of tokens
 
@@ -67,3 +74,75 @@ def test_the_host_waits_once(name, padding, pipeline):
     runner = start(pipeline, padding=padding, micro_batch_size=size)
     waits = waits_in(runner)
     assert [place.partition(":")[0] for place in waits] == ["step.py"], waits
+
+
+KERNELS = {"flash": "flash_fwd", "efficient": "fmha_cutlassF", "cudnn": ""}  # cuDNN's has no name
+
+
+@pytest.mark.parametrize("padding", ["exact", "masked"])
+@pytest.mark.parametrize("machine", ["4090", "h100", "5090", "2080-ti", "gb10"])
+@pytest.mark.parametrize("name", ["qwen-image"])
+def test_the_kernel_of_attention_is_the_one_foretold(
+    name: str, machine: str, padding: str, pipeline: Path, standin: StandIn
+) -> None:
+    capability = torch.cuda.get_device_capability()
+    precision = "bf16" if capability >= (8, 0) else "fp16"
+    is_masked = padding == "masked"
+    start(pipeline, padding=padding, micro_batch_size=2, precision=precision)
+    how: Any = {"masked": is_masked, "precision": precision, "capability": capability}
+    foretold = cuda_kernel("native", cudnn=cudnn_version(), **how)
+    launched = standin.kernels()
+    assert {kernel for kernel, part in KERNELS.items() if part and part in launched} == (
+        set() if foretold == "cudnn" else {foretold}
+    )
+    assert bool(standin.count("executions")) is (foretold == "cudnn")
+
+
+def test_swapped_blocks_are_copied_once_each_way_and_let_go(standin: StandIn) -> None:
+    num_blocks, width, device = 6, 512, torch.device("cuda:0")
+    set_device(device)
+    blocks = [nn.Linear(width, width, bias=False).requires_grad_(False) for _ in range(num_blocks)]
+    swap = BlockSwap(blocks, device)
+    inputs = torch.zeros(1, width, device=device, requires_grad=True)
+    block_bytes = 4 * width**2
+    assert standin.count("pinned_bytes") == num_blocks * block_bytes
+
+    def step() -> None:
+        values = inputs
+        for block in blocks:
+            values = checkpoint(block, values, use_reentrant=False)
+        values.sum().backward()
+
+    step()
+    counted = standin.counted(
+        step, "copies_to_device", "bytes_to_device", "pageable_bytes_to_device", "host_waits"
+    )
+    copies = 2 * (num_blocks - 1)  # the last in one direction is the first in the other
+    assert counted == {
+        "copies_to_device": copies,
+        "bytes_to_device": copies * block_bytes,
+        "pageable_bytes_to_device": 0,
+        "host_waits": 0,
+    }
+    assert torch.cuda.memory_allocated() < 4 * block_bytes + 2**24
+    blocks.clear()
+    del swap
+    assert standin.bytes_left()[1] == 0
+
+
+@pytest.mark.parametrize("machine", ["4090,4090"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen-image", {"quantization": "torchao-int8", "swapped_blocks": 1}),
+        ("qwen-image", {"modulation": "ahead"}),
+        ("sdxl", {"quantization": "bnb-nf4"}),
+    ],
+)
+def test_the_second_device_trains_and_the_first_stays_closed(
+    name: str, machine: str, changes: dict[str, object], pipeline: Path, standin: StandIn
+) -> None:
+    runner = start(pipeline, device="cuda:1", **changes)
+    runner.memory_step()
+    assert (standin.has_context(0), standin.used_bytes(0)) == (False, 0)
+    assert standin.has_context(1)

@@ -1,4 +1,5 @@
-"""Tests on a real GPU (`pytest tests/gpu -o addopts=`); those marked `anywhere` run on a CPU."""
+"""Tests on a real GPU (`pytest tests/gpu -o addopts=`); those marked `anywhere` run on a CPU, and
+those not marked `values` on the stand-in of tests/fakegpu."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ CAPTIONS = ("a red square", "a blue circle on the left")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "anywhere: runs on a CPU too")
+    config.addinivalue_line("markers", "values: compares numbers, which no stand-in for a GPU has")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

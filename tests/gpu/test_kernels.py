@@ -16,6 +16,7 @@ from tests.small import write_small_pipeline
 NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 
 
+@pytest.mark.values
 @pytest.mark.anywhere
 @pytest.mark.parametrize("padding", ["exact", "masked"])
 @pytest.mark.parametrize("name", NAMES)
@@ -43,6 +44,7 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(
     assert not reasons.keys() & {f"parity.{name}" for name in (*must, "optimizer.adamw")}, reasons
 
 
+@pytest.mark.values
 def test_small_kernels_are_measured_without_the_host(hardware):
     meter = Meter(hardware, lambda: None)
     assert 3e-7 < meter.small("kernel.least").value < 1e-5

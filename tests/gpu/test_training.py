@@ -49,6 +49,7 @@ def run(data, hardware, settings, tmp_path):
     return run
 
 
+@pytest.mark.values
 @pytest.mark.anywhere
 def test_a_run_tells_memory_of_every_phase(run, hardware, tmp_path):
     report = run(preview_prompts=("a red square",))
@@ -60,6 +61,7 @@ def test_a_run_tells_memory_of_every_phase(run, hardware, tmp_path):
     assert report.verdict.num_unmoved == 0
 
 
+@pytest.mark.values
 @pytest.mark.anywhere
 @pytest.mark.parametrize("storage", ["none", "torchao-int8"])
 def test_a_run_with_swapped_blocks_samples_later(run, hardware, tmp_path, storage):
@@ -70,6 +72,7 @@ def test_a_run_with_swapped_blocks_samples_later(run, hardware, tmp_path, storag
     assert Image.open(written).size == Image.open(tmp_path / "out" / "sample_with_adapter.png").size
 
 
+@pytest.mark.values
 @pytest.mark.anywhere
 def test_a_stopped_run_ends_where_an_unbroken_one_does(run, tmp_path):
     job = {"num_steps": 6, "checkpointing_steps": 3}
@@ -104,6 +107,7 @@ def test_every_loader_brings_the_same_bits_to_the_device(data, device, name):
         assert torch.equal(value.cpu(), expected[key]), key
 
 
+@pytest.mark.values
 def test_the_gpu_learns_what_the_cpu_learns(data, hardware, tmp_path):
     settings = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
     losses = {}
@@ -121,6 +125,7 @@ def _as_cpu(profile):
     return profile.changed(device=profile.device.changed(**cpu))
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("step", random.Random(0).sample(range(1, 6), 2))
 def test_memory_that_another_takes_at_a_random_step_is_survived(
     data, hardware, settings, tmp_path, step

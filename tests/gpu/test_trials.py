@@ -22,6 +22,7 @@ LOSS_TOLERANCES = {"bnb-nf4": 1.0, "torchao-fp8": 0.5, "fp8-matmul": 0.5}
 """Of losses, besides 0.1: random weights magnify errors."""
 
 
+@pytest.mark.values
 @pytest.mark.anywhere
 def test_a_forked_child_uses_the_device(runner, precision):
     result = runner.run(candidate(precision))
@@ -29,6 +30,7 @@ def test_a_forked_child_uses_the_device(runner, precision):
     assert result.peak_memory_bytes
 
 
+@pytest.mark.values
 @pytest.mark.anywhere
 @pytest.mark.parametrize("name", Attention().names)
 def test_every_attention_that_is_available_trains(runner, hardware, precision, name):
@@ -39,6 +41,7 @@ def test_every_attention_that_is_available_trains(runner, hardware, precision, n
     assert result.outcome == "ok", result.message
 
 
+@pytest.mark.values
 @pytest.mark.anywhere
 @pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name != "none"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
@@ -75,6 +78,7 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     assert held < (outside + 340_000_000 * bits / 8) * 1.05
 
 
+@pytest.mark.values
 def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware, precision):
     large = work(model, side_px=1024, batch=8)
     with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), large) as runner:
@@ -106,6 +110,7 @@ def has_expandable_segments(request, child):
 TASKS[AskAllocator] = has_expandable_segments
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("memory", ["pageable", "pinned"])
 def test_batches_reach_the_device_from_either_memory(runner, precision, memory):
     plain = runner.run(candidate(precision))
