@@ -3,7 +3,6 @@
 probe ──> plan ──> plan.yaml ──> train
 """
 
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import click
 from autotune.cli import demo, exchange  # noqa: F401 - they add their commands to `app`
 from autotune.cli.commands import app
 from autotune.cli.options import INTERRUPTED
-from autotune.cli.output import Progress
+from autotune.cli.output import Progress, print_json
 from autotune.errors import (  # at the top: without memory nothing is imported
     InvalidInput,
     explain_error,
@@ -181,7 +180,7 @@ def _exit(message: str, hint: str, status: int) -> NoReturn:
     if "--json" in sys.argv:
         told = {"error": message, "hint": hint, "exit_status": status}
         try:
-            click.echo(json.dumps(told, indent=1))
+            print_json(told)
         except OSError:  # nobody reads, or its disk is full
             _forget_stdout()
     sys.exit(status)

@@ -209,7 +209,8 @@ def check(plan_file: Path, hardware: tuple[str, ...], as_json: bool) -> None:
         for name, result in results.items()
         for line in check_lines(result, f"{plan_file}", name)
     ]
-    print_result(results if hardware else results["this machine"], as_json, lambda _: lines)
+    found = {"machines": results} if hardware else results["this machine"]
+    print_result(found, as_json, lambda _: lines)
     if not all(result.fits for result in results.values()):
         foreign = next((name for name, result in results.items() if not result.fits), "")
         machine = "such a" if hardware else "this"

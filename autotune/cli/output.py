@@ -1,5 +1,6 @@
 """Output of commands: data on stdout, progress and remarks on stderr. Rich is loaded if needed."""
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from autotune.events import Event
 
 T = TypeVar("T")
+
+JSON_VERSION = 1
+"""Grows when a field of what `--json` prints goes, or means something else; not for a new one."""
 
 
 class Progress:
@@ -57,6 +61,12 @@ def print_result(result: T, as_json: bool, view: Callable[[T], Any]) -> None:
     if not as_json:
         print_out(view(result))
         return
-    from pydantic_core import to_json
+    from pydantic_core import to_jsonable_python
 
-    click.echo(to_json(result, indent=1).decode())
+    plain = to_jsonable_python(result, inf_nan_mode="null")
+    print_json(plain if isinstance(plain, dict) else {"items": plain})
+
+
+def print_json(fields: dict[str, Any]) -> None:
+    """Print fields as JSON to stdout, with the version of their schema."""
+    click.echo(json.dumps({"schema_version": JSON_VERSION, **fields}, indent=1))

@@ -209,12 +209,14 @@ def save_profile(profile: HardwareProfile, path: Path) -> None:
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
-    """Load a profile that `save_profile` wrote. Raises InvalidInput if it is damaged or edited."""
+    """Load a profile that `save_profile` wrote, or `probe --json` printed. Raises InvalidInput if
+    it is damaged or edited."""
     hint = "write a new one with `autotune probe`"
     try:
-        content = json.loads(files.read_bounded(Path(path), MAX_PROFILE_BYTES))
-        digest, data = content["digest"], content["profile"]
-        if digest != digest_of(data):  # as written: an older profile has other fields
+        content = dict(json.loads(files.read_bounded(Path(path), MAX_PROFILE_BYTES)))
+        printed = content.pop("schema_version", None) is not None  # which has no digest
+        data = content if printed else content["profile"]
+        if not printed and content["digest"] != digest_of(data):  # older ones have other fields
             what = f"{path} was damaged or edited: its digest does not match"
             raise InvalidInput(what, hint=hint)
         return HardwareProfile.model_validate_json(json.dumps(data))

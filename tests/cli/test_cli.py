@@ -70,13 +70,13 @@ def test_wrong_usage_exits_with_2(capfd, words):
     [
         ("check nowhere.yaml", "make one with `autotune plan --model MODEL -o plan.yaml`"),
         ("estimate --model qwen-image --bach 2", "autotune estimate --help"),
-        ("profiles prune 123 --json", "autotune profiles prune --help"),
+        ("profiles prune --no-such", "autotune profiles prune --help"),
     ],
 )
 def test_a_script_that_asked_for_json_gets_the_error_as_json(capfd, words, hint):
     process = autotune_here(capfd, *words.split(), "--json")
     told = json.loads(process.stdout)
-    assert told.keys() == {"error", "hint", "exit_status"}
+    assert told.keys() == {"schema_version", "error", "hint", "exit_status"}
     assert (told["hint"], told["exit_status"]) == (hint, process.returncode)
     assert told["error"] in process.stderr
     assert not autotune_here(capfd, *words.replace("--json", "").split()).stdout

@@ -1,13 +1,21 @@
 """Writes docs/reference.md from the commands themselves: python -m tests.docs.reference"""
 
 from collections.abc import Iterator
+from inspect import isfunction
 from itertools import groupby
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import click
+from pydantic import TypeAdapter
 
+import autotune
+from autotune import api, records
 from autotune.cli.app import app
 from autotune.cli.options import RequestCommand
+from autotune.cli.output import JSON_VERSION
+from autotune.plan.plan import FrozenPart
+from autotune.report.plan import differences
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 INTRODUCTION = """# Commands and options
@@ -17,10 +25,85 @@ Every command with its options, as `--help` shows them; the page is generated fr
 column. `--progress`, `--quiet` and `--verbose` may stand anywhere.
 """
 
+RESULTS: dict[str, Any] = {
+    "probe": autotune.probe,
+    "probe --list": autotune.list_gpus,
+    "doctor": autotune.doctor,
+    "models": autotune.list_models,
+    "fetch": autotune.fetch,
+    "estimate": autotune.estimate,
+    "compare": autotune.compare,
+    "plan": autotune.plan,
+    "check": autotune.check,
+    "check --hardware": "`machines`, a CheckResult for each name",
+    "explain": get_type_hints(FrozenPart)["reasons"],
+    "diff": differences,
+    "report": "`path`",
+    "train": autotune.train,
+    "sample": "`paths`",
+    "demo": "`output`, `concept_fidelity`",
+    "data check": autotune.check_data,
+    "import-config": autotune.import_config,
+    "export-config": autotune.export_config,
+    "audit": autotune.audit,
+    "profiles push": records.push,
+    "profiles pull": records.pull,
+    "profiles list": records.list_records,
+    "profiles prune": "`reasons`, `dry_run`",
+    "profiles verify": "`num_records`, `bad`",
+    "weights inspect": api.inspect_weights,
+    "weights convert": "`path`",
+}
+"""What commands print as JSON: a type, a function that returns it, or fields without one."""
+JSON = f"""## JSON
+
+What `--json` prints is one object. Its `schema_version` is {JSON_VERSION}; it grows when a field
+goes or means something else, not when one is added. Where a command answers with a list, its
+entries are `items`. A command that fails prints `error`, `hint` and `exit_status`. A number that is
+infinite or not a number is null.
+
+| command | fields, or their type below |
+|---|---|"""
+
 
 def markdown() -> str:
     """The page."""
-    return "\n".join([INTRODUCTION, *_lines(app, "autotune")])
+    return "\n".join([INTRODUCTION, *_lines(app, "autotune"), JSON, *_schemas(), ""])
+
+
+def _schemas() -> Iterator[str]:
+    types: dict[str, Any] = {}
+    for command, made in RESULTS.items():
+        kind = made
+        if not isinstance(made, str):
+            result = get_type_hints(made)["return"] if isfunction(made) else made
+            printed = TypeAdapter(result)
+            schema = printed.json_schema(mode="serialization", ref_template="{model}")
+            types |= schema.pop("$defs", {})
+            if "properties" in schema:
+                types[schema["title"]] = schema
+            kind = schema["title"] if "properties" in schema else f"`items`, {_type(schema)}"
+        yield f"| `{command}` | {kind} |"
+    for name, schema in sorted(types.items()):
+        if "properties" in schema:
+            yield from ("", f"### {name}", "", "| field | type | |", "|---|---|---|")
+            for field, what in schema["properties"].items():
+                yield f"| `{field}` | {_type(what)} | {_in_cell(what.get('description'))} |"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"])
+    if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return " or ".join(f"`{value}`" for value in values)
+    if members := schema.get("anyOf", schema.get("oneOf")):
+        return " or ".join(dict.fromkeys(map(_type, members)))
+    if schema.get("type") == "array":
+        entries = schema.get("items", {"anyOf": schema.get("prefixItems", [{}])})
+        return f"list of {_type(entries)}"
+    if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"{_type(schema['additionalProperties'])} by name"
+    return str(schema.get("type", "any"))
 
 
 def _lines(command: click.Command, words: str) -> Iterator[str]:

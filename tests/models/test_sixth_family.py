@@ -47,7 +47,7 @@ def test_an_entry_point_of_another_distribution_adds_a_family(tmp_path, monkeypa
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
     listed = autotune("models", "--json")
-    assert "aura-flow" in {model["family"] for model in json.loads(listed.stdout)}
+    assert "aura-flow" in {model["family"] for model in json.loads(listed.stdout)["items"]}
     settings = ("--resolution", "256", "--hardware", "nvidia-rtx-4090", "--json")
     done = autotune("estimate", "--model", "aura-flow", *settings)
     assert done.returncode == 0, done.stderr

@@ -218,12 +218,12 @@ def test_the_commands_carry_a_record_from_one_machine_to_another(tmp_path, monke
     assert run("list").startswith("no records yet")
     run("pull", tmp_path / "team")
     assert run("verify") == "records: 1, bad: 0\n"
-    assert json.loads(run("verify", "--json")) == {"num_records": 1, "bad": []}
+    assert json.loads(run("verify", "--json")).items() >= {"num_records": 1, "bad": []}.items()
     for store in (tmp_path / "typo", "memory://typo"):
         with pytest.raises(InvalidInput, match=r"there (is|are) no"):
             run("verify", "--store", store)
     assert "counts here" in run("list", "--why")
-    (row,) = json.loads(run("list", "--why", "--json"))
+    (row,) = json.loads(run("list", "--why", "--json"))["items"]
     assert (row["name"], row["match"]) == (made.name, "exact")
     assert run("prune", made.name[:8]).endswith("deleted: 1\n")
     with pytest.raises(InvalidInput, match="no records at"):
