@@ -6,6 +6,7 @@ is imported in the functions.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from autotune.data.dataset import DataReport, check_dataset, data_text, is_list
 from autotune.data.items import make_options
-from autotune.errors import AutotuneError, InvalidInput, NothingFits, suggest_nearest
+from autotune.errors import AutotuneError, InvalidInput, NothingFits, first_line, suggest_nearest
 from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
 from autotune.interop import exporting
 from autotune.interop.importing import Audit, ImportedConfig, read_config
@@ -40,7 +41,7 @@ from autotune.models.family import build_on_meta
 from autotune.models.registry import find_published, get_family
 from autotune.models.resolve import is_single_file, read_parts, resolve_model
 from autotune.models.single_file import open_single_file, recognize
-from autotune.plan.base import first_problem
+from autotune.plan.base import first_problem, log_event
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job, write_plan
 from autotune.plan.hardware import HardwareProfile
@@ -75,6 +76,8 @@ from autotune.weights.tensors import FileSummary, inspect_file
 if TYPE_CHECKING:
     from autotune.search.planner import PlanningResult
 
+process.silence_libraries()  # before the first of them is imported
+
 ENCODED = "encoded"  # folder of the user's cache that holds encoded captions and images
 NUMBERS = ("micro_batch_size", "checkpointed_blocks")
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
@@ -95,7 +98,7 @@ class PlanNotWritten(AutotuneError):
 
 
 def probe(
-    *, quick: bool = False, device: int | None = None, on_event: OnEvent = ignore_event
+    *, quick: bool = False, device: int | None = None, on_event: OnEvent = log_event
 ) -> HardwareProfile:
     """Find out what this machine can do, and keep the measured rates for later plans; with `quick`,
     only read facts. `device` is the index of a GPU, by default of the one with the most memory.
@@ -596,17 +599,21 @@ def _train_here(
     num_steps = chosen.job.steps_on(inputs.data.training.epoch_size, batch)
     on_event(RunStarted(plan=chosen.changed(job=chosen.job.changed(num_steps=num_steps))))
     page = RunPage(Path(chosen.job.output), on_event)
-    with lock_for_run(
-        hardware.device, 1 if launch else number, lambda text: on_event(Notice(text=text))
-    ):
-        encoded = cache_path(ENCODED)
-        if launch or number == 1:
-            made = run_training(
-                chosen, hardware, encoded, page, resume=resume, trace=trace, inputs=inputs
-            )
-        else:  # checked here, so that what is wrong is reported once, before any process starts
-            prepare.prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
-            made = train_in_processes(chosen, encoded, page, resume=resume, trace=trace)
+    try:
+        with lock_for_run(
+            hardware.device, 1 if launch else number, lambda text: on_event(Notice(text=text))
+        ):
+            encoded = cache_path(ENCODED)
+            if launch or number == 1:
+                made = run_training(
+                    chosen, hardware, encoded, page, resume=resume, trace=trace, inputs=inputs
+                )
+            else:  # checked here, so that what is wrong is reported once, before processes start
+                prepare.prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
+                made = train_in_processes(chosen, encoded, page, resume=resume, trace=trace)
+    except BaseException as error:
+        page.log(logging.ERROR, f"{type(error).__name__}: {first_line(error)}")
+        raise
     if page.has_trained:  # of several processes only the first tells of steps
         page.write()
     return made
@@ -643,7 +650,7 @@ def sample(
     num_steps: int | None = None,
     control: Sequence[str | Path] = (),
     path: str | Path | None = None,
-    on_event: OnEvent = ignore_event,
+    on_event: OnEvent = log_event,
 ) -> list[Path]:
     """Sample pictures from a trained adapter through the model's stock pipeline; return the files.
 
@@ -681,7 +688,7 @@ def sample(
 
 
 def inspect_weights(
-    path: str | Path, *, count_values: bool = True, on_event: OnEvent = ignore_event
+    path: str | Path, *, count_values: bool = True, on_event: OnEvent = log_event
 ) -> FileSummary:
     """Read keys, shapes, dtypes, metadata and size of a safetensors file, or of a model by its
     folder or index of shards; unless `count_values` is false, count NaN and infinite values, too.
@@ -755,7 +762,7 @@ class PlanFromConfig:
 
 
 def plan_from_config(
-    config: ImportedConfig, *, on_event: OnEvent = ignore_event, **options: Any
+    config: ImportedConfig, *, on_event: OnEvent = log_event, **options: Any
 ) -> PlanFromConfig:
     """Plan the training that a configuration describes, with its own settings pinned where the
     machine has them. `options` are those of `plan`, and go before what the configuration says.
@@ -791,7 +798,7 @@ def audit(
     *,
     hardware: str | HardwareProfile | None = None,
     measure: bool = False,
-    on_event: OnEvent = ignore_event,
+    on_event: OnEvent = log_event,
 ) -> Audit:
     """Predict another trainer's configuration on a card, in autotune and in its own program
     (`in_trainer`), and the fastest plan that learns the same; with `measure`, run both here, too.

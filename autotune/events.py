@@ -4,6 +4,7 @@ Every function that takes long calls its `on_event` with them; nothing depends o
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -18,6 +19,15 @@ SMOOTHING = 0.05  # share of each new loss in the smoothed one, once there are e
 
 class Event(Frozen):
     """Base of everything that long work tells."""
+
+    @property
+    def logged(self) -> tuple[int, str]:
+        """The level of `logging` and the line with which it is logged."""
+        if isinstance(self, Notice):
+            return logging.WARNING if self.level == "warning" else logging.INFO, self.text
+        if isinstance(self, PhaseStarted):
+            return logging.INFO, self.name
+        return logging.DEBUG, event_line(self)
 
 
 class PhaseStarted(Event):

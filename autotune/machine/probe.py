@@ -18,11 +18,11 @@ from typing import TextIO
 import psutil
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
+from autotune.events import Notice, OnEvent, StatusChanged
 from autotune.machine import capabilities, catalog
 from autotune.machine.facts import Reader, read_device, read_host, read_versions
 from autotune.machine.sources import DriverSource, System, Unavailable
-from autotune.plan.base import digest_of, memory_bytes
+from autotune.plan.base import digest_of, log_event, memory_bytes
 from autotune.plan.hardware import Device, HardwareProfile, OtherGpu, Rate, Versions
 from autotune.plan.request import PlanRequest
 from autotune.system import files, process
@@ -36,7 +36,6 @@ MEASURE = (*process.PYTHON, "-m", "autotune.machine.rates")
 def probe(*, index: int | None = None, on_progress: Progress | None = None) -> HardwareProfile:
     """Read facts about device `index` of this machine, by default the GPU with the most memory.
     Raises InvalidInput if there is no such device, and AutotuneError if its memory is unknown."""
-    process.silence_libraries()
     if on_progress:
         on_progress("reading facts")
     return read_profile(System(), index)
@@ -239,7 +238,7 @@ def hardware_for(
     *,
     host_memory: int | str | None = None,
     assume: Collection[str] = (),
-    on_event: OnEvent = ignore_event,
+    on_event: OnEvent = log_event,
     on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
 ) -> HardwareProfile:
     """Return the profile to plan with: of this machine, or the one that is named.

@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 
 from autotune.errors import InvalidInput
-from autotune.events import OnEvent, StatusChanged, ignore_event
+from autotune.events import OnEvent, StatusChanged
 from autotune.models import single_file
 from autotune.models.facts import Config, Parts, PublishedModel
 from autotune.models.family import CHECK_CONFIG, Family, build_on_meta, public_config
 from autotune.models.noise import NoiseProcess
 from autotune.models.registry import FAMILIES, explain_unknown, find_published
-from autotune.plan.base import Frozen, NaturalInt, digest_of
+from autotune.plan.base import Frozen, NaturalInt, digest_of, log_event
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.weights.files import (
@@ -180,7 +180,7 @@ class FetchedModel(Frozen):
     """Number of files that have the hub's checksums; None if the hub was out of reach."""
 
 
-def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
+def fetch(model: str, *, on_event: OnEvent = log_event) -> FetchedModel:
     """Download all files of a model that training needs, and compare them with the hub's checksums.
 
     Afterwards `plan` and `train` need no network. License, token and free disk space are checked

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,14 +55,19 @@ class Option:
 HIDDEN = Option(is_hidden=True)
 
 
-def ignore(event: object) -> None:
-    """Do nothing."""
+LOGGER = logging.getLogger("autotune")
+LOGGER.addHandler(logging.NullHandler())  # silent until a program says where its logs go
+
+
+def log_event(event: Any) -> None:
+    """Log what an event tells to the logger `autotune`: the listener where none is named."""
+    LOGGER.log(*event.logged)
 
 
 class Request(Frozen):
     """Base of what a user asks: it knows which of its fields were given."""
 
-    on_event: Annotated[Callable[[Any], None], HIDDEN] = Field(default=ignore, repr=False)
+    on_event: Annotated[Callable[[Any], None], HIDDEN] = Field(default=log_event, repr=False)
     """Listener to progress: it gets the events of `autotune.events`."""
 
     @property

@@ -4,13 +4,16 @@ Reading needs neither torch nor a machine.
 """
 
 import base64
+import contextlib
 import io
 import json
+import logging
 import os
 import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.report.page import Picture, Preview, Subject, build_page, has_plotly
 from autotune.report.plan import full_settings_lines
-from autotune.report.run import PAGE_FILE, report_lines
+from autotune.report.run import LOG_FILE, PAGE_FILE, report_lines
 from autotune.report.text import printable
 from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.version import __version__
@@ -211,7 +214,7 @@ def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | N
 
 
 class RunPage:
-    """A listener that keeps the page of a run up to date; a failure never costs the run."""
+    """A listener that keeps log and page of a run up to date; a failure never costs the run."""
 
     def __init__(
         self, folder: Path, on_event: OnEvent, clock: Callable[[], float] = time.monotonic
@@ -224,12 +227,20 @@ class RunPage:
 
     def __call__(self, event: Event) -> None:
         """Pass the event on; after previews write the page anew, in `PAGE_SHARE` of the time."""
+        self.log(*event.logged)
         self.on_event(event)
         self.has_trained = self.has_trained or isinstance(event, StepFinished)
         if isinstance(event, PreviewsWritten) and (started_at := self.clock()) >= self.next_at:
             self.write()
             ended_at = self.clock()
             self.next_at = ended_at + (ended_at - started_at) / PAGE_SHARE
+
+    def log(self, level: int, text: str) -> None:
+        """Add a line with the time to the log of the run."""
+        with contextlib.suppress(OSError):
+            if level > logging.DEBUG and self.folder.is_dir():
+                with (self.folder / LOG_FILE).open("a", encoding="utf-8", errors="replace") as file:
+                    file.write(f"{datetime.now():%F %T} {logging.getLevelName(level)} {text}\n")
 
     def write(self) -> None:
         """Write the page; if that fails tell why, unless that was told at the start."""

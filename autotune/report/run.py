@@ -18,6 +18,7 @@ from autotune.report.text import (
 )
 
 PAGE_FILE = "report.html"
+LOG_FILE = "run.log"
 
 
 def step_text(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import optuna
 
 from autotune import events
-from autotune.plan.base import SCHEMA_VERSION, digest_of
+from autotune.plan.base import SCHEMA_VERSION, digest_of, log_event
 from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
@@ -58,7 +58,7 @@ class PlanInterrupted(KeyboardInterrupt):
 def make_plan(
     asked: PlanRequest | ResolvedRequest,
     hardware: HardwareProfile,
-    on_event: events.OnEvent = events.ignore_event,
+    on_event: events.OnEvent = log_event,
     backend: PlannerBackend | None = None,
 ) -> PlanningResult:
     """Find the best settings for the request on this machine and freeze them.

@@ -40,6 +40,7 @@ def prepare_process(*, only_predicts: bool = False) -> None:
     `only_predicts`, for a process that neither trains nor tries anything, packages that predictions
     do not need seem not to be installed until `reveal_packages`."""
     silence_libraries()
+    warnings.filterwarnings("ignore")
     for name in UNNEEDED if only_predicts else ():
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]
@@ -78,7 +79,8 @@ NOISY_LOGGERS = (
 
 
 def silence_libraries() -> None:
-    """Let only the libraries' errors through. This also disables the kernels that torch 2.13
+    """Let only the libraries' errors through, unless their loggers have levels, and leave warnings
+    of others as they are. This also disables the kernels that torch 2.13
     compiles at their first call on CUDA: triton fails at an outer product if there is no C
     compiler, or Python's headers are missing."""
     os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
@@ -86,8 +88,9 @@ def silence_libraries() -> None:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+        logger = logging.getLogger(name)
+        logger.setLevel(logger.level or logging.ERROR)
+    warnings.filterwarnings("ignore", module="|".join((*NOISY_LOGGERS, "autotune")))
 
 
 def silence_progress_bars() -> None:

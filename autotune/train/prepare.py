@@ -16,7 +16,7 @@ from autotune.data.dataset import Dataset, SplitDataset, read_split
 from autotune.data.items import EMPTY_CAPTION, make_options
 from autotune.data.pixels import has_video_decoder
 from autotune.errors import DoesNotFit, InvalidInput, first_line
-from autotune.events import Notice, OnEvent, ignore_event
+from autotune.events import Notice, OnEvent
 from autotune.knobs.caching import cast_refusal
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
@@ -29,6 +29,7 @@ from autotune.models.facts import USUAL_IMAGES
 from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import ResolvedModel
+from autotune.plan.base import log_event
 from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.job import Job
@@ -556,7 +557,7 @@ class SampleInputs:
 def read_sample_inputs(
     run: Path,
     request: SampleRequest,
-    on_event: OnEvent = ignore_event,
+    on_event: OnEvent = log_event,
     require: Callable[[TrainingPlan], None] = lambda plan: None,
 ) -> SampleInputs:
     """Read what sampling takes; `require` may refuse a plan before its model is fetched."""

@@ -18,7 +18,7 @@ from autotune.data.dataset import tell_cut_captions
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
-from autotune.plan.base import digest_of
+from autotune.plan.base import digest_of, log_event
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system import files, process
@@ -41,7 +41,7 @@ def train(
     plan: TrainingPlan,
     hardware: HardwareProfile,
     cache_folder: Path,
-    on_event: events.OnEvent = events.ignore_event,
+    on_event: events.OnEvent = log_event,
     *,
     resume: bool = False,
     trace: bool = False,

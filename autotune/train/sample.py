@@ -26,11 +26,12 @@ from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_e
 from autotune.data.encode import Encoders, move_tensors
 from autotune.data.pixels import explain_damage, has_video_decoder, open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
-from autotune.events import Notice, OnEvent, StatusChanged, ignore_event
+from autotune.events import Notice, OnEvent, StatusChanged
 from autotune.knobs import block_swap, modulation
 from autotune.knobs.settings import configure_allocator
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
+from autotune.plan.base import log_event
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
@@ -120,7 +121,7 @@ def sample_run(
     inputs: SampleInputs,
     hardware: HardwareProfile,
     cache_folder: Path,
-    on_event: OnEvent = ignore_event,
+    on_event: OnEvent = log_event,
 ) -> list[Path]:
     """Sample from the adapter of a run, or from a plan's model; return the files written."""
     request, plan, model, file = inputs.request, inputs.plan, inputs.model, inputs.file

@@ -13,7 +13,7 @@ from autotune.events import Event, Notice, PhaseStarted, PreviewsWritten
 from autotune.plan.file import RUN_PLAN_FILE, with_job, write_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.report.files import MAX_PREVIEWS, RunPage, read_run
-from autotune.report.run import PAGE_FILE
+from autotune.report.run import LOG_FILE, PAGE_FILE
 from tests.report.page.pages import FOLDER, HOSTILE, golden_plan, run_report, steps_of
 from tests.report.page.test_page import Outline
 
@@ -179,3 +179,14 @@ def test_pages_take_a_small_share_of_a_run(run, monkeypatch):
         page(PreviewsWritten(step=25))
     assert written_at[0] == 10.0
     assert 40 <= len(written_at) <= 0.01 * now[0] / 2.0
+
+
+def test_the_log_of_a_run_has_what_people_read_and_no_steps(tmp_path: Path) -> None:
+    page = RunPage(tmp_path, lambda event: None)
+    warned = Notice(text="memory ran out", level="warning")
+    for event in (PhaseStarted(name="loading"), *steps_of(2), warned):
+        page(event)
+    lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["INFO loading", "WARNING memory ran out"]
+    page.folder = tmp_path / "gone"
+    page(warned)

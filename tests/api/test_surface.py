@@ -3,6 +3,8 @@
 import doctest
 import inspect
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import autotune
 from autotune.cli.app import app
 from autotune.errors import InvalidInput
+from autotune.machine.probe import hardware_for
 from autotune.plan.base import image_size, memory_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +63,19 @@ def test_commands_have_few_options():
         return own.union(*map(names, getattr(command, "commands", {}).values()))
 
     assert len(names(app) - {"--help"}) <= 110
+
+
+def test_without_a_listener_events_are_logged(caplog):
+    with caplog.at_level("INFO"):
+        hardware_for("4090")
+    assert "planning for nvidia-rtx-4090" in caplog.messages
+
+
+@pytest.mark.slow
+def test_no_library_is_noisy_on_first_use():
+    code = "import autotune; autotune.estimate('sdxl', hardware='4090', resolution_px=512)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert not done.stderr
 
 
 def test_unknown_arguments_name_the_nearest():

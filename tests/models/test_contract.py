@@ -1,17 +1,22 @@
 """What every family must keep, run over the registry."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
+from autotune.knobs.block_swap import swap_blocks
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.adapter import add_adapter
 from autotune.models.family import Batch, build_on_meta, denoising_loss
 from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket
+from autotune.train.model import load_transformer
 from tests.kinds import KINDS
 from tests.models.small import CAPTIONS, Small
 
@@ -153,6 +158,34 @@ def test_padding_what_is_masked_changes_nothing(small):
         found.append([output, *(p.grad for p in parameters if p.grad is not None)])
     for one, other in zip(*found, strict=True):
         assert float((one - other).norm()) <= 1e-5 * float(one.norm())
+
+
+@pytest.mark.quick("ltx-2.3")
+def test_every_format_swap_and_modulation_loads_from_files(small: Small) -> None:
+    resolved, family = resolve_model(ModelRef.of(small.folder)), small.family
+    formats = [name for name, one in WEIGHT_FORMATS.items() if one.can_offload]
+    batch, noise = batch_and_noise(small)
+    with torch.no_grad():
+        stock = denoising_loss(family, small.transformer, batch, noise, small.levels(0.3, 0.8))
+    for quantization, swapped, modulation in product(formats, (0, 2), ("resident", "ahead")):
+        if "modulation" in family.excluded and modulation == "ahead":
+            continue
+        settings = Candidate(
+            micro_batch_size=2,
+            checkpointed_blocks=0,
+            precision="fp32",
+            quantization=quantization,
+            swapped_blocks=swapped,
+            modulation=modulation,
+        )
+        loaded, _ = load_transformer(resolved, settings, torch.device("cpu"))
+        assert not [name for name, one in loaded.state_dict().items() if one.is_meta]
+        swap_blocks(loaded.requires_grad_(False), family, swapped)
+        if modulation == "resident":
+            with torch.no_grad():
+                loss = denoising_loss(family, loaded, batch, noise, small.levels(0.3, 0.8))
+            rounding = 0 if quantization == "none" else 0.1
+            assert float(loss) == pytest.approx(float(stock), rel=rounding)
 
 
 @pytest.mark.quick(*KINDS)
