@@ -44,14 +44,14 @@ setup-cuda: $(CUDA_READY)
 $(CUDA_READY): $(READY)
 	@echo "setting up $(CUDA) with torch's CUDA build (once; 5.5 GB, some four minutes)"
 	@$(BIN)/python -m venv --without-pip $(CUDA)
-	@$(BIN)/python -m pip --python $(CUDA) install --quiet --disable-pip-version-check torch==2.14.1
+	@PIP_EXTRA_INDEX_URL= $(BIN)/python -m pip --python $(CUDA) install --quiet --disable-pip-version-check torch==2.14.1
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(CUDA)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth
 	@touch $(CUDA_READY)
 
 test-cuda: $(CUDA_READY)
 	@tests/fakegpu/build $(CUDA) $(CUDA)/fakegpu
-	@tests/fakegpu/run -m pytest tests/fakegpu -o addopts= -q -n 3
+	@tests/fakegpu/run -m pytest tests/fakegpu -o addopts= -q -m 'not slow' -n 3
 	@tests/fakegpu/run -m pytest tests/gpu -o addopts= -q -m 'not values'
 
 check: $(READY)

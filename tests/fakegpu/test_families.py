@@ -1,4 +1,4 @@
-"""Whole runs of every family, each on two of the machines that are least alike."""
+"""Whole runs of every family on one of the machines that are least alike; slow: on another."""
 
 import pytest
 
@@ -25,9 +25,9 @@ PHASES = {"caching", "loading", "training", "previews", "saving"}
 @pytest.mark.parametrize(
     ("name", "machine"),
     [
-        (name, MACHINES[(number + turn) % len(MACHINES)])
+        pytest.param(name, MACHINES[(number + turn) % len(MACHINES)], marks=marks)
         for number, name in enumerate(FAMILIES)
-        for turn in (0, 2)
+        for turn, marks in ((0, ()), (2, pytest.mark.slow))
     ],
 )
 def test_a_run_ends_and_leaves_nothing_behind(

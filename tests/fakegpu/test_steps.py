@@ -21,13 +21,12 @@ from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
 from autotune.train import model
 from autotune.train.prepare import describe_workload
 from autotune.train.processes import set_device
-from tests.fakegpu.conftest import StandIn
 
 ASKS_THE_DEVICE = {"qwen-image-2.1"}  # its class in diffusers reads masks for the shapes of tokens
 
 
 @pytest.fixture(autouse=True)
-def _any_quality(monkeypatch: pytest.MonkeyPatch) -> None:
+def _any_quality(monkeypatch):
     monkeypatch.setattr(model, "require_quality", lambda *_: None)  # of what no kernel computed
 
 
@@ -35,14 +34,14 @@ def start(
     folder: Path, *, device: str = "cuda:0", padding: str = "exact", **changes: object
 ) -> StepRunner:
     """A runner that has taken its first steps."""
-    ref = ModelRef.of(folder / "model")
+    resolved = resolve_model(ModelRef.of(folder / "model"))
     sizes = {"resolution": (128, 128), "effective_batch_size": 2, "text_tokens": 16}
-    work = describe_workload(resolve_model(ref), None, WorkloadRequest(rank=4, **sizes))
+    work = describe_workload(resolved, None, WorkloadRequest(rank=4, **sizes))
     work = work.changed(quality="compact", text_padding=padding)
     fields = {"micro_batch_size": 1, "checkpointed_blocks": 1, "batch_memory": "pinned", **changes}
     candidate = Candidate.model_validate(fields)
     set_device(torch.device(device))
-    loaded = load_for_trial(TrialRequest(ref, work, candidate, device, 2))
+    loaded = load_for_trial(TrialRequest(resolved, work, candidate, device, 2))
     runner = StepRunner(loaded, work, candidate)
     for _ in range(2):
         runner.timed_step()
@@ -82,9 +81,7 @@ KERNELS = {"flash": "flash_fwd", "efficient": "fmha_cutlassF", "cudnn": ""}  # c
 @pytest.mark.parametrize("padding", ["exact", "masked"])
 @pytest.mark.parametrize("machine", ["4090", "h100", "5090", "2080-ti", "gb10"])
 @pytest.mark.parametrize("name", ["qwen-image"])
-def test_the_kernel_of_attention_is_the_one_foretold(
-    name: str, machine: str, padding: str, pipeline: Path, standin: StandIn
-) -> None:
+def test_the_kernel_of_attention_is_the_one_foretold(name, machine, padding, pipeline, standin):
     capability = torch.cuda.get_device_capability()
     precision = "bf16" if capability >= (8, 0) else "fp16"
     is_masked = padding == "masked"
@@ -98,7 +95,7 @@ def test_the_kernel_of_attention_is_the_one_foretold(
     assert bool(standin.count("executions")) is (foretold == "cudnn")
 
 
-def test_swapped_blocks_are_copied_once_each_way_and_let_go(standin: StandIn) -> None:
+def test_swapped_blocks_are_copied_once_each_way_and_let_go(standin):
     num_blocks, width, device = 6, 512, torch.device("cuda:0")
     set_device(device)
     blocks = [nn.Linear(width, width, bias=False).requires_grad_(False) for _ in range(num_blocks)]
@@ -140,8 +137,8 @@ def test_swapped_blocks_are_copied_once_each_way_and_let_go(standin: StandIn) ->
     ],
 )
 def test_the_second_device_trains_and_the_first_stays_closed(
-    name: str, machine: str, changes: dict[str, object], pipeline: Path, standin: StandIn
-) -> None:
+    name, machine, changes, pipeline, standin
+):
     runner = start(pipeline, device="cuda:1", **changes)
     runner.memory_step()
     assert (standin.has_context(0), standin.used_bytes(0)) == (False, 0)
