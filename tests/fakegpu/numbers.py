@@ -18,7 +18,7 @@ INDEXING = (
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
     aten._index_put_impl_.default,
 )  # fmt: skip
-ON_DEVICE = (aten._local_scalar_dense.default, aten.is_pinned.default, aten.record_stream.default)
+ON_DEVICE = {"aten::_local_scalar_dense", "aten::is_pinned", "aten::record_stream", "aten::set_"}
 
 
 class DecisiveNumbers(TorchDispatchMode):
@@ -38,7 +38,7 @@ class DecisiveNumbers(TorchDispatchMode):
         is_plain = all(
             type(each) is Tensor or isinstance(each, torch.nn.Parameter) for each in inputs
         )
-        if function.is_view or function in ON_DEVICE or not is_plain:
+        if function.is_view or function._schema.name in ON_DEVICE or not is_plain:
             return function(*args, **kwargs)
         device = next((each.device for each in inputs if each.is_cuda), None)
         if device and not any(map(_is_real, inputs)):
