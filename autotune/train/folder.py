@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -277,13 +277,13 @@ class Checkpoints:
     def read_best(self) -> Checkpoint | None:
         """Read what `save_best` wrote; None if it is lost or damaged."""
         try:
-            best = self._read(self.folder / BEST_FILE, 0)
+            return self._read(self.folder / BEST_FILE)
         except (BadWeights, OSError, ValueError, KeyError):
             return None
-        return replace(best, step=best.state["step"])
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self._write_file(self.folder / CHECKPOINT_FILE.format(step), tensors, state)
+        path = self.folder / CHECKPOINT_FILE.format(step)
+        self._write_file(path, tensors, {**state, "step": step})
         for old, path in list(list_checkpoints(self.folder).items())[: -self.keep_last]:
             if not (self.keep_every and old % self.keep_every == 0):
                 path.unlink(missing_ok=True)
@@ -308,7 +308,11 @@ class Checkpoints:
         checkpoints = list_checkpoints(self.folder)
         for step, path in reversed(checkpoints.items()):
             try:
-                return self._read(path, step)
+                found = self._read(path)
+                if found.step == step:
+                    return found
+                path.replace(self.folder / CHECKPOINT_FILE.format(found.step))
+                return self.newest(on_damaged)
             except (BadWeights, OSError, ValueError, KeyError) as error:
                 on_damaged(f"{path} is damaged and skipped: {first_line(error)}")
         if checkpoints:  # starting over would in time replace what may still be recovered
@@ -316,13 +320,14 @@ class Checkpoints:
             raise InvalidInput(f"all checkpoints in {self.folder} are damaged", hint=hint)
         return None
 
-    def _read(self, path: Path, step: int) -> Checkpoint:
+    def _read(self, path: Path) -> Checkpoint:
         tensors, metadata = load_file(path)
         if metadata["digest"] != _digest(metadata, tensors):
             raise ValueError("its digest does not match")
         if metadata["run"] != self.run_key:
             raise _of_another_run(path)
-        return Checkpoint(step, tensors, json.loads(metadata["state"]))
+        state = json.loads(metadata["state"])
+        return Checkpoint(state["step"], tensors, state)
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

@@ -47,7 +47,7 @@ class Metrics:
         report_to: str,
         on_warning: Callable[[str], None] = lambda text: None,
     ) -> None:
-        path = folder / METRICS_FILE
+        self.path = path = folder / METRICS_FILE
         earlier = [event for event in read_metrics(path) if event.step <= resumed_at]
         write_text_atomic(path, "".join(_line(event) for event in earlier))
         self.losses = [event.loss for event in earlier]
@@ -79,6 +79,12 @@ class Metrics:
     def add(self, event: StepFinished) -> None:
         self.losses.append(event.loss)
         self.seconds.append(event.seconds)
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = self.path.open("a", encoding="utf-8")
+            lost = f"{self.path.parent} was deleted, with all that it held; the run goes on"
+            self._on_warning(lost)
         self._file.write(_line(event))
         self._file.flush()
         values = zip(CURVES, NUMBERS(event), strict=True)

@@ -19,6 +19,7 @@ from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of, log_event
+from autotune.plan.file import RUN_PLAN_FILE, write_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system import files, process
@@ -301,6 +302,7 @@ class _Run:
             with self.monitor.phase("saving"):
                 job, workload, digest = self.plan.job, self.plan.frozen.workload, self.plan.digest
                 model, optimizer, dtype = loop.model, loop.optimizer, torch_dtype(job.save_dtype)
+                write_plan(self.output / RUN_PLAN_FILE, self.plan)  # again: the folder may be new
                 save_trained(adapter, model, optimizer, workload, digest, kept_step, dtype)
                 self.adapter_file = folder.export_trained(adapter, job.adapter_format).name
         adapter_loss = self._known(loop.evaluate(), "with")

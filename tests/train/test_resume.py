@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.events import StepFinished
-from autotune.plan.file import read_plan, write_plan
+from autotune.plan.file import RUN_PLAN_FILE, read_plan, write_plan
 from autotune.train import folder as folder_module
 from autotune.train import validation
 from autotune.train.folder import ADAPTER_FILE, Checkpoints, claim_folder, list_checkpoints
@@ -26,6 +26,7 @@ from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import prepare
 from autotune.weights.files import find_weights, open_weights, weights_digest
+from tests.events import steps_to
 from tests.forked import autotune_forked, start_forked
 from tests.search.machines import wait_until
 from tests.train.conftest import Killed, save
@@ -101,10 +102,36 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(tmp_path, damage):
             newest.write_bytes(data[: found.start(1)] + b"7" + data[found.end(1) :])
         loaded = checkpoints.newest(told.append)
     assert loaded
-    assert (loaded.step, loaded.state) == (1, {"rate": 5})
+    assert (loaded.step, loaded.state) == (1, {"rate": 5, "step": 1})
     assert torch.equal(loaded.tensors["a"], torch.ones(9))
     assert len(told) == (damage != "part")
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_checkpoint_is_of_the_step_in_its_content(tmp_path):
+    with Checkpoints(tmp_path, "key", keep_last=9) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"a": torch.full((9,), float(step))}, {})
+        checkpoints.finish()
+        first, second = list_checkpoints(tmp_path).values()
+        shutil.copy(first, first.with_name(first.name.replace("1", "7")))
+        assert checkpoints.newest().step == 2
+        second.replace(second.with_name(second.name.replace("2", "9")))
+        assert checkpoints.newest().step == 2
+    assert list(list_checkpoints(tmp_path)) == [1, 2]
+
+
+def test_a_run_whose_output_folder_is_deleted_says_so_and_keeps_its_adapter(bench, tmp_path):
+    def delete(event: object) -> None:
+        if event.step == 2:
+            shutil.rmtree(tmp_path / "run")
+
+    plan = bench.plan(num_steps=4, preview_every=0, output=str(tmp_path / "run"))
+    report = bench.train(plan, steps_to(delete))
+    assert any("was deleted" in warning for warning in report.warnings)
+    assert [step.step for step in read_metrics(tmp_path / "run/metrics.jsonl")] == [3, 4]
+    assert (tmp_path / "run" / ADAPTER_FILE).is_file()
+    assert read_plan(tmp_path / "run" / RUN_PLAN_FILE).digest == plan.digest
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(tmp_path):
