@@ -22,7 +22,7 @@ from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChang
 from autotune.interop import exporting
 from autotune.interop.importing import Audit, ImportedConfig, read_config
 from autotune.interop.trainer import get_trainer
-from autotune.knobs.caching import caching_choices, describe_caching
+from autotune.knobs.caching import caching_choices
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import allow_optimizer, plain_choices
@@ -57,6 +57,7 @@ from autotune.plan.request import (
     make_request,
     takes,
 )
+from autotune.plan.words import caching_text
 from autotune.plan.workload import ADAMW
 from autotune.report.files import RunPage
 from autotune.search import comparison
@@ -838,7 +839,7 @@ def audit(
     written, in_trainer = predict(settings), None
     if read.overheads is not None:
         caching = exporting.caching_in(read.pins)
-        why = Reason(knob="caching", chosen=describe_caching(caching), why="as in the file")
+        why = Reason(knob="caching", chosen=caching_text(caching), why="as in the file")
         theirs = cost.with_overheads(read.overheads, (caching, why))
         in_trainer = estimate_candidate(theirs, settings, num_steps=steps)
     found = Audit(

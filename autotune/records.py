@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from autotune.errors import InvalidInput
 from autotune.machine.probe import probe as read_machine
 from autotune.plan.base import Frozen
+from autotune.plan.words import label_of
 from autotune.share.store import (
     Store,
     Transfer,
@@ -90,7 +91,7 @@ def list_records(
             device_name=record.machine.device_name,
             family=record.workload.model.family,
             work=workload_class(record.workload),
-            settings=record.settings.label(),
+            settings=label_of(record.settings),
             num_trials=len(record.trials),
             step_seconds=record.expected.step_seconds,
             peak_memory_bytes=record.expected.peak_memory_bytes,

@@ -36,6 +36,7 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import HardwareProfile, Rate
+from autotune.plan.words import label_of
 from autotune.plan.workload import Bucket, ModelSpec, Workload
 
 SIDE_PX = 256
@@ -166,7 +167,7 @@ def measure_family(
     for candidate in candidates(family, workload.model.num_blocks):
         before = predictor.predict_uncalibrated(candidate)
         truth = run(family, config, workload, candidate, num_timed=3 if with_time else 0)
-        row = {"family": name, "candidate": candidate.label(), "peak_bytes": truth.peak_bytes}
+        row = {"family": name, "candidate": label_of(candidate), "peak_bytes": truth.peak_bytes}
         row["predicted_peak_bytes"] = before.allocated_memory_bytes
         if with_time:
             seconds = min(truth.step_seconds)

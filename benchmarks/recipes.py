@@ -44,6 +44,7 @@ from autotune.machine.probe import cached_profile
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.words import label_of
 from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.search.space import build_search_space, expand_block_counts
 from autotune.search.study import run_search
@@ -123,7 +124,7 @@ def measure(name: str, hardware: HardwareProfile, rounds: int) -> list[dict[str,
         {
             "family": name,
             "recipe": recipe,
-            "settings": recipes[recipe].label(),
+            "settings": label_of(recipes[recipe]),
             "images_per_second": round(images / min(min(truth.step_seconds) for truth in found), 4),
             "peak_bytes": found[0].peak_bytes,
             "loss": round(found[0].loss, 6),

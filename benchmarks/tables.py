@@ -41,6 +41,7 @@ from autotune.machine.probe import cached_profile
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import HardwareProfile
+from autotune.plan.words import label_of
 from autotune.plan.workload import Workload
 from autotune.search.space import build_search_space
 
@@ -234,7 +235,9 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
             trials.append(bench.measured(candidate, best, known[0] if known else None))
             with path.open("a") as file:
                 file.write(trials[-1].model_dump_json(exclude_defaults=True) + "\n")
-            print(name, len(trials), trials[-1].median_step_seconds, candidate.label(), flush=True)
+            print(
+                name, len(trials), trials[-1].median_step_seconds, label_of(candidate), flush=True
+            )
 
     candidates = configurations(table, hardware, workload)
     add(candidates, 1)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from autotune.knobs.registry import KNOBS
 from autotune.plan.file import read_plan, seal, write_plan
 from autotune.plan.plan import FrozenPart
-from autotune.report.plan import explain_lines
+from autotune.report.plan import every_reason_lines
 from autotune.search.winner import TIE
 from tests.conftest import autotune_here
 from tests.search.machines import wait_until
@@ -58,7 +58,7 @@ def test_plan_chose_the_fastest_and_says_why(journey):
     assert confirmed[frozen.settings] <= (1 + TIE) * min(confirmed.values())
     assert frozen.expected.step_seconds == confirmed[frozen.settings]
     assert {reason.knob for reason in frozen.reasons} >= {*(knob.name for knob in KNOBS), "caching"}
-    explained = "\n".join(explain_lines(journey.plan))
+    explained = "\n".join(every_reason_lines(journey.plan))
     for reason in frozen.reasons:
         assert f"{reason.knob} = {reason.chosen}" in explained
         assert all(str(rejected.choice) in explained for rejected in reason.rejected)
@@ -135,7 +135,7 @@ def test_an_interrupted_search_leaves_its_best_plan_and_no_child(tmp_path):
         start_new_session=True,
     )
     assert process.stderr
-    next(line for line in process.stderr if line.lstrip().startswith("1 "))
+    next(line for line in process.stderr if line.startswith("trial 1 "))
     # Their process is stopped, so that the search cannot end before it is interrupted.
     trial = stopped_trial(psutil.Process(process.pid))
     children = psutil.Process(process.pid).children(recursive=True)

@@ -13,7 +13,7 @@ from click.exceptions import Exit
 import autotune
 from autotune.cli.options import Commands, RequestCommand
 from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
-from autotune.report.text import wrapped
+from autotune.report.text import titled_lines
 from autotune.system.process import is_first_process
 
 if TYPE_CHECKING:
@@ -59,14 +59,15 @@ def app(progress: str, quiet: bool, verbose: bool) -> None:
 @JSON
 def probe(quick: bool, list_catalog: bool, device: int | None, as_json: bool) -> None:
     """Find out what this machine can really do, and keep the answer."""
-    from autotune.report.machine import catalog_view, profile_view
+    from autotune.report.machine import catalog_view, profile_lines, profile_view
 
     if list_catalog:
         print_result(autotune.list_gpus(), as_json, catalog_view)
         return
     with show_events() as show:
         profile = autotune.probe(quick=quick, device=device, on_event=show)
-    print_result(profile, as_json, profile_view)
+    brief = partial(profile_lines, findings=() if as_json else autotune.doctor())
+    print_result(profile, as_json, profile_view if Progress.is_verbose else brief)
 
 
 @app.command()
@@ -178,10 +179,10 @@ def _ending(made: "TrainingPlan", file: Path) -> list[str]:
 
     about, hint = texts.plan_lines(made), texts.train_hint(made, file)
     if Progress.is_verbose:
-        everything = texts.full_settings_lines, texts.explain_lines, texts.origin_lines
-        return [*(line for lines in everything for line in (*lines(made), "")), *about, hint]
-    more = f"{'more':<15}reasons: autotune explain; a page with charts: autotune report"
-    return [*about, *texts.user_values_line(made), *wrapped(more, 15), hint]
+        reasons = *texts.every_reason_lines(made), "", *texts.origin_lines(made)
+        return [*titled_lines(texts.settings_items(made)), "", *reasons, "", *about, hint]
+    more = "reasons: autotune explain; a page with charts: autotune report"
+    return [*about, *titled_lines([("more", more)]), hint]
 
 
 def _predictable(words: Sequence[str]) -> list[str]:
@@ -222,14 +223,18 @@ def check(plan_file: Path, hardware: tuple[str, ...], as_json: bool) -> None:
 
 @app.command()
 @PLAN
+@click.option("--all", "tells_all", is_flag=True, help="Every reason, trial and default.")
 @JSON
-def explain(plan_file: Path, as_json: bool) -> None:
-    """Say why each setting was chosen, and what was rejected and why."""
-    from autotune.report.plan import explain_lines, origin_lines
+def explain(plan_file: Path, tells_all: bool, as_json: bool) -> None:
+    """Say which settings mattered, and what spoke against the others."""
+    from autotune.report.plan import every_reason_lines, explain_lines, origin_lines
 
     plan = autotune.load_plan(plan_file)
-    lines = explain_lines, origin_lines
-    print_result(plan.frozen.reasons, as_json, lambda _: [*lines[0](plan), "", *lines[1](plan)])
+    if tells_all or Progress.is_verbose:
+        lines = [*every_reason_lines(plan), "", *origin_lines(plan)]
+    else:
+        lines = [*explain_lines(plan), "all reasons: --all"]
+    print_result(plan.frozen.reasons, as_json, lambda _: lines)
 
 
 @app.command()
@@ -271,7 +276,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     """
     from autotune.api import require_gpu
     from autotune.plan.job import Job
-    from autotune.report.run import PAGE_FILE, after_training_lines, report_lines
+    from autotune.report.run import PAGE_FILE, after_training_lines, report_lines, result_lines
 
     repository = asked.pop("push_to_hub", None)
     if repository is not None:
@@ -292,7 +297,8 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     output = Path(asked.get("output", planned.output))
     has_page = (output / PAGE_FILE).is_file()
     after = after_training_lines(report, output, planned.report_to, has_page=has_page)
-    print_result(report, as_json, lambda _: [*report_lines(report), *after])
+    lines = report_lines if Progress.is_verbose else result_lines
+    print_result(report, as_json, lambda _: [*lines(report), *after])
     if repository is not None:
         from autotune.report.files import push_to_hub
 

@@ -1,6 +1,7 @@
 """`autotune demo`: the other commands, one after the other, on a small real pipeline."""
 
 import contextlib
+import io
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from click.exceptions import Exit
 
 from autotune.cli.commands import JSON, PATH, app
 from autotune.cli.output import Progress, print_out, print_result, show_events
+from autotune.report.text import titled_command, wrapped
 from autotune.system.process import PYTHON
 
 if TYPE_CHECKING:
@@ -44,53 +46,59 @@ def _walk(context: click.Context, output: Path, no_profiles: bool) -> "ConceptFi
     with show_events() as show:
         show(StatusChanged(text="writing a small pipeline and drawing images"))
         made = make_demo(output)
-    size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
     new = made.new_shape
-    print_out(f"a small Qwen-Image ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
-    print_out(f"it has never seen a {new}: twelve pictures teach it, the others are its own")
+    story = f"A small Qwen-Image in {made.model} has never seen a {new}: twelve pictures in "
+    print_out(wrapped(f"{story}{made.images} teach it.", 0))
     plan_file, result = output / "plan.yaml", output / "result"
     asked = ["--model", made.model, "--data", made.images, "--resolution", 64, *made.plan_options]
     # By default a search takes a minute for so short a run, too little on a busy machine.
     asked += ["--search-time", 600, "--run-output", result, "-o", plan_file]
     asked += ["--no-profiles"] if no_profiles else []
-    _run(context, "probe")
-    _run(context, "plan", *asked)
-    _run_alone("train", plan_file)
+    _run(context, 2, "probe")
+    _run(context, 5, "plan", *asked)
+    _run_alone(5, "train", plan_file)
     with show_events() as show:
         text = "sampling prompts that were in no picture, and judging them"
         show(StatusChanged(text=text))
         found = judge_lesson(made.model, result)
-    taught = f"a {new} in colors and on backgrounds that were not taught"
-    others = f"{found.others_before:.2f} before, {found.others_after:.2f} after"
-    print_out(f"\nconcept fidelity (0 to 1) of {taught}:")
-    print_out(f"  {found.before:.2f} before, {found.after:.2f} after")
-    print_out(f"  the shapes that it knew: {others}")
-    print_out(f"picture: {result / 'concept.png'}; figures: {result / 'concept.json'}")
+    known = f"{found.others_before:.2f} before, {found.others_after:.2f} after"
+    print_out(f"shapes that it knew, judged by geometry from 0 to 1: {known}")
+    print_out(f"picture: {result / 'concept.png'}")
+    score = f"{found.before:.2f} before training, {found.after:.2f} after"
+    print_out(f"a {new} in new colors, on new backgrounds: {score}")
     return found
 
 
-def _run(context: click.Context, *words: object) -> None:
-    """Show a command and run it here, where the libraries are loaded."""
-    root = context.find_root()
+def _run(context: click.Context, num_lines: int, *words: object) -> None:
+    """Show a command and the beginning of its answer; run here, where the libraries are loaded."""
+    root, answer = context.find_root(), io.StringIO()
     command = _shown(*words)
-    if status := root.command.main(command, prog_name=root.info_name, standalone_mode=False):
+    with contextlib.nullcontext() if Progress.is_verbose else contextlib.redirect_stdout(answer):
+        status = root.command.main(command, prog_name=root.info_name, standalone_mode=False)
+    print_out(answer.getvalue().splitlines()[:num_lines])
+    if status:
         raise Exit(status)  # it has said why
 
 
-def _run_alone(*words: object) -> None:
-    """Show a command and run it in a process of its own, whose memory the plan promised."""
+def _run_alone(num_lines: int, *words: object) -> None:
+    """Do the same in a process of its own, whose memory the plan promised."""
     command = [*PYTHON, "-m", "autotune", *_shown(*words)]
-    process = subprocess.Popen(command, stdout=2 if sys.stdout is sys.stderr else None)
+    stdout = (2 if sys.stdout is sys.stderr else None) if Progress.is_verbose else subprocess.PIPE
+    process = subprocess.Popen(command, stdout=stdout, text=True)
+    answer: str | None = None
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
-            process.wait()
+            answer, _ = process.communicate()
+    print_out((answer or "").splitlines()[:num_lines])
     if process.returncode:
         raise Exit(process.returncode)
 
 
 def _shown(*words: object) -> list[str]:
-    """The command, as loud as the demo itself."""
+    """The command, as loud as the demo itself, but without lines of progress off a terminal."""
     command = [str(word) for word in words]
-    print_out(f"\n$ autotune {shlex.join(command)}", style="bold")
-    loud = ["--verbose"] if Progress.is_verbose else []
-    return ["--progress", Progress.form, *loud, *command]
+    print_out(titled_command("$ ", ["autotune", *map(shlex.quote, command)]), style="bold")
+    if Progress.is_verbose:
+        return ["--progress", Progress.form, "--verbose", *command]
+    is_story = Progress.form == "bar" and not sys.stderr.isatty()
+    return ["--progress", "none" if is_story else Progress.form, *command]

@@ -119,8 +119,12 @@ class RequestCommand(Command):
 
 
 def _parameter(name: str, field: FieldInfo, spelled: Option) -> click.Parameter:
+    from autotune.plan.words import TITLES
+
     flag = spelled.flag or "--" + name.replace("_", "-")
     text = " ".join((field.description or "").split())
+    if (title := TITLES.get(name, name)) not in (name, *text.split()) and title not in text:
+        text = f"{text.removesuffix('.')} ({title})."
     kinds = _members(field.annotation)
     how: dict[str, Any] = {"metavar": spelled.metavar or None}
     is_many = any(get_args(kind)[-1:] == (...,) for kind in kinds)

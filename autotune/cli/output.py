@@ -36,7 +36,7 @@ def show_events() -> AbstractContextManager[Callable[["Event"], None]]:
         return nullcontext(lambda event: None)
     from autotune.cli import terminal
 
-    return terminal.show_events(every_step=Progress.is_verbose)
+    return terminal.show_events(is_verbose=Progress.is_verbose)
 
 
 def print_out(view: Any, **style: Any) -> None:

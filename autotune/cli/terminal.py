@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from rich import progress
@@ -24,8 +23,6 @@ from autotune.report.text import memory_text, printable_lines, time_left_text, w
 
 QUIET_SECONDS = 60.0
 """Longest time between two lines of a training run whose output goes to a file."""
-NOTE_MARGIN = 50
-"""Columns that the bar of trials takes beside what is tried."""
 
 
 class PlainConsole(Console):
@@ -94,13 +91,14 @@ def _bar() -> progress.Progress:
 class EventDisplay:
     """Shows the stream of events: a bar and lines on stderr; off a terminal, lines alone."""
 
-    def __init__(self, bar: progress.Progress, *, every_step: bool = False) -> None:
-        self.bar, self.every_step = bar, every_step
+    def __init__(self, bar: progress.Progress, *, is_verbose: bool = False) -> None:
+        self.bar, self.is_verbose = bar, is_verbose
         self.task: progress.TaskID | None = None
         self.trials: list[TrialResult] = []
         self.max_trials = 0
         self.last_line_at = time.monotonic()
         self.promised_bytes: int | None = None
+        self.previews = Path()
         self.has_kept_promise = True
         self.num_steps, self.smoothed_loss = 0, 0.0
         self.has_spoken = False
@@ -109,8 +107,7 @@ class EventDisplay:
         """Show one event; what is not known here is not shown."""
         match event:
             case events.PhaseStarted():
-                self._end_task()
-                self._print(event.name, style="dim")
+                self._start_phase(event.name)
             case events.StatusChanged():
                 self._update(event.text)
             case events.Progressed():
@@ -121,39 +118,48 @@ class EventDisplay:
                 self._print(*lines, style="yellow" if warns else None)
             case events.SearchSpaceBuilt():
                 self.max_trials = event.max_trials
-                self._print(*texts.workload_lines(event.workload, event.num_candidates))
+                self._detail(f"{event.num_candidates} candidates")
             case events.RecordsMatched():
                 self._print(*texts.records_lines(event))
-            case events.CandidatesPredicted():
-                self._print(*texts.prediction_lines(event))
             case events.RunStarted():
                 self._start_run(event.plan)
             case events.TrialStarted():
-                room = max(20, err.width - NOTE_MARGIN)
-                self._update_trials(shorten(event.candidate.label(), room, placeholder=" …"))
+                self._update_trials("" if self.trials else "the first takes longest")
             case events.TrialFinished():
                 self._trial(event.result)
+            case events.PreviewsWritten():
+                self._print(f"previews after step {event.step} are in {self.previews}")
             case events.StepFinished():
                 self._step(event)
+
+    def _start_phase(self, name: str) -> None:
+        self._end_task()
+        if self.is_verbose or self.bar.disable:
+            self._print(name, style="dim")
+        else:
+            self._update(name)
 
     def _start_run(self, plan: TrainingPlan) -> None:
         self.promised_bytes = plan.frozen.expected.run_memory_bytes
         from autotune.report.page import has_plotly
+        from autotune.train.folder import PREVIEWS
 
+        self.previews = Path(plan.job.output) / PREVIEWS
         self._print(f"the job        {texts.job_text(plan)}")
         if has_plotly():
             page = Path(plan.job.output) / PAGE_FILE
             self._print(f"the report     {page}, from the first preview on")
 
     def _trial(self, result: TrialResult) -> None:
-        if not self.trials:
-            self._print(texts.TRIAL_HEADER, style="bold")
         self.trials.append(result)
-        lines = texts.trial_lines(len(self.trials), result, self.trials[0])
-        self._print(*lines, style=None if result.outcome == "ok" else "yellow")
-        if result.message:
-            self._print(*wrapped(f"    {result.message}"), style="dim")
-        self._update_trials("")
+        number = len(self.trials)
+        text = texts.trial_text(number, self.max_trials, result)
+        self._detail(*[texts.TRIAL_HEADER] * (number == 1))
+        self._detail(*texts.trial_lines(number, result, self.trials[0]))
+        self._detail(*wrapped(f"    {result.message}") if result.message else [])
+        if self.bar.disable and not self.is_verbose:
+            self._print(text)
+        self._update_trials(text.partition(": ")[2])
 
     def _update_trials(self, note: str) -> None:
         # Beyond the limit of a search its winner is tried again, nobody knows how often.
@@ -161,7 +167,7 @@ class EventDisplay:
         seconds = sum(trial.wall_seconds or 0.0 for trial in self.trials)
         left = more * seconds / done if more > 0 and seconds else None
         total = self.max_trials if more > 0 else None
-        self._update("trials", done, total, note=note, max_seconds_left=left)
+        self._update("trial", done, total, note=note, max_seconds_left=left)
 
     def _step(self, event: events.StepFinished) -> None:
         self.num_steps += 1
@@ -177,11 +183,15 @@ class EventDisplay:
             self._print(held_out)
         is_tenth = event.step % max(1, event.num_steps // 10) == 0
         is_silent = time.monotonic() > self.last_line_at + QUIET_SECONDS
-        is_due = is_tenth or is_silent or event.step == event.num_steps or self.every_step
+        is_due = is_tenth or is_silent or event.step == event.num_steps or self.is_verbose
         if self.bar.disable and is_due:
             self.last_line_at = time.monotonic()
             left = time_left_text(event.remaining_seconds)
             self._print(f"{event.step}/{event.num_steps}  {note}  {left}".rstrip())
+
+    def _detail(self, *lines: str) -> None:
+        if self.is_verbose:
+            self._print(*lines)
 
     def _print(self, *lines: str, style: str | None = None) -> None:
         if not lines:
@@ -208,8 +218,8 @@ class EventDisplay:
 
 
 @contextlib.contextmanager
-def show_events(*, every_step: bool = False) -> Iterator[EventDisplay]:
-    """A listener that shows what long work tells; off a terminal, a line for every step if
-    asked."""
+def show_events(*, is_verbose: bool = False) -> Iterator[EventDisplay]:
+    """A listener that shows what long work tells; verbose with tables, and a line per step off a
+    terminal."""
     with _bar() as bar:
-        yield EventDisplay(bar, every_step=every_step)
+        yield EventDisplay(bar, is_verbose=is_verbose)

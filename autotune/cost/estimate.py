@@ -161,6 +161,6 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
     require_divisor(candidate.micro_batch_size, workload.effective_batch_size)
     for knob in KNOBS:
         if conflict := knob.why_not(candidate, context):
-            what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here"
+            what = f"{knob.name} cannot be {getattr(candidate, knob.name)} here"
             hint = "see which settings go together: autotune plan --list-knobs"
             raise InvalidInput(f"{what}: {conflict}", hint=hint)

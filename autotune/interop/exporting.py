@@ -12,7 +12,7 @@ from autotune.interop.files import FILL_IN, WRITERS, ConfigValue
 from autotune.interop.importing import Line, read_settings
 from autotune.interop.rules import CannotExpress, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer
-from autotune.knobs.caching import PIN, EncoderSize, describe_caching
+from autotune.knobs.caching import PIN, EncoderSize
 from autotune.models.family import Family
 from autotune.models.layers import layers_of
 from autotune.models.registry import FAMILIES, find_published
@@ -21,6 +21,7 @@ from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, co
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Overheads
+from autotune.plan.words import caching_text
 from autotune.plan.workload import ModelSpec, Workload
 
 OF_WORKLOAD = (
@@ -149,7 +150,7 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
     caching, caching_there = map(caching_in, (planned, read))
     encoders = EncoderSize(7 << 30, element_bytes=2, vae_bytes=0)  # of a usual size
     if encoders.device_bytes(caching_there) > encoders.device_bytes(caching):
-        yield f"it encodes captions otherwise than {describe_caching(caching)}: more memory"
+        yield f"it encodes captions otherwise than {caching_text(caching)}: more memory"
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
             yield f"{name} would be {usual}, not {own}: more memory"

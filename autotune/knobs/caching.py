@@ -20,6 +20,7 @@ from autotune.plan.base import first_problem
 from autotune.plan.candidate import CachingSettings, Choice
 from autotune.plan.hardware import OtherGpu, shares_host_memory
 from autotune.plan.plan import EncoderGpu, Reason, Rejected
+from autotune.plan.words import caching_text
 
 PIN = "caching."  # what pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`
 # Of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B).
@@ -128,13 +129,13 @@ def choose_caching(
     images = {one: _shortage(one.vae_device, size.images_bytes(one), context) for one in options}
     _require_choice(images, pins_vae, "images")
     chosen = next((option for option, why in images.items() if why is None), next(iter(images)))
-    refused = {describe_caching(one): why for one, why in captions.items() if one != way}
+    refused = {caching_text(one): why for one, why in captions.items() if one != way}
     others = {one.vae_device: why for one, why in images.items() if one != chosen}
-    refused |= {f"VAE on {_place_name(place)}": why for place, why in others.items()}
+    refused |= {f"VAE on {place}": why for place, why in others.items()}
     rule = "the first that fits: exact before quantized, streamed last"
     return chosen, Reason(
         knob="caching",
-        chosen=describe_caching(chosen),
+        chosen=caching_text(chosen),
         why="pinned by the user" if pins_text or pins_vae else rule,
         rejected=tuple(Rejected(choice=each, reason=why) for each, why in refused.items() if why),
     )
@@ -216,20 +217,6 @@ def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
             what, hint = message.removeprefix("Value error, "), "pin one of them, or both alike"
             raise InvalidInput(what, hint=hint) from error
         raise InvalidInput(f"{PIN}{field}: {message}", hint=f"settings: {known}") from error
-
-
-def describe_caching(caching: CachingSettings) -> str:
-    """Put the settings in words for people."""
-    stored = caching.text_encoder_quantization
-    if stored == "none":
-        stored = "streamed" if caching.text_encoder_streamed else "as they are"
-    vae = "" if caching.vae_device == "training" else f", VAE on {_place_name(caching.vae_device)}"
-    device = _place_name(caching.text_encoder_device)
-    return f"{device}, {stored}{vae}" + (", kept" if caching.residency == "keep" else "")
-
-
-def _place_name(place: str) -> str:
-    return "training device" if place == "training" else place
 
 
 def _require_choice(

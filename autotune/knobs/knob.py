@@ -68,10 +68,6 @@ class Knob(ABC):
     compared_with: ClassVar[Choice | None] = None
 
     @property
-    def title(self) -> str:
-        return self.name.replace("_", " ")
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Every value on any machine; empty if values are numbers."""
         return ()
@@ -103,9 +99,6 @@ class Knob(ABC):
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         """Return how gradients under `choice` are compared; None if it changes nothing of them."""
         return None
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return str(choice)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ class MicroBatchSize(Knob):
     """The divisors of the effective batch size, as far as the family takes several samples."""
 
     name = "micro_batch_size"
-    title = "micro-batch"
 
     def choices(self, context: TuningContext) -> Choices:
         effective = context.workload.effective_batch_size
@@ -39,9 +38,6 @@ class MicroBatchSize(Knob):
         admitted = tuple(size for size in sizes if max_size is None or size <= max_size)
         why = f"{context.family.name} takes {max_size} at once, because captions differ in length"
         return Choices(admitted, dict.fromkeys(sizes[len(admitted) :], why))
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return f"{choice} (x {workload.effective_batch_size // int(choice)} accumulated)"
 
 
 class _RecomputationKnob(Knob):
@@ -56,7 +52,6 @@ class Checkpointing(_RecomputationKnob):
     """Number of blocks that recompute; never the last, whose activations are needed at once."""
 
     name = "checkpointed_blocks"
-    title = "checkpointing"
 
     def choices(self, context: TuningContext) -> Choices:
         num_blocks = context.workload.model.num_blocks
@@ -66,15 +61,11 @@ class Checkpointing(_RecomputationKnob):
         )
         return Choices(tuple(range(num_blocks - 1, -1, -1)), rejected={num_blocks: dominated})
 
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return f"{choice} of {workload.model.num_blocks} blocks"
-
 
 class Selective(_RecomputationKnob):
     """Number of blocks that recompute all but attention, after those that recompute all."""
 
     name = "selective_blocks"
-    title = "keep attention"
 
     def choices(self, context: TuningContext) -> Choices:
         return Choices(tuple(range(context.workload.model.num_blocks)))
@@ -89,10 +80,6 @@ class Selective(_RecomputationKnob):
             computed = f"what {candidate.attention} computes"
             return f"{computed} cannot be kept by itself: it is not one of torch's fused operations"
         return "compiled blocks hide their attention" if candidate.compile != "off" else None
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        some = f"{choice} of {workload.model.num_blocks} blocks recompute all but attention"
-        return some if choice else "in none"
 
 
 class _TableKnob(Knob):
@@ -143,9 +130,6 @@ class Quantization(_TableKnob):
         by_size = sorted(found.admitted, key=lambda name: size[str(name)])
         return replace(found, admitted=tuple(by_size))
 
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return "no quantization" if choice == "none" else str(choice)
-
     def _why_rejected(self, entry: WeightFormat, context: TuningContext) -> str | None:
         capability, work = context.hardware.capability(entry.capability), context.workload
         if entry.quantize and work.adapter == "dora":
@@ -159,7 +143,6 @@ class Swapping(Knob):
     """Number of blocks on the host: they have to recompute. If they pay, the cost model tells."""
 
     name = "swapped_blocks"
-    title = "block swap"
     is_composed = True
     needs_reload = True
 
@@ -189,9 +172,6 @@ class Swapping(Knob):
         others = {"checkpointed_blocks": number}
         return GradientTolerance(number, 1e-5, reason, other_choices=others) if choice else None
 
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        return f"{choice} of {workload.model.num_blocks} blocks" if choice else "no block swap"
-
 
 class Modulation(Knob):
     """Modulation layers, `resident` as the model has them, or `ahead`."""
@@ -214,10 +194,6 @@ class Modulation(Knob):
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
         reason = "the same products, for several draws at a time"
         return GradientTolerance(choice, 1e-5, reason) if choice == "ahead" else None
-
-    def describe(self, choice: Choice, workload: Workload) -> str:
-        ahead = "computed ahead of the steps, layers not loaded"
-        return ahead if choice == "ahead" else "layers on the device"
 
 
 def _unsuited_reason(context: TuningContext) -> str | None:
@@ -293,7 +269,6 @@ class NormRope(Knob):
     """Kernels of norm and RoPE: `stock`, `fused`, or `compiled` where torch.compile works."""
 
     name = "norm_rope"
-    title = "norm and rope"
     names = ("stock", "fused", "compiled")
     compared_with = "stock"
 
@@ -370,13 +345,6 @@ KNOBS: tuple[Knob, ...] = (
 )
 
 
-# Of each field of a candidate, what people call it.
-TITLES: Mapping[str, str] = {
-    **{knob.name: knob.title for knob in KNOBS},
-    **{name: name.replace("_", " ") for name in settings.PLAIN_SETTINGS},
-}
-
-
 # By field of a candidate.
 GRADIENT_TOLERANCES: Mapping[str, Callable[[Choice], GradientTolerance | None]] = {
     "precision": settings.precision_tolerance,
@@ -398,7 +366,7 @@ def require_choice(name: str, value: Choice) -> None:
         raise InvalidInput(f"there is no knob called {name!r}", hint=suggest_nearest(name, NAMES))
     if NAMES[name] and value not in NAMES[name]:
         hint = suggest_nearest(str(value), NAMES[name])
-        raise InvalidInput(f"there is no {TITLES[name]} called {value!r}", hint=hint)
+        raise InvalidInput(f"there is no {name.replace('_', ' ')} called {value!r}", hint=hint)
 
 
 def why_not_on(kind: DeviceKind, lacks: Mapping[str, str], name: str, value: Choice) -> str | None:

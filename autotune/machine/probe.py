@@ -250,9 +250,6 @@ def hardware_for(
         profile = hardware
     elif hardware is not None:
         profile = hardware_named(hardware)
-        sheet = profile.datasheet
-        if profile.origin == "catalog" and sheet and sheet.id != hardware.lower():
-            on_event(Notice(text=f"planning for {sheet.id}"))  # a part of the name was enough
     else:
         on_event(StatusChanged(text="reading the machine"))
         profile = cached_profile(on_progress=status_to(on_event), on_facts=on_facts)

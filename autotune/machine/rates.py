@@ -425,10 +425,10 @@ def measure(profile: HardwareProfile, system: System, report: Callable[[str, str
     meter = Meter(profile, conditions)
     rates: list[Rate] = []
     first: Callable[[], Rate] | None = None
-    begin, background = time.perf_counter(), BackgroundLoad()
+    begin, background, num_late = time.perf_counter(), BackgroundLoad(), 0
     for name, call in meter.measurements():
         if time.perf_counter() - begin > meter.sizes.total_seconds:
-            report("note", f"not measured for lack of time: {name}")
+            num_late += 1
             continue
         report("measuring", name)
         try:
@@ -439,6 +439,8 @@ def measure(profile: HardwareProfile, system: System, report: Callable[[str, str
         else:
             first = first or call
             report("rate", rates[-1].model_dump_json())
+    if num_late:
+        report("note", f"{num_late} of the speeds were not measured for lack of time")
     again: Rate | None = None
     if first is not None:
         with contextlib.suppress(Exception):  # another process may have taken the memory since

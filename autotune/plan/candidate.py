@@ -58,22 +58,6 @@ class Candidate(Frozen):
         """The values that are not the other's, by knob."""
         return {name: value for name, value in self if value != getattr(other, name)}
 
-    def label(self) -> str:
-        """Return one short line: what differs from the defaults, and what people look for."""
-        weights = "no quantization" if self.quantization == "none" else self.quantization
-        main = (
-            f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {weights}, "
-            f"{self.attention}"
-        )
-        unusual = (
-            f"{name.replace('_', ' ')} {value}"
-            for name, value in self
-            if not (field := type(self).model_fields[name]).is_required() and value != field.default
-            if name
-            not in ("quantization", "attention", "allocator", "data_workers", "batch_memory")
-        )
-        return ", ".join((main, *unusual))
-
 
 PLACE = r"^(training|cpu|cuda:[0-9]{1,3})$"
 """The device that trains (`training`), `cpu`, or another GPU (`cuda:1`), for what only encodes."""

@@ -202,6 +202,10 @@ class Workload(Learning):
     optimizer: OptimizerChoice = ADAMW
 
     @property
+    def has_clips(self) -> bool:
+        return self.largest_bucket.num_frames > 1
+
+    @property
     def largest_bucket(self) -> Bucket:
         """The bucket with the most pixels, which decides peak memory."""
         return max(self.buckets, key=lambda b: (b.num_pixels, b.width_px))

@@ -6,7 +6,7 @@ from autotune.interop.exporting import ExportedConfig
 from autotune.interop.importing import Audit, ConfigLine, ImportedConfig
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate
-from autotune.report.text import memory_text, plus_minus, seconds_text, wrapped
+from autotune.report.text import memory_text, range_text, rough_seconds, wrapped
 
 MAX_VALUE = 40  # characters
 GROUPS = {
@@ -126,15 +126,15 @@ def _facts(estimate: Estimate | None) -> dict[str, str]:
     if estimate is None:
         return {"seconds per step": "nothing fits"}
     prediction = estimate.prediction
-    doubt = plus_minus(prediction.time_uncertainty)
+    doubt = prediction.time_uncertainty
     neediest = max(prediction.phases, key=lambda phase: phase.run_memory_bytes).name
     return {
-        "seconds per step": f"{estimate.step_seconds:.3f}{doubt}",
+        "seconds per step": range_text(estimate.step_seconds, doubt, rough_seconds),
         "images/s": f"{prediction.images_per_second:.2f}",
         "run memory": memory_text(prediction.run_memory_bytes),
         "of the budget": memory_text(estimate.budget_bytes),
         "neediest phase": neediest,
-        "the job": f"{seconds_text(estimate.job.total_seconds)}{doubt}",
+        "the job": range_text(estimate.job.total_seconds, doubt, rough_seconds),
         "fits": "yes" if estimate.fits else f"no: {neediest}",
         **{f"- {one.name}": memory_text(one.run_memory_bytes) for one in prediction.phases},
     }

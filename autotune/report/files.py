@@ -27,9 +27,9 @@ from autotune.plan.file import RUN_PLAN_FILE, read_plan
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.report.page import Picture, Preview, Subject, build_page, has_plotly
-from autotune.report.plan import full_settings_lines
+from autotune.report.plan import settings_items
 from autotune.report.run import LOG_FILE, PAGE_FILE, report_lines
-from autotune.report.text import printable
+from autotune.report.text import printable, titled_lines
 from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE, PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
@@ -299,7 +299,7 @@ def _model_card(
             "```",
             "",
             "```",
-            *full_settings_lines(run.plan),
+            *titled_lines(settings_items(run.plan)),
             "",
             *report_lines(report.changed(warnings=())),  # they name files of this machine
             "```",

@@ -12,13 +12,16 @@ from rich.text import Text
 
 from autotune.plan.hardware import Capability, Device, HardwareProfile, Rate
 from autotune.plan.prediction import Estimate
+from autotune.plan.words import MEMORY, PHASES, TITLES, UNTOLD, label_of, unusual_settings
 from autotune.report.text import (
     WIDTH,
     capped,
     cut,
     memory_text,
-    plus_minus,
+    range_text,
+    rough_seconds,
     seconds_text,
+    titled_lines,
     with_command,
     wrapped,
 )
@@ -49,6 +52,17 @@ PROBLEMS = {
     "metadata": "wrong in metadata",
     "unread": "that look like captions, not read",
     "link": "links that lead out of the folder, not read",
+}
+ABILITIES = {  # what people ask for, and the capabilities of which one is enough
+    "bf16": ("precision.bf16",),
+    "fp16": ("precision.fp16",),
+    "fp8": ("precision.fp8",),
+    "int8 weights": ("quantization.torchao-int8",),
+    "NF4 weights": ("quantization.bnb-nf4",),
+    "flash attention": tuple(
+        f"attention.{name}" for name in ("_native_flash", "flash", "flash-3", "flash-4")
+    ),
+    "torch.compile": ("compile",),
 }
 VERDICTS = {"exact": "counts here", "near": "a prior here", "none": "does not count here"}
 PARTS = {  # of memory and time, whose titles are not their names
@@ -83,6 +97,52 @@ def profile_view(profile: HardwareProfile) -> RenderableType:
     return Group(*parts, *(Text(f"note: {note}", style="dim") for note in profile.notes))
 
 
+def profile_lines(profile: HardwareProfile, findings: Sequence[Finding]) -> list[str]:
+    """Say in a few lines what the machine is, what it can do and how fast, and what would hurt."""
+    device, host, versions = profile.device, profile.host, profile.versions
+    total, free = memory_text(device.total_memory_bytes), memory_text(device.free_memory_bytes)
+    memory = f"{total}, {free} free; a run may take {memory_text(device.budget_bytes)}"
+    software = {"driver": versions.driver, "CUDA": versions.cuda_runtime, "torch": versions.torch}
+    system = f", {MEMORY['cpu']} {memory_text(host.memory_bytes)}" * (device.kind != "cpu")
+    ours = [name for name in ABILITIES if any(map(_can(profile), ABILITIES[name]))]
+    facts = [
+        ("GPU" if device.kind == "cuda" else "device", device.name),
+        (MEMORY[device.kind], memory),
+        ("computer", f"{host.logical_cores} CPU threads{system}, {host.system}"),
+        ("software", ", ".join(f"{name} {one}" for name, one in software.items() if one)),
+        ("can do", ", ".join(ours)),
+        ("cannot", ", ".join(name for name in ABILITIES if name not in ours) or "nothing of it"),
+        ("speed", _speed_text(profile)),
+    ]
+    hurting = [finding.what for finding in findings if finding.severity != "note"]
+    hurting += ["it was busy, so that its speeds count less"] * profile.noisy
+    more = f" (and {len(hurting) - 1} more)" if len(hurting) > 1 else ""
+    facts += [("hurts", f"{hurting[0]}{more}: autotune doctor")] if hurting else []
+    return [*titled_lines(facts), *titled_lines([("more", "autotune probe --verbose")])]
+
+
+def _can(profile: HardwareProfile) -> Callable[[str], bool]:
+    return lambda name: profile.capability(name).available
+
+
+def _speed_text(profile: HardwareProfile) -> str:
+    """The fastest products, beside what the catalog says of such a GPU."""
+    found = {
+        dtype: max(profile.rates_under(f"matmul.{dtype}.").values(), default=0.0)
+        for dtype in ("bf16", "fp16", "fp32")
+    }
+    dtype = max(found, key=lambda name: found[name])
+    if not found[dtype]:
+        return "not measured"
+    sheet = profile.datasheet
+    published = getattr(sheet, f"{dtype}_flops_per_second", None)
+    reached = getattr(sheet, f"reached_{dtype}_flops_per_second", None) or published
+    text = f"{_flops_text(found[dtype])} in {dtype}"
+    if reached:
+        text += f", {found[dtype] / reached:.0%} of the catalog's {_flops_text(reached)}"
+    return text
+
+
 def findings_view(findings: Sequence[Finding]) -> RenderableType:
     """Show the doctor's findings, worst first."""
     if not findings:
@@ -108,7 +168,7 @@ def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
             f"{gpu.memory_nominal_gb:g} GB",
             "-" if gpu.bf16_tflops is None else f"{gpu.bf16_tflops:g} TF",
             f"{gpu.memory_gb_per_second:g} GB/s",
-            f"{gpu.min_power_watts:g}-" * bool(gpu.min_power_watts) + f"{gpu.power_watts:g} W",
+            f"{gpu.min_power_watts or 0:g}-" * bool(gpu.min_power_watts) + f"{gpu.power_watts:g} W",
             gpu.memory_kind,
         )
     return table
@@ -176,13 +236,16 @@ def _capabilities(capabilities: Sequence[Capability]) -> Table:
 
 def _rate_text(rate: Rate) -> str:
     if rate.unit == "FLOP/s":
-        unit, size = ("TFLOP/s", 1e12) if rate.value >= 1e12 else ("GFLOP/s", 1e9)
-        return f"{rate.value / size:.1f} {unit}"
+        return _flops_text(rate.value)
     if rate.unit == "B/s":
         return f"{rate.value / 1e9:.2f} GB/s"
     if rate.unit == "B":
         return f"{rate.value / 2**20:.0f} MiB"
     return f"{rate.value * 1e3:.2f} ms" if rate.value >= 1e-3 else f"{rate.value * 1e6:.1f} us"
+
+
+def _flops_text(rate: float) -> str:
+    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
 
 
 def _grid() -> Table:
@@ -208,13 +271,11 @@ def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> 
         elif found.step_seconds is None:
             rest = f"{'does not fit':>16}"
         else:
-            took = seconds_text(model.image_seconds) + plus_minus(found.time_uncertainty)
+            took = _range_of(model.image_seconds, found.time_uncertainty)
             rest = f"{took:>16}{model.run_hours:>8.1f}{memory_text(found.run_memory_bytes):>11}"
         lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{rest}")
         if found and found.settings:
-            micro = found.settings.micro_batch_size
-            batch = f"batch {micro} x {model.effective_batch_size // micro} accumulated"
-            lines += wrapped(f"    {found.settings.label().replace(f'batch {micro}', batch, 1)}", 4)
+            lines += wrapped(f"    {label_of(found.settings)}", 4)
     if any(model.prediction and model.prediction.step_seconds is None for model in models):
         less = "what does not fit may do so with --quality compact or less --resolution"
         lines += wrapped(f"{less}: autotune plan --model NAME --hardware {hardware}")
@@ -297,11 +358,13 @@ def estimate_text(estimate: Estimate) -> str:
     frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
     recompute, doubt = prediction.step_time.recompute_seconds, prediction.time_uncertainty
     needed, budget = memory_text(prediction.run_memory_bytes), memory_text(estimate.budget_bytes)
-    training = memory_text(prediction.training.run_memory_bytes)
-    is_plain = candidate.quantization == "none"
-    quantization = "no quantization" if is_plain else f"quantization {candidate.quantization}"
+    training = range_text(prediction.training.run_memory_bytes, prediction.memory_band, memory_text)
+    told = (name for name in TITLES if name not in UNTOLD and name != "micro_batch_size")
+    size, blocks = f"batch size {candidate.micro_batch_size} at a time", work.model.num_blocks
+    settings = ", ".join((size, *unusual_settings(candidate, told, blocks)))
     verdict = "fits" if estimate.fits else "does not fit"
-    phases = [(phase.name, phase.run_memory_bytes) for phase in prediction.phases]
+    phases = [(PHASES[phase.name], phase.run_memory_bytes) for phase in prediction.phases]
+    image_seconds = prediction.step_seconds / work.effective_batch_size
     times = [part for part in prediction.step_time if part[0] != "recompute_seconds"]
     lines = [
         *wrapped(f"{work.model.name} on {estimate.hardware}: {verdict}"),
@@ -315,26 +378,23 @@ def estimate_text(estimate: Estimate) -> str:
         f"{work.max_text_tokens} text tokens",
         f"  adapter     rank {work.rank} on {work.targets}, effective batch "
         f"{work.effective_batch_size}",
-        f"  settings    micro-batch {candidate.micro_batch_size}, {candidate.precision}, "
-        f"{quantization},",
-        f"              checkpointing {candidate.checkpointed_blocks} of {work.model.num_blocks} "
-        f"blocks, attention {candidate.attention}",
+        *wrapped(f"  settings    {settings}", 12),
         "",
-        f"Training: {training}{plus_minus(prediction.memory_band)}, of which "
+        f"Training: {training}, of which "
         f"{memory_text(prediction.allocated_memory_bytes)} step memory",
         *_bars(prediction.training.breakdown, memory_text),
         "",
         "Phases",
         *_bars(phases, memory_text),
-        f"  {'host memory':24}{memory_text(prediction.host_memory_bytes):>14}",
+        f"  {MEMORY['cpu']:24}{memory_text(prediction.host_memory_bytes):>14}",
         "",
-        f"Step time: {prediction.step_seconds:.3g} s{plus_minus(doubt)},"
-        f" {prediction.images_per_second:.3g} images/s",
+        f"Step time: {range_text(prediction.step_seconds, doubt, rough_seconds)},"
+        f" {range_text(image_seconds, doubt, rough_seconds)} an image",
         *_bars(times, seconds_text),
     ]
     if recompute:
         lines.append(f"  of which recomputing    {seconds_text(recompute):>14}")
-    total = f"{seconds_text(job.total_seconds)}{plus_minus(doubt)}"
+    total = range_text(job.total_seconds, doubt, rough_seconds)
     lines += ["", f"Job of {estimate.num_steps} steps: {total}"]
     if job.compile_seconds:
         lines.append(f"  compile, and plan attention, {seconds_text(job.compile_seconds)}")
@@ -357,6 +417,10 @@ def _bars(values: Iterable[tuple[str, float]], form: Callable[[float], str]) -> 
     ]
 
 
+def _range_of(seconds: float | None, uncertainty: float | None) -> str:
+    return "-" if seconds is None else range_text(seconds, uncertainty, rough_seconds)
+
+
 def comparison_lines(found: Comparison) -> list[str]:
     """Show speed, memory, hours, cost and settings for each GPU that it fits."""
     fitting = [one for one in found.gpus if one.misfit is None]
@@ -364,15 +428,15 @@ def comparison_lines(found: Comparison) -> list[str]:
     cost = f"{f'cost {found.currency}'.rstrip():>12}" if has_prices else ""
     lines = [
         f"{found.model}: the finished adapter, predicted for each GPU",
-        f"{'GPU':<27}{'per image':>16}{'run memory':>12}{'hours':>13}{cost}",
+        f"{'GPU':<27}{'per image':>16}{'VRAM':>12}{'hours':>13}{cost}",
     ]
     for one in fitting:
         low, high = one.hours_range or (0.0, 0.0)
-        speed = seconds_text(one.image_seconds) + plus_minus(one.time_uncertainty)
+        speed = _range_of(one.image_seconds, one.time_uncertainty)
         hours, memory = f"{low:.1f} to {high:.1f}", memory_text(one.run_memory_bytes)
         price = f"{'-' if one.cost is None else f'{one.cost:.2f}':>12}" if has_prices else ""
         lines.append(f"{one.gpu:<27}{speed:>16}{memory:>12}{hours:>13}{price}")
-        lines += wrapped(f"  {one.settings.label()}", 4) if one.settings else []
+        lines += wrapped(f"  {label_of(one.settings)}", 4) if one.settings else []
     if not fitting:
         lines.append("none of these GPUs")
     if found.num_left_out:
@@ -404,7 +468,7 @@ def elsewhere_lines(error: NoGpu) -> list[str]:
     batch = f"batch {defaults.effective_batch_size}, {defaults.resolution_px} px{frames}"
     rows = [
         f"{each.gpu:<28}{each.memory_gb:>5g} GB"
-        f"{seconds_text(each.image_seconds_with(defaults)):>12}{plus_minus(each.time_uncertainty):<6}"
+        f"{_range_of(each.image_seconds_with(defaults), each.time_uncertainty):>18}"
         f"{each.hours_with(defaults):>8.1f}{memory_text(each.run_memory_bytes):>12}"
         for each in error.elsewhere
         if each.step_seconds is not None
@@ -414,7 +478,7 @@ def elsewhere_lines(error: NoGpu) -> list[str]:
             f"{error.model} on other hardware, predicted for rank {defaults.rank}, {batch}; "
             "hours: the steps of a run on 20 images"
         ),
-        f"{'name for --hardware':<28}{'memory':>8}{'per image':>12}{'hours':>14}{'run memory':>12}",
+        f"{'name for --hardware':<28}{'memory':>8}{'per image':>18}{'hours':>8}{'VRAM':>12}",
         *rows,
         *_misfit_lines([each.gpu for each in error.elsewhere if each.step_seconds is None]),
     ]

@@ -7,21 +7,29 @@ as `--blue`: `page.js` draws them, in light or dark, and has them read by keyboa
 import base64
 import hashlib
 import json
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from autotune.errors import InvalidInput
 from autotune.events import StepFinished, loss_change, smoothed
-from autotune.plan.candidate import Candidate, Choice, counting_trials
+from autotune.plan import words
 from autotune.plan.plan import RunReport, TrainingPlan
+from autotune.plan.prediction import TIME_EVIDENCE
 from autotune.plan.workload import GOALS
 from autotune.report import text
-from autotune.report.plan import process_workload, settings_items
+from autotune.report.plan import settings_items
+from autotune.report.points import (
+    Point,
+    find_worths,
+    name_of,
+    nearest_beyond,
+    points_of,
+    process_workload,
+)
 from autotune.report.run import adapter_lines, limit_text, missed_promises, phase_bytes
 from autotune.report.text import change_text, loss_text, memory_text, seconds_text
 
@@ -33,19 +41,6 @@ Reading = tuple[float, float, str]  # a point, and what is read of it
 Rule = tuple[str, float, str]  # `x` or `y`, where a line across stands, and its label
 HICCUP = 3.0  # times the median step
 MAX_SCALE = 2.5  # times the largest phase: a larger budget is not on the scale
-MAX_VALUES = 4  # of a knob that are compared: of numbers of blocks there are many
-OUTCOMES = {
-    "ok": "ran",
-    "oom": "ran out of memory",
-    "host_oom": "ran out of the host's memory",
-    "spill": "spilled into host memory",
-    "timeout": "took too long",
-    "unsupported": "is not supported here",
-    "numerics": "computed wrong numbers",
-    "crash": "crashed",
-    "unpaid": "takes longer to start than it saves",
-    "disturbed": "was slowed down by other programs",
-}
 LEGEND = {  # later ones are drawn above
     "failed": "tried, did not run",
     "beyond": "predicted not to fit",
@@ -53,8 +48,6 @@ LEGEND = {  # later ones are drawn above
     "measured": "measured here",
     "chosen": "chosen",
 }
-# Phases of a prediction by the names that rehearsals have.
-PHASE_TITLES = {"load": "loading", "cache": "caching", "train": "training", "preview": "previews"}
 
 
 def _marker(symbol: str, size: int, color: str) -> Part:
@@ -112,140 +105,6 @@ class Subject:
     notes: Sequence[str] = ()  # what could not be read, or was left out
 
 
-Changes = Mapping[str, Choice]
-"""Differences from the chosen settings, by knob."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """A candidate of a plan as the chart of memory and speed shows it."""
-
-    changes: Changes
-    name: str  # the same in words
-    images_per_second: float
-    run_memory_bytes: int
-    kind: str  # `measured`, `predicted`, `beyond` (predicted not to fit) or `failed` (in a trial)
-    outcome: str
-    is_front: bool = False
-
-    @property
-    def is_chosen(self) -> bool:
-        return not self.changes
-
-    @property
-    def runs(self) -> bool:
-        """True if it ran, or is predicted to."""
-        return self.kind in ("measured", "predicted")
-
-
-def name_of(changes: Changes) -> str:
-    """Put what differs from the chosen settings in words."""
-    from autotune.knobs.registry import TITLES
-
-    told = (f"{TITLES[name]} {changes[name]}" for name in Candidate.model_fields if name in changes)
-    return ", ".join(told) or "the chosen settings"
-
-
-def points_of(plan: TrainingPlan) -> list[Point]:
-    """Return every candidate of the plan, measured if a trial ran it, else predicted."""
-    frozen, batch = plan.frozen, process_workload(plan).effective_batch_size
-    expected, settings = frozen.expected, frozen.settings
-    alternatives = frozen.forecast.alternatives if frozen.forecast else ()
-    predicted = {name_of(each.changes): each for each in alternatives}
-    found: dict[str, Point] = {}
-
-    def add(changes: Changes, seconds: float, size: int, kind: str, outcome: str) -> None:
-        name = name_of(changes)
-        found[name] = Point(changes, name, batch / seconds, size, kind, outcome)
-
-    for each in alternatives:
-        size = each.run_memory_bytes
-        if expected.phases:  # a rehearsal has measured what the process takes besides a step
-            size = max(size, each.step_memory_bytes + expected.process_memory_bytes)
-        fits = size <= frozen.hardware.budget_bytes
-        outcome = "predicted to fit" if fits else "predicted not to fit"
-        add(each.changes, each.step_seconds, size, "predicted" if fits else "beyond", outcome)
-    for trial in counting_trials(frozen.trials):
-        seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
-        changes = trial.candidate.differences(settings)
-        if seconds and peak and trial.outcome == "ok":
-            word = f"measured in a {'longer' if trial.confirms else 'short'} trial"
-            size = peak + expected.process_memory_bytes
-            add(changes, seconds, size, "measured", word)
-        elif trial.outcome != "ok" and (like := predicted.get(name_of(changes))):
-            word = f"tried: {OUTCOMES[trial.outcome]} (placed by its prediction)"
-            add(changes, like.step_seconds, like.run_memory_bytes, "failed", word)
-    kind = expected.evidence
-    add({}, expected.step_seconds, expected.run_memory_bytes, kind, f"chosen, {kind}")
-    least = math.inf
-    for point in sorted(found.values(), key=lambda p: (-p.images_per_second, p.run_memory_bytes)):
-        if point.runs and point.run_memory_bytes < least:
-            least = point.run_memory_bytes
-            found[point.name] = replace(point, is_front=True)
-    return list(found.values())
-
-
-def nearest_beyond(plan: TrainingPlan, points: Sequence[Point]) -> Point | None:
-    """Find what is least over the budget: a failed trial, else a faster or any prediction."""
-    settings, trials = plan.frozen.settings, plan.frozen.trials
-    tried = [t.candidate.differences(settings) for t in trials if t.outcome in ("oom", "spill")]
-    failed = [point for point in points if point.kind == "failed" and point.changes in tried]
-    beyond = [point for point in points if point.kind == "beyond"]
-    chosen = next(point for point in points if point.is_chosen)
-    faster = [point for point in beyond if point.images_per_second > chosen.images_per_second]
-    return min(failed or faster or beyond, key=lambda point: point.run_memory_bytes, default=None)
-
-
-class Worth(NamedTuple):
-    """The best that is known with another value of a knob."""
-
-    knob: str
-    value: str
-    point: Point
-    speed: float  # relative to the chosen settings by the same evidence
-    memory_bytes: int  # more than the chosen settings need
-
-
-def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
-    """Compare the best candidate with each other value of a knob with the chosen settings."""
-    from autotune.knobs.registry import KNOBS
-
-    frozen, work = plan.frozen, process_workload(plan)
-    chosen = next(point for point in points if point.is_chosen)
-    own = [t for t in frozen.trials if t.candidate == frozen.settings and t.outcome == "ok"]
-    measured = chosen.images_per_second
-    if own:
-        seconds = own[0].median_step_seconds or frozen.expected.step_seconds
-        measured = work.effective_batch_size / seconds
-    worths = []
-    for knob in KNOBS:
-        own_value = getattr(frozen.settings, knob.name)
-        values = [point.changes.get(knob.name, own_value) for point in points]
-        for value in _other_values(list(dict.fromkeys(values)), own_value):
-            having = [p for p, its in zip(points, values, strict=True) if its == value]
-            running = [p for p in having if p.runs]
-            best = max(
-                [p for p in running if p.kind == "measured"] or running,
-                key=lambda p: p.images_per_second,
-                default=min(having, key=lambda p: p.run_memory_bytes),
-            )
-            reference = measured if best.kind == "measured" else chosen.images_per_second
-            speed = best.images_per_second / reference - 1
-            words = f"{knob.title}: {knob.describe(value, work)}"
-            more = best.run_memory_bytes - chosen.run_memory_bytes
-            worths.append(Worth(knob.name, words, best, speed, more))
-    return sorted(worths, key=lambda worth: (not worth.point.runs, worth.speed))
-
-
-def _other_values(values: list[Choice], current: Choice) -> list[Choice]:
-    others = [value for value in values if value != current]
-    if all(isinstance(value, int) for value in values) and len(others) > MAX_VALUES:
-        below = sorted(int(value) for value in others if int(value) < int(current))
-        above = sorted(int(value) for value in others if int(value) > int(current))
-        return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))
-    return others
-
-
 def has_plotly() -> bool:
     """Return whether the extra `report` is installed."""
     return all(map(find_spec, ("plotly", "jinja2")))
@@ -273,13 +132,15 @@ def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
     templates.globals |= {
         "memory": memory_text,
         "seconds": seconds_text,
-        "uncertainty": text.plus_minus,
+        "range": text.range_text,
+        "time_evidence": TIME_EVIDENCE,
+        "rough": text.rough_seconds,
         "loss": loss_text,
         "rate": "{:.3g}".format,
         "percent": "{:+.0%}".format,
         "time_left": text.time_left_text,
         "difference": _difference,
-        "outcomes": OUTCOMES,
+        "outcomes": words.OUTCOMES,
     }
     script = f"{get_plotlyjs()}\n{templates.get_template('page.js').render()}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -297,8 +158,6 @@ def _difference(promised: float | None, measured: float | None, digits: int = 1)
 
 
 def _plan_view(subject: Subject) -> dict[str, Any]:
-    from autotune.knobs.registry import TITLES
-
     plan, frozen, points = subject.plan, subject.plan.frozen, points_of(subject.plan)
     work = process_workload(plan)
     expected, forecast = frozen.expected, frozen.forecast
@@ -309,7 +168,7 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
     names = [name_of(trial.candidate.differences(frozen.settings)) for trial in frozen.trials]
     measured = phase_bytes(expected.phases, expected.process_memory_bytes)
     phases = () if measured or not forecast else forecast.phases
-    promised = {PHASE_TITLES.get(each.name, each.name): each.run_memory_bytes for each in phases}
+    promised = {words.PHASES.get(each.name, each.name): each.run_memory_bytes for each in phases}
     like = [point for point in points if point.kind == chosen.kind]
     return {
         "subject": subject,
@@ -325,7 +184,7 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
         "worths": find_worths(plan, points),
         "trials": list(zip(frozen.trials, names, map(predicted.get, names), strict=True)),
         "settings": settings_items(plan),
-        "titles": TITLES,
+        "titles": words.TITLES,
     }
 
 
@@ -344,9 +203,9 @@ def _scatter(points: Sequence[Point], budget: int) -> Part:
 
     front = sorted((*read(point)[:2], "") for point in points if point.is_front)
     traces = [_trace("front", front, "Pareto front")]
-    for kind, words in LEGEND.items():
+    for kind, label in LEGEND.items():
         own = [p for p in points if (p.is_chosen if kind == "chosen" else p.kind == kind)]
-        traces += [_trace(kind, list(map(read, own)), words)] if own else []
+        traces += [_trace(kind, list(map(read, own)), label)] if own else []
     beyond = "" if is_near else f" The budget, {memory_text(budget)}, is far beyond the right end."
     means = "up is faster, left needs less memory, and nothing beats the Pareto front in both"
     memory = [point.run_memory_bytes / unit for point in points]

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.events import CandidatesPredicted, RecordsMatched
-from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
-from autotune.plan.plan import CheckResult, TrainingPlan
-from autotune.plan.workload import Bucket, Workload, mean_text_tokens
+from autotune.events import RecordsMatched
+from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Choice, TrialResult
+from autotune.plan.plan import CheckResult, Expected, TrainingPlan
+from autotune.plan.prediction import TIME_EVIDENCE
+from autotune.plan.words import (
+    MEMORY,
+    OUTCOMES,
+    PLAIN,
+    TITLES,
+    UNTOLD,
+    caching_text,
+    label_of,
+    setting_text,
+    unusual_settings,
+    value_text,
+)
+from autotune.plan.workload import Workload
+from autotune.report.points import Worth, find_worths, points_of
 from autotune.report.text import (
     capped,
-    count_text,
     memory_text,
-    plus_minus,
     printable,
+    range_text,
+    rough_seconds,
     seconds_text,
+    titled_lines,
     with_command,
     wrapped,
 )
@@ -28,10 +43,6 @@ if TYPE_CHECKING:
 
 TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaults"
 SETTINGS_COLUMN = TRIAL_HEADER.index("settings")
-# Settings that have a column of their own, or that no two trials are compared for.
-UNTOLD = ("micro_batch_size", "allocator", "data_workers", "batch_memory")
-MAX_SETTINGS = 10  # so that the whole answer has at most 25 lines
-MAX_SIZES = 8
 MAX_REASONS = 5
 WORTH_TELLING = 1.05  # gain from more memory that is named
 DENSITIES = {
@@ -42,6 +53,17 @@ DENSITIES = {
 QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
 
 
+def trial_text(number: int, max_trials: int, result: TrialResult) -> str:
+    """Tell a trial in one line: `trial 3 of 8: 1.70 s a step, 14.20 GiB`."""
+    of = f" of {max_trials}" if number <= max_trials else ""
+    found = OUTCOMES[result.outcome]
+    if result.outcome == "ok":
+        step, memory = result.median_step_seconds, memory_text(result.peak_memory_bytes)
+        again = " (tried for longer)" * result.confirms
+        found = f"{seconds_text(step)} a step, {memory}{again}"
+    return f"trial {number}{of}: {found}"
+
+
 def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[str]:
     """Align a trial under TRIAL_HEADER; its settings are those that differ from the first's."""
     verdict: str = result.outcome
@@ -49,82 +71,20 @@ def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[st
         verdict = "confirmed"
     elif verdict == "ok" and result.candidate.compile != "off":
         verdict = "compiled"
-    measures = result.median_step_seconds, result.peak_memory_bytes
-    return _row(number, dict(result.candidate), dict(first.candidate), *measures, verdict)
-
-
-def _row(
-    number: int,
-    values: Mapping[str, Choice],
-    first: Mapping[str, Choice],
-    seconds: float | None,
-    num_bytes: int | None,
-    verdict: str,
-) -> list[str]:
+    seconds, num_bytes = result.median_step_seconds, result.peak_memory_bytes
     time, memory = "-" if seconds is None else f"{seconds:.3f}", memory_text(num_bytes)
     if num_bytes is not None and num_bytes >= 100 * 2**30:  # in at most nine columns
         memory = f"{num_bytes / 2**30:.{1 if num_bytes < 1000 * 2**30 else 0}f} GiB"
+    values = dict(result.candidate)
     figures = f"{number:>2} {values['micro_batch_size']:>5} {time:>7} {memory:>9} {verdict:<9}"
     defaults = {name: field.default for name, field in Candidate.model_fields.items()}
-    known = defaults if number == 1 else first
-    told = ((name, value) for name, value in values.items() if name not in UNTOLD)
+    known = defaults if number == 1 else dict(first.candidate)
+    untold = ("micro_batch_size", *UNTOLD)
+    told = ((name, value) for name, value in values.items() if name not in untold)
     differing = (f"{name}={value}" for name, value in told if value != known[name])
     changed = ", ".join(differing)  # as `--pin` takes them
     settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
     return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
-
-
-def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
-    """Describe the workload that is planned for."""
-    model, largest = workload.model, workload.largest_bucket
-    count = sum(b.num_items for b in workload.buckets)
-    sizes = [f"{_size(b)} ({b.num_items})" for b in workload.buckets]
-    kind = "image" if largest.num_frames == 1 else "clip"
-    data = f"{count} {kind}s: {', '.join(capped(sizes, MAX_SIZES, ' sizes'))}"
-    longest, usual = workload.max_text_tokens, mean_text_tokens(workload)
-    captions = f"captions up to {longest} tokens, {usual} on average"
-    if usual >= longest - 1:  # padded to one length, or assumed
-        captions = f"each caption as {longest} tokens"
-    lines = [
-        f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",
-        f"data      {data if count > 1 else f'one {kind} of {_size(largest)}'}; {captions}",
-        f"learning  rank {workload.rank}, effective batch {workload.effective_batch_size}",
-        f"search    {num_candidates} candidates",
-    ]
-    return [part for line in lines for part in wrapped(line, 10)]
-
-
-def _size(bucket: Bucket) -> str:
-    frames = f"x{bucket.num_frames}" if bucket.num_frames > 1 else ""
-    return f"{bucket.width_px}x{bucket.height_px}{frames}"
-
-
-def prediction_lines(event: CandidatesPredicted) -> list[str]:
-    """Show the fastest few candidates that are predicted to fit, the chosen, and the fastest few
-    that do not fit."""
-    budget_bytes = event.budget_bytes
-    ordered = sorted(event.predictions, key=lambda prediction: prediction.step_seconds)
-    fitting = [p for p in ordered if p.run_memory_bytes <= budget_bytes]
-    others = [p for p in ordered if p.run_memory_bytes > budget_bytes]
-    if not fitting:
-        others.sort(key=lambda prediction: prediction.run_memory_bytes)
-    times = f"; times{plus_minus(ordered[0].time_uncertainty)}" if ordered else ""
-    budget = memory_text(budget_bytes)
-    lines = [
-        f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {budget}{times}",
-        TRIAL_HEADER.replace("step mem outcome", " run mem verdict"),
-    ]
-    chosen = [each for each in fitting[5:] if each.candidate == event.chosen]
-    shown = [*fitting[:5], *chosen, *others[:3]]
-    first = dict(shown[0].candidate) if shown else {}
-    for number, each in enumerate(shown, 1):
-        neediest = max(each.phases, key=lambda phase: phase.run_memory_bytes, default=None)
-        fits = each.run_memory_bytes <= budget_bytes
-        verdict = "fits" if fits or neediest is None else f"no: {neediest.name}"
-        verdict = "chosen" if each.candidate == event.chosen else verdict
-        measures = each.step_seconds, each.run_memory_bytes
-        lines += _row(number, dict(each.candidate), first, *measures, verdict)
-    return lines
 
 
 def records_lines(event: RecordsMatched) -> list[str]:
@@ -140,7 +100,7 @@ def records_lines(event: RecordsMatched) -> list[str]:
 
 def note_text(text: str, title: str = "note") -> str:
     """Align a remark with the lines before the first trial."""
-    return "\n".join(wrapped(f"{title:<10}{text}", 10))
+    return "\n".join(titled_lines([(title, text)]))
 
 
 def knob_lines(space: SearchSpace) -> list[str]:
@@ -165,83 +125,83 @@ def _values_text(values: Sequence[Choice]) -> str:
     return ", ".join(map(str, values))
 
 
-def process_workload(plan: TrainingPlan) -> Workload:
-    """Return the work of one of the plan's processes."""
-    return plan.frozen.workload.share(plan.frozen.hardware.num_processes)
-
-
 def settings_items(plan: TrainingPlan) -> list[tuple[str, str]]:
     """Return every knob's title and its value in words."""
-    from autotune.knobs.registry import KNOBS, TITLES
-
-    known, work = {knob.name: knob for knob in KNOBS}, process_workload(plan)
-    return [
-        (TITLES[name], known[name].describe(value, work) if name in known else str(value))
-        for name, value in plan.frozen.settings
+    number = plan.frozen.workload.model.num_blocks
+    items = [
+        (TITLES[name], value_text(name, value, number)) for name, value in plan.frozen.settings
     ]
-
-
-def full_settings_lines(plan: TrainingPlan) -> list[str]:
-    """List every setting, one per line."""
-    from autotune.knobs.caching import describe_caching
-
-    items = settings_items(plan)
-    encoders = "encoders", describe_caching(plan.frozen.caching)
-    return [f"{title:<14} {value}" for title, value in (*items, encoders)]
+    return [*items, (TITLES["caching"], caching_text(plan.frozen.caching))]
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
-    """Answer in a few lines: unusual settings, speed, memory, time, and what would be faster."""
+    """Answer in some ten lines: does it fit, with which settings, how long, and what is faster."""
     frozen, expected, hardware = plan.frozen, plan.frozen.expected, plan.frozen.hardware
-    number = hardware.num_processes
-    batch, size = frozen.workload.effective_batch_size, frozen.settings.micro_batch_size
-    passes = f"{size} a forward pass x {batch // number // size} accumulated"
-    facts = [("batch size", f"{batch} = {passes} x {number} process{'es' * (number > 1)}")]
-    facts += [("" if at else "settings", text) for at, text in enumerate(_unusual_settings(plan))]
-    if number > 1:
-        facts.append(("processes", f"{number}, one per device ({hardware.strategy})"))
-    took = seconds_text(expected.step_seconds) + plus_minus(expected.time_uncertainty)
-    speed = f"{expected.images_per_second:.2f} images/s ({expected.evidence})"
-    needs = f"{memory_text(expected.run_memory_bytes)} in the phase that needs most"
-    left = memory_text(hardware.budget_bytes - expected.run_memory_bytes)
-    step_memory, budget = map(memory_text, (expected.peak_memory_bytes, hardware.budget_bytes))
-    facts += [
-        ("speed", f"{took} per step, {speed}"),
-        ("memory", f"{needs}, {step_memory} in a step; {left} of {budget} are left"),
+    number, size = hardware.num_processes, frozen.settings.micro_batch_size
+    work, batch = frozen.workload, frozen.workload.effective_batch_size
+    gpus = f"{number} x " if number > 1 else ""
+    is_measured, name = expected.evidence == "measured", work.model.name.rpartition("/")[2]
+    subject, passes = f"{name} on {gpus}{hardware.device_name}", batch // number // size
+    shared = f" x {number} GPUs ({hardware.strategy})" if number > 1 else ""
+    left = hardware.budget_bytes - expected.run_memory_bytes
+    needed, budget = memory_text(expected.run_memory_bytes), memory_text(hardware.budget_bytes)
+    form = seconds_text if expected.time_uncertainty is None else rough_seconds
+    step, item = (
+        range_text(seconds, expected.time_uncertainty, form)
+        for seconds in (expected.step_seconds, expected.step_seconds / batch)
+    )
+    facts = [
+        ("fits" if is_measured else "should fit", f"{subject}, {_data_text(work)}"),
+        ("batch size", f"{batch} = {size} at a time x {passes} gradient accumulation{shared}"),
+        ("settings", "; ".join(_main_settings(plan))),
+        (
+            MEMORY[hardware.device_kind],
+            f"up to {needed} of {budget}, {memory_text(left)} stay free",
+        ),
     ]
     if expected.host_memory_bytes is not None:
-        own = f"{memory_text(number * expected.host_memory_bytes)} of the computer's own"
-        together = f" for {number} processes" if number > 1 else ""
-        facts.append(("host memory", f"{own}{together}, in the neediest phase"))
-    facts.append(("the job", job_text(plan)))
-    count = len(frozen.trials)
-    search = f"{count} trial{'s' * (count > 1)} in {seconds_text(frozen.search_seconds)}"
-    if expected.evidence == "predicted":
-        search = "predictions alone; nothing has run"
-    facts += [("the search", search), *_what_is_faster(plan)]
-    notes = [*assumption_text(plan), *([frozen.overheads.text] if frozen.overheads else [])]
-    notes += frozen.advice
+        less = "" if is_measured else "; if you have less: --host-memory SIZE"
+        own = memory_text(number * expected.host_memory_bytes)
+        facts.append((MEMORY["cpu"], f"up to {own}{less}"))
+    facts += [
+        ("speed", f"{step} a step, {item} {'a clip' if work.has_clips else 'an image'}"),
+        ("the run", job_text(plan)),
+    ]
+    if expected.time_uncertainty is not None:
+        facts.append(("uncertain", f"{TIME_EVIDENCE}; `train` measures it"))
+    if is_measured:
+        took = seconds_text(frozen.search_seconds)
+        facts.append(
+            ("measured", f"in {len(frozen.trials)} trial{'s' * (len(frozen.trials) > 1)}, {took}")
+        )
+    facts += [("assumed", text) for text in assumption_text(plan)]
+    facts += zip(("faster", ""), _what_is_faster(plan), strict=False)
+    notes = [*frozen.advice, *([frozen.overheads.text] if frozen.overheads else [])]
     if caps := [t.memory_cap_bytes for t in frozen.trials if t.memory_cap_bytes is not None]:
-        within = f"tried within {memory_text(max(caps))}, as you asked"
-        notes.append(f"{within}: never shared as evidence")
-    facts += [("note", note) for note in notes]
-    return [part for title, text in facts for part in wrapped(f"{title:<14} {text}", 15)]
+        notes.append(f"tried within {memory_text(max(caps))}, as you asked: never shared")
+    return titled_lines([*facts, *(("note", note) for note in notes)])
 
 
-def _unusual_settings(plan: TrainingPlan) -> list[str]:
-    from autotune.knobs.caching import describe_caching
+def _data_text(work: Workload) -> str:
+    count, largest = sum(bucket.num_items for bucket in work.buckets), work.largest_bucket
+    kind = "clip" if work.has_clips else "image"
+    size = f"{'up to ' * (len(work.buckets) > 1)}{largest.width_px}x{largest.height_px}"
+    frames = f", {largest.num_frames} frames" if largest.num_frames > 1 else ""
+    return f"{count} {kind}{'s' * (count > 1)} of {size}{frames}"
 
-    settings = plan.frozen.settings
-    plain = Candidate(micro_batch_size=settings.micro_batch_size, checkpointed_blocks=0)
-    names = settings.differences(plain)
-    items = zip(Candidate.model_fields, settings_items(plan), strict=True)
-    shown = [f"{title} {text}" for name, (title, text) in items if name in names]
+
+def _main_settings(plan: TrainingPlan) -> list[str]:
+    """What trainers have settings for, in their words."""
+    settings, num_blocks = plan.frozen.settings, plan.frozen.workload.model.num_blocks
+    told = [setting_text("quantization", settings.quantization)]
+    names = (*BLOCK_COUNTS, "attention", "compile", "precision")
+    told += unusual_settings(settings, names, num_blocks)
     if plan.frozen.caching != CachingSettings():
-        shown.append(f"encoders {describe_caching(plan.frozen.caching)}")
-    return capped(shown, MAX_SETTINGS, ": `autotune explain` shows all")
+        told.append(setting_text("caching", caching_text(plan.frozen.caching)))
+    return told
 
 
-def _what_is_faster(plan: TrainingPlan) -> list[tuple[str, str]]:
+def _what_is_faster(plan: TrainingPlan) -> list[str]:
     forecast, seconds = plan.frozen.forecast, plan.frozen.expected.step_seconds
     budget = plan.frozen.hardware.budget_bytes
     beyond = [
@@ -249,12 +209,19 @@ def _what_is_faster(plan: TrainingPlan) -> list[tuple[str, str]]:
         for each in (forecast.alternatives if forecast else ())
         if each.run_memory_bytes > budget and each.step_seconds < seconds / WORTH_TELLING
     ]
-    if not beyond:
-        return []
-    least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
-    more, gain = memory_text(least.run_memory_bytes - budget), seconds / least.step_seconds
-    other = f"other settings are predicted to be {gain:.2f}x as fast"
-    return [("faster", f"with {more} more memory {other}")]
+    texts, memory = [], MEMORY[plan.frozen.hardware.device_kind]
+    if beyond:
+        least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
+        best = min(beyond, key=lambda alternative: alternative.step_seconds)
+        gains = [
+            f"with {memory_text(each.run_memory_bytes - budget)} more {memory} "
+            f"{seconds / each.step_seconds:.2f}x"
+            for each in ([least] if least == best else [least, best])
+        ]
+        texts.append(", ".join(gains))
+    if plan.frozen.expected.evidence == "predicted" and plan.frozen.workload.quality != "compact":
+        texts.append("perhaps --quality compact (4 and 8 bits), or a smaller --resolution")
+    return texts
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
@@ -281,7 +248,8 @@ def job_text(plan: TrainingPlan) -> str:
     if (cost := plan.job_cost) is not None:
         gpus = f"{number} GPUs, each " if number > 1 else ""
         price = f", {cost:.2f} for {gpus}{expected.price_per_hour:.2f} an hour"
-    total = seconds_text(plan.job_seconds) + plus_minus(expected.time_uncertainty)
+    form = seconds_text if expected.time_uncertainty is None else rough_seconds
+    total = range_text(plan.job_seconds, expected.time_uncertainty, form)
     return f"{epochs}{plan.job.num_steps} steps, {total} in all{price}"
 
 
@@ -302,7 +270,47 @@ def check_lines(result: CheckResult, plan_file: str, machine: str = "this machin
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:
-    """Explain why each setting was chosen, and what was rejected and why."""
+    """Say in one screen which settings mattered most, and what speaks against the others."""
+    frozen, memory = plan.frozen, MEMORY[plan.frozen.hardware.device_kind]
+    budget = memory_text(frozen.hardware.budget_bytes)
+    by_knob: dict[str, list[Worth]] = {}
+    for worth in find_worths(plan, points_of(plan)):
+        by_knob.setdefault(worth.knob, []).append(worth)
+    told: list[tuple[float, str, str]] = []
+    for knob, worths in by_knob.items():
+        running = [worth for worth in worths if worth.point.runs] or worths
+        best = max(running, key=lambda worth: worth.speed)
+        text = f"with {best.value}: {_difference_text(best, frozen.expected, memory)}"
+        weight = abs(best.speed)
+        for worth in worths:
+            if worth.value == setting_text(knob, PLAIN.get(knob, "")) and not worth.point.runs:
+                size = memory_text(worth.point.run_memory_bytes)
+                weight, text = 1.0, f"with {worth.value}: at least {size} {memory} of {budget}"
+        told.append((weight, knob, text))
+    for reason in frozen.reasons:
+        if reason.knob == "caching" and frozen.caching != CachingSettings() and reason.rejected:
+            other = reason.rejected[0]
+            told.append((1.0, reason.knob, f"{other.choice}: {other.reason}"))
+        elif reason.knob not in by_knob:
+            told.append((0.0, reason.knob, reason.why))
+    values = dict(zip((*Candidate.model_fields, "caching"), settings_items(plan), strict=True))
+    lines = []
+    for _, knob, text in sorted(told, reverse=True)[:MAX_REASONS]:
+        lines += [" ".join(values[knob]), *wrapped(f"    {text}", 0)]
+    return lines
+
+
+def _difference_text(worth: Worth, expected: Expected, memory: str) -> str:
+    text = f"{abs(worth.speed):.0%} {'faster' if worth.speed > 0 else 'slower'}"
+    text = "as fast" if text.startswith("0%") else text
+    if abs(worth.memory_bytes) > 0.01 * expected.run_memory_bytes:
+        more = "more" if worth.memory_bytes > 0 else "less"
+        text += f", {memory_text(abs(worth.memory_bytes))} {more} {memory}"
+    return f"{text} ({worth.point.kind})"
+
+
+def every_reason_lines(plan: TrainingPlan) -> list[str]:
+    """Explain why each setting was chosen, and what was rejected and why, as the plan names it."""
     texts = []
     for reason in plan.frozen.reasons:
         texts.append(f"{reason.knob} = {reason.chosen}: {reason.why}")
@@ -316,7 +324,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     if plan.frozen.fallbacks:
         lines += ["", "if memory is shorter than planned, in this order"]
     for fallback in plan.frozen.fallbacks:
-        lines += wrapped(f"    {fallback.label()}", 4)
+        lines += wrapped(f"    {label_of(fallback)}", 4)
     return lines
 
 
@@ -327,12 +335,6 @@ def origin_lines(plan: TrainingPlan) -> list[str]:
         for title, ours in (("you set", False), ("we set", True))
         for number, text in enumerate(_user_or_default(plan, ours=ours))
     ]
-
-
-def user_values_line(plan: TrainingPlan) -> list[str]:
-    """Tell what the user set, in one line."""
-    values = ", ".join(_user_or_default(plan, ours=False))
-    return wrapped(f"{'you set':<15}{values}", 15) if values else []
 
 
 def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
@@ -438,7 +440,7 @@ def difference_lines(found: Sequence[Difference]) -> list[str]:
         if name.endswith("_bytes") and isinstance(value, int):
             return memory_text(value)
         if name.endswith("_seconds") and isinstance(value, float):
-            return seconds_text(value) + plus_minus(doubt)
+            return range_text(value, doubt, seconds_text if doubt is None else rough_seconds)
         return f"{value:.2f}" if isinstance(value, float) else str(value)
 
     lines = []

@@ -14,6 +14,7 @@ from autotune.report.text import (
     memory_text,
     seconds_text,
     titled_command,
+    titled_lines,
     wrapped,
 )
 
@@ -49,6 +50,29 @@ def validation_text(event: StepFinished) -> str | None:
 def _against_base(loss: float, base_loss: float) -> str:
     change = f" ({loss / base_loss - 1:+.1%})" if base_loss > 0 else ""
     return f"{base_loss:.4f} without the adapter, {loss:.4f} with it{change}"
+
+
+def result_lines(report: RunReport) -> list[str]:
+    """Tell in a few lines what the run took, what it learned, and what went wrong."""
+    taken, verdict = report.num_steps - report.resumed_at, report.verdict
+    step, planned = map(seconds_text, (report.measured_step_seconds, report.expected_step_seconds))
+    size, promised = map(memory_text, (report.run_memory_bytes, report.expected_run_memory_bytes))
+    image = seconds_text(1 / report.images_per_second if report.images_per_second else None)
+    loss = f"{loss_text(report.first_loss)} -> {loss_text(report.final_loss)}"
+    facts = [
+        ("trained", f"{taken} steps in {seconds_text(report.total_seconds)}"),
+        ("speed", f"{step} a step (planned {planned}), {image} an image"),
+        ("memory", f"{size} at most (planned {promised})"),
+        ("loss", f"{loss} while training, smoothed"),
+    ]
+    if verdict and verdict.base_loss and verdict.adapter_loss is not None:
+        facts.append(("on fresh noise", _against_base(verdict.adapter_loss, verdict.base_loss)))
+    facts += [("limited by", report.limited_by)] if report.limited_by else []
+    if verdict and verdict.num_unmoved + verdict.num_not_finite:
+        facts.append(("adapter", _verdict_lines(verdict)[0].removeprefix("adapter: ")))
+    warnings = (*report.warnings, *missed_promises(report))
+    facts += [("held out", text.strip()) for text in _validation_lines(report.validation)]
+    return titled_lines([*facts, *(("warning", warning) for warning in warnings)])
 
 
 def report_lines(report: RunReport) -> list[str]:
@@ -125,10 +149,10 @@ def after_training_lines(
         convert = ["cp", adapter, converted]
     lines = [f"{'adapter':<15}{output / report.adapter}"]
     lines += [f"{'report':<15}{output / PAGE_FILE}"] if has_page else []
-    lines += titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"])
-    lines += titled_command("for ComfyUI", convert)
+    lines += titled_command(f"{'more pictures':<15}", ["autotune sample", folder, "--prompt TEXT"])
+    lines += titled_command(f"{'for ComfyUI':<15}", convert)
     if report_to == "tensorboard":
-        lines += titled_command("curves", ["tensorboard --logdir", folder])
+        lines += titled_command(f"{'curves':<15}", ["tensorboard --logdir", folder])
     return lines
 
 
@@ -141,7 +165,7 @@ def error_text(error: QuantizationError, weight_format: str) -> str:
 def adapter_lines(report: RunReport) -> list[str]:
     """Tell how the adapter's layers moved, its losses, and how many gradients stood out."""
     lines = _verdict_lines(report.verdict) if report.verdict else []
-    lines += _validation_lines(report.validation) if report.validation else []
+    lines += _validation_lines(report.validation)
     if spikes := report.gradient_spikes:
         lines.append(f"gradients far above those before (spikes): {spikes} of {report.num_steps}")
     if nonfinite := report.nonfinite_gradients:
@@ -171,7 +195,9 @@ def _verdict_lines(verdict: AdapterVerdict) -> list[str]:
     return lines
 
 
-def _validation_lines(held_out: ValidationResult) -> list[str]:
+def _validation_lines(held_out: ValidationResult | None) -> list[str]:
+    if held_out is None:
+        return []
     number = f"{held_out.num_images} held-out image{'s' * (held_out.num_images != 1)}"
     final, lowest = held_out.final_loss, held_out.lowest_step
     last = "not finite after the last step"

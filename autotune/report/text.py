@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 WIDTH = 80
 BEYOND_MEASURE = 1e15  # no run takes so many seconds or bytes: a damaged file does
@@ -19,11 +19,6 @@ def memory_text(num_bytes: float | None) -> str:
     if num_bytes >= 2**20:
         return f"{num_bytes / 2**20:.0f} MiB"
     return f"{num_bytes / 2**10:.0f} KiB" if num_bytes >= 2**10 else f"{num_bytes:.0f} B"
-
-
-def count_text(number: int) -> str:
-    """Write `3.7M` or `20.4B`."""
-    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -59,9 +54,26 @@ def change_text(share: float, digits: int = 0) -> str:
     return f"{share:+.{digits}%}" if abs(share) < 1e4 else f"{100 * share:+.1e}%"
 
 
-def plus_minus(share: float | None) -> str:
-    """Write ` ±25%`, to follow a predicted quantity; nothing if it was measured."""
-    return "" if share is None else f" ±{share:.0%}"
+def range_text(value: float, uncertainty: float | None, form: Callable[[float], str]) -> str:
+    """Write `7 to 12 s`: a predicted quantity from one standard error of its logarithm below to one
+    above; what was measured has none."""
+    if uncertainty is None:
+        return form(value)
+    factor = math.exp(uncertainty)
+    low, high = form(value / factor), form(value * factor)
+    if low == high:
+        return low
+    (first, _, unit), (_, _, same) = low.partition(" "), high.partition(" ")
+    return f"{first if unit == same else low} to {high}"
+
+
+def rough_seconds(seconds: float) -> str:
+    """Write seconds to two digits in the unit that suits them: `0.12 s`, `35 min`, `4.2 h`."""
+    units = (3600, "h"), (60, "min"), (1, "s")
+    size, unit = next((each for each in units if seconds >= 1.5 * each[0]), units[-1])
+    number = seconds / size
+    digits = ".1e" if number >= 1e6 else ".0f" if number >= 9.95 else ".2g"
+    return f"{number:{digits}} {unit}"
 
 
 def wrapped(text: str, hanging: int = 2) -> list[str]:
@@ -73,6 +85,11 @@ def wrapped(text: str, hanging: int = 2) -> list[str]:
     ) or [""]
 
 
+def titled_lines(facts: Iterable[tuple[str, str]]) -> list[str]:
+    """Write titles in a column and their texts beside them."""
+    return [part for title, text in facts for part in wrapped(f"{title:<14} {text}", 15)]
+
+
 def with_command(words: str, command: str) -> list[str]:
     """Write words and a command to copy in one line or, if that is too long, in two."""
     line = printable(f"{words} {command}")
@@ -81,7 +98,7 @@ def with_command(words: str, command: str) -> list[str]:
 
 def titled_command(title: str, words: Sequence[str]) -> list[str]:
     """Write a command, whose words are quoted, in lines that a shell takes as they are."""
-    start = f"{title:<15}{words[0]}"
+    start = f"{title}{words[0]}"
     if len(whole := " ".join([start, *words[1:]])) <= WIDTH:
         return [whole]
     lines = [start]
@@ -90,7 +107,7 @@ def titled_command(title: str, words: Sequence[str]) -> list[str]:
             lines[-1] += f" {word}"
         else:
             lines[-1] += " \\"
-            lines.append(f"{'':<17}{word}")
+            lines.append(f"{'':<{len(title) + 2}}{word}")
     return lines
 
 

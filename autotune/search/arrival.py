@@ -9,14 +9,14 @@ from autotune.cost.memory import Parallel
 from autotune.cost.predict import CostModel
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.events import Notice, OnEvent, StatusChanged
-from autotune.knobs.caching import describe_caching
 from autotune.knobs.knob import TuningContext, gradient_capability
-from autotune.knobs.registry import GRADIENT_TOLERANCES, TITLES, why_not_on
+from autotune.knobs.registry import GRADIENT_TOLERANCES, why_not_on
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.file import read_plan, seal, write_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import FrozenPart, Reason, TrainingPlan
+from autotune.plan.words import caching_text, setting_text
 from autotune.search.expected import build_expectation, planned_hardware
 from autotune.search.next import search_cost_seconds
 from autotune.search.problem import PlannerBackend, TrialFunction
@@ -80,7 +80,7 @@ def verify_prediction(
     planned, caching = plan.frozen.hardware, plan.frozen.caching
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)
-    as_planned = Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
+    as_planned = Reason(knob="caching", chosen=caching_text(caching), why="as planned")
     cost = CostModel.build(
         hardware,
         work,
@@ -123,7 +123,7 @@ def _find_misfits(candidates: Sequence[Candidate], cost: CostModel) -> dict[Cand
             against[candidate] = f"needs {needed / 2**30:.1f} GiB, {limit}"
         for name, value in candidate:
             if why := why_not_on(kind, lacks, name, value):
-                against[candidate] = f"{TITLES[name]} {value}: {why}"
+                against[candidate] = f"{setting_text(name, value)}: {why}"
                 break
     return against
 
@@ -134,7 +134,7 @@ def _find_wrong(candidate: Candidate, wrong: Mapping[str, str]) -> str | None:
         rule = rule_of(value)
         why = rule and wrong.get(gradient_capability(name, rule.checked_choice))
         if why:
-            return f"{TITLES[name]} {value}: {why}"
+            return f"{setting_text(name, value)}: {why}"
     return None
 
 

@@ -18,6 +18,7 @@ from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import Frozen, memory_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.words import TITLES, setting_text
 from autotune.system.files import shipped_path
 
 BYTES_PER_PARAMETER = 2  # bytes of a published weight, in bf16
@@ -66,7 +67,7 @@ class ComparedGpu(CatalogPrediction):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def hours_range(self) -> tuple[float, float] | None:
-        """Hours if steps are shorter, and if they are longer, by their standard error."""
+        """Hours if steps are shorter, and if they are longer, by one sigma of their logarithm."""
         share = self.time_uncertainty or 0.0
         low, high = self._total(-share), self._total(share)
         return None if low is None or high is None else (low / 3600, high / 3600)
@@ -81,7 +82,7 @@ class ComparedGpu(CatalogPrediction):
         if self.step_seconds is None:
             return None
         besides = (self.download_seconds, self.search_seconds, self.other_seconds)
-        steps = self.num_steps * self.step_seconds * (1 + slower)
+        steps = self.num_steps * self.step_seconds * math.exp(slower)
         return sum(seconds or 0.0 for seconds in besides) + steps
 
 
@@ -212,12 +213,11 @@ def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
 
 
 LEVERS: Mapping[str, str] = {
-    "modulation": "modulation ahead",
-    "norm_rope": "fused norm and RoPE",
-    "selective_blocks": "kept attention",
-    "swapped_blocks": "block swap",
-    "quantization": "quantized weights",
-    "compile": "compiled blocks",
+    "modulation": setting_text("modulation", "ahead"),
+    "norm_rope": setting_text("norm_rope", "fused"),
+    **{name: TITLES[name] for name in ("selective_blocks", "swapped_blocks")},
+    "quantization": f"quantized {TITLES['quantization']}",
+    "compile": TITLES["compile"],
 }
 
 

@@ -16,6 +16,7 @@ from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, startup_seconds
 from autotune.plan.candidate import Candidate, Choice, TrialResult, counting_trials
 from autotune.plan.plan import Reason, Rejected
 from autotune.plan.prediction import Prediction
+from autotune.plan.words import PHASES, label_of
 from autotune.plan.workload import GOALS, Objective
 from autotune.search.problem import PlanningProblem
 from autotune.search.space import SearchSpace
@@ -110,7 +111,7 @@ def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> l
         if needed > budget_bytes:
             phase = max(each.phases, key=lambda phase: phase.run_memory_bytes)
             limit = f"{budget_bytes / GIB:.1f} GiB may be taken"
-            failure = f"needs {needed / GIB:.1f} GiB in the {phase.name} phase, {limit}"
+            failure = f"needs {needed / GIB:.1f} GiB for {PHASES[phase.name]}, {limit}"
         scores.append(Score(each.candidate, each.step_seconds, needed, failure))
     return scores
 
@@ -227,7 +228,7 @@ def _compare(best: Score | None, winner: Score) -> str:
         return best.failure
     time = f"{best.step_seconds / winner.step_seconds:.2f}x the step time"
     memory = f"{best.peak_memory_bytes / winner.peak_memory_bytes:.2f}x the memory"
-    return f"at best {time} at {memory} ({best.candidate.label()})"
+    return f"at best {time} at {memory} ({label_of(best.candidate)})"
 
 
 def confirm_winner(

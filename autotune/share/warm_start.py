@@ -19,6 +19,7 @@ from autotune.knobs.attention import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES
+from autotune.plan.words import label_of
 from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.share.store import (
     Machine,
@@ -325,7 +326,7 @@ class WarmStart:
             if residual and abs(residual.time - prior.time) > MAX_LOG_TIME_ERROR:
                 ratio = math.exp(residual.time - prior.time)
                 times = f"{ratio:.2g} times as long as it leads to expect"
-                return f"misleads: {candidate.label()} takes {times}"
+                return f"misleads: {label_of(candidate)} takes {times}"
         return None
 
     def _find_mismatch(

@@ -20,6 +20,7 @@ from autotune.knobs.registry import reload_key
 from autotune.models.family import Batch
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.words import label_of
 from autotune.system import memory, process
 from autotune.train.folder import Checkpoint, Checkpoints
 from autotune.train.metrics import Metrics
@@ -203,7 +204,7 @@ class TrainingLoop:
         self.monitor.restart()
         self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
         apply_settings(self.model, settings)
-        self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")
+        self._warn(f"{why} at step {self.done + 1}; from there on with {label_of(settings)}")
 
     def _save_and_preview(self, *, stopping: bool) -> None:
         done, order = self.done, self.order

@@ -22,7 +22,7 @@ DONE = {
     "doctor --json": "severity",
     "probe --list": "nvidia-h200-sxm",
     "models --hardware 4090": "qwen-image",
-    "explain plan.yaml": "part of the fastest settings",
+    "explain plan.yaml": "all reasons: --all",
     "diff plan.yaml plan.yaml": "do not differ",
     "report finished plan.yaml -o page.html": "page.html",
     "profiles list --store store": "RTX 4090",

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.knobs import caching as caching_module
-from autotune.knobs.caching import EncoderSize, choose_caching, describe_caching, size_of
+from autotune.knobs.caching import EncoderSize, choose_caching, size_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import FAMILIES
 from autotune.plan.hardware import OtherGpu
+from autotune.plan.words import caching_text
 from tests import builders
 
 GIB = 2**30
@@ -45,24 +46,24 @@ def on(
 @pytest.mark.parametrize(
     ("context", "expected"),
     [
-        (on(22), "training device, as they are"),
-        (on(11), "training device, torchao-int8"),
-        (on(11, others=(22,)), "cuda:1, as they are"),
-        (on(11, others=(12,)), "training device, torchao-int8"),  # its own size counts
-        (on(11, others=(12, 20, 18)), "cuda:2, as they are"),
-        (on(11, quality="exact"), "cpu, as they are"),
-        (on(11, quality="exact", host_gib=12), "training device, streamed"),
-        (on(7), "cpu, as they are"),
-        (on(7, quality="compact"), "cpu, as they are"),
-        (on(8, quality="compact"), "training device, bnb-nf4"),
-        (on(17), "training device, torchao-int8"),  # the context needs room, too
-        (on(7, kind="integrated"), "training device, streamed"),
-        (on(11, capabilities=("precision.bf16",)), "cpu, as they are"),
+        (on(22), "not quantized"),
+        (on(11), "in int8"),
+        (on(11, others=(22,)), "not quantized on cuda:1"),
+        (on(11, others=(12,)), "in int8"),  # its own size counts
+        (on(11, others=(12, 20, 18)), "not quantized on cuda:2"),
+        (on(11, quality="exact"), "not quantized on cpu"),
+        (on(11, quality="exact", host_gib=12), "streamed"),
+        (on(7), "not quantized on cpu"),
+        (on(7, quality="compact"), "not quantized on cpu"),
+        (on(8, quality="compact"), "in NF4"),
+        (on(17), "in int8"),  # the context needs room, too
+        (on(7, kind="integrated"), "streamed"),
+        (on(11, capabilities=("precision.bf16",)), "not quantized on cpu"),
     ],
 )
 def test_the_encoder_of_qwen_goes_where_it_fits(context, expected):
     caching, reason = choose_caching(context, QWEN)
-    assert describe_caching(caching) == expected == reason.chosen
+    assert caching_text(caching) == expected == reason.chosen
     assert all(rejected.reason for rejected in reason.rejected)
 
 
@@ -105,7 +106,7 @@ def test_captions_and_images_share_another_gpu():
     assert CLIP.bytes_at("cuda:1", kept) == CLIP.bytes_at("cuda:1", caching) + more
     assert CLIP.bytes_at("cpu", caching) == 0
     with_kept, _ = choose_caching(context, CLIP, {"residency": "keep"})
-    assert describe_caching(with_kept) == "cuda:1, as they are, VAE on cpu, kept"
+    assert caching_text(with_kept) == "not quantized on cuda:1, VAE on cpu, kept"
 
 
 def test_t5_is_never_stored_by_bitsandbytes():

@@ -136,7 +136,7 @@ def test_what_the_time_does_not_reach_is_said(small, monkeypatch):
     monkeypatch.setitem(BENCHMARK_SIZES, "cpu", none_left)
     reports = reports_of()
     assert sum(kind == "rate" for kind, _ in reports) == 1
-    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 32
+    assert ("note", "32 of the speeds were not measured for lack of time") in reports
 
 
 @BITSANDBYTES

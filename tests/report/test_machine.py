@@ -21,6 +21,7 @@ from autotune.report.machine import (
     data_report_lines,
     findings_view,
     model_lines,
+    profile_lines,
     profile_view,
 )
 from tests.machine.fleet import MACHINES, machine
@@ -92,4 +93,6 @@ def test_profiles_are_shown_whole(name):
         assert needed in text
     assert "None" not in text
     found = findings(read_doctor_facts(machine(name)))
+    brief = profile_lines(profile, found)
+    assert (len(brief) <= 12, max(map(len, brief)) <= 80) == (True, True), brief
     assert shown(findings_view(found)).count("fix:") == len(found)

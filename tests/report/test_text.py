@@ -3,15 +3,27 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from autotune.cli.terminal import err, out
-from autotune.events import CandidatesPredicted
+from autotune.plan.candidate import CachingSettings, Outcome, TrialResult
 from autotune.plan.file import with_job
-from autotune.plan.prediction import Prediction, StepTime
-from autotune.report.plan import differences, job_text, origin_lines, prediction_lines
-from autotune.report.run import missed_promises, report_lines
+from autotune.plan.prediction import StepTime
+from autotune.report.plan import (
+    differences,
+    every_reason_lines,
+    explain_lines,
+    job_text,
+    origin_lines,
+    plan_lines,
+    train_hint,
+    trial_text,
+)
+from autotune.report.run import missed_promises, report_lines, result_lines
+from autotune.report.text import range_text, rough_seconds, seconds_text
 from tests.plan.test_file import make_plan
 from tests.report.page.pages import golden_plan, run_report
 
@@ -55,6 +67,7 @@ def test_the_largest_wait_limits_a_run():
     assert set(waits) == {"compute", "bandwidth", "transfer", "data", "host"}
     report = run_report(golden_plan()).changed(limited_by="data")
     assert "limited by data" in report_lines(report)
+    assert max(map(len, result_lines(report))) <= 80
 
 
 def test_what_missed_its_promise_is_told():
@@ -76,32 +89,72 @@ def test_epochs_are_told_as_steps_and_time():
     assert job_text(asked) == f"10 epochs, {job_text(plan)}"
 
 
-def test_predictions_show_the_chosen_among_the_faster():
-    frozen = golden_plan().frozen
-    assert frozen.forecast is not None
-    settings, step_time = frozen.settings, frozen.forecast.step_time
-    fast = tuple(
-        Prediction(
-            candidate=settings.changed(checkpointed_blocks=number),
-            allocated_memory_bytes=1 << 30,
-            run_memory_bytes=1 << 30,
-            host_memory_bytes=1 << 30,
-            phases=(),
-            step_seconds=1.0 + number,
-            step_time=step_time,
-            images_per_second=1.0,
-            memory_uncertainty=0.0,
-            time_uncertainty=0.0,
-        )
-        for number in range(9)
-    )
-    chosen = fast[7].candidate
-    event = CandidatesPredicted(predictions=fast, budget_bytes=1 << 40, chosen=chosen)
-    assert sum(" chosen " in line for line in prediction_lines(event)) == 1
-
-
 def test_changed_values_are_the_users():
     lines = origin_lines(with_job(make_plan(), learning_rate=3e-4, timestep_shift=2.2))
     ours = next(at for at, line in enumerate(lines) if line.startswith("we set"))
     assert any("learning rate 0.0003" in line for line in lines[:ours])
     assert any("shift 2.2" in line for line in lines[ours:])
+
+
+def long_plan(evidence, number):
+    """A plan whose names and numbers are as long as they come."""
+    frozen = golden_plan("measured").frozen
+    strategy = "fsdp2" if number > 1 else "single"
+    hardware = frozen.hardware.changed(
+        device_name="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        device_kind="cuda",
+        num_processes=number,
+        strategy=strategy,
+        assumed=("flash_attn", "bitsandbytes") if evidence == "predicted" else (),
+    )
+    model = frozen.workload.model.changed(name="hunyuanvideo-community/Kandinsky-5.0-T2V-Lite-sft")
+    doubt = 0.68 if evidence == "predicted" else None
+    expected = frozen.expected.changed(
+        evidence=evidence, time_uncertainty=doubt, step_seconds=1234.5, host_memory_bytes=999 << 30
+    )
+    return golden_plan("measured").changed(
+        frozen=frozen.changed(
+            hardware=hardware,
+            workload=frozen.workload.changed(model=model, effective_batch_size=8 * number),
+            expected=expected,
+            caching=CachingSettings(text_encoder_quantization="torchao-int8", vae_device="cpu"),
+        )
+    )
+
+
+@pytest.mark.parametrize("evidence", ["measured", "predicted"])
+@pytest.mark.parametrize("number", [1, 8])
+def test_the_answer_fits_a_screen_of_80_columns(evidence, number):
+    plan = long_plan(evidence, number)
+    lines = [*plan_lines(plan), *train_hint(plan, Path("plan.yaml")).splitlines()]
+    explained = explain_lines(plan)
+    assert len(explained) <= 15
+    assert max(map(len, (*lines, *explained, *every_reason_lines(plan)))) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert plan.frozen.hardware.device_name in text
+    assert ("±" in text, "such ranges" in text) == (False, evidence == "predicted")
+
+
+def test_a_trial_is_told_in_one_line():
+    candidate = golden_plan().frozen.settings
+    for outcome in get_args(Outcome):
+        trial = TrialResult(
+            candidate=candidate,
+            outcome=outcome,
+            step_seconds=(12345.6,),
+            peak_memory_bytes=999 << 30,
+            confirms=outcome == "ok",
+        )
+        assert len(trial_text(10, 40, trial)) <= 80
+
+
+def test_a_range_names_its_unit_once_and_has_no_more_digits_than_it_knows():
+    assert range_text(9.2, 0.25, rough_seconds) == "7.2 to 12 s"
+    assert range_text(57.0, 0.66, rough_seconds) == "29 s to 1.8 min"
+    assert range_text(9.2, None, seconds_text) == "9.200 s"
+    assert [*map(rough_seconds, (0.012, 89.0, 95.0, 36000.0))] == [
+        "0.012 s",
+        "89 s",
+        "1.6 min",
+        "10 h",
+    ]

@@ -18,6 +18,7 @@ from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.prediction import Prediction
+from autotune.plan.words import label_of
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import Failure
 
@@ -91,7 +92,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
             if closed or (
                 before.run_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail
             ):
-                evidence.skip(f"{name} {chosen.label()}", closed or "predicted not to fit by far")
+                evidence.skip(f"{name} {label_of(chosen)}", closed or "predicted not to fit by far")
                 continue
             evidence.row("prediction", **about, candidate=chosen.model_dump(), **told(before))
             after = predictor.with_calibration([first] if first else ()).predict(chosen)

@@ -27,6 +27,7 @@ from autotune.machine.probe import cached_profile
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
+from autotune.plan.words import label_of
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, TrialRequest
@@ -121,7 +122,7 @@ def main() -> None:
         for number, run in enumerate(evidence.each(evidence.sliced(CASES))):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
             if why := unavailable_choice(hardware, chosen):
-                evidence.skip(chosen.label(), why)
+                evidence.skip(label_of(chosen), why)
                 continue
             request = ProfiledSteps(model, workload, chosen, runner.device)
             predicted = told(predictor.predict(chosen))
