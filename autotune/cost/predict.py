@@ -313,11 +313,12 @@ class CostModel:
             overhead = _idle_seconds(begun, at_first) + later
         exchange = self.parallel.exchange_seconds(self.hardware.device, model_bytes, accumulation)
         transfer = np.maximum(0.0, exchange - computing)
-        # Blocks visit for the forward and for the backward pass, while others compute.
+        # Each block is fetched while the one before it runs, forward and again backward.
         visits = np.concatenate([[0.0], np.cumsum(model_bytes.block_weight_bytes)])[swapped]
-        one = computing / len(model_bytes.block_weight_bytes)
-        arriving = 2 * accumulation * visits / rates.host_to_device
-        transfer = transfer + np.where(swapped, np.maximum(0.0, arriving - one * swapped), 0.0)
+        arriving = accumulation * visits / rates.host_to_device
+        share, ahead = swapped / len(model_bytes.block_weight_bytes), forward.sum(axis=1)[:, None]
+        for passing in (ahead, computing - ahead):
+            transfer = transfer + np.maximum(0.0, arriving - share * passing)
         if model_bytes.modulation:
             overhead = overhead + self.tables.modulation_seconds(choice)
         return {

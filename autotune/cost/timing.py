@@ -25,14 +25,20 @@ BANDWIDTH_EFFICIENCY = 0.7
 # of 49 readings of seven programs on nine cards (benchmarks/published.py lists them). They do not
 # say which attention kernel ran; cuDNN is charged on the H100. Used where nothing was measured.
 STEP_OVER_KERNELS = 1.15
-# Host time of one operation where no probe measured it (9 us on an EPYC core), and a launch.
-LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
-# Of each operation of a checkpoint that runs again: saved tensors are packed and unpacked in
-# Python. Small models of all families on a CPU: 2.9 to 3.5 times the probe's rate.
-RECOMPUTED_LAUNCHES = 3
-# The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and next
-# to none backward (small models of all families on a CPU).
-LAUNCHES_OF = {"dequantization.uint8": 8}
+# Host time of a bare operation, forward or backward, where no probe measured it: 9 us on an EPYC
+# core, 5 to 7 on newer ones; a step that waits for the host on a B200's implies 5.
+LAUNCH_SECONDS = {"cuda": 6e-6, "mps": 6e-6, "cpu": 9e-6}
+# Bare operations that an operation of a model takes as long as, by the device's kind: views and
+# Python lie between. Whole steps of SDXL, FLUX.1 and Krea 2 in torch's CUDA build, on a stand-in
+# for the driver that ran no kernel, took 2.2, 2.8 and 2.3; models without width on a CPU .7 to 1.2.
+BARE_OPERATIONS = {"cuda": 2.2, "mps": 2.2, "cpu": 1.0}
+# Of each operation of a checkpoint that runs again: saved tensors are packed and unpacked in Python
+# (the same steps: 2.1 to 2.9; on a CPU 1.6 to 3.0).
+RECOMPUTED_LAUNCHES = 2.3
+# Operations that these take the host as long as: a module's call in Python, and a 4-bit weight's
+# conversion, which bitsandbytes wraps in Python (16 bare ones forward, next to none backward).
+LAUNCHES_OF = {"module": 1.5, "dequantization.uint8": 4}
+MODULE_CALL: Work = ("module", (), 0, 0)  # which is no work of the device
 # For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32.
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
@@ -80,8 +86,9 @@ class Rates:
         bus = sheet.pcie_bytes_per_second if sheet is not None else None
         pinned = hardware.rate("host_to_device.pinned")
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
-        launching, on_gpu = hardware.rate("operation.launch"), hardware.device.kind == "cuda"
-        self.launch_seconds = launching or LAUNCH_SECONDS[hardware.device.kind]
+        kind, on_gpu = hardware.device.kind, hardware.device.kind == "cuda"
+        launching = hardware.rate("operation.launch") or LAUNCH_SECONDS[kind]
+        self.launch_seconds = launching * BARE_OPERATIONS[kind]
         least = hardware.rate("kernel.least") or KERNEL_SECONDS
         self.min_kernel_seconds = least if on_gpu else 0.0
         is_halved = hardware.device.compute_capability in ((8, 0), (9, 0), (10, 0))
@@ -113,8 +120,10 @@ class Rates:
         if kind == "matmul" and self._thin and is_thin(shape):
             return max(self.min_kernel_seconds, moved / _interpolated(self._thin, shape))
         seconds = moved / (self.hardware.rate(f"{kind}.{self.precision}") or self.bandwidth)
-        if moved <= self.cached_bytes and not kind.startswith("dequantization"):
-            seconds /= self.cache_gain
+        if moved and not kind.startswith("dequantization"):
+            # What the kernel before wrote is there still, as far as it fits.
+            found = min(1.0, self.cached_bytes / moved)
+            seconds *= 1 - found * (1 - 1 / self.cache_gain)
         if flops:
             attends, variant = kind.startswith("attention"), kind.partition(".")[2]
             rate = self.attention_rate(shape[2]) if attends else self.matmul_rate(shape, variant)
@@ -241,11 +250,13 @@ def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple
     seconds = dict.fromkeys(CLASSES, 0.0)
     launches = 0.0
     for item, count in work.items():
+        launches += count * LAUNCHES_OF.get(item[0], 1)
+        if item == MODULE_CALL:
+            continue
         kind, shape = item[0].partition(".")[0], item[1]
         if kind == "matmul" and rank in shape:
             kind = "adapter"
         seconds[kind] += count * rates.seconds(item)
-        launches += count * LAUNCHES_OF.get(item[0], 1)
     return (*seconds.values(), launches)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes, under_autocast
 from autotune.cost.recorder import Recorder, Segment, summarize
-from autotune.cost.timing import Rates, seconds_by_class
+from autotune.cost.timing import MODULE_CALL, Rates, seconds_by_class
 from autotune.models.family import Batch, Family, denoising_loss
 
 TRACED_BLOCKS = 3  # of each row: first, middle, last
@@ -181,7 +181,10 @@ def _marking(blocks: list[nn.Module], recorder: Recorder) -> Iterator[None]:
         if index == len(blocks) - 1:
             recorder.mark("between")
 
-    handles = []
+    def call_module(*_: object) -> None:
+        recorder.segments[-1].work[MODULE_CALL] += 1
+
+    handles = [nn.modules.module.register_module_forward_pre_hook(call_module)]
     for i, block in enumerate(blocks):
         handles.append(block.register_forward_pre_hook(lambda *_, i=i: before(i)))
         handles.append(block.register_forward_hook(lambda _m, _a, output, i=i: after(i, output)))
