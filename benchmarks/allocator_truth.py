@@ -41,7 +41,10 @@ def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
     hardware, resolved = probe(), resolve_model(ModelRef.of(name))
     configure_allocator(candidate.allocator)
     set_device(torch.device("cuda", 0))
-    size: Any = {"resolution": (side_px, side_px), "text_tokens": 512}
+    size: Any = {
+        "resolution": (side_px, side_px),
+        "text_tokens": min(512, resolved.family.max_text_tokens),
+    }
     asked = WorkloadRequest(rank=16, effective_batch_size=candidate.micro_batch_size, **size)
     work = describe_workload(resolved, None, asked).changed(quality="compact")
     predicted = CostModel.build(hardware, work, resolved.family, resolved.config).predict(candidate)
