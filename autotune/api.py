@@ -41,7 +41,7 @@ from autotune.models.family import build_on_meta
 from autotune.models.registry import find_published, get_family
 from autotune.models.resolve import is_single_file, read_parts, resolve_model
 from autotune.models.single_file import open_single_file, recognize
-from autotune.plan.base import first_problem, log_event
+from autotune.plan.base import first_problem, log_event, memory_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job, write_plan
 from autotune.plan.hardware import HardwareProfile
@@ -129,12 +129,17 @@ def list_gpus() -> tuple[catalog.CatalogGpu, ...]:
 
 
 def list_models(
-    hardware: str | None = None, *, file: str | Path | None = None
+    hardware: str | None = None,
+    *,
+    file: str | Path | None = None,
+    host_memory: int | str | None = None,
+    on_event: OnEvent = log_event,
 ) -> tuple[comparison.ModelSummary, ...]:
     """List the published models that autotune knows by name.
 
-    With a GPU of the catalog, tell what it is predicted to do with each. With a single file of
-    ComfyUI, Kohya or Civitai, list those of its architecture: the one that it is taken for first.
+    With a GPU of the catalog, tell what it is predicted to do with each: looked up, or with
+    `host_memory` planned one by one for a host with so much. With a single file of ComfyUI, Kohya
+    or Civitai, list those of its architecture: the one that it is taken for first.
 
     Raises:
         InvalidInput: the catalog has no such GPU, or the file holds no known model.
@@ -143,8 +148,23 @@ def list_models(
         >>> {model.name: model.num_parameters for model in autotune.list_models()}
         >>> [model.name for model in autotune.list_models(file="flux1-dev-fp8.safetensors")]
     """
-    gpu = None if hardware is None else catalog.gpu_named(hardware).id
-    summaries = comparison.summarize_models(gpu)
+    gpu = None if hardware is None else catalog.gpu_named(hardware)
+    if gpu is None and host_memory is not None:
+        raise InvalidInput("this machine's host memory is known", hint="add --hardware")
+    if gpu is None or host_memory is None:
+        summaries = comparison.summarize_models(gpu.id if gpu else None)
+    else:
+        machine = hardware_for(gpu.id, host_memory=host_memory, on_event=on_event)
+
+        def predict(model: str) -> comparison.CatalogPrediction:
+            on_event(StatusChanged(text=f"planning {model}"))
+            try:
+                made = plan(model, hardware=machine)
+            except NothingFits:
+                return comparison.CatalogPrediction(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb)
+            return comparison.compared_gpu(gpu, made, download_seconds=0.0, price_per_hour=None)
+
+        summaries = comparison.summarize_models(gpu.id, predict)
     if file is None:
         return summaries
     by_id = {summary.hub_id: summary for summary in summaries}
@@ -474,7 +494,8 @@ def compare(request: CompareRequest) -> comparison.Comparison:
         on_event(Progressed(name="comparing", done=done, total=len(gpus)))
         price = prices.per_hour.get(gpu.id)
         try:
-            made = plan(**asked, hardware=catalog.profile_of_gpu(gpu))
+            own = asked.keys() - ({"host_memory"} if gpu.memory_kind == "integrated" else set())
+            made = plan(**{name: asked[name] for name in own}, hardware=catalog.profile_of_gpu(gpu))
         except NothingFits as error:
             size = gpu.memory_nominal_gb
             found.append(comparison.ComparedGpu(gpu=gpu.id, memory_gb=size, misfit=error.message))
@@ -489,6 +510,7 @@ def compare(request: CompareRequest) -> comparison.Comparison:
         model=model.spec.name,
         gpus=selected,
         num_left_out=len(found) - len(selected),
+        host_memory_bytes=memory_bytes(request.host_memory or catalog.ASSUMED_HOST_BYTES),
         currency=prices.currency,
         priced=prices.date,
     )

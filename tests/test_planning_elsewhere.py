@@ -26,10 +26,11 @@ def test_an_estimate_of_what_does_not_fit_says_so(capfd):
     asked = "--model qwen-image --hardware nvidia-rtx-4090 --resolution 512x768 --json"
     process = autotune_here(capfd, "estimate", *asked.split())
     assert process.returncode == 0, process.stderr
-    assert process.stderr == "tracing the model\n"
-    printed = json.loads(process.stdout)
-    assert printed.pop("schema_version") == 1
-    estimate = Estimate.model_validate_json(json.dumps(printed))
+    told = "note      planning for nvidia-rtx-4090 in a host with 64 GiB of memory"
+    assert process.stderr == f"tracing the model\n{told}\n"
+    answer = json.loads(process.stdout)
+    assert answer.pop("schema_version") == 1
+    estimate = Estimate.model_validate_json(json.dumps(answer))
     assert not estimate.fits
     assert estimate.run_memory_bytes > 38 * 2**30  # 20.4 billion weights of two bytes, and more
     assert json.loads(process.stdout)["step_seconds"] > 0

@@ -85,17 +85,19 @@ def doctor(as_json: bool) -> None:
 
 @app.command()
 @click.option("--hardware", help="Show what fits this GPU, e.g. 4090 (see probe --list).")
+@click.option("--host-memory", help="Memory of that GPU's host: plans each model, for minutes.")
 @click.option(
     "--model", "file", type=PATH, metavar="FILE", help="Show which of them a single file is."
 )
 @JSON
-def models(hardware: str | None, file: Path | None, as_json: bool) -> None:
+def models(hardware: str | None, host_memory: str | None, file: Path | None, as_json: bool) -> None:
     """List the models that can be planned and trained; with --hardware, what a GPU is predicted
     to do with each."""
     from autotune.report.machine import model_lines
 
-    found = autotune.list_models(hardware, file=file)
-    print_result(found, as_json, lambda models: model_lines(models, hardware))
+    with show_events() as show:
+        found = autotune.list_models(hardware, file=file, host_memory=host_memory, on_event=show)
+    print_result(found, as_json, lambda models: model_lines(models, hardware, host_memory))
     if file is not None and len(found) > 1:
         taken = f"without --base, {file.name} is taken for {found[0].name}"
         print_remark(f"only its name tells these apart: {taken}")

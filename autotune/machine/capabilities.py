@@ -270,6 +270,8 @@ def without_bf16(device: Device) -> tuple[str, ...]:
         return ()
     why = f"compute capability {_dotted(own)}, bf16 needs {_dotted(BF16)}"
     trains = "in fp16 with a loss scale; models that overflow it in fp32, without its tensor cores"
+    if own >= (7, 5):
+        trains += " (which compute the int8 products of --quality compact)"
     if own < FP16 or has_faulty_fp16(device):
         trains = "in fp32"
     return (f"{NO_BF16} ({why}): it trains {trains}",)

@@ -255,6 +255,10 @@ def hardware_for(
         profile = cached_profile(on_progress=status_to(on_event), on_facts=on_facts)
     if host_memory is not None:
         profile = catalog.with_host_memory(profile, memory_bytes(host_memory))
+    if isinstance(hardware, str) and profile.datasheet and profile.origin == "catalog":
+        host = f" in a host with {profile.host.memory_bytes / 2**30:g} GiB of memory"
+        host = "" if profile.device.memory_kind == "integrated" else host
+        on_event(Notice(text=f"planning for {profile.datasheet.id}{host}"))
     if assume:
         profile = catalog.with_assumed_packages(profile, assume)
     for note in profile.notes:

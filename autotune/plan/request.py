@@ -203,6 +203,8 @@ class CompareRequest(WorkloadRequest, JobFields):
     """A folder in the diffusers layout, a known name, a hub id, or a single file."""
     hardware: str | tuple[str, ...] = "all"
     """GPU of the catalog, or several separated by commas; by default all."""
+    host_memory: MemoryAmount | None = None
+    """Memory of their hosts; 64GiB by default."""
     prices: Annotated[
         Mapping[str, float] | str | Path | None, Option("--price-file", metavar="FILE")
     ] = None

@@ -158,17 +158,18 @@ def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
     """List the catalog's GPUs."""
     style: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 1)}
     table = Table(**style, caption=ABOUT_LISTING, caption_justify="left")
-    for column in ("name for --hardware", "sm", "memory", "bf16", "bandwidth", "power", "kind"):
+    for column in ("name for --hardware", "sm", "memory", "bf16", "GB/s", "power", "kind"):
         is_text = column in ("name for --hardware", "kind")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for gpu in gpus:
+        least = f"{gpu.min_power_watts:g}-" if gpu.min_power_watts else ""
         table.add_row(
             gpu.id,
             gpu.compute_capability,
             f"{gpu.memory_nominal_gb:g} GB",
             "-" if gpu.bf16_tflops is None else f"{gpu.bf16_tflops:g} TF",
-            f"{gpu.memory_gb_per_second:g} GB/s",
-            f"{gpu.min_power_watts or 0:g}-" * bool(gpu.min_power_watts) + f"{gpu.power_watts:g} W",
+            f"{gpu.memory_gb_per_second:g}",
+            f"{least}{gpu.power_watts:g} W",
             gpu.memory_kind,
         )
     return table
@@ -254,11 +255,14 @@ def _grid() -> Table:
     return table
 
 
-def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> list[str]:
+def model_lines(
+    models: Sequence[ModelSummary], hardware: str | None = None, host_memory: str | None = None
+) -> list[str]:
     """List models with their licenses or, for a GPU, what that is predicted to do with them."""
     title = f"{'per image':>16}{'hours':>8}{'memory':>11}" if hardware else "  license"
     about = "hours: the steps of a run on 20 images"
-    about = f"predicted for {hardware}, with the defaults of each; {about}"
+    host = f"a host with {host_memory or '64 GiB of memory (--host-memory)'}"
+    about = f"predicted for {hardware} in {host}, with the defaults of each; {about}"
     lines = wrapped(about) if hardware else []
     lines.append(f"{'name':<26}{'kind':<6}{'parameters':>11} {title}")
     for model in models:
@@ -427,7 +431,8 @@ def comparison_lines(found: Comparison) -> list[str]:
     has_prices = any(one.cost is not None for one in fitting)
     cost = f"{f'cost {found.currency}'.rstrip():>12}" if has_prices else ""
     lines = [
-        f"{found.model}: the finished adapter, predicted for each GPU",
+        f"{found.model}: the finished adapter, predicted for each GPU in a host with "
+        f"{memory_text(found.host_memory_bytes)}",
         f"{'GPU':<27}{'per image':>16}{'VRAM':>12}{'hours':>13}{cost}",
     ]
     for one in fitting:
@@ -436,7 +441,8 @@ def comparison_lines(found: Comparison) -> list[str]:
         hours, memory = f"{low:.1f} to {high:.1f}", memory_text(one.run_memory_bytes)
         price = f"{'-' if one.cost is None else f'{one.cost:.2f}':>12}" if has_prices else ""
         lines.append(f"{one.gpu:<27}{speed:>16}{memory:>12}{hours:>13}{price}")
-        lines += wrapped(f"  {label_of(one.settings)}", 4) if one.settings else []
+        own = f"; {memory_text(one.host_memory_bytes)} of the host" if one.host_memory_bytes else ""
+        lines += wrapped(f"  {label_of(one.settings)}{own}", 4) if one.settings else []
     if not fitting:
         lines.append("none of these GPUs")
     if found.num_left_out:

@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal
 
@@ -34,6 +34,7 @@ class CatalogPrediction(Frozen):
     time_uncertainty: float | None = None
     """Standard error of `step_seconds`, as a share of it."""
     run_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None  # of a run; None if nothing fits, or it shares the host's
     settings: Candidate | None = None
 
     def image_seconds_with(self, defaults: Defaults) -> float | None:
@@ -93,6 +94,8 @@ class Comparison(Frozen):
     gpus: tuple[ComparedGpu, ...]
     """Within the limits that were asked, in order; then those that nothing fits."""
     num_left_out: int = 0  # GPUs that it fits, but beyond the limits
+    host_memory_bytes: int
+    """Memory of each GPU's host, unless they share it."""
     currency: str = ""
     priced: str = ""
 
@@ -114,6 +117,7 @@ def compared_gpu(
         image_seconds=expected.step_seconds / workload.effective_batch_size,
         time_uncertainty=expected.time_uncertainty,
         run_memory_bytes=expected.run_memory_bytes,
+        host_memory_bytes=expected.host_memory_bytes,
         download_seconds=download_seconds,
         search_seconds=limits.allowed_seconds(expected.step_seconds),
         other_seconds=expected.other_seconds,
@@ -244,18 +248,35 @@ class ModelSummary(Frozen):
     """Predicted hours of the steps of a run on 20 images."""
 
 
-def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
-    """Summarize all published models by name; for a GPU of the catalog, the fastest run first."""
-    found = [
-        _summarize(family, model, gpu) for family in FAMILIES.values() for model in family.models
-    ]
+def summarize_models(
+    gpu: str | None = None, predict: Callable[[str], CatalogPrediction] | None = None
+) -> tuple[ModelSummary, ...]:
+    """Summarize all published models by name; for a GPU of the catalog, the fastest run first.
+
+    What that would do is looked up, unless there is a function that predicts it by a model's name.
+    """
+    published = [(family, model) for family in FAMILIES.values() for model in family.models]
+    planned: dict[str, CatalogPrediction] = {}
+    found = []
+    for family, model in published:
+        if predict is None:
+            predictions = catalog_predictions(model.name)
+            prediction = next((each for each in predictions if each.gpu == gpu), None)
+        else:
+            made_of = repr((family.name, model.config, model.parts))  # as distilled models' bases
+            if made_of not in planned:
+                planned[made_of] = predict(model.name)
+            prediction = planned[made_of]
+        found.append(_summarize(family, model, prediction))
     return tuple(sorted(found, key=lambda each: (each.run_hours or math.inf, each.name)))
 
 
-def _summarize(family: Family, model: PublishedModel, gpu: str | None) -> ModelSummary:
-    why, predictions = family.excluded, catalog_predictions(model.name)
-    missing = {title: why[knob] for knob, title in LEVERS.items() if knob in why}
-    prediction = next((each for each in predictions if each.gpu == gpu), None)
+def _summarize(
+    family: Family, model: PublishedModel, prediction: CatalogPrediction | None
+) -> ModelSummary:
+    missing = {
+        title: family.excluded[knob] for knob, title in LEVERS.items() if knob in family.excluded
+    }
     return ModelSummary(
         name=model.name,
         family=family.name,

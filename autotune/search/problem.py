@@ -22,6 +22,7 @@ from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES, Capability, HardwareProfile, shares_host_memory
 from autotune.plan.job import Job
+from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search import comparison, next
@@ -241,7 +242,10 @@ def _choose_strategy(
     number = request.num_gpus
     if number == 1:
         space = expand_block_counts(_drop_too_heavy(request, space, cost), cost)
-        return cost, drop_beyond_host(space, cost)
+        within = drop_beyond_host(space, cost)
+        if len(within.candidates) < len(space.candidates):
+            _require_host_for_swap(request, space, within, cost)
+        return cost, within
     space = drop_beyond_host(drop_block_swap(expand_block_counts(space, cost), number), cost)
     with contextlib.suppress(NothingFits):
         light, budget = _drop_too_heavy(request, space, cost), cost.budget_bytes
@@ -299,8 +303,7 @@ def min_required_bytes(
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     """Leave out what keeps more on the host than is left of it; of only such, keep the least."""
     host, number = cost.hardware.host, cost.parallel.num_processes
-    room = host.available_memory_bytes
-    room -= host_floor_bytes("integrated", host.memory_bytes, room)
+    room = _host_room(host.memory_bytes, host.available_memory_bytes)
     fitting: list[Candidate] = []
     beyond: dict[Candidate, int] = {}
     for each in space.candidates:
@@ -320,6 +323,38 @@ def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
         k: why for k in space.choices["swapped_blocks"] if beyond and int(k) >= first
     }
     return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting))
+
+
+def _host_room(total_bytes: int, available_bytes: int) -> int:
+    return available_bytes - host_floor_bytes("integrated", total_bytes, available_bytes)
+
+
+def _require_host_for_swap(
+    request: PlanRequest, space: SearchSpace, within: SearchSpace, cost: CostModel
+) -> None:
+    """Raise NothingFits if what would fit the device needs more of the host than there is."""
+
+    def fitting(candidates: Sequence[Candidate]) -> Iterator[Prediction]:
+        predictions = map(cost.predict, candidates)
+        return (each for each in predictions if each.run_memory_bytes <= cost.budget_bytes)
+
+    if any(fitting(within.candidates)):
+        return
+    needed = min((each.host_memory_bytes for each in fitting(space.candidates)), default=0)
+    if not needed:
+        return
+    host = cost.hardware.host
+    room = _host_room(host.memory_bytes, host.available_memory_bytes)
+    sizes = (GIB << exponent for exponent in range(4, 12))
+    enough = min((s for s in sizes if _host_room(s, int(0.9 * s)) > needed), default=needed)
+    size = f"{enough / GIB:.0f} GiB"
+    more = "plan for" if cost.hardware.origin == "catalog" else "close other programs, or use"
+    raise NothingFits(
+        f"what fits the GPU swaps blocks to {needed / GIB:.1f} GiB of system RAM, of which "
+        f"{room / GIB:.1f} GiB may be taken",
+        hint=f"{more} a host of {size} (for a GPU by name: --host-memory {size.replace(' ', '')}); "
+        f"or {suggest_relaxation(request, within, cost)}",
+    )
 
 
 def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+TIE = 0.03  # by which time or memory may exceed the best and count as equal, as `MIN_GAIN`
 MAX_STEP = 0.05  # in memory between neighbors on a frontier, as a share of all activations
 NUM_STEPS = 30  # values of each number of blocks that are looked at: finer than `MAX_STEP`
 
@@ -284,7 +285,9 @@ def block_count_frontier(
     can_swap = swapped[None] <= passes[:, :1] + passes[:, 1:2]
     at, column = np.nonzero(can_swap)
     numbers = np.concatenate([passes[at], swapped[column][:, None]], axis=1)
-    everything = Mixtures(numbers, num_bytes[at, column], seconds[at, column])
+    # What is swapped takes memory of the host: of two as fast, the frontier keeps that with less.
+    charged = seconds * (1 + TIE * swapped / max(1, cost.workload.model.num_blocks))
+    everything = Mixtures(numbers, num_bytes[at, column], charged[at, column])
     step = MAX_STEP * cost.activation_bytes(plain)
     kept = _drop_beaten([_thin(frontier(group), step) for group in _by_means(everything)], plain)
     same = {name: value for name, value in plain if name not in BLOCK_COUNTS}

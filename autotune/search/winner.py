@@ -19,12 +19,12 @@ from autotune.plan.prediction import Prediction
 from autotune.plan.words import PHASES, label_of
 from autotune.plan.workload import GOALS, Objective
 from autotune.search.problem import PlanningProblem
-from autotune.search.space import SearchSpace
+from autotune.search.space import TIE, SearchSpace
 
 GIB = 2**30
 MAX_FALLBACKS = 5
 MAX_FALLBACK_SHARE = 0.95  # memory of each fallback, relative to the settings before it
-TIE = 0.03  # by which time or memory may exceed the best and count as equal, as `MIN_GAIN`
+HOST_TIE_BYTES = 2 * GIB  # so much more of the host's memory counts as equal
 COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
 LOSSY = ("quantization", "precision")  # knobs that decide how exactly the model is computed
 MAX_CONFIRMATIONS = 3  # winners that are tried for longer; those that fail do not count
@@ -46,6 +46,7 @@ class Score:
     step_seconds: float
     peak_memory_bytes: int
     failure: str | None = None  # None if it runs; then the figures hold
+    host_memory_bytes: int = 0
 
     def value(self, objective: Objective) -> float:
         return self.step_seconds if objective == "throughput" else self.peak_memory_bytes
@@ -59,6 +60,7 @@ def score_trials(results: Sequence[TrialResult]) -> list[Score]:
             result.median_step_seconds or 0.0,
             result.peak_memory_bytes or 0,
             None if result.outcome == "ok" else f"{result.outcome}: {result.message}",
+            result.host_memory_bytes or 0,
         )
         for result in counting_trials(results)
     ]
@@ -112,20 +114,26 @@ def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> l
             phase = max(each.phases, key=lambda phase: phase.run_memory_bytes)
             limit = f"{budget_bytes / GIB:.1f} GiB may be taken"
             failure = f"needs {needed / GIB:.1f} GiB for {PHASES[phase.name]}, {limit}"
-        scores.append(Score(each.candidate, each.step_seconds, needed, failure))
+        score = Score(each.candidate, each.step_seconds, needed, failure, each.host_memory_bytes)
+        scores.append(score)
     return scores
 
 
 def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
-    """Choose the fastest that runs, or the smallest for `memory`; within `TIE` of it what is most
-    exact, then smallest (else fastest), then simplest."""
-    first = operator.methodcaller("value", objective)
-    second = operator.methodcaller("value", "memory" if objective == "throughput" else "throughput")
+    """Choose the fastest that runs, or the smallest for `memory`; within `TIE` of it what takes
+    least of the host, by `HOST_TIE_BYTES`, then what is most exact, then simplest, then smallest
+    (for `memory` the fastest, then simplest)."""
     left = [score for score in scores if score.failure is None]
-    for key, tie in ((first, TIE), (_inexactness, 0.0), (second, TIE), (_complexity, 0.0)):
-        best = min(map(key, left), default=0.0)
-        left = [score for score in left if key(score) <= (1 + tie) * best]
-    return min(left, key=lambda score: (first(score), second(score)), default=None)
+    is_fast = objective == "throughput"
+    first = (operator.methodcaller("value", objective), TIE, 0)
+    second = (operator.methodcaller("value", "memory" if is_fast else "throughput"), TIE, 0)
+    host = (operator.attrgetter("host_memory_bytes"), 0.0, HOST_TIE_BYTES)
+    simple = (_complexity, 0.0, 0)
+    last = (simple, second) if is_fast else (second, simple)
+    for key, tie, slack in (first, host, (_inexactness, 0.0, 0), *last):
+        limit = (1 + tie) * min(map(key, left), default=0.0) + slack
+        left = [score for score in left if key(score) <= limit]
+    return min(left, key=lambda score: (first[0](score), second[0](score)), default=None)
 
 
 def _inexactness(score: Score) -> float:
@@ -134,8 +142,12 @@ def _inexactness(score: Score) -> float:
 
 
 def _complexity(score: Score) -> int:
-    plain = Candidate(micro_batch_size=score.candidate.micro_batch_size, checkpointed_blocks=0)
-    return sum(value != getattr(plain, name) for name, value in score.candidate)
+    """Number of knobs that are not as plain as can be; checkpointing is usual, and only memory."""
+    own = score.candidate
+    plain = Candidate(
+        micro_batch_size=own.micro_batch_size, checkpointed_blocks=own.checkpointed_blocks
+    )
+    return sum(value != getattr(plain, name) for name, value in own)
 
 
 def require_winner(
@@ -195,7 +207,7 @@ def _explain_choice(
         why = f"part of the {GOALS[objective]} settings that run"
         limit = own.value(objective)
         if any(score.value(objective) < limit for score in compared if not score.failure):
-            order = "what is more exact, then smaller, then simpler"
+            order = "less memory of the host, then what is more exact, then simpler"
             why += f", within {TIE:.0%}: such ties go to {order}"
     return Reason(knob=knob, chosen=chosen, why=why, rejected=tuple(rejected))
 

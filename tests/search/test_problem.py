@@ -88,17 +88,37 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings):
     assert bool(asked) is ("swapped_blocks" in settings)
 
 
-def seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) -> float:
-    """Of a step of the predicted plan; infinite if nothing fits."""
+def planned_seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) -> float:
+    """Of a step of the predicted plan."""
     capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")
     made = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
     host = {"memory_bytes": host_gib * GIB, "available_memory_bytes": host_gib * GIB * 9 // 10}
     asked = request(hardware="another", **changes)
+    plan = make_plan(asked, made.changed(host=made.host.changed(**host)))
+    return plan.frozen.expected.step_seconds
+
+
+def seconds(*sizes: int, **changes: Any) -> float:
+    """The same; infinite if nothing fits."""
     try:
-        plan = make_plan(asked, made.changed(host=made.host.changed(**host)))
+        return planned_seconds(*sizes, **changes)
     except NothingFits:
         return math.inf
-    return plan.frozen.expected.step_seconds
+
+
+def test_a_lack_of_system_ram_is_told_with_what_would_do(monkeypatch):
+    resident = FormulaCostModel._formula
+
+    def formula(cost: FormulaCostModel, candidate: Any) -> tuple[Any, Any]:
+        allocated, seconds = resident(cost, candidate)
+        return allocated - GIB * candidate.swapped_blocks, seconds
+
+    monkeypatch.setattr(FormulaCostModel, "_formula", formula)
+    asked = {"quality": "exact", "resolution": (1536, 1536)}
+    with pytest.raises(NothingFits, match="of system RAM") as short:
+        planned_seconds(14, 8, **asked)
+    (enough,) = re.findall(r"--host-memory (\d+)GiB", short.value.hint)
+    assert planned_seconds(14, int(enough), **asked) > 0
 
 
 @pytest.mark.parametrize("budget_gib", [11, 16])
@@ -108,5 +128,5 @@ def test_more_freedom_never_gives_a_slower_plan(budget_gib):
     assert free <= seconds(budget_gib, quality="high")
     assert free <= seconds(budget_gib, quality="compact", pins=(("swapped_blocks", "0"),))
     assert free <= seconds(budget_gib - 2, quality="compact")
-    assert free <= seconds(budget_gib, host_gib=24, quality="compact")
+    assert free <= seconds(budget_gib, 24, quality="compact")
     assert free < math.inf
