@@ -22,7 +22,6 @@ from autotune.knobs.attention import cuda_kernel
 from autotune.knobs.formats import NESTED_BLOCK, NF4_BLOCK, WEIGHT_FORMATS
 from autotune.knobs.norm_rope import KERNELS
 from autotune.models.family import Family
-from autotune.plan.hardware import DeviceKind
 from autotune.plan.prediction import ProductPractice
 
 DeviceRules = Literal["cpu", "cuda"]
@@ -31,11 +30,6 @@ Work = tuple[str, tuple[int, ...], int, int]
 """(kind, shape, FLOPs, bytes moved) of an operation. A dot may tell its kernel apart:
 `attention.backward`, `elementwise.gelu`, `matmul.fp8`. Shapes: (m, k, n) of a matmul, (batch,
 heads, queries, keys, dimension) of attention."""
-
-
-def rules_of(kind: DeviceKind) -> DeviceRules:
-    """Return whose kernels a kind of device runs."""
-    return "cuda" if kind == "cuda" else "cpu"
 
 
 # Seconds are broken down into these. `adapter`: matmuls with the rank as a dimension.

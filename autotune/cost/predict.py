@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
-from autotune.cost.kernels import CLASSES, rules_of
+from autotune.cost.kernels import CLASSES, DeviceRules
 from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, Resident, phases_of, with_kept
 from autotune.cost.model import PassChoice, TracedModel, traced_model
 from autotune.cost.tables import PassTables
@@ -80,9 +80,8 @@ class CostModel:
             parts = next(
                 (each.parts for each in family.models if dict(config) == dict(each.config)), Parts()
             )
-        model = traced_model(
-            family, config, workload, rules_of(hardware.device.kind), parts, overheads
-        )
+        rules: DeviceRules = "cuda" if hardware.device.kind == "cuda" else "cpu"
+        model = traced_model(family, config, workload, rules, parts, overheads)
         tables = PassTables(model, hardware, overheads)
         budget_bytes = parallel.budget_bytes(hardware.device)
         context = TuningContext(hardware, family, workload, budget_bytes)

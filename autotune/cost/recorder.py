@@ -93,7 +93,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fresh = sum([self._watch(tensor, segment) for tensor in outputs])
         name = name_of(func)
         sums = name == "add" and _sums_gradients(inputs)
-        self._summed = (_storage_key(inputs[0]), len(segment.events)) if sums else None
+        storage = inputs[0].untyped_storage()._cdata if sums else 0
+        self._summed = (storage, len(segment.events)) if sums else None
         if self.counts_host and (scratch := kernels.conversion_bytes(func, inputs)):
             self._allocate(segment, scratch)()
         if name != "empty" and (fresh or not (func.is_view or name in FREE)):
@@ -160,11 +161,6 @@ def _charge_of(
         formula = flop_registry.get(func.overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
     return (kind, shape, flops, moved), scratch
-
-
-def _storage_key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def _sums_gradients(inputs: list[Tensor]) -> bool:

@@ -121,7 +121,11 @@ def choose_caching(
     ways = [way for way in _text_ways(places) if not _pairs(way.items()) & excluded]
     pins_text, pins_vae = not pins.keys().isdisjoint(TEXT_FIELDS), "vae_device" in pins
     options = [pinned] if pins_text else [pinned.changed(**way) for way in ways]
-    captions = {option: _captions_refusal(option, size, context) for option in options}
+    captions = {
+        one: _unusable_reason(one.text_encoder_quantization, context)
+        or _shortage(one.text_encoder_device, size.captions_bytes(one), context)
+        for one in options
+    }
     _require_choice(captions, pins_text, "captions")
     way = next((option for option, why in captions.items() if why is None), [*captions][-1])
     there = [place for place in places if ("vae_device", place) not in excluded]
@@ -254,13 +258,6 @@ def _text_ways(places: Sequence[str]) -> list[dict[str, Any]]:
     ways: list[dict[str, Any]] = [*on.values(), *stored, *last]
     usual = {name: CachingSettings.model_fields[name].default for name in TEXT_FIELDS}
     return [{**usual, **way} for way in (*ways, {"text_encoder_streamed": True})]
-
-
-def _captions_refusal(
-    option: CachingSettings, size: EncoderSize, context: TuningContext
-) -> str | None:
-    reason = _unusable_reason(option.text_encoder_quantization, context)
-    return reason or _shortage(option.text_encoder_device, size.captions_bytes(option), context)
 
 
 def _shortage(place: str, num_bytes: int, context: TuningContext) -> str | None:

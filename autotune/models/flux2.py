@@ -15,37 +15,22 @@ TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
 DISTILLED = (
     "distilled to 4 steps without guidance, which training undoes: train on the base model instead"
 )
-KLEIN_4B: facts.Config = {
-    "num_layers": 5,
-    "num_single_layers": 20,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 7680,
-    "guidance_embeds": False,
-}
-KLEIN_9B: facts.Config = {
-    "num_layers": 8,
-    "num_single_layers": 24,
-    "num_attention_heads": 32,
-    "joint_attention_dim": 12288,
-    "guidance_embeds": False,
-}
 HUB = "black-forest-labs/FLUX.2-klein"
-BASE_4B = facts.PublishedModel(
-    f"{HUB}-base-4B",
-    "flux2-klein",
-    KLEIN_4B,
-    facts.Parts((4_022_468_096,), "AutoencoderKLFlux2"),
-    num_parameters=3_875_544_576,
-    license="apache-2.0",
-)
-BASE_9B = facts.PublishedModel(
-    f"{HUB}-base-9B",
-    "flux2-klein-9b",
-    KLEIN_9B,
-    facts.Parts((8_190_735_360,), "AutoencoderKLFlux2"),
-    num_parameters=9_078_581_248,
-    license="flux-non-commercial-license",
-)
+SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
+
+
+def _klein(
+    hub_id: str, name: str, sizes: tuple[int, int, int, int], encoder_parameters: int, **known: Any
+) -> facts.PublishedModel:
+    config = {**dict(zip(SIZES, sizes, strict=True)), "guidance_embeds": False}
+    parts = facts.Parts((encoder_parameters,), "AutoencoderKLFlux2")
+    return facts.PublishedModel(hub_id, name, config, parts, **known)
+
+
+KLEIN = {"num_parameters": 3_875_544_576, "license": "apache-2.0"}
+BASE_4B = _klein(f"{HUB}-base-4B", "flux2-klein", (5, 20, 24, 7680), 4_022_468_096, **KLEIN)
+KLEIN_9B = {"num_parameters": 9_078_581_248, "license": "flux-non-commercial-license"}
+BASE_9B = _klein(f"{HUB}-base-9B", "flux2-klein-9b", (8, 24, 32, 12288), 8_190_735_360, **KLEIN_9B)
 BLOCK = r"transformer_blocks\.\d+"
 SINGLE = r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
 MLP = r"ff(_context)?\.linear_(in|out)"
@@ -64,12 +49,7 @@ class Flux2Klein(Family):
     )
     pipeline_class = "Flux2KleinPipeline"
     transformer_class = "Flux2Transformer2DModel"
-    tiny_config = {
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-    }
+    tiny_config = dict(zip(SIZES, (1, 1, 2, 64), strict=True))
     defaults = facts.Defaults(
         text_tokens=TEXT_TOKENS,
         timestep_shift=3.0,

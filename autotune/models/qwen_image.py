@@ -36,10 +36,6 @@ MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
 MODULE = "diffusers.models.transformers.transformer_qwenimage"
 
 
-def _padded_length(prompts: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
-    return prompts.shape[1], None, mask
-
-
 class QwenImage(Family):
     """Text to image. Latents are packed in 2x2 patches; prompts are encoded at their own length."""
 
@@ -108,7 +104,8 @@ class QwenImage(Family):
             "img_shapes": [shapes] * len(noisy),
         }
         # What it counts is unused, and makes the host wait for the device.
-        with mock.patch(f"{MODULE}.compute_text_seq_len_from_mask", _padded_length):
+        counted = f"{MODULE}.compute_text_seq_len_from_mask"
+        with mock.patch(counted, lambda prompts, mask: (prompts.shape[1], None, mask)):
             velocity: Tensor = transformer(**inputs, return_dict=False)[0]
         return latents.unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 

@@ -127,20 +127,11 @@ def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
 def plan_text(plan: TrainingPlan) -> str:
     """The plan as YAML: the digest, the job, then the frozen part."""
     data = plan.model_dump(mode="json")
-    return HEADER + _yaml(
-        {"digest": data["digest"], "job": data["job"], "frozen": _frozen_data(data["frozen"])}
-    )
-
-
-def _frozen_data(data: dict[str, Any]) -> dict[str, Any]:
-    """The frozen part as it is written: each candidate of the forecast is one row."""
-    if forecast := data["forecast"]:
+    if forecast := data["frozen"]["forecast"]:
         forecast["alternatives"] = [_Row(row) for row in forecast["alternatives"]]
-    return data
-
-
-def _yaml(data: object) -> str:
-    return yaml.dump(data, Dumper=_PlanDumper, sort_keys=False, width=110, allow_unicode=True)
+    parts = {name: data[name] for name in ("digest", "job", "frozen")}
+    how: dict[str, Any] = {"sort_keys": False, "width": 110, "allow_unicode": True}
+    return HEADER + str(yaml.dump(parts, Dumper=_PlanDumper, **how))
 
 
 def write_plan(path: Path, plan: TrainingPlan) -> None:

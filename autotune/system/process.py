@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,8 @@ def prepare_process(*, only_predicts: bool = False) -> None:
     for name in UNNEEDED if only_predicts else ():
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]
-    limit_thread_spinning(os.environ)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)  # else Python looks through all objects at the end, for 2 s
 
@@ -55,12 +56,6 @@ def reveal_packages() -> None:
     for name in UNNEEDED:
         if name in sys.modules and sys.modules[name] is None:
             del sys.modules[name]
-
-
-def limit_thread_spinning(environment: MutableMapping[str, str]) -> None:
-    """Set libgomp's spin count, unless the environment says how threads wait."""
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 NOISY_LOGGERS = (

@@ -195,8 +195,11 @@ class TrainingLoop:
     def _change_attention(self) -> None:
         """Take the step again: cuDNN's attention has returned bad gradients at some lengths."""
         self.monitor.num_nonfinite += 1
-        sure = self.settings.changed(attention=find_safe_attention(self.model.device.type))
-        self._change_settings(sure, "a gradient was not finite")
+        kinds = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SAFE_ATTENTION}
+        safe = (name for name, of in kinds.items() if not of or self.model.device.type in of)
+        self._change_settings(
+            self.settings.changed(attention=next(safe)), "a gradient was not finite"
+        )
 
     def _change_settings(self, settings: Candidate, why: str) -> None:
         self.optimizer.discard_step()
@@ -370,12 +373,6 @@ SAFE_ATTENTION = ("_native_efficient", "_native_math")
 
 class GradientNotFinite(AutotuneError):
     """A gradient that is not finite although the loss is; the adapter was not updated."""
-
-
-def find_safe_attention(device_kind: str) -> str:
-    """Return the first of `SAFE_ATTENTION` that devices of a kind have."""
-    needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SAFE_ATTENTION}
-    return next(name for name, kinds in needs.items() if not kinds or device_kind in kinds)
 
 
 def require_finite(outcome: StepOutcome, number: int, *, can_change_attention: bool) -> None:

@@ -16,6 +16,7 @@ from autotune import errors, events
 from autotune.data.cache import Cache, MemoryCache
 from autotune.data.dataset import tell_cut_captions
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
+from autotune.data.pixels import has_video_decoder
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of, log_event
@@ -273,8 +274,11 @@ class _Run:
     def _save_frames(
         self, frames: list[Image], path: Path, preview: sample.Preview, adapter: str
     ) -> None:
-        fps = self.prepared.model.family.defaults.frames_per_second
-        sample.save_frames(frames, path, preview.facts(self.plan, adapter=adapter), fps)
+        facts = preview.facts(self.plan, adapter=adapter)
+        sample.save_image(frames[0], path, facts)
+        if len(frames) > 1 and has_video_decoder():
+            fps = self.prepared.model.family.defaults.frames_per_second
+            sample.save_clip(frames, path.with_suffix(".mp4"), facts, fps)
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from torch import nn
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
 from autotune.data.encode import Encoders, move_tensors
-from autotune.data.pixels import explain_damage, has_video_decoder, open_image, to_rgb
+from autotune.data.pixels import explain_damage, open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged
 from autotune.knobs import block_swap, modulation
@@ -86,15 +86,6 @@ def save_image(image: Image.Image, path: Path, facts: Mapping[str, object]) -> N
         metadata.add_itxt(name, str(value))
     with files.atomic_write(path) as part:
         image.save(part, format="PNG", pnginfo=metadata)
-
-
-def save_frames(
-    frames: Sequence[Image.Image], path: Path, facts: Mapping[str, object], fps: float
-) -> None:
-    """Write the first frame as a PNG and, of several and with PyAV, all as an mp4 beside it."""
-    save_image(frames[0], path, facts)
-    if len(frames) > 1 and has_video_decoder():
-        save_clip(frames, path.with_suffix(".mp4"), facts, fps)
 
 
 def save_clip(
