@@ -85,6 +85,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_prediction_loads_and_traces_little(tmp_path):
     plan, told = tmp_path / "plan.yaml", tmp_path / "told.json"
     asked = "plan --model kandinsky5-image-lite --hardware nvidia-rtx-4090 --resolution 256"

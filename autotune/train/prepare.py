@@ -193,6 +193,9 @@ def _foreign_gpu(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ..
     is_same_kind = all(planned.match_keys.get(key) == here.get(key) for key in PREDICTED_KEYS)
     if is_same_kind or planned.device_name == name:
         return ()
+    if here.get("device_kind") == "cpu":
+        made_for = f"the plan was made for {planned.device_name}"
+        return (f"GPU: {made_for}, and this machine has no GPU that torch can use",)
     return (f"it was made for {planned.device_name}, not for {name}",)
 
 
@@ -212,9 +215,6 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
     for key, value in planned.match_keys.items():
         counts = key not in idle and (measured or key in PREDICTED_KEYS)
         if counts and here.get(key) != value:
-            if key == "device_kind" and here.get(key) == "cpu":  # all else follows from it
-                made_for = f"the plan was made for {planned.device_name}"
-                return (f"GPU: {made_for}, and this machine has no GPU that torch can use",)
             made, now = value or "none", here.get(key) or "none"
             name = KEY_NAMES.get(key, key)
             misfits.append(f"{name}: the plan was made with {made}, here it is {now}")

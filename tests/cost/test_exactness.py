@@ -186,7 +186,6 @@ def peaks_agree(own, candidate):
 @pytest.mark.quick(
     ("qwen-image", 1.0, "none", "stock"),
     ("flux1-dev", 0.5, 0.0, "none", "stock"),
-    ("sdxl", 0.5),
     ("qwen-image", "fp8-matmul"),
     ("qwen-image", "bnb-nf4"),
     ("qwen-image", 0.5, "fused"),

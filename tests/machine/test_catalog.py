@@ -19,6 +19,7 @@ IDS = [gpu.id for gpu in load_catalog()]
 WORDS = sorted({word for id_ in IDS for word in id_.split("-")})
 
 
+@pytest.mark.slow
 def test_every_name_finds_its_own_entry_alone():
     for gpu in load_catalog():
         assert all(find_gpu(name, gpu.memory_bytes) is gpu for name in gpu.names)

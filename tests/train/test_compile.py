@@ -39,7 +39,7 @@ def settings_with(checkpointed: int) -> Candidate:
     ("checkpointed", "backend"),
     [
         (0, "aot_eager"),  # the graphs of inductor, without its generated code
-        (3, "aot_eager"),
+        pytest.param(3, "aot_eager", marks=pytest.mark.slow),
         pytest.param(0, "inductor", marks=pytest.mark.slow),  # 45 s on a CPU
         pytest.param(3, "inductor", marks=pytest.mark.slow),
     ],

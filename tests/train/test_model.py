@@ -78,18 +78,18 @@ def test_the_meter_agrees_with_a_plain_comparison():
 
 def test_swapped_layers_are_measured_first(bench, monkeypatch):
     home: set[int] = set()
-    measure, move = model_module._outputs, nn.Linear.to
+    measure, move = model_module._outputs, nn.Linear._apply
     devices: list[str] = []
 
-    def moved(layer: nn.Linear, *to: object, **how: object) -> nn.Linear:
+    def moved(layer: nn.Linear, *how: object, **named: object) -> nn.Linear:
         home.add(id(layer))
-        return move(layer, *to, **how)
+        return move(layer, *how, **named)
 
     def outputs(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         devices.append("host" if id(layer) in home else "device")
         return measure(layer, inputs)
 
-    monkeypatch.setattr(nn.Linear, "to", moved)
+    monkeypatch.setattr(nn.Linear, "_apply", moved)
     monkeypatch.setattr(model_module, "_outputs", outputs)
     swapping = {"quantization": "torchao-int8", "checkpointed_blocks": 1, "swapped_blocks": 1}
     load_transformer(bench.resolved, SETTINGS.changed(**swapping), CPU)

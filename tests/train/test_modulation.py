@@ -92,7 +92,7 @@ def test_gradients_are_the_same(family_bench, checkpointed, fetches):
     assert resident.abs().max() > 0
 
 
-@pytest.mark.quick("qwen-image", "sd3.5")
+@pytest.mark.quick("qwen-image")
 @pytest.mark.usefixtures("short_windows")
 def test_all_draws_come_from_windows(family_bench, fetches):
     plan = family_bench.plan(settings=AHEAD, num_steps=5, caption_dropout=0.1)

@@ -226,6 +226,7 @@ def test_a_listener_cancels_a_run_in_a_thread(bench, tmp_path):
     assert [path.stem for path in checkpoints_of(tmp_path / "out")] == ["checkpoint-000001"]
 
 
+@pytest.mark.slow
 def test_loading_on_a_short_host_ends(bench, tmp_path, available):
     available.write_text(str(SHORT))
     plan = bench.plan(num_steps=10**6, output=str(tmp_path / "out"))

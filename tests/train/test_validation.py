@@ -9,7 +9,7 @@ import torch
 
 from autotune.events import StepFinished
 from autotune.report.run import adapter_lines
-from autotune.train import validation
+from autotune.train import prepare, validation
 from autotune.train.folder import ADAPTER_FILE, read_report
 from autotune.train.loop import TrainingLoop
 from autotune.train.step import Noising
@@ -115,8 +115,9 @@ def test_modulations_computed_ahead_give_the_same_losses(family_bench):
     assert found[0] == pytest.approx(found[1], rel=2e-3)
 
 
-def test_the_best_adapter_is_kept(bench, tmp_path):
+def test_the_best_adapter_is_kept(bench, tmp_path, monkeypatch):
     """At a rate at which the first steps help and later ones do not."""
+    monkeypatch.setattr(prepare, "SANE_RATES", 1e4)
     job: dict[str, Any] = {"num_steps": 6, "validation": "40%", "validation_every": 1}
     plan = bench.plan(**job, learning_rate=0.3, keep_best=True, output=str(tmp_path))
     steps: list[StepFinished] = []
