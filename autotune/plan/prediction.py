@@ -17,7 +17,7 @@ MEMORY_BAND_SIGMAS = 1.8
 lie within 1.79 sigma (19 readings of six, benchmarks/published.py); of all 49, within 1.37."""
 
 TIME_EVIDENCE = "9 of 10 published times lay in such ranges"
-"""46 of 51, within the one sigma that times are stated with (benchmarks/published.py)."""
+"""43 of 47, within the one sigma that times are stated with (benchmarks/published.py)."""
 
 
 class MemoryBreakdown(Frozen):

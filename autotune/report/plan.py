@@ -220,7 +220,7 @@ def _what_is_faster(plan: TrainingPlan) -> list[str]:
         ]
         texts.append(", ".join(gains))
     if plan.frozen.expected.evidence == "predicted" and plan.frozen.workload.quality != "compact":
-        texts.append("perhaps --quality compact (4 and 8 bits), or a smaller --resolution")
+        texts.append("perhaps --quality compact (4 and 8 bits), or less --resolution")
     return texts
 
 

@@ -87,7 +87,9 @@ def wrapped(text: str, hanging: int = 2) -> list[str]:
 
 def titled_lines(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Write titles in a column and their texts beside them."""
-    return [part for title, text in facts for part in wrapped(f"{title:<14} {text}", 15)]
+    return [
+        part for title, text in facts for part in wrapped(f"{title:<14} {text}", 15 * bool(title))
+    ]
 
 
 def with_command(words: str, command: str) -> list[str]:
