@@ -67,16 +67,20 @@ def _imports_are_no_garbage() -> None:
 _num_frozen_modules = [0]  # how many there were at the last freeze
 
 
-def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def autotune(
+    *arguments: object, timeout: float = 600, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command in a process that imports everything anew; see also `tests.forked`."""
+    places = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     return subprocess.run(
-        [sys.executable, "-m", "autotune", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "autotune", *map(str, arguments)],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
         stdin=subprocess.DEVNULL,
-        env=os.environ.copy(),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))},
     )
 
 
@@ -115,13 +119,18 @@ class Journey:
         return read_plan(self.plan_file)
 
     @property
+    def hostile(self) -> Path:
+        return self.folder / "hostile"
+
+    @property
     def result(self) -> Path:
         return self.folder / "result"
 
 
 @pytest.fixture(scope="session")
 def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey:
-    """Plan and train a small Qwen-Image in processes, once for all test workers."""
+    """Plan and train a small Qwen-Image in processes, once for all test workers, in a folder of
+    modules that end whatever imports them."""
     from tests.small import write_small
 
     own = tmp_path_factory.getbasetemp()
@@ -133,7 +142,11 @@ def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey
             asked = [*write_small("qwen-image", folder), "--no-profiles", "-o", found.plan_file]
             options = ["--steps", 60, "--max-trials", 3, "--quality", "exact"]
             options += ["--run-output", found.result]
-            processes = [autotune("plan", *asked, *options), autotune("train", found.plan_file)]
+            found.hostile.mkdir(exist_ok=True)
+            for name in ("autotune", *sys.stdlib_module_names):
+                (found.hostile / f"{name}.py").write_text("import os; os._exit(7)")
+            commands = ("plan", *asked, *options), ("train", found.plan_file)
+            processes = [autotune(*words, folder=found.hostile) for words in commands]
             printed = "".join(process.stdout + process.stderr for process in processes)
             assert [process.returncode for process in processes] == [0, 0], printed
             Path(found.printed).write_text(printed)

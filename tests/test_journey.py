@@ -17,7 +17,7 @@ from autotune.plan.file import read_plan, seal, write_plan
 from autotune.plan.plan import FrozenPart
 from autotune.report.plan import every_reason_lines
 from autotune.search.winner import TIE
-from tests.conftest import autotune_here
+from tests.conftest import autotune, autotune_here
 from tests.search.machines import wait_until
 from tests.small import write_small
 
@@ -163,3 +163,11 @@ def is_gone(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["doctor", "probe", "sample RUN --prompt x --steps 1", "demo"])
+def test_no_command_imports_from_the_current_folder(journey, words):
+    """The journey's own plan and run stand in the same folder."""
+    process = autotune(*words.replace("RUN", str(journey.result)).split(), folder=journey.hostile)
+    assert process.returncode == 0, process.stderr
