@@ -1,23 +1,22 @@
-"""Tasks for `search.py`: complete truths to search in. Measured tables, and machines simulated in
-another form.
+"""Tasks for `search.py`: complete truths to search in. Measured tables, and simulated machines.
 
 A simulated machine starts from the cost model's own predictions for a published model on a GPU of
-the catalog, and bends them in ways that the search's model cannot express: factors of pairs of
-choices, micro-batches that saturate, recomputation that costs more than its share, a slow stretch
-before the memory wall, and 3% noise.
+the catalog, and bends them in structure: see `World`.
 """
 
 import json
 import math
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-from autotune.cost.calibration import PriorResiduals
-from autotune.cost.predict import CostModel
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cost.calibration import Calibration, PriorResiduals, features_of, residual_of
+from autotune.cost.predict import CostModel, choice_of
 from autotune.knobs.knob import TuningContext
 from autotune.machine.probe import hardware_named
 from autotune.models.registry import FAMILIES
@@ -25,28 +24,36 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate, Choice, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
-from autotune.plan.prediction import Prediction
+from autotune.plan.prediction import Prediction, StepTime
 from autotune.plan.workload import Bucket, Workload
 from autotune.search.space import SearchSpace, build_search_space, expand_block_counts
+
+Floats = NDArray[np.float64]
 
 TABLES = Path(__file__).parent / "results" / "tables"
 DEVELOPMENT_TABLES = ("flux1-dev-128",)
 """Constants of the search may be chosen on these and on simulated machines of DEVELOPMENT_BASES,
 never on the rest."""
 
-Prior = Literal["good", "bad"]
-BIAS: Mapping[Prior, tuple[float, float]] = {"good": (0.10, 0.03), "bad": (0.35, 0.25)}
-"""One sigma of the logarithm by which the prior is wrong about speed and about memory."""
-
-DEVELOPMENT_BASES = (("flux1-dev", "nvidia-rtx-3090"), ("qwen-image", "nvidia-l40s"))
+DEVELOPMENT_BASES = (
+    ("flux1-dev", "nvidia-rtx-3090"),
+    ("qwen-image", "nvidia-l40s"),
+    ("qwen-image", "nvidia-rtx-4060-ti-16gb"),
+)
 BASES = (
     ("qwen-image", "nvidia-h100-sxm"),
     ("flux1-dev", "nvidia-rtx-4090"),
     ("kandinsky5-image-lite", "nvidia-rtx-4090"),
-    ("flux1-dev", "nvidia-a100-80gb"),
+    ("qwen-image", "nvidia-rtx-4090"),
+    ("flux1-dev", "nvidia-rtx-4060-ti-16gb"),
     ("qwen-image", "nvidia-a100-80gb"),
-    ("kandinsky5-image-lite", "nvidia-l40s"),
 )
+NUM_STEPS = 625
+"""Of the run that a simulated machine's search is for."""
+THINNING = 10
+"""One in so many candidates is left: its neighbors differ in a few blocks."""
+LOAD_SECONDS, LOAD_RATE = 3.0, 3e9
+"""Of the model, where a trial stores its weights in another way than the last."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,6 @@ class Task:
 
     name: str
     measured: bool
-    prior: Prior | None
     space: SearchSpace
     cost: Any
     budget_bytes: int
@@ -221,22 +227,169 @@ def _table_task(path: Path) -> Task:
     choices = {name: _values(candidates, name) for name in Candidate.model_fields}
     space = SearchSpace(candidates, choices, {}, {})
     truth = {trial.candidate: trial for trial in trials}
-    return Task(
-        path.stem, True, None, space, cost, hardware.device.budget_bytes, truth, _seconds(truth)
-    )
+    return Task(path.stem, True, space, cost, hardware.device.budget_bytes, truth, _seconds(truth))
 
 
 def _values(candidates: tuple[Candidate, ...], knob: str) -> tuple[Choice, ...]:
     return tuple(dict.fromkeys(getattr(candidate, knob) for candidate in candidates))
 
 
-def simulated_tasks(prior: Prior, *, development: bool, seeds: range) -> list[Task]:
+def simulated_tasks(*, development: bool, seeds: range) -> list[Task]:
     bases = DEVELOPMENT_BASES if development else BASES
-    return [_simulated(family, gpu, prior, seed) for family, gpu in bases for seed in seeds]
+    return [_simulated(family, gpu, seed) for family, gpu in bases for seed in seeds]
+
+
+class Phase(NamedTuple):
+    name: str
+    run_memory_bytes: float
+
+
+class Row(NamedTuple):
+    """What the search asks of a `Prediction`."""
+
+    candidate: Candidate
+    step_seconds: float
+    time_uncertainty: float
+    memory_uncertainty: float
+    allocated_memory_bytes: float
+    run_memory_bytes: float
+    host_memory_bytes: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def training(self) -> Phase:
+        return self.phases[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Sheet:
+    """First predictions of candidates, in arrays of one length."""
+
+    candidates: tuple[Candidate, ...]
+    parts: Mapping[str, Floats]
+    """Seconds of a step by class, and `arriving_seconds` of all transfers of swapped blocks."""
+    allocated: list[float]
+    besides: list[float]
+    """Bytes of the training step that the allocator does not count."""
+    elastic: Floats
+    """Bytes by which less may be allocated than predicted."""
+    others: Floats
+    """Bytes of the largest other phase."""
+    host: list[int]
+    weights: Floats
+    num_blocks: int
+    num_images: int
+    budget_bytes: int
+
+    @cached_property
+    def seconds(self) -> Floats:
+        names = ("recompute_seconds", "arriving_seconds")
+        return sum((part for name, part in self.parts.items() if name not in names), np.zeros(1))
+
+    @cached_property
+    def index(self) -> dict[Candidate, int]:
+        return {candidate: at for at, candidate in enumerate(self.candidates)}
+
+    @cached_property
+    def terms(self) -> list[tuple[str, ...]]:
+        return [features_of(candidate) for candidate in self.candidates]
+
+    @staticmethod
+    def of(candidates: Sequence[Candidate], cost: CostModel) -> "Sheet":
+        cost.prepare(candidates)
+        predictions = [cost.predict_uncalibrated(each) for each in candidates]
+        arriving = [_arriving_seconds(each, cost) for each in candidates]
+        parts = {
+            name: [getattr(p.step_time, name) for p in predictions]
+            for name in StepTime.model_fields
+        }
+        steps = [p.training for p in predictions]
+        return Sheet(
+            tuple(candidates),
+            {
+                **{name: np.array(part) for name, part in parts.items()},
+                "arriving_seconds": np.array(arriving),
+            },
+            np.array([float(p.allocated_memory_bytes) for p in predictions]),
+            np.array(
+                [float(step.run_memory_bytes - step.allocated_memory_bytes) for step in steps]
+            ),
+            np.array(
+                [
+                    float(s.breakdown.transient_bytes + s.breakdown.saved_activation_bytes)
+                    for s in steps
+                ]
+            ),
+            np.array(
+                [
+                    float(max(x.run_memory_bytes for x in p.phases if x.name != "train"))
+                    for p in predictions
+                ]
+            ),
+            [p.host_memory_bytes for p in predictions],
+            np.array([float(s.breakdown.weight_bytes) for s in steps]),
+            cost.workload.model.num_blocks,
+            cost.workload.effective_batch_size,
+            cost.budget_bytes,
+        )
+
+
+def _arriving_seconds(candidate: Candidate, cost: CostModel) -> float:
+    choice = choice_of(candidate)
+    visiting = sum(cost.tables.model_bytes(choice).block_weight_bytes[: candidate.swapped_blocks])
+    accumulation = -(-cost.workload.effective_batch_size // candidate.micro_batch_size)
+    return 2 * accumulation * visiting / cost.tables.rates_of(choice).host_to_device
+
+
+class SheetCost:
+    """The cost model of one sheet, corrected by trials: thousands of predictions at once."""
+
+    def __init__(self, sheet: Sheet, calibration: Calibration | None = None) -> None:
+        self.sheet = sheet
+        self.calibration = calibration or Calibration.of((), rates_measured=False)
+        self._known: dict[tuple[str, ...], tuple[float, ...]] = {}
+
+    def _corrections(self, terms: tuple[str, ...], candidate: Candidate) -> tuple[float, ...]:
+        if terms not in self._known:
+            time, memory = self.calibration.time, self.calibration.memory
+            factors = [math.exp(each.log_factor(candidate)) for each in (time, memory)]
+            doubts = time.uncertainty(candidate), memory.uncertainty(candidate)
+            self._known[terms] = (*factors, *doubts)
+        return self._known[terms]
+
+    def predict(self, candidate: Candidate) -> Row:
+        sheet, at = self.sheet, self.sheet.index[candidate]
+        factor, of_memory, time_sigma, memory_sigma = self._corrections(sheet.terms[at], candidate)
+        first, others = sheet.allocated[at], sheet.others[at]
+        allocated = first + max(-sheet.elastic[at], (of_memory - 1) * first)
+        train = allocated + sheet.besides[at]
+        return Row(
+            candidate,
+            factor * sheet.seconds[at],
+            time_sigma,
+            memory_sigma,
+            allocated,
+            max(train, others),
+            sheet.host[at],
+            (Phase("train", train), Phase("others", others)),
+        )
+
+    def with_calibration(
+        self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
+    ) -> "SheetCost":
+        first = SheetCost(self.sheet) if self.calibration.time.index else self
+        pairs = [
+            (each.candidate, residual_of(each, first.predict(each.candidate))) for each in trials
+        ]
+        known = [(candidate, residual) for candidate, residual in pairs if residual]
+        return SheetCost(self.sheet, Calibration.of(known, rates_measured=False, priors=priors))
+
+    def as_trials_run(self) -> "SheetCost":
+        return self
 
 
 @cache
-def _base(family: str, gpu: str) -> tuple[SearchSpace, CostModel, HardwareProfile]:
+def _base(family: str, gpu: str) -> tuple[SearchSpace, Sheet]:
     hardware, model = hardware_named(gpu), resolve_model(ModelRef.of(family))
     workload = Workload(
         model=model.spec,
@@ -251,75 +404,83 @@ def _base(family: str, gpu: str) -> tuple[SearchSpace, CostModel, HardwareProfil
         quality="high",
     )
     cost = CostModel.build(hardware, workload, model.family, model.config)
-    return (
-        expand_block_counts(
-            build_search_space(TuningContext(hardware, model.family, workload)), cost
-        ),
-        cost,
-        hardware,
-    )
+    context = TuningContext(hardware, model.family, workload)
+    space = expand_block_counts(build_search_space(context), cost)
+    space = replace(space, candidates=space.candidates[::THINNING])
+    both = (each for one in space.candidates for each in (one, space.without_rules(one)))
+    return space, Sheet.of(list(dict.fromkeys(both)), cost)
 
 
-def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
-    space, cost, hardware = _base(family, gpu)
-    rng = random.Random(f"{family} {gpu} {prior} {seed}")
-    speed, memory = BIAS[prior]
-    bend = _Bend(rng, speed, memory, wall_bytes=hardware.device.budget_bytes)
-    truth, seconds = {}, {}
-    for candidate in dict.fromkeys(
-        c for one in space.candidates for c in (one, space.without_rules(one))
-    ):
-        true_seconds, truth[candidate] = bend.result(cost.predict(candidate))
-        if truth[candidate].outcome == "ok":
-            seconds[candidate] = true_seconds
-    name = f"{family} {gpu} {prior} {seed}"
-    if not seconds:
-        return _simulated(family, gpu, prior, seed + 1000)
-    return Task(name, False, prior, space, cost, hardware.device.budget_bytes, truth, seconds)
+def _simulated(family: str, gpu: str, seed: int) -> Task:
+    space, sheet = _base(family, gpu)
+    world = World(sheet, np.random.default_rng([seed, *f"{family} {gpu}".encode()]))
+    runs = np.flatnonzero(world.used <= sheet.budget_bytes)
+    if not len(runs):
+        return _simulated(family, gpu, seed + 1000)
+    seconds = {sheet.candidates[at]: float(world.seconds[at]) for at in runs}
+    name, cost = f"{family} {gpu} {seed}", SheetCost(sheet)
+    return Task(name, False, space, cost, sheet.budget_bytes, Trials(world), seconds)
 
 
-class _Bend:
-    """How a hidden machine differs from what the cost model says of it."""
+class World:
+    """A machine that differs from the cost model in structure: transfers that do not overlap, a
+    floor by the host, factors of formats, backends, recomputation and the card, memory by 8%."""
 
-    def __init__(self, rng: random.Random, speed: float, memory: float, wall_bytes: int) -> None:
-        self.rng, self.speed, self.wall_bytes = rng, speed, wall_bytes
-        self.factors: dict[tuple[object, ...], float] = {}
-        self.offset = rng.gauss(0, speed)
-        self.memory_offset = rng.gauss(0, memory)
-        self.saturation = rng.uniform(0.0, 0.25)
-        self.recompute = rng.uniform(-0.2, 0.4) * speed
-        self.cliff = rng.uniform(1.0, 6.0)
+    def __init__(self, sheet: Sheet, rng: np.random.Generator) -> None:
+        self.sheet, parts, candidates = sheet, sheet.parts, sheet.candidates
 
-    def factor(self, sigma: float, *key: object) -> float:
-        """The same for the same key."""
-        return self.factors.setdefault(key, self.rng.gauss(0, sigma))
+        def by(name: str, sigma: float) -> Floats:
+            values = [getattr(each, name) for each in candidates]
+            factors = {value: np.exp(rng.normal(0, sigma)) for value in sorted(set(values))}
+            return np.array([factors[value] for value in values])
 
-    def result(self, predicted: Prediction) -> tuple[float, TrialResult]:
-        """True step seconds, and what a trial tells."""
-        c, blocks = predicted.candidate, predicted.candidate.recomputed_blocks
-        pairs = self.factor(self.speed / 3, c.quantization, c.attention)
-        pairs += self.factor(self.speed / 4, c.quantization, c.micro_batch_size > 1)
-        pairs += self.factor(self.speed / 6, c.attention, c.micro_batch_size)
-        alone = self.factor(self.speed / 2, c.quantization) + self.factor(
-            self.speed / 2, c.attention
+        recomputed, swapped, micro = (
+            np.array([getattr(each, name) for each in candidates])
+            for name in ("recomputed_blocks", "swapped_blocks", "micro_batch_size")
         )
-        alone += self.factor(self.speed / 3, "norm_rope", c.norm_rope)
-        alone += self.factor(self.speed / 3, "modulation", c.modulation)
-        alone += self.factor(self.speed / 3, "swap") * min(1.0, c.swapped_blocks / 20)
-        log = self.offset + alone + pairs + self.recompute * math.sqrt(blocks / 60)
-        log += self.saturation * (1 - c.micro_batch_size**-0.5)
-        peak = predicted.allocated_memory_bytes
-        besides = predicted.run_memory_bytes - peak
-        weights = predicted.training.breakdown.weight_bytes
-        factor = math.exp(self.memory_offset + self.factor(0.01, "memory", c.quantization))
-        bent = max(weights, peak * factor)
-        used = bent + besides
-        full = used / self.wall_bytes
-        log += max(0.0, full - 0.93) * self.cliff  # the allocator frees and asks again
-        seconds = predicted.step_seconds * math.exp(log)
-        took = seconds * math.exp(self.rng.gauss(0, 0.03))
-        if full > 1:
-            return seconds, TrialResult(candidate=c, outcome="oom", message="simulated")
-        return seconds, TrialResult(
-            candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(bent)
+        products = (
+            parts["matmul_seconds"]
+            + parts["adapter_seconds"]
+            + parts["dequantization_seconds"]
+            + parts["convolution_seconds"]
         )
+        moves = parts["elementwise_seconds"] + parts["optimizer_seconds"]
+        before = products + moves + parts["attention_seconds"]
+        device = by("quantization", 0.15) * products + np.exp(rng.normal(0, 0.1)) * moves
+        device += by("attention", 0.1) * parts["attention_seconds"]
+        device *= np.exp(rng.normal(0, 0.2)) * (
+            1 + rng.uniform(-0.1, 0.3) * parts["recompute_seconds"] / before
+        )
+        overlap, rate = rng.uniform(0, 1), rng.uniform(0.5, 1)
+        covered = overlap * device * swapped / sheet.num_blocks
+        device += np.maximum(0.0, parts["arriving_seconds"] / rate - covered)
+        launching = (1 + recomputed / sheet.num_blocks / 3) * by("quantization", 0.15) / micro
+        floor = rng.uniform(0, 1.2) * sheet.seconds.min() * launching
+        self.seconds = np.maximum(device, floor)
+        memory = rng.uniform(0.92, 1.08) * by("quantization", 0.01)
+        self.allocated = np.maximum(sheet.allocated - sheet.elastic, sheet.allocated * memory)
+        self.used = np.maximum(self.allocated + sheet.besides, sheet.others)
+        self.noise = np.exp(rng.normal(0, 0.02, len(candidates)))
+
+
+class Trials(Mapping[Candidate, TrialResult]):
+    """What a trial of each candidate tells."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __getitem__(self, candidate: Candidate) -> TrialResult:
+        world, at = self.world, self.world.sheet.index[candidate]
+        if world.used[at] > world.sheet.budget_bytes:
+            return TrialResult(candidate=candidate, outcome="oom", message="simulated")
+        steps = (float(world.seconds[at] * world.noise[at]),) * 3
+        peak = int(world.allocated[at])
+        return TrialResult(
+            candidate=candidate, outcome="ok", step_seconds=steps, peak_memory_bytes=peak
+        )
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self.world.sheet.candidates)
+
+    def __len__(self) -> int:
+        return len(self.world.sheet.candidates)

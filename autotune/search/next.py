@@ -20,7 +20,7 @@ from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Objective
 from autotune.search.space import SearchSpace
 
-SHARE_OF_RUN = 0.05  # of the planned run's time that a search may take by default
+SHARE_OF_RUN = 0.05  # of the planned run's time: beyond it each trial must be expected to pay
 MIN_SECONDS = 60.0
 MIN_TRIALS = 7  # with 6, two of nine searches stopped too early (benchmarks/DECISIONS.md)
 MIN_TRIALS_WITH_PRIORS = 4  # the same if records of similar machines hold
@@ -30,6 +30,8 @@ MEMORY_SIGMAS = 1.0  # that a step may take more than predicted; on shared memor
 MIN_GAIN = 0.03  # the search stops when no remaining candidate is expected to save more
 MAX_GROWTH = 1.5  # of need over the largest that ran, on shared memory: predictions hold so near
 SAFE_SHARE = 0.5  # of the budget: a prediction below it may be wrong by a factor of two and fits
+FIRST_SHARE = 0.9  # the same where a first trial that runs out costs no more than its time
+CLEARLY_LESS = 0.9  # share of what ran out, if nothing has run yet: what needs less is tried
 COMPARE_AFTER = 6  # trials until the libraries' own way is compared: two more may follow
 DOUBT_SIGMAS = 2.0  # that a trial must be slower than all others let expect to be tried again
 MIN_WITNESSES = 4  # trials that must have run before one of them is doubted
@@ -87,7 +89,8 @@ class SearchLimits:
 
     max_trials: int
     max_seconds: float | None = None
-    """Seconds of trials, all workers' together; None for a share of the run, at least a minute."""
+    """Seconds of trials, all workers' together; None for a share of the run, at least a minute,
+    and beyond it as long as another trial is expected to pay."""
     num_steps: int = 1
 
     def allowed_seconds(self, step_seconds: float) -> float:
@@ -146,10 +149,12 @@ class ResidualSearch:
             if self.ascending:
                 promising = self._within_reach(promising, remaining, results)
             return promising.candidate
-        safe_bytes = SAFE_SHARE * self.budget_bytes
+        safe_bytes = (SAFE_SHARE if self.ascending else FIRST_SHARE) * self.budget_bytes
         safe = [scored for scored in apart if scored.required_bytes <= safe_bytes]
         if safe and not results:
-            return min(safe, key=lambda scored: scored.expected).candidate
+            return min(
+                safe, key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.expected)
+            ).candidate
         # What fits without swapping calibrates as well, in less time.
         return min(
             remaining,
@@ -236,6 +241,8 @@ class ResidualSearch:
         has_run = not math.isinf(best)
         fastest = best if has_run else min(s.step_seconds for s in self.remaining(()))
         is_late = search_cost_seconds(results) >= limits.allowed_seconds(fastest)
+        if limits.max_seconds is None and is_late:
+            is_late = has_run and not self._pays(limits.num_steps, results, running)
         if num_trials >= limits.max_trials or (results and is_late):
             return True
         if has_waiting:
@@ -247,6 +254,16 @@ class ResidualSearch:
             return not self.remaining(results, running)
         is_compared = self._comparison(results, running) is None
         return is_compared and self._expects_no_gain(results, running)
+
+    def _pays(self, num_steps: int, results: Results, running: Collection[Candidate]) -> bool:
+        """Tell if another trial is expected to save more of the planned steps than it takes."""
+        if self.objective == "memory":
+            return False
+        best = self._best(results)
+        gains = (each.expected_improvement(best) for each in self.remaining(results, running))
+        trial_seconds = search_cost_seconds(results) / len(results)
+        saved_seconds = max(gains, default=0.0) * best_seconds(results) * num_steps
+        return saved_seconds > trial_seconds
 
     def _expects_no_gain(self, results: Results, running: Collection[Candidate]) -> bool:
         remaining = self.remaining(results, running)
@@ -329,8 +346,9 @@ class ResidualSearch:
         too_large = [_required_bytes(result, cost) for result in unknown]
         if not too_large:
             return self.budget_bytes
-        ran = max((_required_bytes(result, cost) for result in _ran(results)), default=0.0)
-        return min(self.budget_bytes, (ran + min(too_large)) / 2)
+        if not (ran := [_required_bytes(result, cost) for result in _ran(results)]):
+            return min(self.budget_bytes, CLEARLY_LESS * min(too_large))
+        return min(self.budget_bytes, (max(ran) + min(too_large)) / 2)
 
 
 def _host_memory_limit(results: Results, cost: CostModel) -> float:

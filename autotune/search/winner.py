@@ -253,10 +253,13 @@ def confirm_winner(
         best = choose_winner(score_trials(trials), objective)
         tried = {trial.candidate for trial in trials if trial.confirms}
         known = [score for score in score_finalists(trials) if score.candidate in tried]
-        sure = choose_winner(known, objective)
+        if sure := choose_winner(known, objective):  # then the rival that is next to it
+            others = [s for s in score_trials(trials) if s.candidate not in tried and not s.failure]
+            best = min(others, key=lambda score: score.value(objective), default=None)
         if best is None or best.candidate in tried:
             break
-        if sure and best.value(objective) > WORTH_CONFIRMING * sure.value(objective):
+        share = 1 + TIE if confirmed == 1 else WORTH_CONFIRMING
+        if sure and best.value(objective) > share * sure.value(objective):
             break
         longer = rehearse(best.candidate)
         if longer is None:

@@ -27,10 +27,11 @@ def learn(before: Posterior, noise: float, known: Pairs) -> Posterior:
 @settings(max_examples=50)
 @given(pairs, candidates)
 def test_what_is_learned_is_the_regressions_posterior(known, asked):
+    known = [(candidate.changed(swapped_blocks=0), each) for candidate, each in known]
     learned = learn(Posterior(0.25), NOISE["time"], known)
     names = [*learned.index]
-    terms = [features_of(candidate) for candidate, _ in known]
-    rows = np.array([[float(name in has) for name in names] for has in terms])
+    terms = [dict(features_of(candidate)) for candidate, _ in known]
+    rows = np.array([[has.get(name, 0.0) for name in names] for has in terms])
     prior = np.diag([1 / learned.sigma(name) ** 2 for name in names])
     covariance = np.linalg.inv(prior + rows.T @ rows / NOISE["time"] ** 2)
     mean = covariance @ rows.T @ np.array([each for _, each in known]) / NOISE["time"] ** 2
@@ -58,3 +59,13 @@ def test_half_of_what_was_learned_elsewhere_holds_with_the_doubt_that_is_left():
     at = elsewhere.index[OFFSET]
     variance = 0.25 * elsewhere.covariance[at][at] + 0.75 * 0.25**2
     assert here.covariance[at][at] == pytest.approx(variance)
+
+
+def test_a_slow_trial_with_swapped_blocks_is_not_charged_to_its_format() -> None:
+    plain = Candidate(micro_batch_size=1, checkpointed_blocks=40, quantization="torchao-int8")
+    slow, fast = (
+        fit(Posterior(0.35), NOISE["time"], [plain.changed(swapped_blocks=40)], [residual])
+        for residual in (0.8, -0.8)
+    )
+    assert 0 < slow.log_factor(plain) < 0.4
+    assert fast.log_factor(plain) < -0.4, "nothing but the format or the card is faster"

@@ -60,6 +60,14 @@ def test_the_winner_is_confirmed_once(case):
     assert trials[-1].confirms
 
 
+def test_a_runner_up_that_noise_may_have_beaten_is_confirmed(case):
+    first, second, third = case.space.candidates[:3]
+    seen = {first: longer(first, 1.06), second: longer(second, 1.01)}
+    shorts = (trial(first, 1.0), trial(second, 1.02), trial(third, 1.5))
+    trials = confirm_winner(shorts, case, lambda candidate: seen[candidate])
+    assert {t.candidate for t in trials[3:]} == {first, second}
+
+
 def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case):
     first, second, third = case.space.candidates[:3]
     seen = {first: longer(first, None), second: longer(second, 3.0), third: longer(third, 1.6)}
