@@ -81,7 +81,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     max_trials: int = Field(default=8, ge=1)
     """The most trials to run."""
     search_seconds: Annotated[float | None, Option("--search-time")] = Field(default=None, ge=1)
-    """The most seconds of trials; by default 5% of the run, at least 60."""
+    """The most seconds of trials; by default 60 or 5% of the run, then while they pay."""
     fresh: bool = False
     """Forget what an interrupted search has measured."""
     study: str | None = None

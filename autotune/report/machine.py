@@ -451,7 +451,7 @@ def comparison_lines(found: Comparison) -> list[str]:
     for first in fitting[:1]:
         besides = {
             "of download": first.download_seconds,
-            "of search at most": first.search_seconds,
+            "of search": first.search_seconds,
             "of loading, caching, previews and checkpoints": first.other_seconds,
         }
         parts = ", ".join(f"{seconds_text(took)} {what}" for what, took in besides.items() if took)
