@@ -183,15 +183,15 @@ def weights() -> None:
 
 @weights.command()
 @click.argument("file", type=PATH, metavar="FILE", help="A safetensors file, or a model's folder.")
-@click.option("--no-values", is_flag=True, help="Read headers only: instant at any size.")
+@click.option("--quick", is_flag=True, help="Read headers only: instant at any size.")
 @JSON
-def inspect(file: Path, no_values: bool, as_json: bool) -> None:
+def inspect(file: Path, quick: bool, as_json: bool) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
     from autotune.api import inspect_weights
     from autotune.report.machine import weights_lines
 
     with show_events() as show:
-        summary = inspect_weights(file, count_values=not no_values, on_event=show)
+        summary = inspect_weights(file, count_values=not quick, on_event=show)
     print_result(summary, as_json, weights_lines)
 
 

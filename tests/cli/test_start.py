@@ -28,7 +28,7 @@ DONE = {
     "profiles list --store store": "RTX 4090",
     "profiles verify --store store": "records",
     "import-config config.yaml": "ai-toolkit",
-    "weights inspect --no-values adapter.safetensors": "lora_A",
+    "weights inspect --quick adapter.safetensors": "lora_A",
     "data check images --resolution 32": "usable",
 }
 """Commands that do their work without, and a word of what they print."""
