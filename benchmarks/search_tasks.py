@@ -29,6 +29,7 @@ from autotune.plan.workload import Bucket, Workload
 from autotune.search.space import SearchSpace, build_search_space, expand_block_counts
 
 Floats = NDArray[np.float64]
+Terms = tuple[tuple[str, float], ...]
 
 TABLES = Path(__file__).parent / "results" / "tables"
 DEVELOPMENT_TABLES = ("flux1-dev-128",)
@@ -268,8 +269,8 @@ class Sheet:
     candidates: tuple[Candidate, ...]
     parts: Mapping[str, Floats]
     """Seconds of a step by class, and `arriving_seconds` of all transfers of swapped blocks."""
-    allocated: list[float]
-    besides: list[float]
+    allocated: Floats
+    besides: Floats
     """Bytes of the training step that the allocator does not count."""
     elastic: Floats
     """Bytes by which less may be allocated than predicted."""
@@ -291,7 +292,7 @@ class Sheet:
         return {candidate: at for at, candidate in enumerate(self.candidates)}
 
     @cached_property
-    def terms(self) -> list[tuple[str, ...]]:
+    def terms(self) -> list[Terms]:
         return [features_of(candidate) for candidate in self.candidates]
 
     @staticmethod
@@ -347,9 +348,9 @@ class SheetCost:
     def __init__(self, sheet: Sheet, calibration: Calibration | None = None) -> None:
         self.sheet = sheet
         self.calibration = calibration or Calibration.of((), rates_measured=False)
-        self._known: dict[tuple[str, ...], tuple[float, ...]] = {}
+        self._known: dict[Terms, tuple[float, ...]] = {}
 
-    def _corrections(self, terms: tuple[str, ...], candidate: Candidate) -> tuple[float, ...]:
+    def _corrections(self, terms: Terms, candidate: Candidate) -> tuple[float, ...]:
         if terms not in self._known:
             time, memory = self.calibration.time, self.calibration.memory
             factors = [math.exp(each.log_factor(candidate)) for each in (time, memory)]
@@ -377,7 +378,7 @@ class SheetCost:
     def with_calibration(
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
     ) -> "SheetCost":
-        first = SheetCost(self.sheet) if self.calibration.time.index else self
+        first: Any = SheetCost(self.sheet) if self.calibration.time.index else self
         pairs = [
             (each.candidate, residual_of(each, first.predict(each.candidate))) for each in trials
         ]
