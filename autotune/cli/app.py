@@ -34,10 +34,10 @@ def main() -> None:
     prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
     words = _with_loudness_first(sys.argv[1:])
     try:
-        if not_text := next((word for word in words if not _is_unicode(word)), None):
-            shown = not_text.encode(errors="replace").decode()
+        readable = {word.encode(errors="replace").decode() for word in words}
+        if replaced := readable - {*words}:
             hint = "rename the file, or set LC_ALL=C.UTF-8 if the name is in another encoding"
-            raise InvalidInput(f"the argument {shown!r} is not Unicode", hint=hint)
+            raise InvalidInput(f"the argument {min(replaced)!r} is not Unicode", hint=hint)
         status = app.main(words, prog_name="autotune", standalone_mode=False)
     except click.Abort:
         status = INTERRUPTED
@@ -57,10 +57,6 @@ def main() -> None:
     if status == INTERRUPTED:
         _fail("interrupted", Progress.after_interrupt, INTERRUPTED)
     sys.exit(status)
-
-
-def _is_unicode(word: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
 OTHER_NAMES = {
