@@ -26,14 +26,14 @@ BANDWIDTH_EFFICIENCY = 0.7
 # say which attention kernel ran; cuDNN is charged on the H100. Used where nothing was measured.
 STEP_OVER_KERNELS = 1.15
 # Host time of a bare operation, forward or backward, where no probe measured it: 9 us on an EPYC
-# core, 5 to 7 on newer ones; a step that waits for the host on a B200's implies 5.
+# core, 5 to 7 on newer ones; a published B200 step that waits for its host implies 5.
 LAUNCH_SECONDS = {"cuda": 6e-6, "mps": 6e-6, "cpu": 9e-6}
 # Bare operations that an operation of a model takes as long as, by the device's kind: views and
-# Python lie between. Whole steps of SDXL, FLUX.1 and Krea 2 in torch's CUDA build, on a stand-in
-# for the driver that ran no kernel, took 2.2, 2.8 and 2.3; models without width on a CPU .7 to 1.2.
+# Python lie between. Steps of SDXL, FLUX.1, Krea 2 and Z-Image in torch's CUDA build, on a stand-in
+# for the driver that ran no kernel, took 2.0 to 2.4 (benchmarks/host_time.py); on a CPU .7 to 1.2.
 BARE_OPERATIONS = {"cuda": 2.2, "mps": 2.2, "cpu": 1.0}
 # Of each operation of a checkpoint that runs again: saved tensors are packed and unpacked in Python
-# (the same steps: 2.1 to 2.9; on a CPU 1.6 to 3.0).
+# (the same steps: 1.6 to 2.6; on a CPU 1.6 to 3.0).
 RECOMPUTED_LAUNCHES = 2.3
 # Operations that these take the host as long as: a module's call in Python, and a 4-bit weight's
 # conversion, which bitsandbytes wraps in Python (16 bare ones forward, next to none backward).

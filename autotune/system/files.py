@@ -173,11 +173,6 @@ ESCAPE_CHARACTERS = (
 )
 
 
-def is_clear_url(url: str) -> bool:
-    """Tell if it is certain which part of the URL is a password."""
-    return URL.fullmatch(url) is not None
-
-
 def describe_url(url: str) -> str:
     """Show the URL with `***` for its login and all after `?`, `#` or `;`; if unclear, its scheme
     alone."""
