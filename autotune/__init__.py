@@ -43,32 +43,35 @@ __all__ = [
 
 if TYPE_CHECKING:
     from autotune.api import (
-        audit,
         check,
         check_data,
         compare,
         estimate,
-        export_config,
-        import_config,
         list_gpus,
         list_models,
-        load_plan,
         plan,
         probe,
         sample,
-        save_plan,
         train,
     )
     from autotune.errors import AutotuneError
+    from autotune.exchange import audit, export_config
+    from autotune.interop.importing import import_config
     from autotune.machine.doctor import doctor
     from autotune.models.resolve import fetch
+    from autotune.plan.file import load_plan, save_plan
     from autotune.report.files import report
 else:
     HOMES = {
         "AutotuneError": "errors",
+        "audit": "exchange",
         "doctor": "machine.doctor",
+        "export_config": "exchange",
         "fetch": "models.resolve",
+        "import_config": "interop.importing",
+        "load_plan": "plan.file",
         "report": "report.files",
+        "save_plan": "plan.file",
     }
 
     def __getattr__(name: str) -> object:

@@ -8,19 +8,18 @@ is imported in the functions.
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from autotune.data.dataset import DataReport, check_dataset, data_text, is_list
+from autotune.data.dataset import DataReport, check_dataset
 from autotune.data.items import make_options
-from autotune.errors import AutotuneError, InvalidInput, NothingFits, first_line, suggest_nearest
+from autotune.errors import AutotuneError, InvalidInput, NothingFits, first_line
 from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
 from autotune.interop import exporting
-from autotune.interop.importing import Audit, ImportedConfig, read_config
 from autotune.interop.trainer import get_trainer
 from autotune.knobs.caching import caching_choices
 from autotune.knobs.knob import TuningContext
@@ -37,16 +36,15 @@ from autotune.machine.probe import (
     with_earlier_packages,
 )
 from autotune.machine.probe import probe as read_machine
-from autotune.models.family import build_on_meta
 from autotune.models.registry import find_published, get_family
 from autotune.models.resolve import is_single_file, read_parts, resolve_model
 from autotune.models.single_file import open_single_file, recognize
 from autotune.plan.base import first_problem, log_event, memory_bytes
 from autotune.plan.candidate import Candidate
-from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job, write_plan
+from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan, with_job
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import AdapterFormat, ModelRef
-from autotune.plan.plan import CheckResult, Reason, RunReport, TrainingPlan
+from autotune.plan.job import ModelRef
+from autotune.plan.plan import CheckResult, RunReport, TrainingPlan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import (
     CheckDataRequest,
@@ -54,10 +52,8 @@ from autotune.plan.request import (
     EstimateRequest,
     PlanRequest,
     TrainRequest,
-    make_request,
     takes,
 )
-from autotune.plan.words import caching_text
 from autotune.plan.workload import ADAMW
 from autotune.report.files import RunPage
 from autotune.search import comparison
@@ -65,14 +61,11 @@ from autotune.search.request import ResolvedRequest
 from autotune.search.space import SearchSpace
 from autotune.share.store import build_record, unshareable_reason, user_store
 from autotune.system import process
-from autotune.system.files import cache_path, require_writable, write_text_atomic
+from autotune.system.files import cache_path, require_writable
 from autotune.train import prepare
 from autotune.train.folder import check_folder
 from autotune.train.metrics import serve_metrics
-from autotune.weights.adapters import read_adapter, write_adapter
-from autotune.weights.files import read_header
 from autotune.weights.hub import snapshot_in_cache
-from autotune.weights.tensors import FileSummary, inspect_file
 
 if TYPE_CHECKING:
     from autotune.search.planner import PlanningResult
@@ -84,7 +77,6 @@ NUMBERS = ("micro_batch_size", "checkpointed_blocks")
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
 """Settings whose default is the first choice for the machine and the work rather than the
 field's default."""
-NOT_OF_PINS = ("path", "max_trials", "search_seconds", "pins")
 
 
 class PlanNotWritten(AutotuneError):
@@ -243,7 +235,7 @@ def complete(request: PlanRequest) -> PlanRequest:
         allow_optimizer(request.optimizer_choice.name)
     said = request
     if request.earlier is not None:
-        before = _loaded(request.earlier)
+        before = load_plan(request.earlier)
         request = request.over(before)
         expert = before.job.expert
         is_kept = said.model is not None and expert is not None and "expert" not in said.given
@@ -286,7 +278,7 @@ def _resolve_on_hardware(
             on_event=on_event,
         )
         if not request.assume and profile.origin == "catalog" and request.earlier is not None:
-            assumed = _loaded(request.earlier).frozen.hardware.assumed
+            assumed = load_plan(request.earlier).frozen.hardware.assumed
             profile = with_earlier_packages(profile, assumed, on_event)
     elif tries:
         on_sound = process.warm_up  # it imports for seconds, beside this process
@@ -349,38 +341,11 @@ def _remember(result: "PlanningResult", profile: HardwareProfile, on_event: OnEv
 
 def _write(plan: TrainingPlan, path: Path) -> None:
     try:
-        write_plan(path, plan)
+        save_plan(plan, path)
     except OSError as error:
         message = f"cannot write {path}: {error.strerror}"
         hint = "write it elsewhere: it is the error's `plan`"
         raise PlanNotWritten(message, hint=hint, plan=plan) from error
-
-
-def _loaded(plan: TrainingPlan | str | Path) -> TrainingPlan:
-    return plan if isinstance(plan, TrainingPlan) else read_plan(Path(plan))
-
-
-def load_plan(path: str | Path) -> TrainingPlan:
-    """Read and validate a plan file. Says nothing about whether it fits this machine: `check` does.
-
-    Raises:
-        InvalidPlan: the file is not a plan, comes from a newer autotune, or was edited where it is
-            frozen.
-
-    Example:
-        >>> plan = autotune.load_plan("plan.yaml")
-        >>> plan.job.num_steps, plan.frozen.settings
-    """
-    return read_plan(Path(path))
-
-
-def save_plan(plan: TrainingPlan, path: str | Path) -> None:
-    """Write a plan file, whole or not at all.
-
-    Example:
-        >>> autotune.save_plan(autotune.load_plan("plan.yaml"), "copy.yaml")
-    """
-    write_plan(Path(path), plan)
 
 
 def check(
@@ -396,7 +361,7 @@ def check(
         >>> autotune.check("plan.yaml").misfits
         >>> autotune.check("plan.yaml", hardware="4090").misfits
     """
-    chosen = _loaded(plan)
+    chosen = load_plan(plan)
     if hardware is not None:
         misfits = prepare.hardware_misfits(chosen, hardware_for(hardware))
     else:
@@ -571,7 +536,7 @@ def train(request: TrainRequest) -> RunReport:
         >>> autotune.train(model="qwen-image", data="photos")
     """
     named, on_event = request.plan, request.on_event
-    given = _plan_first(request) if named is None else _loaded(named)
+    given = _plan_first(request) if named is None else load_plan(named)
     file = None if named is None or isinstance(named, TrainingPlan) else Path(named)
     planned = given.frozen.workload.optimizer
     if request.optimizer not in (None, planned.name):
@@ -705,239 +670,6 @@ def sample(
 
     process.silence_progress_bars()
     return sample_run(inputs, machine(), cache_path(ENCODED), on_event)
-
-
-# --- Weights, and other trainers' configurations -------------------------------------------------
-
-
-def inspect_weights(
-    path: str | Path, *, count_values: bool = True, on_event: OnEvent = log_event
-) -> FileSummary:
-    """Read keys, shapes, dtypes, metadata and size of a safetensors file, or of a model by its
-    folder or index of shards; unless `count_values` is false, count NaN and infinite values, too.
-
-    Raises:
-        BadWeights: the file is not safetensors, or damaged.
-    """
-    name = "counting NaN and infinite values"
-    on_event(StatusChanged(text=name))
-    return inspect_file(Path(path), values=count_values, on_progress=_progress_to(on_event, name))
-
-
-def convert_weights(
-    source: str | Path,
-    target: str | Path,
-    *,
-    to: str = "diffusers",
-    model: str | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Write an adapter under the names that another program loads: `diffusers`, `comfyui` or
-    `kohya`. Values, dtypes and alphas stay the same.
-
-    `model` is the family of an adapter whose names do not tell it.
-
-    Raises:
-        InvalidInput: the format does not exist, `source` is no adapter, or `target` is there and
-            `overwrite` does not allow to replace it.
-        BadWeights: `source` cannot be read.
-    """
-    source, target = Path(source), Path(target)
-    if to not in get_args(AdapterFormat):
-        raise InvalidInput(
-            f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat))
-        )
-    if not overwrite:
-        _require_absent(target, "file")
-    read_header(source)
-    named = resolve_model(ModelRef.of(model)) if model else None
-    modules = build_on_meta(named.family, named.config).named_modules() if named else ()
-    transformer = named.family.transformer_class if named else None
-    adapter = read_adapter(source, [name for name, _ in modules], transformer)
-    write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
-
-
-def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedConfig:
-    """Read another trainer's configuration: what carries over, what becomes a pin, and what does
-    not carry over. Runs nothing of what the file names, and needs none of these programs.
-
-    Knows ai-toolkit, musubi-tuner, SimpleTuner, sd-scripts and the JSON of its GUI, OneTrainer, and
-    command lines of diffusers' scripts; `trainer` says which, if the content does not tell.
-
-    Raises:
-        InvalidInput: it cannot be read, is no known trainer's, or trains a model that autotune does
-            not know.
-
-    Example:
-        >>> config = autotune.import_config("train_lora.yaml")
-        >>> [line.meaning for line in config.not_carried]
-        >>> plan = autotune.plan(config.model, config.data, **config.options)
-    """
-    return read_config(Path(path), trainer)
-
-
-@dataclass(frozen=True)
-class PlanFromConfig:
-    """A plan with another trainer's settings; `remarks` tell which it could not keep, and why."""
-
-    plan: TrainingPlan
-    remarks: tuple[str, ...]
-
-
-def plan_from_config(
-    config: ImportedConfig, *, on_event: OnEvent = log_event, **options: Any
-) -> PlanFromConfig:
-    """Plan the training that a configuration describes, with its own settings pinned where the
-    machine has them. `options` are those of `plan`, and go before what the configuration says.
-
-    `autotune.plan(config.model, config.data, **config.options)` plans the same training with the
-    fastest settings.
-
-    Raises:
-        InvalidInput, NothingFits: as `plan`.
-    """
-    from autotune.search.pins import possible_pins
-
-    asked: dict[str, Any] = {**config.options, **options}
-    data, remarks = _folder_here(config.data), []
-    if data is None and config.data is not None:
-        remarks.append(
-            f"there is no folder {config.data} here: name the data with `autotune train --data`"
-        )
-    without_pins = {name: value for name, value in asked.items() if name not in NOT_OF_PINS}
-    num_blocks = resolve_model(ModelRef.of(config.model)).spec.num_blocks
-    choices_of = partial(list_choices, config.model, None, **without_pins)
-    pins, impossible = possible_pins(config.pins, num_blocks, choices_of)
-    asked["pins"] = {**pins, **dict(asked.get("pins", {}))}
-    made = plan(config.model, data, on_event=on_event, **asked)
-    remarks += [
-        f"{name} is not {value} as in the file: {why}" for name, (value, why) in impossible.items()
-    ]
-    return PlanFromConfig(made, tuple(remarks))
-
-
-def audit(
-    config: ImportedConfig | str | Path,
-    *,
-    hardware: str | HardwareProfile | None = None,
-    measure: bool = False,
-    on_event: OnEvent = log_event,
-) -> Audit:
-    """Predict another trainer's configuration on a card, in autotune and in its own program
-    (`in_trainer`), and the fastest plan that learns the same; with `measure`, run both here, too.
-
-    Raises:
-        InvalidInput: as `import_config` and `plan`.
-
-    Example:
-        >>> found = autotune.audit("train_lora.yaml", hardware="4090")
-        >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
-    """
-    if measure and hardware is not None:
-        raise InvalidInput(
-            "only this machine can be measured", hint="leave out --measure, or --hardware"
-        )
-    read = config if isinstance(config, ImportedConfig) else import_config(config)
-    from autotune.cost.estimate import estimate as estimate_candidate
-    from autotune.cost.predict import CostModel
-    from autotune.search.pins import as_written, worth
-    from autotune.search.problem import PlannerBackend
-
-    profile = hardware_for(hardware, on_event=on_event)
-    asked = {"model": read.model, "data": _folder_here(read.data), "hardware": profile}
-    options: dict[str, Any] = {**read.options, **asked}
-    request = make_request(PlanRequest, "audit", options)
-    on_event(StatusChanged(text="predicting the file as written"))
-    resolved = ResolvedRequest.build(complete(request), needs_weights=measure)
-    model, steps = resolved.model, resolved.job.num_steps
-    cost = CostModel.build(
-        profile, resolved.workload, model.family, model.config, read_parts(model)
-    )
-    made = None
-    with contextlib.suppress(NothingFits):
-        made = plan(**options, on_event=on_event).frozen.settings
-    settings, breaks = as_written(read.pins, cost.context, made)
-    predict = partial(estimate_candidate, cost, num_steps=steps)
-    written, in_trainer = predict(settings), None
-    if read.overheads is not None:
-        caching = exporting.caching_in(read.pins)
-        why = Reason(knob="caching", chosen=caching_text(caching), why="as in the file")
-        theirs = cost.with_overheads(read.overheads, (caching, why))
-        in_trainer = estimate_candidate(theirs, settings, num_steps=steps)
-    found = Audit(
-        config=read,
-        as_written=written,
-        in_trainer=in_trainer,
-        breaks=breaks,
-        fastest=None if made is None else predict(made),
-        worth=() if made is None else worth(predict, written, made),
-    )
-    if not measure:
-        return found
-    on_event(StatusChanged(text="running a few steps of both"))
-    with PlannerBackend().trials(resolved.model, cost) as run:
-        return found.changed(
-            measured_as_written=run(settings), measured_fastest=None if made is None else run(made)
-        )
-
-
-def export_config(
-    plan: TrainingPlan | str | Path,
-    to: str,
-    output: str | Path | None = None,
-    *,
-    strict: bool = False,
-    overwrite: bool = False,
-) -> exporting.ExportedConfig:
-    """Turn a plan into the files of another trainer (configuration, data sets, starting script),
-    and write them to the folder `output`, if it is named.
-
-    `to` is `ai-toolkit`, `musubi`, `simpletuner`, `diffusers`, `sd-scripts` or `onetrainer`. What
-    that trainer lacks goes to its nearest setting that needs no more memory, which the head of the
-    files says; with `strict`, differences that change learning or memory are refused.
-
-    Raises:
-        InvalidPlan: the file is not a valid plan.
-        InvalidInput: the trainer lacks the model, or something that has no such neighbor, or
-            anything with `strict`; or a file is there already, unless `overwrite`.
-
-    Example:
-        >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
-        >>> exported.files.keys(), exported.differences
-    """
-    made = _loaded(plan)
-    if made.job.data is not None and is_list(made.job.data):
-        raise InvalidInput(
-            f"{data_text(made.job.data)}: this is a list of folders, and only a single folder can "
-            "be exported",
-            hint="name one folder as the plan's data, export, and add the others to the files",
-        )
-    folders = {name: getattr(made.job, name) for name in ("data", "control")}
-    places = {
-        name: str(Path(one).absolute()) if Path(one).is_dir() else one
-        for name, one in folders.items()
-        if one is not None
-    }
-    exported = exporting.export_plan(with_job(made, **places), get_trainer(to), strict=strict)
-    if output is not None:
-        folder = Path(output)
-        there = next((folder / name for name in exported.files if (folder / name).exists()), None)
-        if there is not None and not overwrite:
-            _require_absent(there, "folder")
-        for name, text in exported.files.items():
-            write_text_atomic(folder / name, text)
-    return exported
-
-
-def _require_absent(path: Path, kind: str) -> None:
-    if path.exists():
-        hint = f"name another {kind}, or allow it: --overwrite"
-        raise InvalidInput(f"{path} is there already", hint=hint)
-
-
-def _folder_here(data: str | None) -> str | None:
-    """The folder of a configuration, if it is on this machine."""
-    return data if data is not None and Path(data).expanduser().is_dir() else None
 
 
 def _progress_to(on_event: OnEvent, name: str) -> Callable[[int, int], None]:

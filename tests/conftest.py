@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts background jobs with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from autotune.plan.file import read_plan
+from autotune.plan.file import load_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.system.process import silence_libraries
 
@@ -116,7 +116,7 @@ class Journey:
 
     @property
     def plan(self) -> TrainingPlan:
-        return read_plan(self.plan_file)
+        return load_plan(self.plan_file)
 
     @property
     def hostile(self) -> Path:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from autotune.models.registry import FAMILIES
-from autotune.plan.file import read_plan
+from autotune.plan.file import load_plan
 from tests.conftest import autotune
 from tests.small import write_small
 
@@ -18,7 +18,7 @@ def test_every_family_walks_the_whole_journey(tmp_path, family):
     for command in (("plan", *write_small(family, tmp_path), *options), ("train", plan)):
         process = autotune(*command)
         assert process.returncode == 0, process.stderr
-    assert read_plan(plan).frozen.expected.evidence == "measured"
+    assert load_plan(plan).frozen.expected.evidence == "measured"
     report = json.loads((result / "report.json").read_text())
     assert report["verdict"]["num_unmoved"] == report["verdict"]["num_not_finite"] == 0
     assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from autotune.knobs.registry import KNOBS
-from autotune.plan.file import read_plan, seal, write_plan
+from autotune.plan.file import load_plan, save_plan, seal
 from autotune.plan.plan import FrozenPart
 from autotune.report.plan import every_reason_lines
 from autotune.search.winner import TIE
@@ -116,7 +116,7 @@ def test_a_foreign_plan_is_refused_with_the_difference(capfd, journey, tmp_path)
     frozen = journey.plan.frozen.model_dump(mode="json")
     frozen["hardware"]["match_keys"]["compute_capability"] = "9.0"
     foreign = tmp_path / "foreign.yaml"
-    write_plan(foreign, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
+    save_plan(seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))), foreign)
     for command in (("train", foreign, "--output", tmp_path / "out"), ("check", foreign)):
         process = autotune_here(capfd, *command)
         assert process.returncode == 4
@@ -145,7 +145,7 @@ def test_an_interrupted_search_leaves_its_best_plan_and_no_child(tmp_path):
     wait_until(lambda: all(map(is_gone, children)))
     assert process.returncode == 130, told
     assert f"is written to {tmp_path / 'p.yaml'}" in " ".join(told.split())
-    assert {trial.outcome for trial in read_plan(tmp_path / "p.yaml").frozen.trials} == {"ok"}
+    assert {trial.outcome for trial in load_plan(tmp_path / "p.yaml").frozen.trials} == {"ok"}
 
 
 def stopped_trial(search: psutil.Process) -> psutil.Process:

@@ -11,7 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
 from autotune.machine.probe import hardware_for, hardware_named, limit_memory
-from autotune.plan.file import read_plan
+from autotune.plan.file import load_plan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import WorkloadRequest
@@ -93,7 +93,7 @@ def test_a_prediction_loads_and_traces_little(tmp_path):
     command = [sys.executable, "-c", COUNTING, *asked.split(), str(told)]
     process = subprocess.run(command, check=False, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    frozen = read_plan(plan).frozen
+    frozen = load_plan(plan).frozen
     assert (frozen.expected.evidence, frozen.trials) == ("predicted", ())
     assert frozen.expected.run_memory_bytes <= frozen.hardware.budget_bytes
     assert frozen.hardware.device_name == "NVIDIA GeForce RTX 4090"

@@ -38,7 +38,7 @@ def import_config(
     Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not
     carry over.
     """
-    from autotune.api import plan_from_config
+    from autotune.exchange import plan_from_config
     from autotune.report.configs import import_lines
 
     config = autotune.import_config(config_file)
@@ -187,8 +187,8 @@ def weights() -> None:
 @JSON
 def inspect(file: Path, quick: bool, as_json: bool) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
-    from autotune.api import inspect_weights
     from autotune.report.machine import weights_lines
+    from autotune.weights.tensors import inspect_weights
 
     with show_events() as show:
         summary = inspect_weights(file, count_values=not quick, on_event=show)
@@ -215,7 +215,7 @@ def convert(
 
     Weights and alphas stay the same.
     """
-    from autotune.api import convert_weights
+    from autotune.exchange import convert_weights
 
     convert_weights(source, target, to=to, model=model, overwrite=overwrite)
     print_result({"path": str(target)}, as_json, lambda _: f"written to {target}")

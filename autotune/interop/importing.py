@@ -79,9 +79,23 @@ Line = tuple[str, ConfigLine]
 WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
 
-def read_config(path: Path, trainer: str | None = None) -> ImportedConfig:
-    """Read a configuration file of `trainer`, or of the known one that its content tells. Raises
-    InvalidInput for what cannot be read, an unknown model, or a value that makes no sense."""
+def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedConfig:
+    """Read another trainer's configuration: what carries over, what becomes a pin, and what does
+    not carry over. Runs nothing of what the file names, and needs none of these programs.
+
+    Knows ai-toolkit, musubi-tuner, SimpleTuner, sd-scripts and the JSON of its GUI, OneTrainer, and
+    command lines of diffusers' scripts; `trainer` says which, if the content does not tell.
+
+    Raises:
+        InvalidInput: it cannot be read, is no known trainer's, or trains a model that autotune does
+            not know.
+
+    Example:
+        >>> config = autotune.import_config("train_lora.yaml")
+        >>> [line.meaning for line in config.not_carried]
+        >>> plan = autotune.plan(config.model, config.data, **config.options)
+    """
+    path = Path(path)
     written = files.read_document(path)
     found = (one for one in trainers().values() if one.detects(written))
     table = next(found, None) if trainer is None else get_trainer(trainer)

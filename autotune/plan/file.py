@@ -134,23 +134,35 @@ def plan_text(plan: TrainingPlan) -> str:
     return HEADER + str(yaml.dump(parts, Dumper=_PlanDumper, **how))
 
 
-def write_plan(path: Path, plan: TrainingPlan) -> None:
-    """Write the plan whole or not at all."""
-    write_text_atomic(path, plan_text(plan))
+def save_plan(plan: TrainingPlan, path: str | Path) -> None:
+    """Write a plan file, whole or not at all.
+
+    Example:
+        >>> autotune.save_plan(autotune.load_plan("plan.yaml"), "copy.yaml")
+    """
+    write_text_atomic(Path(path), plan_text(plan))
 
 
-def read_plan(path: Path) -> TrainingPlan:
-    """Read and validate a plan; says nothing about whether it fits this machine.
+def load_plan(plan: TrainingPlan | str | Path) -> TrainingPlan:
+    """Read and validate a plan file; a plan is returned as it is. Says nothing about whether it
+    fits this machine: `check` does.
 
     Raises:
-        InvalidPlan: the file cannot be read, is not a plan, has another schema, or was edited
-            where it is frozen.
+        InvalidPlan: the file cannot be read, is not a plan, has another schema, or was edited where
+            it is frozen.
+
+    Example:
+        >>> plan = autotune.load_plan("plan.yaml")
+        >>> plan.job.num_steps, plan.frozen.settings
     """
+    if isinstance(plan, TrainingPlan):
+        return plan
+    path = Path(plan)
     return _load(str(path), _parse(path, _read_text(path)))
 
 
 def parse_plan(text: str) -> TrainingPlan:
-    """Read a plan from the JSON that a study keeps. Raises InvalidPlan as `read_plan`."""
+    """Read a plan from the JSON that a study keeps. Raises InvalidPlan as `load_plan`."""
     try:
         return _load("the study's plan", dict(json.loads(text)))
     except (TypeError, ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.events import Event, Notice, OnEvent, PreviewsWritten, StepFinished
 from autotune.models.registry import find_published, get_family
-from autotune.plan.file import RUN_PLAN_FILE, read_plan
+from autotune.plan.file import RUN_PLAN_FILE, load_plan
 from autotune.plan.job import MAX_PREVIEW_PROMPTS
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.report.page import Picture, Preview, Subject, build_page, has_plotly
@@ -103,7 +103,7 @@ def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> Sub
     if not path.is_file():
         raise InvalidInput(f"there is neither a plan nor a run's folder at {path}", hint=SUBJECTS)
     try:
-        return Subject(path.name, read_plan(path))
+        return Subject(path.name, load_plan(path))
     except AutotuneError as error:
         if path.suffix not in (".yaml", ".yml") and (folder := _folder_of_run(path)):
             hint = f"name the run's folder: autotune report {shlex.quote(str(folder))}"
@@ -117,7 +117,7 @@ def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> Subject:
     if not file.exists():
         what = f"{folder} is not the output folder of a run: it has no {RUN_PLAN_FILE}"
         raise InvalidInput(what, hint=SUBJECTS)
-    plan = read_plan(file)
+    plan = load_plan(file)
     return Subject(
         folder.resolve().name,
         plan,

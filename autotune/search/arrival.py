@@ -13,7 +13,7 @@ from autotune.knobs.knob import TuningContext, gradient_capability
 from autotune.knobs.registry import GRADIENT_TOLERANCES, why_not_on
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import Candidate, TrialResult
-from autotune.plan.file import read_plan, seal, write_plan
+from autotune.plan.file import load_plan, save_plan, seal
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import FrozenPart, Reason, TrainingPlan
 from autotune.plan.words import caching_text, setting_text
@@ -46,7 +46,7 @@ def load_or_verify(
     if sealed.frozen.settings != plan.frozen.settings:
         text += "; its settings did not run, a fallback does"
     if file:
-        write_plan(sealed_path(file), sealed)
+        save_plan(sealed, sealed_path(file))
         text += f"; written to {sealed_path(file)}"
     on_event(Notice(text=text))
     return sealed
@@ -55,7 +55,7 @@ def load_or_verify(
 def load_verified(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
     """Read the measured plan that an earlier start here made of the predicted one at `path`."""
     try:
-        sealed = read_plan(sealed_path(path))
+        sealed = load_plan(sealed_path(path))
     except InvalidPlan:
         return None
     ours, theirs = sealed.frozen, plan.frozen

@@ -27,7 +27,7 @@ from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, first_line
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import Family
 from autotune.plan.base import digest_of
-from autotune.plan.file import RUN_PLAN_FILE, read_plan, write_plan
+from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan
 from autotune.plan.job import AdapterFormat, Job
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system.files import PART_FILES
@@ -95,7 +95,7 @@ def claim_folder(
         if lock:
             for part in folder.glob(f"**/{PART_FILES}"):  # whoever wrote it is dead
                 part.unlink(missing_ok=True)
-            write_plan(folder / RUN_PLAN_FILE, plan)
+            save_plan(plan, folder / RUN_PLAN_FILE)
         hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
         needed_bytes -= sum(path.stat().st_size for path in checkpoints_of(folder))
         what = "what a run writes, checkpoints and adapter,"
@@ -133,7 +133,7 @@ def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
     changed: list[str] | None = None
     # Absent or damaged: checkpoints carry the run's key, too.
     with contextlib.suppress(InvalidPlan):
-        before, now = list_fixed_fields(read_plan(folder / RUN_PLAN_FILE)), list_fixed_fields(plan)
+        before, now = list_fixed_fields(load_plan(folder / RUN_PLAN_FILE)), list_fixed_fields(plan)
         changed = [name for name in before | now if before.get(name) != now.get(name)]
     if resume and checkpoints:
         if changed:

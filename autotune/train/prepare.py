@@ -30,7 +30,7 @@ from autotune.models.family import Family, build_on_meta
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.base import log_event
-from autotune.plan.file import RUN_PLAN_FILE, read_plan, with_job
+from autotune.plan.file import RUN_PLAN_FILE, load_plan, with_job
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
@@ -572,7 +572,7 @@ def read_sample_inputs(
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     if adapter:
         read_header(adapter)
-    plan = read_plan(run / RUN_PLAN_FILE if adapter else run)
+    plan = load_plan(run / RUN_PLAN_FILE if adapter else run)
     bucket = plan.frozen.workload.largest_bucket
     is_clip = bucket.num_frames > 1
     if request.output is None and is_clip and not has_video_decoder():

@@ -30,7 +30,7 @@ from autotune.errors import AutotuneError, InvalidInput, Preempted, explain_erro
 from autotune.events import Event, OnEvent
 from autotune.machine.probe import probe
 from autotune.models.family import Family
-from autotune.plan.file import read_plan, write_plan
+from autotune.plan.file import load_plan, save_plan
 from autotune.plan.plan import PlannedHardware, RunReport, TrainingPlan
 from autotune.system.files import make_scratch_folder
 from autotune.system.process import MAX_JOIN_SECONDS, current_launch, launch, silence_progress_bars
@@ -269,7 +269,7 @@ def train_in_processes(
     output = Path(plan.job.output)
     with make_scratch_folder("run") as folder:
         plan_file, pipe = Path(folder) / "plan.yaml", Path(folder) / "events"
-        write_plan(plan_file, plan)
+        save_plan(plan, plan_file)
         os.mkfifo(pipe)
         ended: list[RunReport | AutotuneError] = []
         reader = threading.Thread(target=_pass_on, args=(pipe, on_event, ended), daemon=True)
@@ -318,7 +318,7 @@ def train_as_child(train: Callable[..., RunReport]) -> None:
             sent.flush()
 
         try:
-            plan, hardware = read_plan(Path(plan_file)), probe(index=0)
+            plan, hardware = load_plan(plan_file), probe(index=0)
             resume, trace = "--resume" in flags, "--trace" in flags
             send(train(plan, hardware, Path(cache_folder), send, resume=resume, trace=trace))
         except Exception as error:

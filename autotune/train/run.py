@@ -20,7 +20,7 @@ from autotune.data.pixels import has_video_decoder
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
 from autotune.plan.base import digest_of, log_event
-from autotune.plan.file import RUN_PLAN_FILE, write_plan
+from autotune.plan.file import RUN_PLAN_FILE, save_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system import files, process
@@ -306,7 +306,7 @@ class _Run:
             with self.monitor.phase("saving"):
                 job, workload, digest = self.plan.job, self.plan.frozen.workload, self.plan.digest
                 model, optimizer, dtype = loop.model, loop.optimizer, torch_dtype(job.save_dtype)
-                write_plan(self.output / RUN_PLAN_FILE, self.plan)  # again: the folder may be new
+                save_plan(self.plan, self.output / RUN_PLAN_FILE)  # again: the folder may be new
                 save_trained(adapter, model, optimizer, workload, digest, kept_step, dtype)
                 self.adapter_file = folder.export_trained(adapter, job.adapter_format).name
         adapter_loss = self._known(loop.evaluate(), "with")

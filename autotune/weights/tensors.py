@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import ClassVar
 from safetensors import SafetensorError, safe_open
 
 from autotune.errors import InvalidInput
-from autotune.plan.base import Frozen, NaturalInt
+from autotune.events import OnEvent, Progressed, StatusChanged
+from autotune.plan.base import Frozen, NaturalInt, log_event
 from autotune.system.files import atomic_write
 from autotune.system.lazy import Tensor, torch
 from autotune.weights import files
@@ -318,15 +319,22 @@ class FileSummary(Frozen):
         return sum((tensor.num_nan or 0) + (tensor.num_inf or 0) for tensor in self.tensors)
 
 
-def inspect_file(
-    path: Path, *, values: bool = True, on_progress: Callable[[int, int], None] | None = None
+def inspect_weights(
+    path: str | Path, *, count_values: bool = True, on_event: OnEvent = log_event
 ) -> FileSummary:
-    """Describe a file, folder or index; without `values` from headers. `on_progress` gets bytes."""
+    """Read keys, shapes, dtypes, metadata and size of a safetensors file, or of a model by its
+    folder or index of shards; unless `count_values` is false, count NaN and infinite values, too.
+
+    Raises:
+        BadWeights: the file is not safetensors, or damaged.
+    """
+    path, name = Path(path), "counting NaN and infinite values"
+    on_event(StatusChanged(text=name))
     source = files.open_weights(path)
     located = source.locations.values()
     total, done, summaries = sum(entry.size_bytes for _, entry in located), 0, []
     for file, entry in located:
-        num_nan, num_inf = _count_nonfinite(file, entry) if values else (None, None)
+        num_nan, num_inf = _count_nonfinite(file, entry) if count_values else (None, None)
         summary = TensorSummary(
             name=entry.name,
             dtype=entry.dtype,
@@ -337,8 +345,7 @@ def inspect_file(
         )
         summaries.append(summary)
         done += entry.size_bytes
-        if on_progress:
-            on_progress(done, total)
+        on_event(Progressed(name=name, done=done, total=total))
     return FileSummary(
         name=path.absolute().name,
         size_bytes=sum(file.size_bytes for file in source.files),

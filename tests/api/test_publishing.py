@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 import autotune
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.plan.file import read_plan, with_job, write_plan
+from autotune.plan.file import load_plan, save_plan, with_job
 from autotune.report.files import push_to_hub
 from autotune.weights.hub import require_hub
 from tests.api.test_report import run_folder
@@ -131,8 +131,8 @@ def test_only_what_the_run_wrote_is_uploaded(hub, run, tmp_path, name, kind):
 
 
 def test_a_card_shows_prompts_that_were_given(hub, run):
-    job = read_plan(run / "run-plan.yaml").job.changed(preview_prompts=None)
-    write_plan(run / "run-plan.yaml", read_plan(run / "run-plan.yaml").changed(job=job))
+    job = load_plan(run / "run-plan.yaml").job.changed(preview_prompts=None)
+    save_plan(load_plan(run / "run-plan.yaml").changed(job=job), run / "run-plan.yaml")
     push_to_hub(run, "me/heart", lambda _: None)
     assert set(hub.files) == {"README.md", "pytorch_lora_weights.safetensors"}
     assert b"widget" not in hub.files["README.md"]

@@ -10,7 +10,7 @@ from PIL import Image
 import autotune
 from autotune.errors import InvalidInput
 from autotune.events import Event, Notice, PhaseStarted, PreviewsWritten
-from autotune.plan.file import RUN_PLAN_FILE, with_job, write_plan
+from autotune.plan.file import RUN_PLAN_FILE, save_plan, with_job
 from autotune.plan.plan import TrainingPlan
 from autotune.report.files import MAX_PREVIEWS, RunPage, read_run
 from autotune.report.run import LOG_FILE, PAGE_FILE
@@ -31,7 +31,7 @@ def run_folder(folder: Path, plan: TrainingPlan | None = None, *, finished: bool
     """A folder as a run leaves it."""
     plan = plan or with_job(golden_plan(), preview_prompts=("a red heart",))
     folder.mkdir()
-    write_plan(folder / RUN_PLAN_FILE, plan)
+    save_plan(plan, folder / RUN_PLAN_FILE)
     lines = [step.model_dump_json() + "\n" for step in steps_of(100)]
     (folder / "metrics.jsonl").write_text("".join(lines))
     for step in (25, 50):

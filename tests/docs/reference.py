@@ -10,12 +10,13 @@ import click
 from pydantic import TypeAdapter
 
 import autotune
-from autotune import api, records
+from autotune import records
 from autotune.cli.app import app
 from autotune.cli.options import RequestCommand
 from autotune.cli.output import JSON_VERSION
 from autotune.plan.plan import FrozenPart
 from autotune.report.plan import differences
+from autotune.weights.tensors import inspect_weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 INTRODUCTION = """# Commands and options
@@ -51,7 +52,7 @@ RESULTS: dict[str, Any] = {
     "profiles list": records.list_records,
     "profiles prune": "`reasons`, `dry_run`",
     "profiles verify": "`num_records`, `bad`",
-    "weights inspect": api.inspect_weights,
+    "weights inspect": inspect_weights,
     "weights convert": "`path`",
 }
 """What commands print as JSON: a type, a function that returns it, or fields without one."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api import audit
 from autotune.errors import InvalidInput
+from autotune.exchange import audit
 from autotune.report.configs import audit_lines, audit_markdown
 from tests.interop.test_importing import CONFIGS
 from tests.train.small import write_model_and_images

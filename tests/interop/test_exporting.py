@@ -18,7 +18,7 @@ from autotune.interop.exporting import (
     inexpressible,
     values_of,
 )
-from autotune.interop.importing import ImportedConfig, read_config
+from autotune.interop.importing import ImportedConfig, import_config
 from autotune.interop.rules import Context
 from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.registry import FAMILIES
@@ -63,7 +63,7 @@ def exported(
     result = export_plan(plan, get_trainer(trainer), **options)
     for name, text in result.files.items():
         (tmp_path / name).write_text(text)
-    return read_config(tmp_path / MAIN[trainer]), result
+    return import_config(tmp_path / MAIN[trainer]), result
 
 
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)

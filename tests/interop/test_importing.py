@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.interop.files import ConfigValue, read_document
-from autotune.interop.importing import ConfigLine, ImportedConfig, read_config, read_settings
+from autotune.interop.importing import ConfigLine, ImportedConfig, import_config, read_settings
 from autotune.interop.rules import Context
 from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.registry import FAMILIES
@@ -39,7 +39,7 @@ def lost(config: ImportedConfig) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", MAIN_FILES)
 def test_every_setting_has_an_account(name):
-    config = read_config(CONFIGS / name)
+    config = import_config(CONFIGS / name)
     told = [line for line in lines_of(config) if line.line]
     for line in told:
         words = (CONFIGS / line.file).read_text().splitlines()[line.line - 1]
@@ -50,7 +50,7 @@ def test_every_setting_has_an_account(name):
 
 
 def test_an_import_is_exact():
-    config = read_config(CONFIGS / "ai_toolkit.yaml")
+    config = import_config(CONFIGS / "ai_toolkit.yaml")
     assert (config.model, config.data) == ("Qwen/Qwen-Image", "photos")
     learned, pins = yaml.safe_load((CONFIGS.parent / "imported.yaml").read_text())
     assert {**config.options, "preview_prompts": [*config.options["preview_prompts"]]} == learned
@@ -73,7 +73,7 @@ def test_unusable_values_are_refused(tmp_path, old, new, words):
     changed = tmp_path / "config.yaml"
     changed.write_text((CONFIGS / "ai_toolkit.yaml").read_text().replace(old, new))
     with pytest.raises(InvalidInput) as refused:
-        read_config(changed)
+        import_config(changed)
     assert words in refused.value.message
 
 
@@ -118,7 +118,7 @@ def test_damaged_files_are_refused(tmp_path, content, suffix):
     path = tmp_path / f"config{suffix}"
     path.write_text(content)
     with pytest.raises(InvalidInput):
-        read_config(path)
+        import_config(path)
 
 
 MODEL, QWEN = "Qwen/Qwen-Image", "accelerate launch train_dreambooth_lora_qwen_image.py"
@@ -136,7 +136,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_of_windows_are_read(tmp_path, name):
     (tmp_path / name).write_text(SCRIPTS[name], newline="")
-    config = read_config(tmp_path / name)
+    config = import_config(tmp_path / name)
     assert (config.model, config.data, config.trainer) == (MODEL, "C:\\a b", "diffusers")
 
 
@@ -150,7 +150,7 @@ def test_fluxgym_s_files_are_read(tmp_path):
         "  --network_module networks.lora_flux ^\n  --network_dim 4 ^\n  --fp8_base ^\n"
         '  --dataset_config "C:\\pinokio\\fluxgym\\outputs\\x\\dataset.toml" ^\n'
     )
-    config = read_config(tmp_path / "train.bat")
+    config = import_config(tmp_path / "train.bat")
     assert (config.data, config.options["rank"], config.options["resolution"]) == ("photos", 4, 512)
     assert config.pins["quantization"] == "torchao-fp8"
 
@@ -159,11 +159,11 @@ def test_other_encodings_are_read_or_named(tmp_path):
     path = tmp_path / "config.ps1"
     for encoding in ("utf-16", "utf-8-sig"):
         path.write_text(f"{SCRIPTS['c.ps1']}# café", encoding=encoding)
-        assert read_config(path).model == MODEL
+        assert import_config(path).model == MODEL
     for encoding in ("CP1252", "UTF-16LE"):
         path.write_text("# \u00e9\u00e9", encoding=encoding)
         with pytest.raises(InvalidInput, match="not UTF-8") as refused:
-            read_config(path)
+            import_config(path)
         assert f"iconv -f {encoding}" in refused.value.hint
 
 
@@ -189,7 +189,7 @@ def test_hostile_files_are_bounded(tmp_path, name):
     path.write_text(HOSTILE[name])
     started_at, message = time.process_time(), ""
     try:
-        read_config(path).model_dump_json()
+        import_config(path).model_dump_json()
     except InvalidInput as error:
         message = error.message
     assert bool(message) != (name in ("home.json", "path.sh", "pattern.json"))
@@ -202,7 +202,7 @@ def test_second_sections_are_reported(tmp_path):
     path = tmp_path / "config.yaml"
     second = "        - folder_path: more\n      train:\n"
     path.write_text(text.replace("      train:\n", second, 1))
-    assert "datasets[1].folder_path" in lost(read_config(path))
+    assert "datasets[1].folder_path" in lost(import_config(path))
 
 
 @pytest.mark.parametrize("trainer", trainers().values(), ids=lambda one: one.name)

@@ -9,7 +9,7 @@ import torch
 
 from autotune.api import complete
 from autotune.errors import InvalidInput
-from autotune.interop.importing import ImportedConfig, read_config
+from autotune.interop.importing import ImportedConfig, import_config
 from autotune.interop.trainer import trainers
 from autotune.models.family import build_on_meta
 from autotune.models.layers import LISTS, convolutions, find_target_set, layers_of, linear_layers
@@ -21,7 +21,7 @@ from tests.interop.test_importing import lost
 def read(folder: Path, content: dict[str, Any]) -> ImportedConfig:
     path = folder / "config.json"
     path.write_text(json.dumps(content))
-    return read_config(path)
+    return import_config(path)
 
 
 def test_onetrainer_s_unet_has_its_settings(tmp_path):

@@ -16,12 +16,12 @@ from autotune.errors import InvalidInput, InvalidPlan
 from autotune.plan import file
 from autotune.plan.file import (
     MAX_PLAN_BYTES,
+    load_plan,
     parse_plan,
     plan_text,
-    read_plan,
+    save_plan,
     seal,
     with_job,
-    write_plan,
 )
 from autotune.plan.hardware import Versions
 from autotune.plan.job import Job
@@ -85,7 +85,7 @@ def make_plan(**job: Any) -> TrainingPlan:
 def refusal(path: Path, text: str) -> InvalidPlan:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InvalidPlan) as caught:
-        read_plan(path)
+        load_plan(path)
     assert caught.value.hint
     return caught.value
 
@@ -112,8 +112,8 @@ def test_any_job_reads_back_as_it_was_written(tmp_path_factory, model, data, pro
     plan = make_plan(
         model=model, data=data, preview_prompts=prompts, learning_rate=rate, num_steps=steps
     )
-    write_plan(path, plan)
-    assert read_plan(path) == plan
+    save_plan(plan, path)
+    assert load_plan(path) == plan
 
 
 @settings(max_examples=60)
@@ -122,7 +122,7 @@ def test_arbitrary_text_raises_only_the_typed_error(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     with contextlib.suppress(InvalidPlan):
-        raise AssertionError(read_plan(path))
+        raise AssertionError(load_plan(path))
 
 
 def test_every_frozen_value_is_covered_by_the_digest():
@@ -162,7 +162,7 @@ def test_an_empty_path_is_refused(field):
 def test_the_job_may_be_edited(tmp_path):
     edited = plan_text(make_plan()).replace("num_steps: 100", "num_steps: 250")
     (tmp_path / "plan.yaml").write_text(edited.replace("rate: 0.0001", "rate: 5e-5"))
-    job = read_plan(tmp_path / "plan.yaml").job
+    job = load_plan(tmp_path / "plan.yaml").job
     assert (job.num_steps, job.learning_rate) == (250, 5e-5)
 
 
@@ -210,22 +210,22 @@ def test_more_values_than_any_plan_has_are_refused(tmp_path, monkeypatch):
 def test_absent_unreadable_and_binary_files_are_refused(tmp_path):
     for path in (tmp_path / "absent.yaml", tmp_path):
         with pytest.raises(InvalidPlan, match="there is no plan at"):
-            read_plan(path)
+            load_plan(path)
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(InvalidPlan, match=r"pipe\.yaml is not a regular file"):
-        read_plan(tmp_path / "pipe.yaml")
+        load_plan(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlan, match="cannot read"):
-        read_plan(tmp_path / "binary.yaml")
+        load_plan(tmp_path / "binary.yaml")
 
 
 def test_a_failed_write_leaves_the_old_plan(tmp_path, monkeypatch):
     path = tmp_path / "plan.yaml"
-    write_plan(path, make_plan())
+    save_plan(make_plan(), path)
     before = path.read_text()
     monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="full"):
-        write_plan(path, make_plan(num_steps=7))
+        save_plan(make_plan(num_steps=7), path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -253,7 +253,7 @@ def test_steps_whose_times_would_be_absurd_are_refused():
 def test_words_in_a_plan_cannot_steer_the_terminal(tmp_path, capfd):
     frozen = make_plan().frozen
     evil = frozen.changed(reasons=(frozen.reasons[0].changed(why="\x1b[2J\x9bfast"),))
-    write_plan(tmp_path / "plan.yaml", seal(make_plan().job, evil))
+    save_plan(seal(make_plan().job, evil), tmp_path / "plan.yaml")
     told = autotune_here(capfd, "explain", tmp_path / "plan.yaml")
     assert "?[2J?fast" in told.stdout
     missing = autotune_here(capfd, "explain", tmp_path / "\x1b[2Jno\nhint: run this")

@@ -9,7 +9,7 @@ from autotune.errors import DoesNotFit
 from autotune.knobs.knob import gradient_capability
 from autotune.machine.probe import hardware_named
 from autotune.plan.candidate import CachingSettings, Candidate, TrialResult
-from autotune.plan.file import seal, with_job, write_plan
+from autotune.plan.file import save_plan, seal, with_job
 from autotune.plan.hardware import Capability
 from autotune.plan.plan import TrainingPlan
 from autotune.search.arrival import load_verified, sealed_path, verify_prediction
@@ -43,7 +43,7 @@ def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted, tmp_pa
     path = tmp_path / "plan.yaml"
     assert load_verified(path, predicted, HERE) is None
     sealed = verify_prediction(predicted, HERE, backend=surroundings())
-    write_plan(sealed_path(path), sealed)
+    save_plan(sealed, sealed_path(path))
     longer = with_job(predicted, num_steps=7)
     found = load_verified(path, longer, HERE)
     assert found

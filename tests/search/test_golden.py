@@ -12,7 +12,7 @@ import pytest
 
 from autotune.cost.calibration import Posterior
 from autotune.plan.candidate import Candidate
-from autotune.plan.file import plan_text, read_plan
+from autotune.plan.file import load_plan, plan_text
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
@@ -45,7 +45,7 @@ class Golden:
             kind.model_validate_json(json.dumps(data))
             for kind, data in zip((HardwareProfile, Record), beside, strict=False)
         )
-        plan = read_plan(FOLDER / f"{self.name}.yaml")
+        plan = load_plan(FOLDER / f"{self.name}.yaml")
         with by_formula(self.num_blocks):
             return plan_text(
                 replay(self.request, hardware, plan.frozen.trials, records, version="0.1.0")

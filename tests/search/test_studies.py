@@ -13,7 +13,7 @@ import pytest
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.machine.capabilities import limit_device
 from autotune.plan.candidate import Candidate
-from autotune.plan.file import plan_text, read_plan
+from autotune.plan.file import load_plan, plan_text
 from autotune.plan.request import PlanRequest
 from autotune.search import study as study_module
 from autotune.search.planner import PlanInterrupted
@@ -202,7 +202,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path, database)
     latecomer.process.join(timeout=240)
     assert latecomer.output.read_text() == texts[0]
     (tmp_path / "plan.yaml").write_text(texts[0])
-    trials = read_plan(tmp_path / "plan.yaml").frozen.trials
+    trials = load_plan(tmp_path / "plan.yaml").frozen.trials
     again = replay(asked.changed(study=None), HARDWARE, trials)
     assert plan_text(again) == texts[0], "a shared search replays"
 

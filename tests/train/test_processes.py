@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
-from autotune.plan.file import seal, write_plan
+from autotune.plan.file import save_plan, seal
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.train import prepare as prepare_module
 from autotune.train.folder import ADAPTER_FILE
@@ -41,7 +41,7 @@ class Nodes:
     plan: TrainingPlan
 
     def start(self, *flags: str, step_wait_seconds: float | None = None) -> list[ForkServerProcess]:
-        write_plan(self.folder / "plan.yaml", self.plan)
+        save_plan(self.plan, self.folder / "plan.yaml")
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
             meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
         words = ("--progress", "none", "train", self.folder / "plan.yaml", *flags, "--output")
@@ -92,7 +92,7 @@ def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) 
 def test_processes_started_here_learn_what_one_learns(bench, tmp_path):
     output = tmp_path / "two"
     plan = bench.plan(num_processes=2, num_steps=24, output=str(output), checkpointing_steps=10)
-    write_plan(tmp_path / "plan.yaml", plan)
+    save_plan(plan, tmp_path / "plan.yaml")
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     stopped = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
@@ -204,7 +204,7 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     monkeypatch.setattr(prepare_module, "device_misfits", lambda number, hardware: ())
     monkeypatch.setattr(prepare_module, "probe", lambda index: (free, used)[index])
     monkeypatch.setattr("autotune.api.read_machine", lambda: free)
-    write_plan(tmp_path / "plan.yaml", plan)
+    save_plan(plan, tmp_path / "plan.yaml")
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
     assert (checked.returncode, "on cuda:1" in " ".join(checked.stdout.split())) == (4, True)
     with pytest.raises(DoesNotFit, match="on cuda:1"):

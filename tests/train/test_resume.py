@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.events import StepFinished
-from autotune.plan.file import RUN_PLAN_FILE, read_plan, write_plan
+from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan
 from autotune.train import folder as folder_module
 from autotune.train import validation
 from autotune.train.folder import ADAPTER_FILE, Checkpoints, claim_folder, list_checkpoints
@@ -131,7 +131,7 @@ def test_a_run_whose_output_folder_is_deleted_says_so_and_keeps_its_adapter(benc
     assert any("was deleted" in warning for warning in report.warnings)
     assert [step.step for step in read_metrics(tmp_path / "run/metrics.jsonl")] == [3, 4]
     assert (tmp_path / "run" / ADAPTER_FILE).is_file()
-    assert read_plan(tmp_path / "run" / RUN_PLAN_FILE).digest == plan.digest
+    assert load_plan(tmp_path / "run" / RUN_PLAN_FILE).digest == plan.digest
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(tmp_path):
@@ -219,7 +219,7 @@ def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
 
 def test_sigkill_and_resume_as_processes(bench, tmp_path):
     plan_file, output = tmp_path / "plan.yaml", tmp_path / "cut"
-    write_plan(plan_file, bench.plan(num_steps=12, checkpointing_steps=1, output=str(output)))
+    save_plan(bench.plan(num_steps=12, checkpointing_steps=1, output=str(output)), plan_file)
     process = start_forked(("train", plan_file), tmp_path / "log")
     deadline = time.monotonic() + 120
     while not list(output.glob("checkpoints/checkpoint-00000[3-9]*")):
@@ -233,7 +233,7 @@ def test_sigkill_and_resume_as_processes(bench, tmp_path):
     resumed = autotune_forked("train", plan_file, "--resume", "--json", environment=left_over)
     assert resumed.returncode == 0, resumed.stderr
     assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 12
-    whole = bench.loop(read_plan(plan_file), tmp_path / "whole")
+    whole = bench.loop(load_plan(plan_file), tmp_path / "whole")
     expected = load_file(save(whole, tmp_path / "whole.safetensors"))
     found = load_file(output / ADAPTER_FILE)
     assert found.keys() == expected.keys()

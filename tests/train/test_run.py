@@ -22,7 +22,7 @@ from autotune.data.encode import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
 from autotune.plan.candidate import CachingSettings
-from autotune.plan.file import write_plan
+from autotune.plan.file import save_plan
 from autotune.plan.plan import RunReport
 from autotune.plan.request import PlanRequest
 from autotune.report.run import report_lines
@@ -115,7 +115,7 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run):
 
 def test_sampling_swaps_the_blocks_that_the_plan_swaps(bench, run, tmp_path, monkeypatch):
     settings = SETTINGS.changed(swapped_blocks=1, checkpointed_blocks=1)
-    write_plan(tmp_path / "run-plan.yaml", bench.plan(settings=settings))
+    save_plan(bench.plan(settings=settings), tmp_path / "run-plan.yaml")
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
     visits: list[int] = []
     fetch = BlockSwap._fetch
@@ -136,7 +136,7 @@ def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
     family, bucket = bench.resolved.family, bench.plan().frozen.workload.largest_bucket
     stock = family.load_pipeline(bench.model_folder)
     plain = family.sample(stock, PROMPT, bucket, num_steps=2, seed=5)[0]
-    write_plan(tmp_path / "plan.yaml", bench.plan())
+    save_plan(bench.plan(), tmp_path / "plan.yaml")
     written = bench.sample(tmp_path / "plan.yaml")
     assert (written.parent, Image.open(written).tobytes()) == (tmp_path, plain.tobytes())
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.api import convert_weights
 from autotune.errors import InvalidInput
+from autotune.exchange import convert_weights
 from autotune.weights.adapters import (
     DIFFUSERS_KEY,
     Adapter,

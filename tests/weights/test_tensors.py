@@ -12,7 +12,7 @@ import torch
 
 from autotune.weights import tensors as loaders
 from autotune.weights.files import TruncatedFile, open_weights, read_header
-from autotune.weights.tensors import LOADERS, inspect_file, read_tensor, save_file
+from autotune.weights.tensors import LOADERS, inspect_weights, read_tensor, save_file
 from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")
@@ -156,7 +156,7 @@ def test_equal_content_gives_equal_bytes(tmp_path):
 def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dtype, monkeypatch):
     monkeypatch.setattr(loaders, "PIECE_ELEMENTS", 3)
     save_file(tmp_path / "a.safetensors", every_dtype, {"who": "me"})
-    summary = inspect_file(tmp_path / "a.safetensors")
+    summary = inspect_weights(tmp_path / "a.safetensors")
     found = {tensor.name: tensor for tensor in summary.tensors}
     assert summary.metadata == {"format": "pt", "who": "me"}
     assert summary.size_bytes == (tmp_path / "a.safetensors").stat().st_size
@@ -170,7 +170,7 @@ def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dty
 def test_shards_are_described_as_one_model(tmp_path, named):
     tensors = {"a": torch.ones(3), "b": torch.tensor([float("nan")]), "c": torch.ones(2)}
     shards = save_model(tmp_path / "transformer", tensors, max_shard_bytes=12, stem="model")
-    summary = inspect_file(tmp_path / named)
+    summary = inspect_weights(tmp_path / named)
     assert [tensor.name for tensor in summary.tensors] == ["a", "b", "c"]
     assert summary.num_nonfinite == 1
     assert summary.size_bytes == sum(shard.stat().st_size for shard in shards)

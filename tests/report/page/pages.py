@@ -4,7 +4,7 @@ from pathlib import Path
 
 from autotune.events import StepFinished
 from autotune.plan.candidate import PhasePeak
-from autotune.plan.file import read_plan, with_job
+from autotune.plan.file import load_plan, with_job
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.report.page import Picture, Subject
 
@@ -22,7 +22,7 @@ HOSTILE = (
 
 
 def golden_plan(name: str = "wall") -> TrainingPlan:
-    return read_plan(FOLDER / f"{name}.yaml")
+    return load_plan(FOLDER / f"{name}.yaml")
 
 
 def plan_subject(name: str = "wall") -> Subject:

@@ -1,0 +1,228 @@
+"""What passes between autotune and other programs: their configurations, and names of weights."""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from autotune.api import complete, list_choices, plan
+from autotune.data.dataset import data_text, is_list
+from autotune.errors import InvalidInput, NothingFits, suggest_nearest
+from autotune.events import OnEvent, StatusChanged
+from autotune.interop import exporting
+from autotune.interop.importing import Audit, ImportedConfig, import_config
+from autotune.interop.trainer import get_trainer
+from autotune.machine.probe import hardware_for
+from autotune.models.family import build_on_meta
+from autotune.models.resolve import read_parts, resolve_model
+from autotune.plan.base import log_event
+from autotune.plan.file import load_plan, with_job
+from autotune.plan.hardware import HardwareProfile
+from autotune.plan.job import AdapterFormat, ModelRef
+from autotune.plan.plan import Reason, TrainingPlan
+from autotune.plan.request import PlanRequest, make_request
+from autotune.plan.words import caching_text
+from autotune.search.request import ResolvedRequest
+from autotune.system.files import write_text_atomic
+from autotune.weights.adapters import read_adapter, write_adapter
+from autotune.weights.files import read_header
+
+NOT_OF_PINS = ("path", "max_trials", "search_seconds", "pins")
+
+
+def convert_weights(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: str = "diffusers",
+    model: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write an adapter under the names that another program loads: `diffusers`, `comfyui` or
+    `kohya`. Values, dtypes and alphas stay the same.
+
+    `model` is the family of an adapter whose names do not tell it.
+
+    Raises:
+        InvalidInput: the format does not exist, `source` is no adapter, or `target` is there and
+            `overwrite` does not allow to replace it.
+        BadWeights: `source` cannot be read.
+    """
+    source, target = Path(source), Path(target)
+    if to not in get_args(AdapterFormat):
+        raise InvalidInput(
+            f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat))
+        )
+    if not overwrite:
+        _require_absent(target, "file")
+    read_header(source)
+    named = resolve_model(ModelRef.of(model)) if model else None
+    modules = build_on_meta(named.family, named.config).named_modules() if named else ()
+    transformer = named.family.transformer_class if named else None
+    adapter = read_adapter(source, [name for name, _ in modules], transformer)
+    write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PlanFromConfig:
+    """A plan with another trainer's settings; `remarks` tell which it could not keep, and why."""
+
+    plan: TrainingPlan
+    remarks: tuple[str, ...]
+
+
+def plan_from_config(
+    config: ImportedConfig, *, on_event: OnEvent = log_event, **options: Any
+) -> PlanFromConfig:
+    """Plan the training that a configuration describes, with its own settings pinned where the
+    machine has them. `options` are those of `plan`, and go before what the configuration says.
+
+    `autotune.plan(config.model, config.data, **config.options)` plans the same training with the
+    fastest settings.
+
+    Raises:
+        InvalidInput, NothingFits: as `plan`.
+    """
+    from autotune.search.pins import possible_pins
+
+    asked: dict[str, Any] = {**config.options, **options}
+    data, remarks = _folder_here(config.data), []
+    if data is None and config.data is not None:
+        remarks.append(
+            f"there is no folder {config.data} here: name the data with `autotune train --data`"
+        )
+    without_pins = {name: value for name, value in asked.items() if name not in NOT_OF_PINS}
+    num_blocks = resolve_model(ModelRef.of(config.model)).spec.num_blocks
+    choices_of = partial(list_choices, config.model, None, **without_pins)
+    pins, impossible = possible_pins(config.pins, num_blocks, choices_of)
+    asked["pins"] = {**pins, **dict(asked.get("pins", {}))}
+    made = plan(config.model, data, on_event=on_event, **asked)
+    remarks += [
+        f"{name} is not {value} as in the file: {why}" for name, (value, why) in impossible.items()
+    ]
+    return PlanFromConfig(made, tuple(remarks))
+
+
+def audit(
+    config: ImportedConfig | str | Path,
+    *,
+    hardware: str | HardwareProfile | None = None,
+    measure: bool = False,
+    on_event: OnEvent = log_event,
+) -> Audit:
+    """Predict another trainer's configuration on a card, in autotune and in its own program
+    (`in_trainer`), and the fastest plan that learns the same; with `measure`, run both here, too.
+
+    Raises:
+        InvalidInput: as `import_config` and `plan`.
+
+    Example:
+        >>> found = autotune.audit("train_lora.yaml", hardware="4090")
+        >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
+    """
+    if measure and hardware is not None:
+        raise InvalidInput(
+            "only this machine can be measured", hint="leave out --measure, or --hardware"
+        )
+    read = config if isinstance(config, ImportedConfig) else import_config(config)
+    from autotune.cost.estimate import estimate as estimate_candidate
+    from autotune.cost.predict import CostModel
+    from autotune.search.pins import as_written, worth
+    from autotune.search.problem import PlannerBackend
+
+    profile = hardware_for(hardware, on_event=on_event)
+    asked = {"model": read.model, "data": _folder_here(read.data), "hardware": profile}
+    options: dict[str, Any] = {**read.options, **asked}
+    request = make_request(PlanRequest, "audit", options)
+    on_event(StatusChanged(text="predicting the file as written"))
+    resolved = ResolvedRequest.build(complete(request), needs_weights=measure)
+    model, steps = resolved.model, resolved.job.num_steps
+    cost = CostModel.build(
+        profile, resolved.workload, model.family, model.config, read_parts(model)
+    )
+    made = None
+    with contextlib.suppress(NothingFits):
+        made = plan(**options, on_event=on_event).frozen.settings
+    settings, breaks = as_written(read.pins, cost.context, made)
+    predict = partial(estimate_candidate, cost, num_steps=steps)
+    written, in_trainer = predict(settings), None
+    if read.overheads is not None:
+        caching = exporting.caching_in(read.pins)
+        why = Reason(knob="caching", chosen=caching_text(caching), why="as in the file")
+        theirs = cost.with_overheads(read.overheads, (caching, why))
+        in_trainer = estimate_candidate(theirs, settings, num_steps=steps)
+    found = Audit(
+        config=read,
+        as_written=written,
+        in_trainer=in_trainer,
+        breaks=breaks,
+        fastest=None if made is None else predict(made),
+        worth=() if made is None else worth(predict, written, made),
+    )
+    if not measure:
+        return found
+    on_event(StatusChanged(text="running a few steps of both"))
+    with PlannerBackend().trials(resolved.model, cost) as run:
+        return found.changed(
+            measured_as_written=run(settings), measured_fastest=None if made is None else run(made)
+        )
+
+
+def export_config(
+    plan: TrainingPlan | str | Path,
+    to: str,
+    output: str | Path | None = None,
+    *,
+    strict: bool = False,
+    overwrite: bool = False,
+) -> exporting.ExportedConfig:
+    """Turn a plan into the files of another trainer (configuration, data sets, starting script),
+    and write them to the folder `output`, if it is named.
+
+    `to` is `ai-toolkit`, `musubi`, `simpletuner`, `diffusers`, `sd-scripts` or `onetrainer`. What
+    that trainer lacks goes to its nearest setting that needs no more memory, which the head of the
+    files says; with `strict`, differences that change learning or memory are refused.
+
+    Raises:
+        InvalidPlan: the file is not a valid plan.
+        InvalidInput: the trainer lacks the model, or something that has no such neighbor, or
+            anything with `strict`; or a file is there already, unless `overwrite`.
+
+    Example:
+        >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
+        >>> exported.files.keys(), exported.differences
+    """
+    made = load_plan(plan)
+    if made.job.data is not None and is_list(made.job.data):
+        raise InvalidInput(
+            f"{data_text(made.job.data)}: this is a list of folders, and only a single folder can "
+            "be exported",
+            hint="name one folder as the plan's data, export, and add the others to the files",
+        )
+    folders = {name: getattr(made.job, name) for name in ("data", "control")}
+    places = {
+        name: str(Path(one).absolute()) if Path(one).is_dir() else one
+        for name, one in folders.items()
+        if one is not None
+    }
+    exported = exporting.export_plan(with_job(made, **places), get_trainer(to), strict=strict)
+    if output is not None:
+        folder = Path(output)
+        there = next((folder / name for name in exported.files if (folder / name).exists()), None)
+        if there is not None and not overwrite:
+            _require_absent(there, "folder")
+        for name, text in exported.files.items():
+            write_text_atomic(folder / name, text)
+    return exported
+
+
+def _require_absent(path: Path, kind: str) -> None:
+    if path.exists():
+        hint = f"name another {kind}, or allow it: --overwrite"
+        raise InvalidInput(f"{path} is there already", hint=hint)
+
+
+def _folder_here(data: str | None) -> str | None:
+    """The folder of a configuration, if it is on this machine."""
+    return data if data is not None and Path(data).expanduser().is_dir() else None
