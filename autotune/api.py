@@ -36,6 +36,7 @@ from autotune.machine.probe import (
     with_earlier_packages,
 )
 from autotune.machine.probe import probe as read_machine
+from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import find_published, get_family
 from autotune.models.resolve import is_single_file, read_parts, resolve_model
 from autotune.models.single_file import open_single_file, recognize
@@ -669,7 +670,8 @@ def sample(
     from autotune.train.sample import sample_run
 
     process.silence_progress_bars()
-    return sample_run(inputs, machine(), cache_path(ENCODED), on_event)
+    with TORCH_LOCK:
+        return sample_run(inputs, machine(), cache_path(ENCODED), on_event)
 
 
 def _progress_to(on_event: OnEvent, name: str) -> Callable[[int, int], None]:

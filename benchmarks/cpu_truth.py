@@ -1,7 +1,6 @@
 """Ground truth on a CPU: what PyTorch's own profiler says a real training step allocates, and
 how long steps take."""
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from autotune.models.adapter import add_adapter
 from autotune.models.family import Batch, Family
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Workload
-from autotune.system.process import redirect_output
 from autotune.train.model import TrainingModel, apply_knobs
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import (
@@ -187,10 +185,7 @@ class RealSteps:
     def profiled(self) -> int:
         """Take a step; returns the most bytes that were live of what it allocated."""
         level = peak = 0
-        with (
-            redirect_output(os.devnull),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-        ):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             self.take()
         for size in memory_events(profiler):
             level += size

@@ -27,7 +27,7 @@ from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import encoder_precision
 from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.facts import Parts
-from autotune.models.family import TRACING, Batch, Family, build_on_meta
+from autotune.models.family import TORCH_LOCK, Batch, Family, build_on_meta
 from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
@@ -106,7 +106,7 @@ def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
-        with TRACING:
+        with TORCH_LOCK:
             return known(*arguments, **options)  # type: ignore[arg-type]
 
     return call
@@ -127,7 +127,7 @@ def traced_model(
     others = repr((sorted(config.items()), parts, overheads and overheads.traced))
     key = family, workload, rules, others
     known = family, config, workload, rules, parts, overheads
-    with TRACING:
+    with TORCH_LOCK:
         model = _remembered.pop(key, None) or TracedModel(*known)
         while len(_remembered) >= NUM_REMEMBERED:
             del _remembered[next(iter(_remembered))]

@@ -396,9 +396,9 @@ def public_config(config: Config) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
-# Held while models are built without weights or traced, which changes functions, hooks and modules
-# that all threads share.
-TRACING = threading.RLock()
+# Held by what changes functions, hooks, modules or the default dtype for all threads (tracing,
+# building and loading models), and by what such a change would falsify: a run's steps, pictures.
+TORCH_LOCK = threading.RLock()
 
 
 def build_on_meta(family: Family, config: Config) -> Any:
@@ -410,7 +410,7 @@ def build_on_meta(family: Family, config: Config) -> Any:
     kind = family.transformer_class
     getattr(diffusers, kind)  # an error of this import would not be the configuration's
     try:
-        with TRACING, torch.device("meta"), limit_tensors(), no_init_weights():
+        with TORCH_LOCK, torch.device("meta"), limit_tensors(), no_init_weights():
             return family.build_transformer(config)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
         raise InvalidInput(

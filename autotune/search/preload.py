@@ -7,10 +7,16 @@ it, which are unused here). bitsandbytes chooses its backend: it is left to the 
 """
 
 import gc
+import os
 import sys
 from unittest import mock
 
-from autotune.system.process import silence_libraries, silence_progress_bars
+from autotune.system.process import OF_FORK_SERVER, silence_libraries, silence_progress_bars
+
+if os.environ.get("PYTHONSAFEPATH") == OF_FORK_SERVER:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):  # else a pipe would stay open after the command's end
+        os.dup2(nowhere, output)
 
 silence_libraries()
 

@@ -19,8 +19,6 @@ from typing import TypeVar
 import psutil
 import torch
 
-from autotune.system.process import redirect_output
-
 T = TypeVar("T")
 
 
@@ -57,11 +55,7 @@ def measure_peak_memory(
         result = work()
         return result, max(base, torch.mps.current_allocated_memory())
     activities = [torch.profiler.ProfilerActivity.CPU]
-    # Kineto writes to the terminal whatever is set.
-    with (
-        redirect_output(os.devnull),
-        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
-    ):
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = work()
     current = peak = 0
     events = profile.profiler.kineto_results.events() if profile.profiler else []

@@ -33,6 +33,7 @@ SPIN_COUNT = "6000"
 UNNEEDED = ("bitsandbytes", "scipy", "triton", "cuda")
 # Begins the command of a child, which must not import a `json.py` of the folder that it works in.
 PYTHON = (sys.executable, "-P")
+OF_FORK_SERVER = "autotune"  # value of PYTHONSAFEPATH by which the server and its tracker know it
 
 
 def prepare_process(*, only_predicts: bool = False) -> None:
@@ -82,6 +83,10 @@ def silence_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # of profiles, and addresses without names
     for name in NOISY_LOGGERS:
         logger = logging.getLogger(name)
         logger.setLevel(logger.level or logging.ERROR)
@@ -97,23 +102,6 @@ def silence_progress_bars() -> None:
     transformers_logging.disable_progress_bar()
 
 
-@contextlib.contextmanager
-def redirect_output(file: str | Path) -> Iterator[None]:
-    """Append to `file` what is written to descriptors 1 and 2, where no library's setting has
-    effect."""
-    handle = os.open(file, os.O_WRONLY | os.O_APPEND)
-    saved = {number: os.dup(number) for number in (1, 2)}
-    try:
-        for number in saved:
-            os.dup2(handle, number)
-        yield
-    finally:
-        for number, before in saved.items():
-            os.dup2(before, number)
-            os.close(before)
-        os.close(handle)
-
-
 def fork_server_context() -> "ForkServerContext":
     """Return what starts processes that have imported what trials need, with their server."""
     import multiprocessing
@@ -121,16 +109,16 @@ def fork_server_context() -> "ForkServerContext":
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["autotune.search.preload"])
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"  # as `PYTHON`: for the server and the resource tracker
-    try:
-        with redirect_output(os.devnull):  # it would keep a pipe open after this process has ended
+    with _lock:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = OF_FORK_SERVER  # as `PYTHON`
+        try:
             forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
+        finally:
+            if before is None:
+                del os.environ["PYTHONSAFEPATH"]
+            else:
+                os.environ["PYTHONSAFEPATH"] = before
     return context
 
 
@@ -348,7 +336,6 @@ def launch(
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_SECONDS)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without names
     cores = usable_cores()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
     config = LaunchConfig(

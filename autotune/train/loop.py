@@ -17,7 +17,7 @@ from autotune.errors import AutotuneError, Preempted, is_out_of_memory
 from autotune.events import Notice, OnEvent, StepFinished
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.registry import reload_key
-from autotune.models.family import Batch
+from autotune.models.family import TORCH_LOCK, Batch
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.words import label_of
@@ -138,9 +138,11 @@ class TrainingLoop:
         batches = cast("Generator[Batch]", iter(loader))
         with contextlib.closing(batches):
             for step in range(self.done, self.num_steps):
-                event = self._timed_step(step, batches, loader)
-                self.done = event.step
-                self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
+                with TORCH_LOCK:
+                    event = self._timed_step(step, batches, loader)
+                    self.done = event.step
+                    event = self.validation.measure_after(event, self.settings.micro_batch_size)
+                self._report(event)
                 if trace:
                     trace.step()
                 reason = signal_name() or self.stop_reason() or self._cancelled

@@ -19,6 +19,7 @@ from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_
 from autotune.data.pixels import has_video_decoder
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator
+from autotune.models.family import TORCH_LOCK
 from autotune.plan.base import digest_of, log_event
 from autotune.plan.file import RUN_PLAN_FILE, save_plan
 from autotune.plan.hardware import HardwareProfile
@@ -114,7 +115,7 @@ class _Run:
         plan, job, processes = self.plan, self.plan.job, self.processes
         if resume:
             processes.share(self._require_same_run)
-        with self.monitor.phase("caching"):
+        with self.monitor.phase("caching"), TORCH_LOCK:
             encoded, held_out = self._encode()
         run_key = folder.compute_run_key(plan, encoded.items, encoded.entries)
         epoch_size = sum(item.repeats for item in encoded.items)
@@ -137,7 +138,7 @@ class _Run:
                 hint = f"resume with --steps {first_step} or more, or choose another --output"
                 taken = f"{first_step} steps were taken already"
                 raise errors.InvalidInput(f"{taken}, and the run is to take {num_steps}", hint=hint)
-            with self.monitor.phase("loading"):
+            with self.monitor.phase("loading"), TORCH_LOCK:
                 trained = self._load()
                 processes.wait()
             name = f"training from step {first_step}" if checkpoint else "training"
@@ -165,7 +166,8 @@ class _Run:
                 with self.watchdog.finishing_steps():
                     loop.run()
         is_single = processes.world_size == 1
-        with eager_eval(trained.transformer), process.preempt_on_signal(second_ends=is_single):
+        stopping = process.preempt_on_signal(second_ends=is_single)
+        with eager_eval(trained.transformer), stopping, TORCH_LOCK:
             report = self._finish(loop, started)
         return processes.share(lambda: report)
 
@@ -253,7 +255,7 @@ class _Run:
 
     def _sample_previews(self, step: int) -> None:
         written = []
-        with self._drop_failing_previews():
+        with self._drop_failing_previews(), TORCH_LOCK:
             for number, preview in enumerate(self.previews):
                 with self.monitor.phase("previews"), eager_eval(self.sampler.transformer):
                     frames = self.sampler.sample(preview)

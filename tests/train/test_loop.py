@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from autotune.cost.kernels import substitutes
 from autotune.data.encode import EncodedDataset
 from autotune.errors import AutotuneError
 from autotune.events import StepFinished
+from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import get_family
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
@@ -265,3 +268,14 @@ def test_a_kernel_that_gives_nan_is_replaced(bench, tmp_path, selective):
     assert loop.settings.attention == "_native_math"
     assert "a gradient was not finite at step" in loop.warnings[0]
     torch.testing.assert_close(values_of(loop.model.adapter), undisturbed, rtol=1e-3, atol=1e-5)
+
+
+def test_no_step_runs_while_a_thread_traces(bench, tmp_path):
+    steps: list[StepFinished] = []
+    plan = bench.plan(num_steps=1)
+    with ThreadPoolExecutor(1) as thread:
+        with substitutes("flash", "cuda"), TORCH_LOCK:
+            run = thread.submit(bench.loop, plan, tmp_path, on_step=steps.append)
+            assert not wait([run], timeout=1).done
+        run.result()
+    assert len(steps) == 1

@@ -1,0 +1,47 @@
+"""Threads of one process call everything at once, as those of a service do."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import autotune
+from tests.small import write_small
+
+MODELS = "qwen-image", "flux1-dev", "sdxl", "z-image"
+
+
+def predict(model: str) -> float:
+    return autotune.estimate(model, hardware="4090").run_memory_bytes
+
+
+@pytest.mark.slow
+def test_threads_predict_what_one_call_does():
+    with ThreadPoolExecutor(4) as threads:
+        at_once = list(threads.map(predict, MODELS * 2))
+        plans = list(threads.map(lambda model: autotune.plan(model, hardware="4090"), MODELS))
+    assert at_once == [predict(model) for model in MODELS * 2]
+    assert plans == [autotune.plan(model, hardware="4090") for model in MODELS]
+
+
+@pytest.mark.slow
+def test_threads_plan_train_and_predict_at_once(tmp_path):
+    outputs = [os.fstat(number).st_ino for number in (1, 2)]
+    for family in ("qwen-image", "sdxl"):
+        write_small(family, tmp_path / family)
+
+    def plan(family: str) -> autotune.TrainingPlan:
+        folder, job = tmp_path / family, {"num_steps": 8, "resolution": 64, "max_trials": 2}
+        return autotune.plan(folder / "model", folder / "images", **job)
+
+    def train(made: autotune.TrainingPlan) -> tuple[float, ...]:
+        outputs = (str(tmp_path / made.digest[-8:] / name) for name in ("run", "again"))
+        return tuple(autotune.train(made, output=output).final_loss for output in outputs)
+
+    with ThreadPoolExecutor(3) as threads:
+        plans = list(threads.map(plan, ("qwen-image", "sdxl")))
+        predicted = [threads.submit(predict, model) for model in MODELS]
+        losses = list(threads.map(train, plans))
+    assert [each.result() for each in predicted] == [predict(model) for model in MODELS]
+    assert all(first == again for first, again in losses)
+    assert [os.fstat(number).st_ino for number in (1, 2)] == outputs
