@@ -77,10 +77,12 @@ else:
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'autotune' has no attribute {name!r}")
+        from autotune.errors import raise_typed
         from autotune.system.process import collect_rarely
 
         with collect_rarely():
-            return getattr(importlib.import_module(f"autotune.{HOMES.get(name, 'api')}"), name)
+            found = getattr(importlib.import_module(f"autotune.{HOMES.get(name, 'api')}"), name)
+        return found if isinstance(found, type) else raise_typed(found)
 
 
 def __dir__() -> list[str]:

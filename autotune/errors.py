@@ -12,12 +12,16 @@ The number is the exit status. Any other exception that reaches the user is a bu
 
 import contextlib
 import errno
+import functools
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def match_names(
@@ -55,6 +59,8 @@ class AutotuneError(Exception):
     exit_status = 1
 
     def __init__(self, message: str, *, hint: str) -> None:
+        # A name on disk may be of any bytes; what is printed or sent is not.
+        message, hint = (text.encode("utf-8", "replace").decode() for text in (message, hint))
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -176,6 +182,15 @@ def _failed_import(error: BaseException | None) -> ImportError | None:
     return error
 
 
+# What an argument or a file may hold that Python's own functions refuse.
+UNUSABLE = {
+    "text that is not Unicode": UnicodeError,
+    "a number too large": OverflowError,
+    "a NUL": ValueError,
+}
+NUL_MESSAGES = ("embedded null byte", "embedded null character")
+
+
 def explain_error(error: Exception) -> AutotuneError:
     """Return the exception itself if autotune raised it, else one that says what it means."""
     if isinstance(error, AutotuneError):
@@ -189,14 +204,12 @@ def explain_error(error: Exception) -> AutotuneError:
     if is_out_of_memory(error):
         hint = "close other programs that use memory, or raise the limit (ulimit -v, -d)"
         return AutotuneError(f"memory ran out: {error}", hint=hint)
-    if isinstance(error, UnicodeError | OverflowError):
-        kind = (
-            "text that is not Unicode" if isinstance(error, UnicodeError) else "a number too large"
-        )
-        return InvalidInput(
-            f"there is {kind} in an argument, a name or a file: {first_line(error)}",
-            hint="AUTOTUNE_TRACEBACK=1 shows where it was read",
-        )
+    for what, kinds in UNUSABLE.items():
+        if isinstance(error, kinds) and (kinds is not ValueError or str(error) in NUL_MESSAGES):
+            return InvalidInput(
+                f"there is {what} in an argument, a name or a file: {first_line(error)}",
+                hint="AUTOTUNE_TRACEBACK=1 shows where it was read",
+            )
     if (absent := _failed_import(error)) is not None:
         return AutotuneError(
             f"the installation is broken: {first_line(absent)}",
@@ -204,5 +217,26 @@ def explain_error(error: Exception) -> AutotuneError:
         )
     return AutotuneError(
         f"{type(error).__name__}: {first_line(error) or 'no message'}",
-        hint="this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
+        hint=f"{BUG}; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
     )
+
+
+BUG = "this is a bug in autotune"
+
+
+def raise_typed(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function raise AutotuneError for whatever an argument or a file causes."""
+
+    @functools.wraps(function)
+    def door(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BrokenPipeError:
+            raise
+        except (OSError, ValueError, OverflowError) as error:
+            explained = explain_error(error)
+            if explained.hint.startswith(BUG):
+                raise
+            raise explained from error
+
+    return door

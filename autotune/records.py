@@ -6,7 +6,7 @@ user's own.
 
 from collections.abc import Sequence
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, raise_typed
 from autotune.machine.probe import probe as read_machine
 from autotune.plan.base import Frozen
 from autotune.plan.words import label_of
@@ -40,6 +40,7 @@ class RecordSummary(Frozen):
     """Differences from this machine."""
 
 
+@raise_typed
 def push(url: str, *, create: bool = False) -> Transfer:
     """Copy your records to a team's store; only new ones travel. Raises InvalidInput if there is
     no such folder, unless `create` makes it.
@@ -55,6 +56,7 @@ def push(url: str, *, create: bool = False) -> Transfer:
     return merge_stores(user_store(), team)
 
 
+@raise_typed
 def pull(url: str) -> Transfer:
     """Copy a team's records to your own store; only new ones travel. Raises InvalidInput if there
     are none.
@@ -71,6 +73,7 @@ def pull(url: str) -> Transfer:
     return merged
 
 
+@raise_typed
 def list_records(
     store: str | None = None, *, compare_here: bool = False
 ) -> tuple[RecordSummary, ...]:
@@ -103,6 +106,7 @@ def list_records(
     return tuple(sorted(rows, key=lambda row: (row.measured_on, row.name), reverse=True))
 
 
+@raise_typed
 def prune(
     names: Sequence[str] = (), store: str | None = None, *, dry_run: bool = False
 ) -> tuple[str, ...]:
@@ -115,6 +119,7 @@ def prune(
     return prune_store(_store(store), names, dry_run=dry_run)
 
 
+@raise_typed
 def verify(store: str | None = None) -> tuple[int, tuple[str, ...]]:
     """Check that every record is whole, unaltered and possible: their number, and a line for each
     that is not. Raises InvalidInput if a store that is named has none.

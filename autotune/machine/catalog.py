@@ -257,6 +257,8 @@ def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfil
         why = "it is this device's own memory" if is_shared else "it was measured"
         what = f"the host's memory cannot be described: {why}"
         raise InvalidInput(what, hint="leave --host-memory out")
+    if not num_bytes:
+        raise InvalidInput("no host is without memory", hint="such as --host-memory 64GiB")
     host = profile.host.changed(memory_bytes=num_bytes, available_memory_bytes=int(0.9 * num_bytes))
     sizes = (profile.host.memory_bytes, num_bytes)
     old, new = (f"{size / 2**30:.0f} GiB of host memory" for size in sizes)

@@ -106,18 +106,21 @@ def digest_of(value: Frozen | dict[str, object]) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
+MAX_BYTES = 1 << 60
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def memory_bytes(amount: int | str) -> int:
-    """Return an amount such as `20GiB` in bytes. Raises ValueError if it is none."""
+    """Return an amount such as `20GiB` in bytes. Raises ValueError if it is none, or absurd."""
     if isinstance(amount, int):
+        if not 0 <= amount < MAX_BYTES:
+            raise ValueError(f"{amount} bytes are no amount of memory")
         return amount
     match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*", amount)
     unit = UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{amount!r} is not an amount of memory, such as 20GiB or 900MiB")
-    return int(float(match.group(1)) * unit)
+    return memory_bytes(int(float(match.group(1)) * unit))
 
 
 def image_size(size: int | str | tuple[int, int]) -> tuple[int, int]:

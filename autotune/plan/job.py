@@ -87,8 +87,8 @@ def each_place(data: DataPlace) -> tuple[str, ...]:
 
 def as_job_data(data: Any) -> Any:
     """Return the value of a job's `data`: of one place its name alone."""
-    if data is None:
-        return None
+    if not isinstance(data, str | Path | Sequence):
+        return data
     places = each_place(data)
     return places[0] if len(places) == 1 else places
 

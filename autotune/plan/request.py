@@ -24,8 +24,11 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 def _as_pairs(values: Any) -> Pairs:
-    items = values.items() if isinstance(values, Mapping) else values
-    return tuple((name, str(value)) for name, value in items)
+    try:
+        items = values.items() if isinstance(values, Mapping) else values
+        return tuple((name, str(value)) for name, value in items)
+    except TypeError as error:  # pydantic lets it pass
+        raise ValueError(f"{values!r} are no names with values") from error
 
 
 KnobValues = Annotated[Pairs | Mapping[str, str | int], BeforeValidator(_as_pairs)]
@@ -68,7 +71,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     """Never choose this value of a knob."""
     for_trainer: Annotated[str | None, Option("--for", metavar="TRAINER")] = None
     """Choose only what this trainer can express and fit, as `export-config` names it."""
-    num_gpus: Annotated[int, Option("--gpus")] = Field(default=1, ge=1)
+    num_gpus: Annotated[int, Option("--gpus")] = Field(default=1, ge=1, le=65536)
     """GPUs that train together, one process each; tested on CPUs only."""
     max_memory: MemoryAmount | None = None
     """The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."""
@@ -188,7 +191,7 @@ class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
     """A known name, a folder in the diffusers layout, or a hub id."""
     num_steps: Annotated[int | None, Option("--steps")] = Field(default=None, ge=1, le=MAX_STEPS)
     """Optimizer steps of the job."""
-    micro_batch_size: int = Field(default=1, ge=1)
+    micro_batch_size: int = Field(default=1, ge=1, le=65536)
     """Images per forward pass."""
     checkpointed_blocks: CheckpointedBlocks = "all"  # type: ignore[assignment]
     """Blocks that recompute their activations in the backward pass."""

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import operator
 import re
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import mypy.api
 import pytest
 
 import autotune
+import autotune.records
 from autotune.cli.app import app
-from autotune.errors import InvalidInput
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.machine.probe import hardware_for
 from autotune.plan.base import image_size, memory_bytes
 
@@ -76,6 +78,32 @@ def test_no_library_is_noisy_on_first_use():
     code = "import autotune; autotune.estimate('sdxl', hardware='4090', resolution_px=512)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert not done.stderr
+
+
+ON_4090 = {"model": "qwen-image", "hardware": "4090"}
+TEXTS = ("a\udcff", "\ud800", "\0", "x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *(("load_plan", {"plan": text}) for text in TEXTS),
+        *(("estimate", {**ON_4090, "hardware": text}) for text in TEXTS),
+        *(("import_config", {"path": text}) for text in TEXTS),
+        *(("records.pull", {"url": text}) for text in TEXTS),
+        *(("check_data", {"data": text}) for text in TEXTS),
+        *(("plan", {**ON_4090, "path": text}) for text in TEXTS[1:]),
+        *(("plan", {**ON_4090, "host_memory": number}) for number in (0, -1, 2**63)),
+        ("plan", {**ON_4090, "num_gpus": 2**62}),
+        ("plan", {**ON_4090, "pins": 3}),
+        ("estimate", {**ON_4090, "micro_batch_size": 2**62}),
+        ("train", {"data": 3}),
+    ],
+)
+def test_any_argument_ends_in_a_typed_error(name, given):
+    with pytest.raises(AutotuneError) as caught:
+        operator.attrgetter(name)(autotune)(**given)
+    assert f"{caught.value}{caught.value.hint}".encode()
 
 
 def test_unknown_arguments_name_the_nearest():
