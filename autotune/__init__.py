@@ -42,18 +42,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from autotune.api import (
-        check,
-        check_data,
-        compare,
-        estimate,
-        list_gpus,
-        list_models,
-        plan,
-        probe,
-        sample,
-        train,
-    )
+    from autotune.api import check, compare, estimate, list_gpus, list_models, plan, probe
     from autotune.errors import AutotuneError
     from autotune.exchange import audit, export_config
     from autotune.interop.importing import import_config
@@ -61,17 +50,21 @@ if TYPE_CHECKING:
     from autotune.models.resolve import fetch
     from autotune.plan.file import load_plan, save_plan
     from autotune.report.files import report
+    from autotune.training import check_data, sample, train
 else:
     HOMES = {
         "AutotuneError": "errors",
         "audit": "exchange",
+        "check_data": "training",
         "doctor": "machine.doctor",
         "export_config": "exchange",
         "fetch": "models.resolve",
         "import_config": "interop.importing",
         "load_plan": "plan.file",
         "report": "report.files",
+        "sample": "training",
         "save_plan": "plan.file",
+        "train": "training",
     }
 
     def __getattr__(name: str) -> object:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from autotune.api import complete, list_choices, plan
+from autotune.api import list_choices, plan
 from autotune.data.dataset import data_text, is_list
 from autotune.errors import InvalidInput, NothingFits, suggest_nearest
 from autotune.events import OnEvent, StatusChanged
@@ -23,7 +23,7 @@ from autotune.plan.job import AdapterFormat, ModelRef
 from autotune.plan.plan import Reason, TrainingPlan
 from autotune.plan.request import PlanRequest, make_request
 from autotune.plan.words import caching_text
-from autotune.search.request import ResolvedRequest
+from autotune.search.request import ResolvedRequest, complete
 from autotune.system.files import write_text_atomic
 from autotune.weights.adapters import read_adapter, write_adapter
 from autotune.weights.files import read_header

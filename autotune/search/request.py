@@ -3,26 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.data.dataset import Dataset, read_split, tell_cut_captions
 from autotune.data.items import make_options
-from autotune.knobs.caching import PIN
+from autotune.errors import InvalidInput
+from autotune.interop import exporting
+from autotune.interop.trainer import get_trainer
+from autotune.knobs.caching import PIN, caching_choices
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
-from autotune.knobs.settings import usual_learning_rate
+from autotune.knobs.settings import allow_optimizer, usual_learning_rate
 from autotune.models import resolve
 from autotune.models.facts import USUAL_IMAGES
 from autotune.models.registry import find_published
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.file import job_from
+from autotune.plan.file import job_from, load_plan
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.request import Pairs, PlanRequest
-from autotune.plan.workload import Workload
+from autotune.plan.workload import ADAMW, Workload
 from autotune.search.space import SearchSpace, build_search_space
 from autotune.train import prepare
 from autotune.train.folder import require_separate_output
 from autotune.weights.files import BadWeights
+
+
+def complete(request: PlanRequest) -> PlanRequest:
+    """Return the request on top of what an earlier plan was made for, with what follows from it.
+
+    Raises:
+        InvalidInput: it contradicts itself.
+    """
+    request.require_named()
+    if ":" in request.optimizer_choice.name and request.optimizer_choice.name != ADAMW.name:
+        allow_optimizer(request.optimizer_choice.name)
+    said = request
+    if request.earlier is not None:
+        before = load_plan(request.earlier)
+        request = request.over(before)
+        expert = before.job.expert
+        is_kept = said.model is not None and expert is not None and "expert" not in said.given
+        if is_kept and expert in resolve.resolve_model(said.model_ref).family.experts:
+            request = request.changed(expert=expert)
+    added = {"base", "vae", "text_encoders"} & said.given.keys()
+    if added and not resolve.is_single_file(request.model_ref):
+        raise InvalidInput(
+            f"{request.model_ref.name} is not a single file, so it takes no base, VAE or text "
+            "encoders",
+            hint="leave them out: a folder has them all",
+        )
+    request = request.changed(
+        study=request.study or ("search" if request.storage else None),
+        interrupted="forgotten" if request.fresh else "resumed",
+    )
+    if request.for_trainer is None:
+        return request
+    trainer = get_trainer(request.for_trainer)
+    family = resolve.resolve_model(request.model_ref).family
+    possible = exporting.expressible_targets(trainer, family.name)
+    if request.targets in possible or not possible:
+        return request
+    if "targets" in said.given:
+        what = f"{trainer.title} cannot adapt the layers {request.targets!r} of {family.name}"
+        raise InvalidInput(what, hint=f"use --targets {' or '.join(possible)}")
+    return request.changed(targets=possible[0])
 
 
 def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
@@ -127,6 +172,28 @@ class ResolvedRequest:
             assumed = f"{workload.max_text_tokens} tokens a caption are assumed"
             notes = (*notes, f"captions cannot be counted without the model's files: {assumed}")
         return cls(request, model, dataset, workload, job, notes)
+
+    def space(self, profile: HardwareProfile) -> SearchSpace:
+        """Return what may be tried on a machine. Raises as `build_search_space`."""
+        return build_space(self.request, self._context(profile))
+
+    def suited_to_trainer(self, profile: HardwareProfile) -> ResolvedRequest:
+        """Exclude what the trainer that is named cannot express, and add what its program takes."""
+        trainer = get_trainer(str(self.request.for_trainer))
+        spec, space = self.model.spec, self.space(profile)
+        possible = {
+            name: (*choices, *space.pinnable.get(name, ()))
+            for name, choices in space.choices.items()
+        }
+        every = {**possible, **caching_choices(self._context(profile))}
+        lacking = exporting.inexpressible(trainer, spec.family, spec.num_blocks, every)
+        overheads = exporting.overheads_for(trainer, self.job, self.workload, possible)
+        exclusions = (*self.request.exclusion_pairs, *lacking)
+        request = self.request.changed(exclusions=exclusions, overheads=overheads)
+        return replace(self, request=request)
+
+    def _context(self, profile: HardwareProfile) -> TuningContext:
+        return TuningContext(profile, self.model.family, self.workload)
 
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:

@@ -20,7 +20,7 @@ def test_a_run_is_planned_and_resumed_by_its_own_plan(tmp_path, monkeypatch):
             *small, machine(), output=arguments["output"], num_steps=arguments["num_steps"]
         )
 
-    monkeypatch.setattr("autotune.api.plan", search)
+    monkeypatch.setattr("autotune.training.plan", search)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     small = write_model_and_images(tmp_path)
     model, data, output = str(small[0]), str(small[1]), str(tmp_path / "run")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.api import complete
 from autotune.errors import InvalidInput
 from autotune.interop.importing import ImportedConfig, import_config
 from autotune.interop.trainer import trainers
@@ -15,6 +14,7 @@ from autotune.models.family import build_on_meta
 from autotune.models.layers import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.models.registry import FAMILIES
 from autotune.plan.request import PlanRequest
+from autotune.search.request import complete
 from tests.interop.test_importing import lost
 
 

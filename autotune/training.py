@@ -1,0 +1,222 @@
+"""Data, training and samples: what happens once there is a plan."""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from autotune.api import plan
+from autotune.data.dataset import DataReport, check_dataset
+from autotune.data.items import make_options
+from autotune.errors import InvalidInput, first_line
+from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
+from autotune.knobs.settings import allow_optimizer
+from autotune.machine.probe import lock_for_run
+from autotune.machine.probe import probe as read_machine
+from autotune.models.family import TORCH_LOCK
+from autotune.models.registry import get_family
+from autotune.plan.base import log_event
+from autotune.plan.file import RUN_PLAN_FILE, load_plan, with_job
+from autotune.plan.plan import RunReport, TrainingPlan
+from autotune.plan.request import CheckDataRequest, TrainRequest, takes
+from autotune.report.files import RunPage
+from autotune.system import process
+from autotune.system.files import cache_path
+from autotune.train import prepare
+from autotune.train.folder import check_folder
+from autotune.train.metrics import serve_metrics
+from autotune.weights.hub import snapshot_in_cache
+
+ENCODED = "encoded"  # folder of the user's cache that holds encoded captions and images
+
+
+@takes(CheckDataRequest, "data")
+def check_data(request: CheckDataRequest) -> DataReport:
+    """Look at every file of a data folder as training would, and name what is broken, tiny,
+    duplicate or captionless.
+
+    Raises:
+        InvalidInput: there is no such folder or family.
+
+    Example:
+        >>> report = autotune.check_data("photos")
+        >>> report.can_train, report.problems
+    """
+    family = get_family(request.model)
+    num_frames = request.given.get("num_frames", family.defaults.num_frames)
+    family.check_num_frames(num_frames)
+    return check_dataset(
+        request.data,
+        make_options(request.given, family, num_frames),
+        resolution_px=request.resolution_px or family.defaults.resolution_px,
+        multiple_px=family.size_multiple_px,
+        max_side_px=family.max_side_px,
+        max_upscaling=request.max_upscaling,
+        max_crop=request.max_crop,
+        family=family,
+        tokenizers=snapshot_in_cache(family.models[0].hub_id),
+        on_progress=lambda done, total: request.on_event(
+            Progressed(name="reading", done=done, total=total)
+        ),
+    )
+
+
+@takes(TrainRequest, "plan")
+def train(request: TrainRequest) -> RunReport:
+    """Train exactly what a plan says, in as many processes as it says.
+
+    Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan
+    is taken. A predicted plan is measured once first, and then written beside its file. If torchrun
+    started this process, it is one of the plan's; else it starts them.
+
+    Raises:
+        InvalidPlan: the file is not a valid plan, or a value of the job is out of range.
+        DoesNotFit: the plan was made for another machine, model or class of data.
+        InvalidInput: model, data or output folder cannot be used, or a launcher started another
+            number of processes.
+        Preempted: a signal came, or `on_event` raised KeyboardInterrupt at a step, as a thread does
+            to cancel; a checkpoint is written.
+        AutotuneError: another process of the run failed, memory or disk ran out, or the loss is no
+            longer finite.
+
+    Example:
+        >>> autotune.train("plan.yaml", output="first-run").final_loss
+        >>> autotune.train(model="qwen-image", data="photos")
+    """
+    named, on_event = request.plan, request.on_event
+    given = _plan_first(request) if named is None else load_plan(named)
+    file = None if named is None or isinstance(named, TrainingPlan) else Path(named)
+    planned = given.frozen.workload.optimizer
+    if request.optimizer not in (None, planned.name):
+        raise InvalidInput(
+            f"the plan was made for the optimizer {planned.name}, not for {request.optimizer}",
+            hint=f"plan for it: autotune plan --from PLAN --optimizer {request.optimizer}",
+        )
+    if request.optimizer is not None and ":" in request.optimizer:
+        allow_optimizer(request.optimizer)
+    chosen = with_job(given, **request.given_job)
+    launch = process.adopt_launch(chosen.frozen.hardware.num_processes)
+    is_first = launch is None or launch.rank == 0
+    on_event = on_event if is_first else ignore_event
+    with contextlib.ExitStack() as stack:
+        if request.metrics_port is not None and is_first:
+            on_event = stack.enter_context(serve_metrics(request.metrics_port, on_event))
+        return _train_here(
+            chosen, file, launch, on_event, resume=request.resume, trace=request.trace
+        )
+
+
+def _train_here(
+    chosen: TrainingPlan,
+    file: Path | None,
+    launch: process.Launch | None,
+    on_event: OnEvent,
+    *,
+    resume: bool,
+    trace: bool,
+) -> RunReport:
+    on_event(StatusChanged(text="reading model and data"))
+    inputs = prepare.read_inputs(chosen, resume=resume)
+    from autotune.train.processes import train_in_processes
+    from autotune.train.run import train as run_training
+
+    on_event(StatusChanged(text="reading the machine"))
+    process.silence_progress_bars()
+    number = chosen.frozen.hardware.num_processes
+    hardware = read_machine() if launch is None and number == 1 else read_machine(index=0)
+    if launch and hardware.device.kind == "cuda" and launch.local_rank:
+        hardware = read_machine(index=launch.local_rank % hardware.device.count)
+    chosen = prepare.fetch_weights(chosen, hardware)
+    if chosen.frozen.expected.evidence == "predicted":
+        from autotune.search.arrival import load_or_verify
+
+        chosen = load_or_verify(chosen, hardware, file, on_event)
+    batch = chosen.frozen.workload.effective_batch_size
+    num_steps = chosen.job.steps_on(inputs.data.training.epoch_size, batch)
+    on_event(RunStarted(plan=chosen.changed(job=chosen.job.changed(num_steps=num_steps))))
+    page = RunPage(Path(chosen.job.output), on_event)
+    try:
+        with lock_for_run(
+            hardware.device, 1 if launch else number, lambda text: on_event(Notice(text=text))
+        ):
+            encoded = cache_path(ENCODED)
+            if launch or number == 1:
+                made = run_training(
+                    chosen, hardware, encoded, page, resume=resume, trace=trace, inputs=inputs
+                )
+            else:  # checked here, so that what is wrong is reported once, before processes start
+                prepare.prepare(chosen, hardware, resume=resume, inputs=inputs).lock.release()
+                made = train_in_processes(chosen, encoded, page, resume=resume, trace=trace)
+    except BaseException as error:
+        page.log(logging.ERROR, f"{type(error).__name__}: {first_line(error)}")
+        raise
+    if page.has_trained:  # of several processes only the first tells of steps
+        page.write()
+    return made
+
+
+def _plan_first(request: TrainRequest) -> TrainingPlan:
+    """The plan of the run in the output folder that is resumed, else a new one for what the
+    request says."""
+    if (file := Path(request.output) / RUN_PLAN_FILE).exists():
+        earlier = with_job(load_plan(file), output=request.output)
+        if request.resume:
+            return earlier
+        check_folder(earlier, resume=False)  # before a search
+    if process.started_by_launcher():
+        hint = (
+            "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
+        )
+        raise InvalidInput("processes that train together need a plan file", hint=hint)
+    if request.data is None:
+        raise InvalidInput(
+            "there is no data to train on", hint="name a folder with --data, or a plan that has one"
+        )
+    asked = {**request.given_job, "optimizer": request.optimizer, "on_event": request.on_event}
+    made: TrainingPlan = plan(**asked)
+    return made
+
+
+def sample(
+    run: str | Path,
+    prompt: str,
+    *,
+    count: int = 1,
+    seed: int = 0,
+    num_steps: int | None = None,
+    control: Sequence[str | Path] = (),
+    path: str | Path | None = None,
+    on_event: OnEvent = log_event,
+) -> list[Path]:
+    """Sample pictures from a trained adapter through the model's stock pipeline; return the files.
+
+    `run` is a run's folder; or a plan, whose model is shown without an adapter (for prior
+    preservation). Picture N has the seed `seed` + N. `path` gets a number added if there are
+    several. A video model writes an mp4; to a name that ends otherwise, its first frame as a PNG.
+
+    Raises:
+        InvalidInput: the folder holds no trained adapter, or control images do not suit the model.
+        InvalidPlan: the file is no plan.
+        DoesNotFit: the plan was made for another machine.
+        AutotuneError: memory ran out.
+
+    Example:
+        >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
+        >>> autotune.sample("plan.yaml", "a photo of a dog", count=100, path="class-images/dog.png")
+    """
+    on_event(StatusChanged(text="sampling"))
+    target = None if path is None else Path(path)
+    controls = tuple(map(Path, control))
+    wanted = prepare.SampleRequest(prompt, count, seed, num_steps, controls, target)
+    machine = cache(read_machine)
+
+    def require(plan: TrainingPlan) -> None:
+        prepare.require_fit(prepare.hardware_misfits(plan, machine(), 1))
+
+    inputs = prepare.read_sample_inputs(Path(run), wanted, on_event, require)
+    from autotune.train.sample import sample_run
+
+    process.silence_progress_bars()
+    with TORCH_LOCK:
+        return sample_run(inputs, machine(), cache_path(ENCODED), on_event)
