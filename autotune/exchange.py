@@ -25,8 +25,9 @@ from autotune.plan.request import PlanRequest, make_request
 from autotune.plan.words import caching_text
 from autotune.search.request import ResolvedRequest, complete
 from autotune.system.files import write_text_atomic
-from autotune.weights.adapters import read_adapter, write_adapter
+from autotune.weights.adapters import NAME_MODEL, read_adapter, require_layers, write_adapter
 from autotune.weights.files import read_header
+from autotune.weights.names import NOT_READ_BY, find_class
 
 NOT_OF_PINS = ("path", "max_trials", "search_seconds", "pins")
 
@@ -38,15 +39,16 @@ def convert_weights(
     to: str = "diffusers",
     model: str | None = None,
     overwrite: bool = False,
-) -> None:
+) -> str | None:
     """Write an adapter under the names that another program loads: `diffusers`, `comfyui` or
-    `kohya`. Values, dtypes and alphas stay the same.
+    `kohya`. What it does and dtypes stay the same; in the first two, alpha becomes part of the
+    values. Returns which program does not find all layers in this format, and what to do.
 
-    `model` is the family of an adapter whose names do not tell it.
+    `model` is the model of an adapter whose names do not tell it.
 
     Raises:
-        InvalidInput: the format does not exist, `source` is no adapter, or `target` is there and
-            `overwrite` does not allow to replace it.
+        InvalidInput: the format does not exist, `source` is no adapter or not of this model, or
+            `target` is there and `overwrite` does not allow to replace it.
         BadWeights: `source` cannot be read.
     """
     source, target = Path(source), Path(target)
@@ -57,11 +59,23 @@ def convert_weights(
     if not overwrite:
         _require_absent(target, "file")
     read_header(source)
-    named = resolve_model(ModelRef.of(model)) if model else None
-    modules = build_on_meta(named.family, named.config).named_modules() if named else ()
-    transformer = named.family.transformer_class if named else None
-    adapter = read_adapter(source, [name for name, _ in modules], transformer)
-    write_adapter(target, adapter, to, transformer)  # type: ignore[arg-type]
+    if model:
+        named = resolve_model(ModelRef.of(model))
+        modules = dict(build_on_meta(named.family, named.config).named_modules())
+        transformer: str | None = named.family.transformer_class
+        adapter = read_adapter(source, modules, transformer)
+        require_layers(source, adapter, modules)
+    else:
+        adapter = read_adapter(source)
+        transformer = (adapter.info and adapter.info.transformer) or find_class(adapter.layers)
+        if not (transformer or adapter.info or transformer is None):
+            message = f"the names in {source} do not tell which model it is for"
+            raise InvalidInput(message, hint=NAME_MODEL)
+    write_adapter(target, adapter, to, transformer or None)  # type: ignore[arg-type]
+    program, classes = NOT_READ_BY[to]  # type: ignore[index]
+    if transformer not in classes:
+        return None
+    return f"{program} does not find all layers in this file; for it: --format {program.lower()}"
 
 
 @dataclass(frozen=True)

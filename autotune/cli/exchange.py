@@ -205,7 +205,7 @@ def inspect(file: Path, quick: bool, as_json: bool) -> None:
     default="diffusers",
     help="Program whose names it gets.",
 )
-@click.option("--model", help="Family of the adapter, if its names do not show it.")
+@click.option("--model", help="Model of the adapter, if its names do not show it.")
 @OVERWRITE
 @JSON
 def convert(
@@ -213,9 +213,10 @@ def convert(
 ) -> None:
     """Write an adapter under the names that another program loads.
 
-    Weights and alphas stay the same.
+    What it does stays the same.
     """
     from autotune.exchange import convert_weights
 
-    convert_weights(source, target, to=to, model=model, overwrite=overwrite)
-    print_result({"path": str(target)}, as_json, lambda _: f"written to {target}")
+    remark = convert_weights(source, target, to=to, model=model, overwrite=overwrite)
+    told = [f"written to {target}", *([remark] if remark else [])]
+    print_result({"path": str(target), "remark": remark}, as_json, lambda _: "\n".join(told))

@@ -32,7 +32,7 @@ from autotune.plan.job import AdapterFormat, Job
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system.files import PART_FILES
 from autotune.system.lazy import Tensor, nn, torch
-from autotune.weights.adapters import read_adapter, write_adapter
+from autotune.weights.adapters import read_adapter, require_layers, write_adapter
 from autotune.weights.files import BadWeights, read_header
 from autotune.weights.names import LoraLayer
 from autotune.weights.tensors import load_file, save_file
@@ -350,9 +350,13 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
     `transformer` may be on meta. Raises BadWeights, or InvalidInput for another model's, rank's or
     set's.
     """
-    named: Iterator[tuple[str, Any]] = transformer.named_modules()
-    adapted = {name: part for name, part in named if ADAPTER_NAME in getattr(part, "lora_A", ())}
-    layers = read_adapter(path, adapted, family.transformer_class).layers
+    modules: dict[str, Any] = dict(transformer.named_modules())
+    adapted = {
+        name: part for name, part in modules.items() if ADAPTER_NAME in getattr(part, "lora_A", ())
+    }
+    adapter = read_adapter(path, modules, family.transformer_class)
+    require_layers(path, adapter, modules)
+    layers = adapter.layers
     if different := sorted(layers.keys() ^ adapted.keys()):
         whose = "the plan does not adapt" if different[0] in layers else "it does not have"
         more = f", and {len(different) - 1} more" if len(different) > 1 else ""

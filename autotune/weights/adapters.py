@@ -1,12 +1,13 @@
 """LoRA adapters as files, in the three formats that people exchange.
 
     diffusers   transformer.<module>.lora_A.weight, .lora_B.weight, for a UNet unet.<module>...;
-                rank and alpha in the metadata, where `load_lora_weights` looks for them
-    comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight, .alpha
+                ranks in the metadata, where `load_lora_weights` looks for them
+    comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
 
-ComfyUI and kohya find a module by its name in their own model: the authors' (`names`), for which
-the comfyui format has lora_down and lora_up, so that diffusers understands it; or diffusers' own.
+ComfyUI and kohya find a module by its name in their own model: the authors' (`names`), or
+diffusers' own. ComfyUI ignores an alpha in the metadata, and diffusers does not take most models'
+from `.alpha`: the first two formats have it in their values. `NOT_READ_BY` tells the rest.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mode
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -28,6 +30,8 @@ from autotune.plan.job import AdapterFormat
 from autotune.system.lazy import Tensor, torch
 from autotune.weights.files import CorruptFile
 from autotune.weights.names import (
+    CHROMA_CLASS,
+    FLUX1_CLASS,
     LAYOUTS,
     Layout,
     LoraLayer,
@@ -42,7 +46,7 @@ from autotune.weights.tensors import load_file, save_file
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"
-# peft's configuration; a file with `.alpha` must not have it: diffusers would apply alpha twice.
+# peft's configuration.
 DIFFUSERS_KEY = "lora_adapter_metadata"
 
 PREFIXES: Mapping[str, AdapterFormat] = {
@@ -50,7 +54,30 @@ PREFIXES: Mapping[str, AdapterFormat] = {
     "unet.": "diffusers",
     "diffusion_model.": "comfyui",
     "lora_unet_": "kohya",
+    "lora_transformer_": "kohya",  # OneTrainer's
 }
+FOREIGN: Mapping[str, tuple[str, str]] = {
+    r"lora_te|text_encoder": (
+        "adapts a text encoder, which autotune does not train",
+        "take an adapter of the transformer or UNet alone, as Kohya's scripts train it with "
+        "--network_train_unet_only; or leave these keys out, which changes what it does",
+    ),
+    r"base_model\.model\.": (
+        "has the prefix of PEFT's own `save_pretrained`, which keeps alpha in another file",
+        "load it by `load_lora_adapter` of the diffusers model, and save it by the pipeline's "
+        "`save_lora_weights`",
+    ),
+    r"lycoris_": (
+        "is named by LyCORIS, as SimpleTuner uses it",
+        "train a plain LoRA there: --lora_type standard",
+    ),
+    r"\w*(blocks?|layers)[._]\d": (
+        "has no prefix, so no program's format",
+        "save it by the pipeline's `save_lora_weights`; with alpha equal to rank it is enough to "
+        "begin each key with `transformer.`, of a UNet with `unet.`",
+    ),
+}
+"""Beginnings of other programs' keys, by pattern: what they are, and what to do."""
 UNET_STAGES = ("down_blocks.", "mid_block.", "up_blocks.")
 PARTS: Mapping[str, str] = {
     "lora_A.weight": "down",
@@ -59,6 +86,16 @@ PARTS: Mapping[str, str] = {
     "lora_up.weight": "up",
     "alpha": "alpha",
     "lora_magnitude_vector": "magnitude",
+}
+
+OTHER_KINDS: Mapping[str, str] = {
+    "a LoKr": r"\.lokr_w",
+    "a LoHa": r"\.hada_w",
+    "an OFT": r"\.oft_",
+    "a LoCon with a core matrix": r"\.lora_mid",
+    "ComfyUI's and Kohya's form of a DoRA": r"\.dora_scale$",
+    "a full difference of weights": r"\.diff(_b)?$",
+    "a LoRA with biases": r"\.lora_\w+\.bias$",
 }
 
 EXPORT_AGAIN = "export or train the adapter again"
@@ -155,6 +192,28 @@ def parse_adapter(
     return replace(adapter, layers=layers, component="unet" if is_unet else "transformer")
 
 
+def require_layers(source: Path, adapter: Adapter, modules: Mapping[str, Any]) -> None:
+    """Raise InvalidInput unless each layer is one of the model's `modules`, by name and size."""
+    unknown = sorted(name for name in adapter.layers if not hasattr(modules.get(name), "weight"))
+    if unknown:
+        more = f", nor {len(unknown) - 1} more of its layers" if len(unknown) > 1 else ""
+        called = find_class(adapter.layers)
+        hint = f"they are called as those of a {called}: name such a model"
+        raise InvalidInput(
+            f"the model has no layer {unknown[0]}{more}, which {source} adapts",
+            hint=hint
+            if called
+            else "name the model that it belongs to; if this is the one, take "
+            "the program that wrote it to export under diffusers' names",
+        )
+    for name, layer in adapter.layers.items():
+        module = modules[name]
+        sizes = [getattr(module, f"{side}_features", None) for side in ("in", "out")]
+        if None not in sizes and sizes != [layer.down.shape[1], len(layer.up)]:
+            message = f"{source} is for another model: {name} differs in shape"
+            raise InvalidInput(message, hint="name that model")
+
+
 def _stored_class(adapter: Adapter) -> str | None:
     return adapter.info.transformer if adapter.info else None
 
@@ -163,6 +222,9 @@ def _detect_prefix(state: Mapping[str, Tensor]) -> str:
     for prefix in PREFIXES:
         if state and all(key.startswith(prefix) for key in state):
             return prefix
+    for begin, (what, hint) in FOREIGN.items():
+        if key := next((key for key in state if re.match(begin, key)), None):
+            raise InvalidInput(f"{key!r} {what}", hint=hint)
     unknown = sorted({key.split(".")[0] for key in state})
     begin = ", ".join(unknown[:4]) or "nothing"
     raise InvalidInput(
@@ -175,9 +237,11 @@ def _split_key(key: str) -> tuple[str, str]:
     for suffix, part in PARTS.items():
         if key.endswith("." + suffix):
             return key.removesuffix("." + suffix), part
+    kind = next((kind for kind, parts in OTHER_KINDS.items() if re.search(parts, key)), "no LoRA")
     raise InvalidInput(
-        f"{key!r} is not part of a LoRA",
-        hint="only LoRA and diffusers' DoRA are understood: no LoKr or LoHa",
+        f"{key!r} is part of {kind}",
+        hint="only LoRA and diffusers' DoRA are understood: train one, or let its program merge "
+        "this one into the model and take that by --model",
     )
 
 
@@ -192,7 +256,10 @@ def _collect_layers(
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in bare.items():
         module, part = _split_key(key)
-        modules.setdefault(module, {})[part] = tensor
+        is_fp8 = (
+            tensor.is_floating_point() and tensor.itemsize == 1
+        )  # torch has no arithmetic for it
+        modules.setdefault(module, {})[part] = tensor.to(torch.bfloat16) if is_fp8 else tensor
     layers = {}
     for module, parts in sorted(modules.items()):
         if not _is_pair(parts):
@@ -276,7 +343,11 @@ def serialize_adapter(
     layout = None if to == "diffusers" else _find_layout(adapter, to, transformer)
     with _reraise_bad_shapes():
         layers = join_layers(adapter.layers, layout) if layout else adapter.layers
-    down, up = ("lora_down", "lora_up") if to == "kohya" or layout else ("lora_A", "lora_B")
+    # By lora_down diffusers knows authors' names of FLUX.1 as such.
+    is_flux1 = layout in (LAYOUTS[FLUX1_CLASS], LAYOUTS[CHROMA_CLASS])
+    down, up = ("lora_down", "lora_up") if to == "kohya" or is_flux1 else ("lora_A", "lora_B")
+    if to != "kohya":
+        layers = {name: _fold_alpha(layer) for name, layer in layers.items()}
     prefixes = {
         "diffusers": f"{adapter.component}.",
         "comfyui": "diffusion_model.",
@@ -289,9 +360,9 @@ def serialize_adapter(
         tensors[f"{key}.{up}.weight"] = layer.up
         if layer.magnitude is not None:
             tensors[f"{key}.lora_magnitude_vector"] = layer.magnitude
-        if to != "diffusers":
+        if to == "kohya":
             tensors[f"{key}.alpha"] = _to_scalar(layer.alpha)
-    if len(tensors) < len(layers) * (2 if to == "diffusers" else 3):
+    if to == "kohya" and len(tensors) < len(layers) * 3:
         message = "two modules have one name once dots are underscores"
         raise InvalidInput(message, hint="choose diffusers or comfyui")
     metadata: dict[str, str] = {}
@@ -327,6 +398,12 @@ def _find_layout(adapter: Adapter, to: AdapterFormat, transformer: str | None) -
     return layout if layout and (layout.kohya_has_own_names or to != "kohya") else None
 
 
+def _fold_alpha(layer: LoraLayer) -> LoraLayer:
+    if layer.alpha == layer.rank:
+        return layer
+    return replace(layer, up=layer.up * (layer.alpha / layer.rank), alpha=float(layer.rank))
+
+
 def _to_scalar(value: float) -> Tensor:
     short = torch.tensor(value, dtype=torch.float32)
     return short if short.item() == value else short.new_tensor(value, dtype=torch.float64)
@@ -335,20 +412,14 @@ def _to_scalar(value: float) -> Tensor:
 def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, str]:
     """The configuration with which diffusers builds exactly these layers."""
     rank = mode(layer.rank for layer in layers.values())
-    alpha = mode(layer.alpha for layer in layers.values())
+    ranks = {f"^{re.escape(name)}": x.rank for name, x in layers.items() if x.rank != rank}
     config = {
         "r": rank,
-        "lora_alpha": alpha,
+        "lora_alpha": rank,
         # A pattern for whole names: in a list, `proj_out` would also mean `blocks.0.proj_out`.
         "target_modules": "|".join(re.escape(name) for name in layers),
-        "rank_pattern": {
-            f"^{re.escape(name)}": layer.rank
-            for name, layer in layers.items()
-            if layer.rank != rank
-        },
-        "alpha_pattern": {
-            f"^{re.escape(name)}": x.alpha for name, x in layers.items() if x.alpha != alpha
-        },
+        "rank_pattern": ranks,
+        "alpha_pattern": ranks,
     }
     if any(layer.magnitude is not None for layer in layers.values()):
         config["use_dora"] = True

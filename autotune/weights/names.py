@@ -1,7 +1,7 @@
 """The names of layers in ComfyUI and kohya's scripts: those of the models' authors.
 
 A layer of the authors may be several of diffusers, in the order of its rows. Both programs' own
-sources, with commits, are in `tests/weights/adapter_keys`, which these tables are tested against.
+sources, with commits, are in `tests/clients`, which these tables are tested against.
 FLUX's `norm_out` is left out: its rows are in another order there.
 """
 
@@ -291,6 +291,26 @@ KEPT_NAMES = frozenset(
     }
 )
 """Classes whose layers ComfyUI and kohya's scripts call as diffusers does, or understand so."""
+NOT_READ_BY: Mapping[AdapterFormat, tuple[str, frozenset[str]]] = {
+    "diffusers": (
+        "ComfyUI",
+        frozenset({"UNet2DConditionModel", "WanTransformer3DModel", "LTX2VideoTransformer3DModel"}),
+    ),
+    "comfyui": (
+        "diffusers",
+        frozenset(
+            {
+                "UNet2DConditionModel",
+                SD3_CLASS,
+                "Kandinsky5Transformer3DModel",
+                "QwenImage21Transformer2DModel",
+            }
+        ),
+    ),
+    "kohya": ("ComfyUI", frozenset({"ZImageTransformer2DModel", "QwenImage21Transformer2DModel"})),
+}
+"""The other program to which people take files of a format, and whose layers it does not find in
+them, or not all; told from its own loader in `tests/clients`."""
 NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38  # of Stable Diffusion 3.5 Large
 
 
@@ -327,7 +347,7 @@ def can_write(to: AdapterFormat, transformer: str) -> bool:
 
 def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) -> Layout | None:
     """Find the layout of the authors' names; by (inputs, outputs) where they are alike."""
-    known = (LAYOUTS[transformer],) if transformer and transformer in LAYOUTS else LAYOUTS.values()
+    known = [LAYOUTS[name] for name in LAYOUTS if name == (transformer or name)]
     fitting = [layout for layout in known if widths and layout.has_originals(widths)]
     if len(fitting) < 2:
         return fitting[0] if fitting else None

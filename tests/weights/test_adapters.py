@@ -22,6 +22,7 @@ from autotune.weights.adapters import (
 )
 from autotune.weights.files import CorruptFile, read_header
 from autotune.weights.names import LoraLayer
+from autotune.weights.tensors import save_file
 from tests.weights.conftest import bits
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
 
@@ -124,7 +125,7 @@ layers = st.dictionaries(names, parts, min_size=1, max_size=5).filter(
 
 
 @given(layers, st.permutations(FORMATS))
-def test_every_chain_of_conversions_keeps_weights_and_alphas(found, chain):
+def test_every_chain_of_conversions_keeps_dtypes_and_what_the_adapter_does(found, chain):
     made = {
         name: LoraLayer(torch.randn(rank, 5).to(kind), torch.randn(6, rank).to(kind), alpha)
         for name, (rank, alpha, kind) in found.items()
@@ -137,9 +138,11 @@ def test_every_chain_of_conversions_keeps_weights_and_alphas(found, chain):
     assert result.info == INFO
     assert result.layers.keys() == made.keys()
     for name, layer in made.items():
-        assert bits(result.layers[name].down) == bits(layer.down)
-        assert bits(result.layers[name].up) == bits(layer.up)
-        assert result.layers[name].alpha == layer.alpha
+        back = result.layers[name]
+        assert bits(back.down) == bits(layer.down)
+        assert back.up.dtype == layer.up.dtype
+        expected, tolerance = layer.up * (layer.alpha / layer.rank), torch.finfo(layer.up.dtype).eps
+        assert (back.up * (back.alpha / back.rank)).allclose(expected, rtol=tolerance)
 
 
 FOREIGN = {
@@ -182,6 +185,52 @@ def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
     with pytest.raises(error) as caught:
         parse_adapter(state, metadata)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha", "text encoder"),
+        ("text_encoder.layers.0.mlp.fc1.lora_A.weight", "text encoder"),
+        ("base_model.model.blocks.0.to_q.lora_A.weight", "PEFT"),
+        ("lycoris_blocks_0_to_q.lokr_w1", "LyCORIS"),
+        ("transformer_blocks.0.attn.to_q.lora_A.weight", "no prefix"),
+        ("diffusion_model.blocks.0.to_q.hada_w1_a", "LoHa"),
+        ("lora_unet_down_blocks_0_conv1.lora_mid.weight", "LoCon"),
+    ],
+)
+def test_another_programs_style_is_refused_by_name(key, told):
+    with pytest.raises(InvalidInput, match=told) as caught:
+        parse_adapter({key: torch.ones(2, 2)}, {})
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_an_fp8_adapter_is_converted_exactly(to):
+    down, up = torch.randn(2, 8), torch.randn(8, 2)
+    small = [each.to(torch.float8_e4m3fn) for each in (down, up)]
+    state = pair(*small, "double_blocks.0.img_attn.proj")
+    tensors, metadata = serialize_adapter(parse_adapter(state, {}), to, "FluxTransformer2DModel")
+    (back,) = parse_adapter(tensors, metadata).layers.values()
+    assert back.down.dtype == torch.bfloat16
+    assert torch.equal(back.up @ back.down, small[1].bfloat16() @ small[0].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("module", "width", "told"),
+    [
+        ("transformer_blocks.0.attn.to_w", 3072, "no layer"),
+        ("transformer_blocks.60.attn.to_q", 3072, "no layer"),
+        ("transformer_blocks.0.attn.to_q", 8, "differs in shape"),
+        ("double_blocks.0.img_attn.qkv", 3072, "no layer"),
+    ],
+)
+def test_layers_that_the_model_lacks_are_not_converted(tmp_path, module, width, told):
+    source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file(source, pair(torch.ones(2, width), torch.ones(width, 2), module))
+    with pytest.raises(InvalidInput, match=told):
+        convert_weights(source, out, model="qwen-image")
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +278,7 @@ def test_the_first_alpha_pattern_that_ends_a_name_counts():
 def test_an_adapter_of_one_of_two_models_is_written_once_its_model_is_told(tmp_path, to):
     source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     shared = "transformer_blocks.3.attn.to_out.0"  # of FLUX.1 and Qwen-Image, equally wide
-    layer = LoraLayer(torch.ones(2, 8), torch.ones(8, 2), 2.0)
+    layer = LoraLayer(torch.ones(2, 3072), torch.ones(3072, 2), 2.0)
     write_adapter(source, Adapter({shared: layer}, {}), "diffusers")
     with pytest.raises(InvalidInput, match="may be for FLUX") as caught:
         convert_weights(source, out, to=to)

@@ -60,7 +60,7 @@ def test_double_blocks_are_exact_where_diffusers_rounds_alpha_into_the_matrices(
 
     made = {f"transformer_blocks.2.{part}": layer(4, WIDTH, WIDTH, 6.5) for part in QKV}
     made[SINGLE + "proj_out"] = layer(4, 5 * WIDTH, WIDTH, 6.5)
-    tensors, metadata = serialize_adapter(Adapter(made, {}), "comfyui")
+    tensors, metadata = serialize_adapter(Adapter(made, {}), "kohya")
     assert_same(parse_adapter(tensors, metadata).layers, made)
     theirs = FluxPipeline.lora_state_dict(dict(tensors))
     assert len(theirs) == 2 * len(made)

@@ -4,6 +4,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 import yaml
@@ -14,16 +15,18 @@ from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.names import (
+    CHROMA_CLASS,
     FLUX1_CLASS,
     KEPT_NAMES,
     LAYOUTS,
+    NOT_READ_BY,
     LoraLayer,
     can_write,
     find_class,
 )
 from tests.builders import workload
 
-TABLES = Path(__file__).parent / "adapter_keys"
+TABLES = Path(__file__).parent
 PROGRAMS = ("comfyui", "kohya")
 CASES = [(family, targets) for family in FAMILIES.values() for targets in family.target_sets]
 
@@ -77,7 +80,8 @@ def check_against_table(program, model, tensors, made):
         is_kohya = f"{key}.lora_up.weight" in tensors
         names = ("lora_down", "lora_up") if is_kohya else ("lora_A", "lora_B")
         down, up = (tensors[f"{key}.{name}.weight"] for name in names)
-        whole = update(LoraLayer(down, up, tensors[f"{key}.alpha"].item()))
+        alpha = tensors[f"{key}.alpha"].item() if f"{key}.alpha" in tensors else len(down)
+        whole = update(LoraLayer(down, up, alpha))
         row = 0
         for part in parts_of(program, model, key):
             width = whole.shape[1] * (4 if part.endswith("mlp") else 1)
@@ -140,6 +144,64 @@ def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(pr
         assert all(
             re.match(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}:\S+\.py", source) for source in entry["sources"]
         )
+
+
+def comfyui_finds(model, key):
+    """Whether ComfyUI finds the layer of this key, by the table."""
+    known = table("comfyui")[model]
+    name = re.sub(r"\.(lora_(up|down|A|B)\.weight|alpha)$", "", key)
+    own = [layer for layer in known["layers"] if not re.search(known.get("aliases", "^$"), layer)]
+    under_kohya = [layer.replace("diffusion_model.", "lora_unet_", 1) for layer in own]
+    parts = {part for parts in known["layers"].values() for part in parts}
+    found = {
+        *known["layers"],
+        *(layer.replace(".", "_") for layer in under_kohya),
+        *(begin + part for begin in known["diffusers"] for part in parts),
+    }
+    return any(re.fullmatch(re.escape(layer).replace(r"\#", r"\d+"), name) for layer in found)
+
+
+def diffusers_finds(family, made, tensors):
+    """Whether its own loader makes of the file each layer, and nothing else, as it was trained."""
+    try:
+        pipeline = getattr(diffusers, family.pipeline_class)
+        found = pipeline.lora_state_dict(dict(tensors), unet_config=None)
+    except ValueError:  # of a converter, about keys that it doesn't know
+        return False
+    if isinstance(found, tuple):
+        found = found[0]
+    keys = {f"{family.denoiser}.{name}.lora_{part}.weight" for name in made for part in "AB"}
+    return found.keys() == keys and all(
+        torch.allclose(
+            update(
+                LoraLayer(
+                    *(found[f"{family.denoiser}.{name}.lora_{part}.weight"] for part in "AB"),
+                    layer.rank,
+                )
+            ),
+            update(layer),
+            rtol=1e-3,
+            atol=1e-4,
+        )
+        for name, layer in made.items()
+    )
+
+
+@pytest.mark.quick("qwen-image")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_what_another_program_does_not_find_is_known(family):
+    model, targets = family.transformer_class, list(family.target_sets)[-1]
+    made = make_layers(family, targets)
+    files = {
+        to: serialize_adapter(Adapter(made, {}, family.denoiser), to, model)[0]
+        for to in NOT_READ_BY
+    }
+    for to in ("diffusers", "kohya"):
+        is_read = all(comfyui_finds(model, key) for key in files[to])
+        assert is_read == (model not in NOT_READ_BY[to][1]), to
+    if model not in (FLUX1_CLASS, CHROMA_CLASS):  # their converter takes full size alone
+        is_read = diffusers_finds(family, made, files["comfyui"])
+        assert is_read == (model not in NOT_READ_BY["comfyui"][1])
 
 
 def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names():
