@@ -1,11 +1,13 @@
 """What residuals teach is what Bayesian linear regression says, at once or one by one."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.cost.calibration import NOISE, OFFSET, Posterior, features_of, fit
+from autotune.cost.calibration import NOISE, OFFSET, Posterior, features_of, fit, time_doubt
 from autotune.plan.candidate import Candidate
 
 candidates = st.builds(
@@ -69,3 +71,23 @@ def test_a_slow_trial_with_swapped_blocks_is_not_charged_to_its_format() -> None
     )
     assert 0 < slow.log_factor(plain) < 0.4
     assert fast.log_factor(plain) < -0.4, "nothing but the format or the card is faster"
+
+
+def test_terms_count_doublings_and_what_arrives_for_each_item():
+    plain = Candidate(micro_batch_size=4, checkpointed_blocks=0, swapped_blocks=32)
+    terms = dict(features_of(plain))
+    assert [name for name in terms if name.startswith("batch>")] == ["batch>1", "batch>2"]
+    assert terms["swaps"] == math.log1p(2 * 32 / 4 / 16)
+    halved = plain.changed(quantization="torchao-int8")
+    assert dict(features_of(halved))["swaps"] == math.log1p(32 / 4 / 16)
+
+
+def test_doubt_of_two_times_is_that_of_the_terms_that_differ():
+    one = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    other = one.changed(quantization="torchao-int8")
+    prior = Posterior(0.35)
+    differing = {*dict(features_of(one)).items()} ^ {*dict(features_of(other)).items()}
+    assert len(differing) == 4
+    doubt = math.hypot(*(prior.sigma(name) for name, _ in differing))
+    assert time_doubt(one, other) == pytest.approx(doubt)
+    assert time_doubt(one, one) == 0

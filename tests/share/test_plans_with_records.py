@@ -146,6 +146,12 @@ def test_an_exact_match_costs_exactly_one_trial(cold):
     )
 
 
+def test_beside_an_exact_record_no_other_is_a_source(cold):
+    near = cold.record.changed(conclusive=False)
+    again = planned_on(Simulated(slow=SLOW, seed=1), cold.record, near)
+    assert again.plan.records == (cold.record.name,)
+
+
 UNFORESEEN = {"_native_cudnn": 1.4, "torchao-int8": 1.3}  # what the cost model likes best is slow
 
 

@@ -161,6 +161,8 @@ def test_prune_deletes_what_is_superseded_or_named(opened):
     assert old.name not in names(opened())
     with pytest.raises(InvalidInput, match="no records begin"):
         prune_store(opened(), [new.name, "0" * 12])
+    with pytest.raises(InvalidInput):
+        prune_store(opened(), [new.name[:3]])
     assert prune_store(opened(), [new.name[:12]]) == (f"{new.name[:12]} was named",)
 
 
