@@ -9,9 +9,14 @@ import pytest
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import get_family
+from autotune.plan.base import SCHEMA_VERSION
 from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.file import seal
 from autotune.plan.hardware import Capability, Device, HardwareProfile, Host, Rate, Versions
+from autotune.plan.job import Job
+from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.plan.workload import Bucket, ModelSpec, Workload
+from autotune.system.version import __version__
 
 GIB = 2**30
 
@@ -131,3 +136,33 @@ def trial(
         "peak_memory_bytes": memory if seconds else None,
     }
     return TrialResult.model_validate({**values, **changes})
+
+
+def plan(
+    machine: HardwareProfile, work: Workload, settings: Candidate, job: dict[str, Any],
+    *, planned: dict[str, Any] | None = None, expected: dict[str, Any] | None = None,
+    **frozen: Any,
+) -> TrainingPlan:  # fmt: skip
+    """A plan for a machine, with whatever is said otherwise of its parts."""
+    device, batch = machine.device, work.effective_batch_size
+    hardware = {
+        "device_name": device.name, "device_kind": device.kind, "fingerprint": machine.fingerprint,
+        "match_keys": machine.match_keys, "total_memory_bytes": device.total_memory_bytes,
+        "budget_bytes": device.budget_bytes, "versions": machine.versions, **(planned or {}),
+    }  # fmt: skip
+    foretold = {
+        "evidence": "measured", "step_seconds": 1.0, "peak_memory_bytes": GIB,
+        "process_memory_bytes": 0, **(expected or {}),
+    }  # fmt: skip
+    foretold.setdefault("images_per_second", batch / foretold["step_seconds"])
+    values: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION, "autotune_version": __version__, "workload": work,
+        "hardware": PlannedHardware(**hardware), "expected": Expected(**foretold),
+        "settings": settings, "reasons": (), "search_seconds": 60.0, "trials": (), **frozen,
+    }  # fmt: skip
+    usual = {
+        "model": "qwen-image", "data": "images", "num_steps": 10, "learning_rate": 1e-4,
+        "weight_decay": 1e-3, "max_grad_norm": 1.0, "timestep_shift": 2.2, "seed": 0,
+        "preview_steps": 4,
+    }  # fmt: skip
+    return seal(Job(**{**usual, **job}), FrozenPart(**values))

@@ -4,11 +4,10 @@ from typing import Any
 
 from autotune.models.registry import find_published
 from autotune.plan.candidate import CachingSettings, Candidate
-from autotune.plan.file import seal
-from autotune.plan.hardware import Versions
 from autotune.plan.job import Job
-from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket, ModelSpec, Workload
+from tests import builders
 
 NUM_BLOCKS = {
     **{"qwen": 60, "flux1": 57, "flux2-klein-9b": 32, "flux2": 25, "kandinsky5-image": 52},
@@ -29,8 +28,7 @@ def plan_of(model: str, **changes: Any) -> TrainingPlan:
 
     side, frames = changes.get("resolution", 1024), changes.get("num_frames", defaults.num_frames)
     job = {
-        **{"model": model, "data": "photos", "num_steps": 2000, "learning_rate": 1e-4},
-        **{"weight_decay": 1e-3, "max_grad_norm": 1.0, "seed": 42, "preview_steps": 25},
+        **{"model": model, "data": "photos", "num_steps": 2000, "seed": 42, "preview_steps": 25},
         **{name: getattr(defaults, name) for name in ("timestep_shift", "timestep_sampling")},
         **{"guidance_scale": defaults.training_guidance, "num_frames": frames, **of(Job)},
     }
@@ -46,23 +44,11 @@ def plan_of(model: str, **changes: Any) -> TrainingPlan:
         **{"effective_batch_size": 4, **of(Workload)},
     }
     caching = {name[8:]: value for name, value in changes.items() if name.startswith("caching.")}
-    hardware = PlannedHardware(
-        **{"device_name": "card", "device_kind": "cuda", "fingerprint": "0", "match_keys": {}},
-        **{"total_memory_bytes": 24 << 30, "budget_bytes": 22 << 30},
-        versions=Versions(python="3.12", torch="2.13.0"),
-    )
-    expected = Expected(
-        **{"evidence": "predicted", "step_seconds": 1.0, "images_per_second": 4.0},
-        **{"peak_memory_bytes": 20 << 30, "process_memory_bytes": 1 << 30},
-    )
-    frozen = FrozenPart(
-        schema_version=2,
-        autotune_version="0.1.0",
-        hardware=hardware,
-        workload=Workload(**workload),
-        settings=Candidate(**{**SETTINGS, **of(Candidate)}),
+    return builders.plan(
+        builders.hardware(),
+        Workload(**workload),
+        Candidate(**{**SETTINGS, **of(Candidate)}),
+        job,
+        expected={"evidence": "predicted", "peak_memory_bytes": 20 << 30},
         caching=CachingSettings(**caching),
-        expected=expected,
-        **{"reasons": (), "search_seconds": 0, "trials": ()},
     )
-    return seal(Job(**job), frozen)

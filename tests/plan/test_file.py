@@ -23,9 +23,7 @@ from autotune.plan.file import (
     seal,
     with_job,
 )
-from autotune.plan.hardware import Versions
-from autotune.plan.job import Job
-from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, TrainingPlan
+from autotune.plan.plan import Reason, Rejected, TrainingPlan
 from autotune.share.store import DamagedRecord, name_of, parse_record
 from tests import builders
 from tests.conftest import autotune_here
@@ -33,53 +31,14 @@ from tests.share.examples import record
 
 
 def make_plan(**job: Any) -> TrainingPlan:
-    settings_ = builders.candidate()
-    values: dict[str, Any] = {
-        "model": "model",
-        "data": "images",
-        "num_steps": 100,
-        "learning_rate": 1e-4,
-        "weight_decay": 0.001,
-        "max_grad_norm": 1.0,
-        "timestep_shift": 2.2,
-        "seed": 0,
-        "preview_prompts": ("a cat",),
-        "preview_steps": 20,
-    }
-    frozen = FrozenPart(
-        schema_version=2,
-        autotune_version="0.1.0",
-        hardware=PlannedHardware(
-            device_name="NVIDIA GeForce RTX 4090",
-            device_kind="cuda",
-            fingerprint="sha256:1",
-            match_keys={"torch": "2.13", "cuda": None},
-            total_memory_bytes=None,
-            budget_bytes=24 << 30,
-            versions=Versions(python="3.11.7"),
-        ),
-        workload=builders.workload(),
-        settings=settings_,
-        expected=Expected(
-            evidence="measured",
-            step_seconds=1.0,
-            images_per_second=4.0,
-            peak_memory_bytes=1 << 30,
-            process_memory_bytes=0,
-        ),
-        reasons=(
-            Reason(
-                knob="attention",
-                chosen="native",
-                why="fast",
-                rejected=(Rejected(choice="x", reason="y"),),
-            ),
-        ),
-        fallbacks=(),
-        search_seconds=1.5,
-        trials=(builders.trial(settings_),),
-    )
-    return seal(Job.model_validate({**values, **job}), frozen)
+    settings = builders.candidate()
+    rejected = Rejected(choice="x", reason="y")
+    reason = Reason(knob="attention", chosen="native", why="fast", rejected=(rejected,))
+    words = {"num_steps": 100, "preview_prompts": ("a cat",), "preview_steps": 20, **job}
+    return builders.plan(
+        builders.hardware(), builders.workload(), settings, words,
+        reasons=(reason,), trials=(builders.trial(settings),),
+    )  # fmt: skip
 
 
 def refusal(path: Path, text: str) -> InvalidPlan:

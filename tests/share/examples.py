@@ -3,21 +3,18 @@
 from datetime import date
 
 from autotune.plan.candidate import TrialResult
-from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile, Rate
-from autotune.plan.job import Job
-from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Workload
 from autotune.share.store import Record, build_record
+from tests import builders
 from tests.builders import GIB, candidate, hardware, trial, workload
 
 DAY = date(2026, 3, 1)
 TRIALS = (
     trial(candidate(quantization="torchao-int8"), 2.0, 21 * GIB, load_seconds=3.0),
     trial(candidate(quantization="torchao-int8", checkpointed_blocks=50), 1.8, 22 * GIB),
-    trial(
-        candidate(micro_batch_size=4, quantization="torchao-int8"), None, message="out of memory"
-    ),
+    trial(candidate(quantization="torchao-int8", micro_batch_size=4), None, message="no memory"),
     trial(candidate(quantization="torchao-int8", checkpointed_blocks=25), 1.9, 22 * GIB),
 )
 
@@ -52,38 +49,12 @@ def plan(
     """A plan measured on `here`, won by the fastest trial."""
     here, work = here or machine(), work or workload()
     best = min((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0.0)
-    seconds, memory = best.median_step_seconds or 1.0, best.peak_memory_bytes or 1
-    frozen = FrozenPart(
-        schema_version=2,
-        autotune_version="0.1.0",
-        hardware=PlannedHardware(
-            device_name=here.device.name,
-            device_kind=here.device.kind,
-            fingerprint=here.fingerprint,
-            match_keys=here.match_keys,
-            total_memory_bytes=here.device.total_memory_bytes,
-            budget_bytes=here.device.budget_bytes,
-            versions=here.versions,
-        ),
-        workload=work,
-        settings=best.candidate,
-        expected=Expected(
-            evidence="measured",
-            step_seconds=seconds,
-            images_per_second=work.effective_batch_size / seconds,
-            peak_memory_bytes=memory,
-            process_memory_bytes=0,
-        ),
-        reasons=(),
-        search_seconds=60.0,
-        trials=trials,
-    )
-    values: dict[str, object] = {
-        "model": "qwen-image", "data": None, "num_steps": 10, "learning_rate": 1e-4,
-        "weight_decay": 0.01, "max_grad_norm": 1.0, "timestep_shift": 1.0,
-        "seed": 0, "preview_steps": 4,
+    expected = {
+        "step_seconds": best.median_step_seconds, "peak_memory_bytes": best.peak_memory_bytes
     }  # fmt: skip
-    return seal(Job.model_validate(values | job), frozen)
+    return builders.plan(
+        here, work, best.candidate, {"data": None, **job}, expected=expected, trials=trials
+    )
 
 
 def record(

@@ -93,19 +93,16 @@ def test_a_search_that_was_cut_short_answers_nobody_elses_question(changes, conc
     assert build_record(limited, machine()).conclusive == conclusive
 
 
-@pytest.mark.parametrize(
-    ("part", "changes", "why"),
-    [
+def test_what_is_no_evidence_is_not_shared():
+    made = plan(machine())
+    for part, changes, why in (
         ("expected", {"evidence": "predicted"}, "predicted"),
         ("hardware", {"device_name": "NVIDIA L4"}, "another machine"),
-    ],
-)
-def test_what_is_no_evidence_is_not_shared(part, changes, why):
-    made = plan(machine())
-    new = getattr(made.frozen, part).model_copy(update=changes)
-    frozen = made.frozen.model_copy(update={part: new})
-    with pytest.raises(InvalidInput, match=why):
-        build_record(made.model_copy(update={"frozen": frozen}), machine())
+    ):
+        new = getattr(made.frozen, part).model_copy(update=changes)
+        frozen = made.frozen.model_copy(update={part: new})
+        with pytest.raises(InvalidInput, match=why):
+            build_record(made.model_copy(update={"frozen": frozen}), machine())
 
 
 JUDGED = {
@@ -185,8 +182,7 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it():
 def test_more_memory_than_where_it_was_short_makes_a_prior():
     found = compare(record(machine(budget_bytes=20 * GIB)), here(), workload())
     assert (found.kind, found.reasons) == ("near", ("memory budget: 0.83 times ours",))
-    roomy = record(
-        machine(budget_bytes=20 * GIB), trials=(trial(TRIALS[1].candidate, 1.8, 15 * GIB),)
-    )
+    small = (trial(TRIALS[1].candidate, 1.8, 15 * GIB),)
+    roomy = record(machine(budget_bytes=20 * GIB), trials=small)
     assert compare(roomy, here(), workload()).kind == "exact"
     assert compare(record(), here(budget_bytes=20 * GIB), workload()).kind == "exact"

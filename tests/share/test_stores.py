@@ -59,10 +59,6 @@ def names(store: Store) -> set[str]:
     return {file.name for file in store.read() if file.record}
 
 
-def problems(store: Store) -> list[str]:
-    return [file.problem for file in store.read() if file.problem]
-
-
 def test_push_and_pull_are_a_union_on_s3(s3, tmp_path):
     test_push_and_pull_are_a_union(s3, tmp_path)
 
@@ -77,7 +73,6 @@ def test_push_and_pull_are_a_union(opened, tmp_path):
     assert (pushed.num_new, pushed.num_present, pushed.refused) == (2, 1, ())
     assert merge_stores(opened(), alice).num_new == 2
     assert names(alice) == names(opened()) == {one.name for one in several(5)}
-    assert merge_stores(opened(), alice).num_new == 0
 
 
 def test_bad_files_are_refused_named_and_leave_the_rest_alone(opened, tmp_path):
@@ -122,19 +117,7 @@ def test_what_a_crash_left_is_no_record_and_is_written_again(tmp_path):
     assert team.sizes() == {}
     team.write(made.key, made.content[:100])  # as where files are written in pieces
     assert merge_stores(mine, team).num_new == 1
-    assert (names(team), problems(team)) == ({made.name}, [])
-
-
-def test_a_newer_date_alone_supersedes_nothing(opened):
-    slower = tuple(
-        one.changed(step_seconds=tuple(1.5 * seconds for seconds in one.step_seconds))
-        for one in TRIALS
-    )
-    expected = record().expected.changed(step_seconds=2.7)
-    slow = record(measured_on=date(2026, 6, 1), trials=slower, expected=expected)
-    opened().add(record(), slow)
-    prune_store(opened())
-    assert names(opened()) == {record().name, slow.name}
+    assert [(file.name, file.problem) for file in team.read()] == [(made.name, "")]
 
 
 def test_prune_deletes_what_a_killed_push_left(tmp_path):
@@ -153,11 +136,12 @@ def test_prune_deletes_what_is_superseded_or_named(opened):
     new, old = record(measured_on=date(2026, 5, 1)), record()
     fewer = record(measured_on=date(2026, 6, 1), trials=TRIALS[1:2])
     other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
-    opened().add(new, old, fewer, other)
-    told = prune_store(opened(), dry_run=True)
-    assert any(f"{old.name[:12]} is superseded by {new.name[:12]}" in line for line in told)
-    prune_store(opened())
-    assert {new.name, fewer.name, other.name} <= names(opened())
+    slower = [one.changed(step_seconds=tuple(2 * s for s in one.step_seconds)) for one in TRIALS]
+    expected = old.expected.changed(step_seconds=3.6)
+    slow = record(measured_on=date(2026, 6, 1), trials=tuple(slower), expected=expected)
+    opened().add(new, old, fewer, slow, other)
+    assert prune_store(opened(), dry_run=True) == prune_store(opened())
+    assert {new.name, fewer.name, slow.name, other.name} <= names(opened())
     assert old.name not in names(opened())
     with pytest.raises(InvalidInput, match="no records begin"):
         prune_store(opened(), [new.name, "0" * 12])
@@ -217,19 +201,14 @@ def test_the_commands_carry_a_record_from_one_machine_to_another(tmp_path, monke
         run("push", tmp_path / "team")
     assert run("push", tmp_path / "team", "--create").startswith("new: 1, already there: 0")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
-    assert run("list").startswith("no records yet")
     run("pull", tmp_path / "team")
     assert run("verify") == "records: 1, bad: 0\n"
     assert json.loads(run("verify", "--json")).items() >= {"num_records": 1, "bad": []}.items()
-    for store in (tmp_path / "typo", "memory://typo"):
-        with pytest.raises(InvalidInput, match=r"there (is|are) no"):
-            run("verify", "--store", store)
-    assert "counts here" in run("list", "--why")
+    with pytest.raises(InvalidInput, match="there are no records"):
+        run("verify", "--store", "memory://typo")
     (row,) = json.loads(run("list", "--why", "--json"))["items"]
     assert (row["name"], row["match"]) == (made.name, "exact")
     assert run("prune", made.name[:8]).endswith("deleted: 1\n")
-    with pytest.raises(InvalidInput, match="no records at"):
-        run("pull", "memory://nowhere")
 
 
 def test_an_address_that_is_none_is_refused_without_its_password():

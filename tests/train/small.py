@@ -9,13 +9,12 @@ from autotune.events import StepFinished
 from autotune.machine.probe import probe
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
-from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import Job, ModelRef
-from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.plan.job import ModelRef
+from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import WorkloadRequest
-from autotune.system.version import __version__
 from autotune.train.prepare import describe_workload
+from tests import builders
 from tests.small import draw_images, write_small_pipeline
 
 RESOLUTION_PX = 32
@@ -49,27 +48,18 @@ def make_plan(
     wishes = WorkloadRequest(resolution=(resolution_px, resolution_px), **learning)
     dataset = read_dataset(images, make_options(job, resolved.family, num_frames))
     workload = describe_workload(resolved, dataset, wishes)
-    device = hardware.device
-    planned = PlannedHardware(
-        device_name=device.name, device_kind=device.kind, fingerprint=hardware.fingerprint,
-        match_keys=hardware.match_keys, total_memory_bytes=device.total_memory_bytes,
-        budget_bytes=device.budget_bytes, versions=hardware.versions, num_processes=num_processes,
-        strategy=strategy or ("ddp" if num_processes > 1 else "single"),
-    )  # fmt: skip
-    expected = Expected(
-        evidence="measured", step_seconds=0.1, images_per_second=40.0, peak_memory_bytes=2**20,
-        process_memory_bytes=2**20,
-    )  # fmt: skip
-    frozen = FrozenPart(
-        schema_version=2, autotune_version=__version__, hardware=planned, workload=workload,
-        settings=settings, expected=expected, reasons=(), search_seconds=0.0, trials=(),
-    )  # fmt: skip
+    strategy = strategy or ("ddp" if num_processes > 1 else "single")
     defaults: dict[str, Any] = {
-        "num_steps": 6, "learning_rate": 1e-3, "weight_decay": 1e-3, "max_grad_norm": 1.0,
-        "timestep_shift": 2.2, "seed": 3, "preview_steps": 2, "report_to": "none",
+        "num_steps": 6, "learning_rate": 1e-3, "seed": 3, "preview_steps": 2, "report_to": "none",
         "save_dtype": "fp32", "preview_prompts": (),
     }  # fmt: skip
-    return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)
+    return builders.plan(
+        hardware, workload, settings,
+        {"model": str(model), "data": str(images), **defaults, **job},
+        planned={"num_processes": num_processes, "strategy": strategy},
+        expected={"step_seconds": 0.1, "peak_memory_bytes": 2**20, "process_memory_bytes": 2**20},
+        search_seconds=0.0,
+    )  # fmt: skip
 
 
 def finished_step(step: int) -> StepFinished:
