@@ -43,6 +43,7 @@ KEY_PATTERNS = {
 LONG_TOML_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 HINT = "name a configuration file of one of the trainers that `autotune import-config --help` lists"
+SWITCHES = {"true": True, "false": False}
 FILL_IN = "FILL-IN"  # written for a path that a plan does not hold
 TRAINER = "$TRAINER"  # in a command, the folder that the trainer is installed in
 SCRIPT_HEAD = """\
@@ -69,6 +70,8 @@ def read_document(path: Path) -> list[ConfigValue]:
     kind = FORMATS.get(path.suffix.lower()) or ("json" if is_json else "shell")
     try:
         pairs = tuple(_flatten(PARSERS[kind](text)))
+        if kind == "json":  # where switches are often written as text
+            pairs = tuple((key, SWITCHES.get(str(value).lower(), value)) for key, value in pairs)
         json.dumps(pairs, ensure_ascii=False, default=str).encode()  # halves of characters
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = first_line(error) if kind != "yaml" else " ".join(str(error).split())
@@ -218,8 +221,8 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _typed(word: str) -> Any:
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
+    if word.lower() in SWITCHES:
+        return SWITCHES[word.lower()]
     for kind in (int, float):
         try:
             return kind(word)

@@ -106,6 +106,9 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
     written = [replace(one, key=one.key.removeprefix(table.root)) for one in written]
     written, missing = files.with_references(written, path.parent, table.references)
     settings = {table.aliases.get(s.key, s.key): s for s in _flattened(written, table)}
+    if what := table.find_refusal({key: one.value for key, one in settings.items()}):
+        message = f"{path} trains what autotune does not: {what}"
+        raise InvalidInput(message, hint="take one for a LoRA of a model in `autotune models`")
     known = _find_model(table, settings, path)
     table = table.for_model(known)
     words = f"{table.title} ignores it with this model"
@@ -115,8 +118,8 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
     lines += [*named, *read, *_other_lines(table, known, settings, missing)]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
     data = values.pop("data", None)
-    pins = {name: str(value) for name, value in values.items() if is_knob(name)}
-    options = {name: value for name, value in values.items() if not is_knob(name)}
+    pins = {name: str(value) for name, value in values.items() if is_knob(name, value)}
+    options = {name: value for name, value in values.items() if name not in pins}
     chosen = WEIGHT_FORMATS.get(pins.get("quantization", "none"))
     if chosen and chosen.quality == "compact":
         options["quality"] = "compact"
@@ -168,7 +171,7 @@ def read_settings(
         elif not rule.names:
             lines += [line_for("carried", one, "as in autotune") for one in reported if one.line]
         for kind, is_wanted in (("carried", False), ("pinned", True)):
-            own = [(name, value) for name, value in found.items() if is_knob(name) is is_wanted]
+            own = [(name, x) for name, x in found.items() if is_knob(name, x) is is_wanted]
             meaning = ", ".join(f"{name} {_value_text(value)}" for name, value in own)
             given = [one for one in reported if meaning and one.value is not None]
             lines += [line_for(kind, one, meaning) for one in given]

@@ -62,8 +62,10 @@ class Rule:
     synonyms: tuple[str, ...] = ()
 
 
-def is_knob(name: str) -> bool:
+def is_knob(name: str, value: Any = None) -> bool:
     """Tell if autotune tunes the setting of this name, so that a value for it is a pin."""
+    if name == "optimizer" and value != "adamw":
+        return False  # it decides what is learned
     return name in Candidate.model_fields or name.startswith("caching.")
 
 
@@ -182,6 +184,8 @@ def _is_same(wanted: Any, value: Any) -> bool:
     if isinstance(wanted, str) and isinstance(value, str):
         own, theirs = wanted.lower(), value.lower()
         return theirs.startswith(own[:-1]) if own.endswith("*") else theirs == own
+    if isinstance(value, str) and isinstance(wanted, int | float) and value[:1].isdigit():
+        value = _parse(value)  # a number written as text
     return bool(value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
 
 
@@ -347,7 +351,8 @@ def weight_decay_among(key: str, is_list: bool) -> Rule:
     def read(values: Values, context: Context) -> Values:
         found = {"weight_decay": 0.01, **named_arguments(values.get(key))}
         decay = number(found.pop("weight_decay"))
-        return {"weight_decay": decay, LOST: f"{', '.join(found)}: {NO_ARGUMENT}" if found else ""}
+        others = ", ".join(f"{name}={value}" for name, value in found.items())
+        return {"weight_decay": decay, LOST: f"{others}: {NO_ARGUMENT}" if others else ""}
 
     def write(ours: Values, context: Context) -> Values:
         written = f"weight_decay={ours['weight_decay']}"

@@ -67,6 +67,23 @@ class Trainer:
     sections_kept: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()  # what it computes differently whatever its settings are
     constants: Values = field(default_factory=dict)  # learned so, by our names
+    # By what a file trains instead of a LoRA: `KEY=PATTERN|PATTERN`, with `!=` for any other value
+    # that is there, or `!KEY` for a file without such a key.
+    refuses: Mapping[str, str] = field(default_factory=dict)
+
+    def find_refusal(self, written: Values) -> str | None:
+        """Return what a file trains if it is no LoRA."""
+
+        def holds(word: str) -> bool:
+            key, equals, values = word.partition("=")
+            if not equals:
+                return not any(fnmatchcase(one, key[1:]) for one in written)
+            found = written.get(key.removesuffix("!"))
+            fits = any(fnmatchcase(str(found).lower(), one.lower()) for one in values.split("|"))
+            return found is not None and fits != key.endswith("!")
+
+        found = (why for why, words in self.refuses.items() if any(map(holds, words.split())))
+        return next(found, None)
 
     def detects(self, settings: Iterable[ConfigValue]) -> bool:
         """Tell if a file is this trainer's."""

@@ -1,6 +1,7 @@
 """Every key is accounted for, at its line, and means what its trainer means by it."""
 
 import contextlib
+import json
 import re
 import time
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_an_import_is_exact():
     learned, pins = yaml.safe_load((CONFIGS.parent / "imported.yaml").read_text())
     assert {**config.options, "preview_prompts": [*config.options["preview_prompts"]]} == learned
     assert config.pins == pins
-    keys = "datasets[].resolution train.optimizer train.ema_config.use_ema model.qtype"
+    keys = "datasets[].resolution train.ema_config.use_ema model.qtype"
     assert lost(config).keys() == {*keys.split(), "model.quantize_te"}
 
 
@@ -75,6 +76,63 @@ def test_unusable_values_are_refused(tmp_path, old, new, words):
     with pytest.raises(InvalidInput) as refused:
         import_config(changed)
     assert words in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "words"),
+    [
+        ("onetrainer.json", '"LORA"', '"FINE_TUNE"', "every weight"),
+        ("onetrainer.json", '"LORA"', '"EMBEDDING"', "an embedding"),
+        ("simpletuner.json", '"lora"', '"full"', "every weight"),
+        ("simpletuner.json", "{", '{"--controlnet": "true",', "a ControlNet"),
+        ("ai_toolkit.yaml", "network:", "no_network:", "every weight"),
+        ("ai_toolkit.yaml", "Qwen/Qwen-Image", "ostris/Flex.1-alpha", "a model of its own"),
+    ],
+)
+def test_what_trains_no_lora_is_refused_as_such(tmp_path, name, old, new, words):
+    changed = tmp_path / name
+    changed.write_text((CONFIGS / name).read_text().replace(old, new, 1))
+    with pytest.raises(InvalidInput, match=words):
+        import_config(changed)
+
+
+def test_a_command_is_not_taken_for_that_of_a_cousin(tmp_path):
+    for script in ("hv_train_network", "flux_kontext_train_network"):
+        command = tmp_path / "run.sh"
+        command.write_text(f"accelerate launch {script}.py --network_module networks.lora_flux")
+        with pytest.raises(InvalidInput) as refused:
+            import_config(command)
+        assert "of musubi-tuner" in refused.value.hint
+
+
+def test_switches_and_numbers_may_be_written_as_text(tmp_path):
+    plain, quoted = (tmp_path / f"{name}.json" for name in ("plain", "quoted"))
+    written = json.loads((CONFIGS / "simpletuner.json").read_text())
+    written |= {"--gradient_checkpointing": True, "--use_ema": False, "--lora_rank": 8}
+    plain.write_text(json.dumps(written))
+    as_text = {
+        key: json.dumps(x) if isinstance(x, int | float) else x for key, x in written.items()
+    }
+    quoted.write_text(json.dumps(as_text))
+    one, other = import_config(plain), import_config(quoted)
+    assert (one.options, one.pins) == (other.options, other.pins)
+    assert lost(one) == lost(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "expected"),
+    [
+        ("sd_scripts.toml", '"AdamW"', '"Prodigy"', "prodigy"),
+        ("onetrainer.json", '"ADAMW"', '"SCHEDULE_FREE_ADAMW"', "schedule-free"),
+        ("ai_toolkit.yaml", "adamw8bit", "lion", "lion"),
+    ],
+)
+def test_an_optimizer_that_autotune_has_is_imported(tmp_path, name, old, new, expected):
+    for path in CONFIGS.iterdir():
+        (tmp_path / path.name).write_text(path.read_text().replace(old, new))
+    config = import_config(tmp_path / name)
+    assert config.options["optimizer"] == expected
+    assert "optimizer" not in config.pins
 
 
 ODD = st.sampled_from(
@@ -175,7 +233,8 @@ HOSTILE = {
     "half.json": '{"model_family":"qwen_image","output_dir":"\\ud800"}',
     "number.json": '{"model_family":"qwen_image","lora_rank":1e30}',
     "digits.json": '{"model_family":"qwen_image","lora_rank":' + "9" * 4000 + "}",
-    "home.json": '{"model_family":"qwen_image","pretrained_model_name_or_path":"~nobody-/x"}',
+    "home.json": '{"model_family":"qwen_image","model_type":"lora",'
+    '"pretrained_model_name_or_path":"~nobody-/x"}',
     "path.sh": f"{QWEN} --pretrained_model_name_or_path " + "a/" * 20_000,
     "model.yaml": (CONFIGS / "ai_toolkit.yaml").read_text().replace("qwen_image", "q" * 200_000),
     "pattern.json": '{"model_type":"QWEN","training_method":"LORA","layer_filter_regex":true,'
