@@ -44,7 +44,7 @@ def match_names(
 def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None) -> str:
     """Return a hint for an unknown name: the nearest, and all of them or where they are listed."""
     names = sorted(known)
-    near = get_close_matches(value, names, n=1, cutoff=0.4)
+    near = get_close_matches(value, names, n=1, cutoff=0.6)
     return f"{f'nearest: {near[0]}; ' if near else ''}{listing or 'known: ' + ', '.join(names)}"
 
 

@@ -47,6 +47,7 @@ class Flux1Dev(latents.ImageLatents, Family):
 
     name = "flux1-dev"
     aliases = {"flux-dev": "flux1-dev", "flux": "flux1-dev"}
+    fine_tunes = ("flux 1 krea dev", "flux 1 fill dev")
     models: ClassVar[tuple[facts.PublishedModel, ...]] = (DEV,)
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"

@@ -40,7 +40,7 @@ class Flux2Klein(Family):
     """Text to image. A single-stream block's attention and MLP are one layer in and one out."""
 
     name = "flux2-klein"
-    aliases = {"flux": "flux2-klein", "flux2-klein-base": "flux2-klein"}
+    aliases = {"flux": "flux2-klein", "klein": "flux2-klein", "flux2-klein-base": "flux2-klein"}
     models: ClassVar[tuple[facts.PublishedModel, ...]] = (
         BASE_4B,
         BASE_9B,

@@ -76,6 +76,7 @@ class LTX2(Family):
 
     name = "ltx-2.3"
     models = (LTX_23, LTX_2)
+    aliases = {"ltx": "ltx-2.3"}
     pipeline_class = "LTX2Pipeline"
     transformer_class = "LTX2VideoTransformer3DModel"
     components = (*COMPONENTS, "audio_vae", "vocoder", "connectors")

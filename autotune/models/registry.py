@@ -22,6 +22,8 @@ from autotune.system.process import reveal_packages
 
 ENTRY_POINTS = "autotune.families"
 LISTING = "`autotune models` lists all"
+UNTOLD = ("diffusers",)  # of repositories: which program their files are for
+WEIGHT_FORMATS = ("fp8", "bf16", "fp16", "gguf", "safetensors")
 MAX_MEANT = 4  # more models that have a word in common are none that was meant
 
 
@@ -94,7 +96,11 @@ FAMILIES = Families(
 def find_published(name: str, expert: str | None = None) -> tuple[Family, PublishedModel] | None:
     """Find the published model of that name, alias or hub id, and its family as it trains `expert`;
     None if there is none, or several."""
-    same, _ = match_names(name, _published_names())
+    known = _published_names()
+    same = match_names(name, known)[0]
+    if not same:  # what a repository is called without its owner
+        repositories = {key: (names[1].partition("/")[2],) for key, names in known.items()}
+        same = match_names(name, repositories, UNTOLD)[0]
     for family in FAMILIES.values():
         for model in family.models:
             if same == [model.name]:
@@ -117,7 +123,7 @@ def _published_names() -> dict[str, tuple[str, ...]]:
 
 def explain_unknown(name: str) -> InvalidInput:
     """Return the error for a name that is no published model's: it names what may be meant."""
-    same, alike = match_names(name, _published_names())
+    same, alike = match_names(name, _published_names(), (*UNTOLD, *WEIGHT_FORMATS))
     models = {family.name: [model.name for model in family.models] for family in FAMILIES.values()}
     meant = same or [
         next(each for each in names if each in alike)
@@ -125,7 +131,8 @@ def explain_unknown(name: str) -> InvalidInput:
         if not {*names}.isdisjoint(alike)
     ]
     if 0 < len(meant) <= MAX_MEANT:
-        what, hint = f"{name!r} may be {' or '.join(meant)}", f"name one of them; {LISTING}"
+        what = f"{name!r} may be {' or '.join(meant)}"
+        hint = f"{'name one of them' if meant[1:] else f'--model {meant[0]}'}; {LISTING}"
         return InvalidInput(what, hint=hint)
     tuned = match_names(name, {family.name: family.fine_tunes for family in FAMILIES.values()})[1]
     if tuned:

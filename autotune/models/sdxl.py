@@ -46,7 +46,17 @@ class StableDiffusionXL(ImageLatents, Family):
 
     name = "sdxl"
     aliases = {"sdxl-base": "sdxl", "stable-diffusion-xl": "sdxl"}
-    fine_tunes = ("pony diffusion v6 xl", "illustrious xl", "noobai xl", "animagine xl 4")
+    fine_tunes = (
+        "pony diffusion v6 xl",
+        "illustrious xl",
+        "noob ai xl",
+        "animagine xl 4",
+        "juggernaut xl",
+        "real vis xl",
+        "dream shaper xl",
+        "sdxl turbo",
+        "sdxl lightning",
+    )
     models = (
         PublishedModel(
             "stabilityai/stable-diffusion-xl-base-1.0",

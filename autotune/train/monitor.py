@@ -113,6 +113,7 @@ class Monitor:
         self.norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         # In all starts of the run: a few are clipped and forgotten, many mean too high a rate.
         self.num_spikes = self.num_nonfinite = self.num_overflows = 0
+        self._held_bytes = 0  # the most after a step of the current phase
         self._nested: list[str] = []
         self._growth, self._reserved_growth = Growth(), Growth()
         self._computing: deque[float] = deque(maxlen=SPILL_STEPS)
@@ -148,6 +149,7 @@ class Monitor:
             self._reset_peaks()  # nor is what this one has freed the next one's
 
     def _reset_peaks(self) -> None:
+        self._held_bytes = 0
         memory.trim_heap()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -155,6 +157,8 @@ class Monitor:
 
     def _record(self, name: str, seconds: float) -> None:
         device_bytes, host_bytes = memory.device_peak_bytes(self.device), memory.host_peak_bytes()
+        if device_bytes is None:  # else steps might have told of more than the phase took
+            host_bytes = max(host_bytes, self._held_bytes)
         if before := self.peaks.get(name):
             seconds += before.seconds
             if device_bytes is not None:
@@ -176,6 +180,7 @@ class Monitor:
         self.seconds.append(seconds)
         self.data_seconds.append(data_seconds)
         self._computing.append(seconds - data_seconds)
+        self._held_bytes = max(self._held_bytes, reading.held_bytes)
         found: dict[str, str] = {}
         if reading.peak_bytes > self.alarm_bytes:
             share = reading.peak_bytes / self.budget_bytes

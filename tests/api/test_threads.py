@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import autotune
+from autotune.plan.plan import TrainingPlan
 from tests.small import write_small
 
 MODELS = "qwen-image", "flux1-dev", "sdxl", "z-image"
@@ -30,11 +31,11 @@ def test_threads_plan_train_and_predict_at_once(tmp_path):
     for family in ("qwen-image", "sdxl"):
         write_small(family, tmp_path / family)
 
-    def plan(family: str) -> autotune.TrainingPlan:
+    def plan(family: str) -> TrainingPlan:
         folder, job = tmp_path / family, {"num_steps": 8, "resolution": 64, "max_trials": 2}
         return autotune.plan(folder / "model", folder / "images", **job)
 
-    def train(made: autotune.TrainingPlan) -> tuple[float, ...]:
+    def train(made: TrainingPlan) -> tuple[float, ...]:
         outputs = (str(tmp_path / made.digest[-8:] / name) for name in ("run", "again"))
         return tuple(autotune.train(made, output=output).final_loss for output in outputs)
 

@@ -45,6 +45,9 @@ def test_spelling_never_matters(name, joint, random):
         ("wan-2.2-5b", "wan-2.2"),
         ("SDXL", "sdxl"),
         ("qwen image edit 2511", "qwen-image-edit-2511"),
+        ("FLUX.1-Kontext [dev]", "flux1-kontext"),
+        ("stable-diffusion-xl-base-1.0", "sdxl"),
+        ("wan2.2-ti2v-5b", "wan-2.2"),
     ],
 )
 def test_names_that_people_type(typed, name):
@@ -61,6 +64,9 @@ def test_names_that_people_type(typed, name):
         ("qwen-imgae", {"qwen-image"}),
         ("pony", {"sdxl"}),
         ("Illustrious XL", {"sdxl"}),
+        ("juggernautXL", {"sdxl"}),
+        ("flux dev fp8", {"flux1-dev"}),
+        ("hidream", set()),
         ("", set()),
     ],
 )

@@ -157,6 +157,13 @@ def test_a_phase_inside_another_counts_its_memory_apart():
     assert inner - outer > 200 * 2**20
 
 
+def test_a_phase_took_no_less_than_its_steps_told():
+    monitor = Monitor(CPU)
+    with monitor.phase("training"):
+        monitor.check(MemoryReading(held_bytes=2**50, peak_bytes=0), 1.0, 0.0)
+    assert monitor.peaks["training"].host_bytes == 2**50
+
+
 def test_only_memory_that_runs_out_is_told_as_that():
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError("cannot allocate")):
         with pytest.raises(AutotuneError, match="memory ran out") as told, reraise_oom():
