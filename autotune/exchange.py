@@ -1,4 +1,4 @@
-"""What passes between autotune and other programs: their configurations, and names of weights."""
+"""Exchange with other programs: their configurations, and their names of weights."""
 
 import contextlib
 from dataclasses import dataclass

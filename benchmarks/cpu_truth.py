@@ -193,7 +193,6 @@ class RealSteps:
         return peak
 
     def resident_bytes(self) -> int:
-        """What stays between steps: weights, buffers, adapter and the optimizer's state."""
         # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
         modules = self.transformer.modules()
         values = [

@@ -29,7 +29,6 @@ from autotune.system.files import shipped_path, write_text_atomic
 
 
 def predict(model: str, gpu: CatalogGpu) -> dict[str, object] | None:
-    """What a plan with the family's defaults predicts for the GPU, or None if nothing fits."""
     try:
         plan = make_plan(PlanRequest(model=model, hardware="another"), profile_of_gpu(gpu)).plan
     except NothingFits:

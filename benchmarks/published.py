@@ -238,7 +238,6 @@ def keeps_casts(row: Row) -> bool:
 
 
 def moves_otherwise(row: Row) -> bool:
-    """Whether something is offloaded in a way that autotune has no setting for."""
     return row["offload_or_swap"] not in NOTHING and swapped_of(row) is None
 
 
@@ -536,7 +535,6 @@ def errors_of(readings: Sequence[Reading]) -> dict[str, list[float]]:
 
 
 def report(title: str, rows: Sequence[Row], *, steps_alone: bool = False) -> list[Reading]:
-    """What is dropped and why, every reading with its error, errors by group, and factors."""
     broken = {row["id"]: broken_rule(row, steps_alone=steps_alone) for row in rows}
     print(f"\n{title}: {len(rows)} rows\n")
     for reason, count in Counter(broken.values()).items():

@@ -160,7 +160,6 @@ def merged(trials: Sequence[TrialResult]) -> list[TrialResult]:
 
 
 def cap_bytes(trials: Sequence[TrialResult], share: float) -> int:
-    """What that share of the trials fits in."""
     peaks = sorted(trial.peak_memory_bytes or 0 for trial in trials)
     return peaks[round(share * (len(peaks) - 1))]
 

@@ -1,4 +1,4 @@
-"""What torch's own profiler says of memory, for tests that hold a limit against it."""
+"""Memory by torch's own profiler, for tests that hold a limit against it."""
 
 from collections.abc import Callable
 

@@ -322,7 +322,7 @@ class TracedModel:
 
             def decode_latents() -> object:
                 latents = torch.empty(shape, dtype=dtype, device="meta")
-                return vae.decode(family.decodable(latents))
+                return vae.decode(family.to_vae_latents(latents))
 
             pipeline = SimpleNamespace(vae=vae)
             encode = trace.trace_inference(

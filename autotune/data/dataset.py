@@ -39,7 +39,7 @@ from autotune.errors import InvalidInput
 from autotune.models.family import Family
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.file import read_listing
-from autotune.plan.job import DataPlace, Place, each_place
+from autotune.plan.job import DataPlace, PathText, each_place
 from autotune.plan.workload import Bucket
 
 VERIFY_SECONDS = 120.0  # for decoding images; encoding finds damage in the others
@@ -218,14 +218,14 @@ def _drop_duplicates(
 class DataFolder(Frozen):
     """One folder of a job's data."""
 
-    path: Place  # the folder; a relative one is relative to the file that lists it
+    path: PathText  # the folder; a relative one is relative to the file that lists it
     repeats: int = Field(default=1, ge=1, le=1000)
     """Times that each image is seen per epoch, times what its folder or `metadata.jsonl` says."""
     weight: float = Field(default=1.0, gt=0, le=100)  # factor of the loss on its images
     caption: str | None = None  # caption of images that have none; the job's by default
     trigger: str | None = None
     """Word put in front of every caption that lacks it; the job's by default."""
-    control: Place | None = None  # folder of control images, by the same stems
+    control: PathText | None = None  # folder of control images, by the same stems
     regularization: bool = False
     """True if its images show what the model shall not forget: captions get no trigger."""
 

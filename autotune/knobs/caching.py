@@ -280,7 +280,7 @@ def _reserved(num_bytes: int) -> int:
     return round((1 + ROUNDED_SHARE) * num_bytes)
 
 
-def cast_refusal(name: str, family: Family) -> str | None:
+def why_not_cast(name: str, family: Family) -> str | None:
     """Tell why a family's text encoders would compute nonsense in a weight format."""
     weight_format = WEIGHT_FORMATS.get(name)
     if family.casts_to_weight_dtype and weight_format and weight_format.hides_dtype:
@@ -295,7 +295,7 @@ def _unusable_reason(name: str, context: TuningContext) -> str | None:
     capability = context.hardware.capability(weight_format.capability)
     if weight_format.quantize and not capability.available:
         return capability.reason
-    if refusal := cast_refusal(name, context.family):
+    if refusal := why_not_cast(name, context.family):
         return refusal
     floor = context.workload.quality
     if not weight_format.meets(floor):

@@ -287,7 +287,7 @@ class Family(ABC):
         latents: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
         return (latents.to(pixels.dtype) - mean) / std
 
-    def decodable(self, latents: Tensor) -> Tensor:
+    def to_vae_latents(self, latents: Tensor) -> Tensor:
         """Return latents (batch, channels, frames, height, width) as the VAE decodes them."""
         return latents
 

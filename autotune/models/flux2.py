@@ -91,7 +91,7 @@ class Flux2Klein(Family):
         normalized: Tensor = (patches - mean) / variance.sqrt()
         return normalized[0, :, None]
 
-    def decodable(self, latents: Tensor) -> Tensor:
+    def to_vae_latents(self, latents: Tensor) -> Tensor:
         return torch.nn.functional.pixel_shuffle(latents[:, :, 0], 2)
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:

@@ -37,7 +37,7 @@ class ImageLatents:
         latents: Tensor = vae.encode(images).latent_dist.mode()[0, :, None].to(pixels.dtype)
         return (latents - float(vae.config.shift_factor or 0.0)) * float(vae.config.scaling_factor)
 
-    def decodable(self, latents: Tensor) -> Tensor:
+    def to_vae_latents(self, latents: Tensor) -> Tensor:
         return latents[:, :, 0]
 
 

@@ -33,12 +33,12 @@ def _as_text(value: Any) -> Any:
 
 
 Words = Annotated[str, BeforeValidator(_as_text)]  # which pydantic refuses unless it is UTF-8
-Place = Annotated[Words, AfterValidator(_not_empty), Field(pattern=r"^[^\x00]*$")]
+PathText = Annotated[Words, AfterValidator(_not_empty), Field(pattern=r"^[^\x00]*$")]
 """A path or a name: no file system takes a NUL, and an empty one, as of a shell's unset
 variable, is the folder that one is in, which nobody asked to read or to write."""
 DataPlace = str | Path | Sequence[str | Path]
 """A folder of images or a YAML file that lists some, or several of these one after the other."""
-Places = Annotated[tuple[Place, ...], Field(min_length=1, max_length=100)]
+PathTexts = Annotated[tuple[PathText, ...], Field(min_length=1, max_length=100)]
 
 
 def _share_or_folder(text: str) -> str:
@@ -48,7 +48,7 @@ def _share_or_folder(text: str) -> str:
 
 
 SHARE = re.compile(r"\d{1,2}(\.\d{1,6})?%")
-HeldOut = Annotated[Place, AfterValidator(_share_or_folder)]
+HeldOut = Annotated[PathText, AfterValidator(_share_or_folder)]
 MAX_STEPS = 10**9
 """Years of training on any machine; times of far more are absurd, and of 2^63 would overflow."""
 MAX_PREVIEW_PROMPTS = 4
@@ -96,15 +96,15 @@ def as_job_data(data: Any) -> Any:
 class ModelFields(Frozen):
     """The model, and parts of it that lie elsewhere."""
 
-    model: Place | None = None
+    model: PathText | None = None
     """A folder in the diffusers layout, a known name, a hub id, or a single file."""
-    base: Place | None = None
+    base: PathText | None = None
     """For a model in one file: folder or hub id that its other parts come from; by default the
     model that the file is recognized as."""
-    vae: Annotated[Place | None, Option(metavar="FILE|FOLDER")] = None
+    vae: Annotated[PathText | None, Option(metavar="FILE|FOLDER")] = None
     """For a model in one file: its VAE; by default the file's own or the base's."""
     text_encoders: Annotated[
-        tuple[Place, ...], Option("--text-encoder", metavar="FILE|FOLDER")
+        tuple[PathText, ...], Option("--text-encoder", metavar="FILE|FOLDER")
     ] = ()
     """For a model in one file: a text encoder; others are the file's own or the base's."""
     revision: Annotated[Words | None, HIDDEN] = None
@@ -117,9 +117,9 @@ class ModelFields(Frozen):
 class DataFields(Frozen):
     """The data, and choices of reading it."""
 
-    data: Annotated[Place | Places | None, BeforeValidator(as_job_data)] = None
+    data: Annotated[PathText | PathTexts | None, BeforeValidator(as_job_data)] = None
     """Folder of images with same-stem .txt captions, or a YAML file that lists such folders."""
-    control: Place | None = None
+    control: PathText | None = None
     """Folder of control images of the same stems, for edit models."""
     caption: Words | None = None
     """Caption of images that have none."""
@@ -150,9 +150,9 @@ class JobFields(DataFields, ModelFields):
     Names are those of diffusers' training scripts where they have one.
     """
 
-    output: Annotated[Place, Option("--run-output")] = "output"
+    output: Annotated[PathText, Option("--run-output")] = "output"
     """Folder that the run writes: adapter, checkpoints, samples and report."""
-    from_adapter: Annotated[Place | None, Option(metavar="FILE")] = None
+    from_adapter: Annotated[PathText | None, Option(metavar="FILE")] = None
     """Start from this adapter of diffusers, ComfyUI or kohya."""
     save_dtype: SaveDtype = "bf16"
     """Dtype of the adapter's file; training and checkpoints keep fp32."""
@@ -225,8 +225,8 @@ class Job(JobFields):
     class.
     """
 
-    model: Place
-    data: Annotated[Place | Places | None, BeforeValidator(as_job_data)]
+    model: PathText
+    data: Annotated[PathText | PathTexts | None, BeforeValidator(as_job_data)]
     num_steps: int = Field(ge=1, le=MAX_STEPS)
 
     @property

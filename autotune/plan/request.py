@@ -15,7 +15,7 @@ from autotune.errors import InvalidInput, InvalidPlan, suggest_nearest
 from autotune.plan.base import HIDDEN, Hours, MemoryAmount, Option, Request, first_problem
 from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import MAX_STEPS, DataFields, Job, JobFields, ModelRef, Place, as_job_data
+from autotune.plan.job import MAX_STEPS, DataFields, Job, JobFields, ModelRef, PathText, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Overheads
 from autotune.plan.workload import ADAMW, NamedOptimizer, WorkloadRequest
@@ -202,7 +202,7 @@ class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
 class CompareRequest(WorkloadRequest, JobFields):
     """A request for a comparison of GPUs."""
 
-    model: Annotated[Place | None, Option(is_required=True)] = None
+    model: Annotated[PathText | None, Option(is_required=True)] = None
     """A folder in the diffusers layout, a known name, a hub id, or a single file."""
     hardware: str | tuple[str, ...] = "all"
     """GPU of the catalog, or several separated by commas; by default all."""
@@ -233,9 +233,9 @@ class TrainRequest(JobFields, Request):
 
     plan: Annotated[TrainingPlan | str | Path | None, Option("PLAN")] = None
     """A plan made by `autotune plan`; without one, --model is planned first."""
-    model: Place | None = None
+    model: PathText | None = None
     """Another folder of the same architecture; without PLAN, the model to train."""
-    output: Annotated[Place, Option("--output", metavar="FOLDER")] = "output"
+    output: Annotated[PathText, Option("--output", metavar="FOLDER")] = "output"
     """Folder for adapter, checkpoints, samples and report; by default the plan's."""
     optimizer: str | None = None
     """The plan's package:Class, which is loaded only if you name it."""

@@ -191,7 +191,6 @@ def _data_text(work: Workload) -> str:
 
 
 def _main_settings(plan: TrainingPlan) -> list[str]:
-    """What trainers have settings for, in their words."""
     settings, num_blocks = plan.frozen.settings, plan.frozen.workload.model.num_blocks
     told = [setting_text("quantization", settings.quantization)]
     names = (*BLOCK_COUNTS, "attention", "compile", "precision")

@@ -17,7 +17,7 @@ from autotune.data.items import EMPTY_CAPTION, make_options
 from autotune.data.pixels import has_video_decoder
 from autotune.errors import DoesNotFit, InvalidInput, first_line
 from autotune.events import Notice, OnEvent
-from autotune.knobs.caching import cast_refusal
+from autotune.knobs.caching import why_not_cast
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
@@ -248,7 +248,7 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
         elif value not in NAMES[name]:
             misfits.append(f"{title}: this version of autotune does not know {value!r}")
     family = FAMILIES.get(plan.frozen.workload.model.family)
-    if family and (reason := cast_refusal(encoder_format, family)):
+    if family and (reason := why_not_cast(encoder_format, family)):
         unused = f"{encoder_format} is no longer used for {family.name}"
         misfits.append(f"text encoder quantization: {unused}: {reason}")
     return tuple(misfits)

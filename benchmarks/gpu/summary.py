@@ -75,7 +75,6 @@ def of(rows: Iterable[Row], part: str, kind: str) -> list[Row]:
 
 
 def value_at(row: Any, path: str) -> Any:
-    """What lies at a dotted path; None where it ends early."""
     for name in path.split("."):
         row = row.get(name) if isinstance(row, dict) else None
     return row

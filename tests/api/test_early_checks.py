@@ -1,4 +1,4 @@
-"""What is wrong with a request is told before anything long: the rates, a trial, a download."""
+"""Mistakes in a request are told before anything long: the rates, a trial, a download."""
 
 import shlex
 import subprocess

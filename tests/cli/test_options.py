@@ -17,7 +17,6 @@ def parameters(command: Any, path: str = "") -> list[tuple[str, click.Parameter]
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, words: str) -> dict[str, Any]:
-    """What a command hands to the function that it calls."""
     name, *rest = words.split()
     command = app.commands[name]
     got: dict[str, Any] = {}

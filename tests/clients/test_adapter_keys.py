@@ -147,7 +147,6 @@ def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(pr
 
 
 def comfyui_finds(model, key):
-    """Whether ComfyUI finds the layer of this key, by the table."""
     known = table("comfyui")[model]
     name = re.sub(r"\.(lora_(up|down|A|B)\.weight|alpha)$", "", key)
     own = [layer for layer in known["layers"] if not re.search(known.get("aliases", "^$"), layer)]
@@ -162,7 +161,6 @@ def comfyui_finds(model, key):
 
 
 def diffusers_finds(family, made, tensors):
-    """Whether its own loader makes of the file each layer, and nothing else, as it was trained."""
     try:
         pipeline = getattr(diffusers, family.pipeline_class)
         found = pipeline.lora_state_dict(dict(tensors), unet_config=None)

@@ -1,4 +1,4 @@
-"""What residuals teach is what Bayesian linear regression says, at once or one by one."""
+"""Residuals teach what Bayesian linear regression says, at once or one by one."""
 
 import math
 

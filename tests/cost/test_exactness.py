@@ -133,7 +133,6 @@ def _kept_by_nodes(root):
 
 
 def _rotary_tables(transformer):
-    """What all processors of ours share, until the next pass."""
     for module in transformer.modules():
         if tables := getattr(getattr(module, "processor", None), "tables", None):
             yield tables.key[0]

@@ -1,4 +1,4 @@
-"""What the one table of a device's kernels says: which attention runs, and what it takes."""
+"""The one table of a device's kernels: which attention runs, and what it takes."""
 
 import pytest
 import torch

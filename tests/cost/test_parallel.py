@@ -1,4 +1,4 @@
-"""What several processes keep and send."""
+"""Memory and traffic of several processes."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the cache gives back is what was put in, or nothing."""
+"""The cache gives back what was put in, or nothing."""
 
 import os
 import time

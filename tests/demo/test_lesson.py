@@ -31,7 +31,6 @@ def test_the_demo_writes_its_model_and_images_once(tmp_path, monkeypatch):
 
 
 def has_learned(found: ConceptFidelity) -> bool:
-    """What the demo promises, with a margin for other machines' rounding."""
     keeps = found.others_after > found.others_before - 0.2
     return found.before < 0.1 and found.after > 0.6 and keeps
 

@@ -69,7 +69,6 @@ class StandIn:
         return found
 
     def counted(self, work: Callable[[], object], *names: str) -> Counter[str]:
-        """How much `work` adds to the counts of these names."""
         before = {name: self.count(name) for name in names}
         work()
         return Counter({name: self.count(name) - before[name] for name in names})
@@ -87,7 +86,6 @@ class StandIn:
         return bool(self._library.fakegpu_has_context(device))
 
     def bytes_left(self) -> tuple[int, int]:
-        """What is allocated on the current device, and locked on the host, once all is released."""
         gc.collect()
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()

@@ -1,4 +1,4 @@
-"""What the real NVML binding, driver API and torch tell of machines: probe, doctor and budget."""
+"""The real NVML binding, driver API and torch on simulated machines: probe, doctor and budget."""
 
 import platform
 

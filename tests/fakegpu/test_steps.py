@@ -1,4 +1,4 @@
-"""What a step does on the device: waits, copies, kernels, and what it leaves there."""
+"""A step on the device: waits, copies, kernels, and what it leaves there."""
 
 import warnings
 from pathlib import Path
@@ -49,7 +49,6 @@ def start(
 
 
 def waits_in(runner: StepRunner) -> list[str]:
-    """Where torch says that the host waits for the device in a step."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -1,4 +1,4 @@
-"""How captions are encoded: the first way that fits, exact ones first; pins are checked."""
+"""Captions are encoded in the first way that fits, exact ones first; pins are checked."""
 
 import dataclasses
 

@@ -27,7 +27,6 @@ def layer_of(storage: str, dtype: torch.dtype = torch.float32, *, bias: bool = T
 
 
 def weight_of(layer: nn.Linear) -> Tensor:
-    """What its stored numbers and scales mean, in fp64."""
     return as_stored(layer.weight).double() * layer.scale.double()[:, None]
 
 

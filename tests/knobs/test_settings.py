@@ -37,7 +37,6 @@ def test_shared_memory_decides_on_allocator_and_batches():
 
 @pytest.fixture
 def told(monkeypatch):
-    """What the running allocator is told; no variable is set at first, nor after the test."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -162,7 +162,6 @@ def test_a_killed_holder_leaves_no_lock(path):
 
 
 def _acquired_as_another_user(path: Path) -> bool:
-    """Whether a process of the user nobody gets the lock at once."""
     if (process := os.fork()) == 0:
         os.setuid(65534)
         lock = DeviceLock(path, lambda message: os._exit(1))

@@ -1,4 +1,4 @@
-"""What the sources read: control groups, CPU names, the CUDA driver API and NVML."""
+"""Sources of facts: control groups, CPU names, the CUDA driver API and NVML."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""What every family must keep, run over the registry."""
+"""Rules that every family must keep, run over the registry."""
 
 import copy
 from itertools import product

@@ -1,4 +1,4 @@
-"""What a step of usual shapes is, beside the largest that decides memory."""
+"""A step of usual shapes, beside the largest that decides memory."""
 
 from typing import Any
 

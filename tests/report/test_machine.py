@@ -1,4 +1,4 @@
-"""What is shown of machines and data: no name reaches the terminal raw."""
+"""Text about machines and data: no name reaches the terminal raw."""
 
 import io
 import math

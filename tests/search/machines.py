@@ -54,7 +54,6 @@ def request(study: str | None = None, **changes: object) -> PlanRequest:
 
 
 def answer(candidate: Candidate) -> TrialResult:
-    """What a trial gives: the same each time."""
     seconds = 1.0 + 0.01 * candidate.checkpointed_blocks - 0.2 * (candidate.micro_batch_size == 2)
     seconds *= 0.9 if candidate.attention == "_native_cudnn" else 1.0
     memory = int(
@@ -81,7 +80,6 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
 
 
 def matches_of(records: Sequence[Record], here: Machine, workload: Workload) -> StoreMatches:
-    """What a store of these records has for a machine and its work."""
     found = (
         MatchedRecord(
             record.name, record, compare(record, here, workload), usable_trials(record, here)

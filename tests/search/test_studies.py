@@ -39,7 +39,6 @@ PASSWORD = "p@ss/word"
 
 @pytest.fixture(scope="module", autouse=True)
 def _ready(_by_formula: None) -> None:
-    """What all workers need is imported before they are forked."""
     make_plan(request(max_trials=1), HARDWARE, backend=surroundings())
 
 

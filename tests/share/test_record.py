@@ -1,4 +1,4 @@
-"""What a record holds, what never enters one, what is refused, and which records count where."""
+"""A record: its content, what never enters it, what is refused, and where it counts."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What counts as a process's memory."""
+"""The memory that counts as a process's own."""
 
 import subprocess
 import sys

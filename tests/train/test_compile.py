@@ -64,7 +64,6 @@ def test_compiled_blocks_learn_the_same(bench, tmp_path, monkeypatch, checkpoint
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("checkpointed", [0, 1, 2])
 def test_buckets_and_captions_compile_a_block_at_most_twice(bench, checkpointed, monkeypatch):
-    """What torch compiles is its frontend's choice: a backend that only counts will do."""
     compiled: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, inputs: object) -> object:

@@ -1,4 +1,4 @@
-"""What a run and the process next to it watch: leaks, the budget, slow steps, the host's memory."""
+"""The watch of a run and of the process next to it: leaks, budget, slow steps, host memory."""
 
 import json
 import math
@@ -35,7 +35,6 @@ ROOMY = MemoryReading(0, 0, 16 * GIB, 0, 0.7)
 
 
 def told(readings: Iterable[MemoryReading], seconds: float = 1.0, **known: Any) -> list[str]:
-    """What is said of steps that were planned to take a second."""
     monitor = Monitor(CPU, planned_seconds=1.0, **known)
     return [text for reading in readings for text in monitor.check(reading, seconds, 0.0)]
 
@@ -128,7 +127,6 @@ def test_spikes_of_the_gradient_are_counted_over_all_starts():
 
 
 def growth(floors: Iterable[int]) -> float:
-    """What is found after windows with these minima."""
     found = watching.Growth()
     return [found.add(floor) for floor in floors for _ in range(watching.WINDOW_STEPS)][-1]
 

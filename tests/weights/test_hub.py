@@ -1,4 +1,4 @@
-"""Which files of a repository are fetched, what comes over the wire, and what is said offline."""
+"""Files of a repository: which are fetched, what comes over the wire, what is said offline."""
 
 import json
 import os

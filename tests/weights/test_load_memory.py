@@ -1,4 +1,4 @@
-"""What loading takes at its peak, sampled as the system counts it, in a fork of its own."""
+"""Loading at its peak, sampled as the system counts it, in a fork of its own."""
 
 import json
 import subprocess

@@ -131,7 +131,6 @@ def unavailable_choice(hardware: HardwareProfile, chosen: Candidate) -> str | No
 
 
 def told(prediction: Prediction) -> dict[str, Any]:
-    """What a prediction says, as far as it can be measured."""
     train = prediction.training
     return {
         "allocated_bytes": prediction.allocated_memory_bytes,

@@ -82,7 +82,6 @@ class Evidence:
     def ask(
         self, runner: ProcessTrialRunner, request: object, key: tuple[Any, ...] = ()
     ) -> dict[str, Any]:
-        """What a child answers in the time that is left, with its outcome."""
         answer = runner.send(request, key, timeout_seconds=max(1.0, self.left()))
         if isinstance(answer, Failure):
             return {"outcome": answer.outcome, "message": answer.message}

@@ -58,7 +58,6 @@ CASES: tuple[Run, ...] = (
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel is for, from its name."""
     return next((kind for kind, words in KINDS if re.search(words, kernel, re.IGNORECASE)), "other")
 
 

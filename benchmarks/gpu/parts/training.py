@@ -120,7 +120,6 @@ def model_flops(predictor: CostModel, chosen: Candidate) -> float:
 def contestants(
     evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload
 ) -> dict[str, Any]:
-    """What competes, by name; None for the plain loop, and where no plan was found."""
     precision = precision_of(hardware)
     seconds = (
         0.3 * evidence.left()
