@@ -58,7 +58,8 @@ def test_layer_tables_are_whole(name):
     family = FAMILIES[name]
     model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
     for kind, layers in ((torch.nn.Linear, linear_layers), (torch.nn.Conv2d, convolutions)):
-        names = (name for name, module in model.named_modules() if isinstance(module, kind))
+        names = {name for name, module in model.named_modules() if isinstance(module, kind)}
+        names -= {name for name in names if "guidance_embed.guidance" in name}  # FLUX.2 dev's alone
         assert layers(family) == set(map(general_name, names))
 
 
