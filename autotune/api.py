@@ -117,7 +117,7 @@ def list_models(
     """
     gpu = None if hardware is None else catalog.gpu_named(hardware)
     if gpu is None and host_memory is not None:
-        raise InvalidInput("this machine's host memory is known", hint="add --hardware")
+        raise InvalidInput("this machine's system RAM is known", hint="add --hardware")
     if gpu is None or host_memory is None:
         summaries = comparison.summarize_models(gpu.id if gpu else None)
     else:

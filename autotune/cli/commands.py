@@ -75,10 +75,10 @@ def probe(quick: bool, list_catalog: bool, device: int | None, as_json: bool) ->
 def doctor(as_json: bool) -> None:
     """Find what is wrong with this machine, and the fix, worst first. Needs no torch; exits 1 if
     something blocks."""
-    from autotune.report.machine import findings_view
+    from autotune.report.machine import findings_lines
 
     findings = autotune.doctor()
-    print_result(findings, as_json, findings_view)
+    print_result(findings, as_json, findings_lines)
     if any(finding.severity == "blocks" for finding in findings):
         raise Exit(1)
 
@@ -119,11 +119,11 @@ def fetch(model: str, as_json: bool) -> None:
 @JSON
 def estimate(asked: dict[str, Any], as_json: bool) -> None:
     """Predict memory, time and cost of one candidate; runs nothing and downloads nothing."""
-    from autotune.report.machine import estimate_text
+    from autotune.report.machine import estimate_lines
 
     with show_events() as show:
         answer = autotune.estimate(**asked, on_event=show)
-    print_result(answer, as_json, estimate_text)
+    print_result(answer, as_json, estimate_lines)
 
 
 @app.command(cls=RequestCommand, request="CompareRequest")

@@ -1,6 +1,7 @@
 """Commands about what others read and write: configurations, measurements, weight files."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from click.exceptions import Exit
 import autotune
 from autotune.cli.commands import JSON, OUTPUT, PATH, PLAN, app
 from autotune.cli.options import Commands
-from autotune.cli.output import print_out, print_remark, print_result, show_events
+from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
 
 if TYPE_CHECKING:
     from autotune.share.store import Transfer
@@ -42,7 +43,7 @@ def import_config(
     from autotune.report.configs import import_lines
 
     config = autotune.import_config(config_file)
-    print_result(config, as_json, import_lines)
+    print_result(config, as_json, partial(import_lines, tells_all=Progress.is_verbose))
     if path is None:
         return
     with show_events() as show:

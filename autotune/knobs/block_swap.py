@@ -56,7 +56,7 @@ class HostRegion:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
         if code:
-            what = f"{num_bytes / 2**20:.0f} MiB of the host's memory could not be locked"
+            what = f"{num_bytes / 2**20:.0f} MiB of system RAM could not be locked"
             limit = "raise the limit of locked memory (ulimit -l unlimited)"
             hint = f"{limit}, or plan with --pin swapped_blocks=0"
             raise AutotuneError(f"{what} for the GPU (CUDA error {code})", hint=hint)

@@ -263,7 +263,7 @@ def _text_ways(places: Sequence[str]) -> list[dict[str, Any]]:
 def _shortage(place: str, num_bytes: int, context: TuningContext) -> str | None:
     hardware, needed = context.hardware, _reserved(num_bytes)
     if place == "cpu":
-        budget, room = hardware.host.available_memory_bytes, "of the host's memory are free"
+        budget, room = hardware.host.available_memory_bytes, "of system RAM are free"
     else:
         gpu, budget, room = _find_gpu(place, context), context.budget_bytes, "may be taken"
         needed += hardware.process_overhead_bytes

@@ -48,7 +48,7 @@ def classify_memory(
     values = ["unknown" if each is None else int(each) for each in (integrated, host_page_tables)]
     signals = "integrated {}, host page tables {}".format(*values)
     if integrated:
-        return "integrated", f"{signals}: shares the host's memory"
+        return "integrated", f"{signals}: shares the system's RAM"
     if host_page_tables and integrated is None:
         return "integrated", f"{signals}: assumed to share the host's memory, to be safe"
     if host_page_tables:

@@ -241,7 +241,7 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
         datasheet=gpu.datasheet,
         notes=(
             f"from the catalog, not measured; figures: {gpu.confidence} confidence",
-            f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA {versions.cuda_runtime}, "
+            f"assumed: {memory / 2**30:.0f} GiB of system RAM, CUDA {versions.cuda_runtime}, "
             "driver 580, a C compiler, no display, and this environment's packages",
             *capabilities.without_bf16(device),
             *((gpu.notes,) if gpu.notes else ()),
@@ -255,13 +255,13 @@ def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfil
     is_shared = profile.device.memory_kind == "integrated"
     if is_shared or profile.origin != "catalog":
         why = "it is this device's own memory" if is_shared else "it was measured"
-        what = f"the host's memory cannot be described: {why}"
+        what = f"the system RAM cannot be chosen: {why}"
         raise InvalidInput(what, hint="leave --host-memory out")
     if not num_bytes:
         raise InvalidInput("no host is without memory", hint="such as --host-memory 64GiB")
     host = profile.host.changed(memory_bytes=num_bytes, available_memory_bytes=int(0.9 * num_bytes))
     sizes = (profile.host.memory_bytes, num_bytes)
-    old, new = (f"{size / 2**30:.0f} GiB of host memory" for size in sizes)
+    old, new = (f"{size / 2**30:.0f} GiB of system RAM" for size in sizes)
     return profile.changed(host=host, notes=tuple(note.replace(old, new) for note in profile.notes))
 
 

@@ -38,7 +38,7 @@ NO_SPILL = (
     "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"
 )
 
-Severity = Literal["blocks", "hurts", "note"]  # worst first
+Severity = Literal["blocks", "warning", "note"]  # worst first
 
 
 class Finding(Frozen):
@@ -200,7 +200,7 @@ def _check_torch(facts: DoctorFacts) -> Found:
             what = f"{built} built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
             yield "note", "cuda-12", what, "driver 580 or newer runs CUDA 13 builds"
     if versions.torch is not None and not versions.has("torch", "2.11"):
-        yield "hurts", "old-torch", f"{built} older than autotune is tested with", get
+        yield "warning", "old-torch", f"{built} older than autotune is tested with", get
 
 
 def _check_code_for_card(facts: DoctorFacts) -> Found:
@@ -230,7 +230,7 @@ def _check_driver(facts: DoctorFacts) -> Found:
         yield "blocks", "cuda-does-not-start", cuda_absent, fix
     elif not facts.gpus and facts.host.memory_model != "macos":
         fix = "plan for a GPU by name: autotune plan --hardware NAME (names: autotune probe --list)"
-        what = "no NVIDIA GPU was found: runs use the CPU, which takes weeks for published models"
+        what = "no NVIDIA GPU was found: training uses the CPU, which takes weeks for large models"
         yield "note", "no-gpu", what, fix
     for gpu in facts.gpus:
         if gpu.unreadable is not None and facts.nvml_absent is None:
@@ -271,7 +271,8 @@ def _check_busy(facts: DoctorFacts) -> Found:
         held, which = gpu.other_process_bytes, f"GPU {gpu.index} ({gpu.name})"
         if held is not None and held >= BUSY_BYTES:
             fix = "stop them (see nvidia-smi), hide it (CUDA_VISIBLE_DEVICES), or --max-memory"
-            yield "hurts", "gpu-busy", f"other processes hold {held / GIB:.1f} GiB of {which}", fix
+            what = f"other programs hold {held / GIB:.1f} GiB of {which}"
+            yield "warning", "gpu-busy", what, fix
         if gpu.drives_display:
             fix = "move it to another GPU or log out of the desktop; --reserve changes its 1 GiB"
             what = f"{which} drives a display, which takes memory as windows open"
@@ -286,50 +287,50 @@ def _check_link_and_power(facts: DoctorFacts) -> Found:
             (sheet.min_power_watts or sheet.power_watts) if sheet else None
         )
         if limit is not None and usual is not None and limit < 0.95 * usual:
-            what = f"{which} is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
+            what = f"{which} is limited to {limit:.0f} of {usual:.0f} W: long runs are slower"
             fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"
-            yield "hurts", "power-limited", what, fix
+            yield "warning", "power-limited", what, fix
         # NVML's greatest width is that of card and slot together; the catalog knows the card's.
         lanes = sheet.pcie_lanes if sheet and sheet.pcie_generation else None
         width, full = gpu.pcie_width, lanes or gpu.pcie_max_width or 16
         if width is not None and width < full:
-            what = f"{which} has {width} PCIe lanes of {full}: copies from the host are slow"
-            fix = "move the card to a full slot; avoid plans that offload"
-            yield "hurts", "narrow-pcie", what, fix
+            what = f"{which} has {width} PCIe lanes of {full}: block swap is slow"
+            fix = "move the card to a full slot, or avoid block swap (--pin swapped_blocks=0)"
+            yield "warning", "narrow-pcie", what, fix
 
 
 def _check_shared_memory(facts: DoctorFacts) -> Found:
     for gpu in facts.gpus:
         if gpu.integrated:
-            why = "page cache counts as used, and taking too much hangs the machine"
-            what = f"{gpu.name} shares the host's memory: {why}"
+            why = "cached files count as used, and taking too much hangs the machine"
+            what = f"{gpu.name} shares the system's RAM: {why}"
             fix = "first: sync; echo 3 | sudo tee /proc/sys/vm/drop_caches; no swap, no big process"
-            yield "hurts", "shared-memory", what, fix
+            yield "warning", "shared-memory", what, fix
 
 
 def _check_host(facts: DoctorFacts) -> Found:
     host = facts.host
     if host.memory_model == "windows":
-        what = "plan and train need Linux or macOS: Windows lacks their locks and warm processes"
+        what = "plan and train need Linux or macOS: Windows lacks file locks and forked processes"
         fix = "install WSL2 (wsl --install) and autotune inside it; the GPU works there"
         yield "blocks", "windows", what, fix
     if host.memory_model == "wsl":
-        what = "WSL spills GPU memory to the host without an error: steps become ten times slower"
-        yield "hurts", "wsl-spill", what, NO_SPILL
+        what = "WSL moves VRAM to system RAM without an error: steps become ten times slower"
+        yield "warning", "wsl-spill", what, NO_SPILL
     if host.available_memory_bytes < MIN_HOST_BYTES:
-        left = f"{host.available_memory_bytes / GIB:.0f} GiB of host memory available"
-        what = f"{left}: loading large models may be killed"
-        fix = "close programs, add swap, or raise a container's limit; small models still load"
-        yield "hurts", "little-host-memory", what, fix
+        left = f"only {host.available_memory_bytes / GIB:.0f} GiB of system RAM are free"
+        what = f"{left}: the system may kill the loading of large models"
+        fix = "close programs, add swap, or raise a container's limit; small models load anyway"
+        yield "warning", "little-host-memory", what, fix
 
 
 def _check_disk(facts: DoctorFacts) -> Found:
     free = facts.disk_free_bytes
     if free is not None and free < DISK_BYTES:
-        needs = f"the largest take {DISK_BYTES / GIB:.0f}"
-        what = f"{free / GIB:.0f} GiB free on the disk for models; {needs}"
-        fix = "free space, or set HF_HOME to a larger disk; smaller models need less"
-        yield "hurts", "little-disk", what, fix
+        needs = f"the largest take {DISK_BYTES / GIB:.0f} GiB"
+        what = f"only {free / GIB:.0f} GiB are free on the disk for models; {needs}"
+        fix = "free some, or set HF_HOME to a folder on a larger disk; smaller models need less"
+        yield "warning", "little-disk", what, fix
 
 
 def _check_packages(facts: DoctorFacts) -> Found:
@@ -362,7 +363,7 @@ def _check_packages(facts: DoctorFacts) -> Found:
     if facts.gpus and facts.host.compiler is None:
         what = "no C compiler: triton kernels and torch.compile fail at their first call"
         fix = "install gcc (Debian, Ubuntu: apt install build-essential)"
-        yield "hurts", "no-compiler", what, fix
+        yield "warning", "no-compiler", what, fix
 
 
 CHECKS: tuple[Callable[[DoctorFacts], Found], ...] = (

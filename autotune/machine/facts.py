@@ -155,7 +155,7 @@ def read_host(reader: Reader) -> Host:
     limit, wsl = facts.pop("container_free_bytes", None), facts.pop("wsl", False)
     for name in ("memory_bytes", "available_memory_bytes"):
         if name not in facts:
-            what = f"the host's memory is unknown ({reader.absent[f'host.{name}']})"
+            what = f"the system's RAM is unknown ({reader.absent[f'host.{name}']})"
             raise AutotuneError(what, hint="check /proc/meminfo and psutil")
     free = min(facts["available_memory_bytes"], facts["memory_bytes"])
     facts["available_memory_bytes"] = free if limit is None else min(free, limit)
@@ -186,14 +186,14 @@ def read_device(reader: Reader, host: Host) -> Device:
         return device_with_budget(
             "host",
             name=host.cpu,
-            memory_kind_reason="the CPU trains in the host's memory",
+            memory_kind_reason="a CPU trains in the system's RAM",
             total_memory_bytes=host.memory_bytes,
             **facts,
         )
     return device_with_budget(
         "integrated",
         name=reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU",
-        memory_kind_reason="Apple GPUs share the host's memory",
+        memory_kind_reason="Apple GPUs share the system's RAM",
         total_memory_bytes=reader.fact(
             "device.total_memory_bytes", SIZE, "torch:recommended_bytes"
         ),

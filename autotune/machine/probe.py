@@ -256,7 +256,7 @@ def hardware_for(
     if host_memory is not None:
         profile = catalog.with_host_memory(profile, memory_bytes(host_memory))
     if isinstance(hardware, str) and profile.datasheet and profile.origin == "catalog":
-        host = f" in a host with {profile.host.memory_bytes / 2**30:g} GiB of memory"
+        host = f" with {profile.host.memory_bytes / 2**30:g} GiB of system RAM"
         host = "" if profile.device.memory_kind == "integrated" else host
         on_event(Notice(text=f"planning for {profile.datasheet.id}{host}"))
     if assume:

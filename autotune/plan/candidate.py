@@ -30,7 +30,7 @@ class Candidate(Frozen):
     loader: Annotated[str, HIDDEN] = "safetensors"
     """Reader of weights from disk: a name in `autotune.weights.tensors`."""
     swapped_blocks: int = Field(default=0, ge=0)
-    """Blocks, from the first on, whose frozen weights stay in host memory until they are needed."""
+    """Blocks, from the first on, whose frozen weights stay in system RAM until they are needed."""
     selective_blocks: Annotated[int, HIDDEN] = Field(default=0, ge=0)
     """Number of blocks, after those that recompute everything, that recompute all but attention:
     they keep its output."""

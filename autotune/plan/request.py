@@ -50,7 +50,7 @@ class HardwareRequest(Request):
 
     def require_named(self) -> None:
         """Raise InvalidInput if this machine is described, which needs no description."""
-        for name, what in (("host_memory", "host memory"), ("assume", "software")):
+        for name, what in (("host_memory", "system RAM"), ("assume", "software")):
             if self.hardware is None and getattr(self, name):
                 raise InvalidInput(
                     f"this machine's {what} is known",

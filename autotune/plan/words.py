@@ -10,7 +10,7 @@ from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Ch
 TITLES: Mapping[str, str] = {
     "micro_batch_size": "batch size",
     "checkpointed_blocks": "gradient checkpointing",
-    "selective_blocks": "selective checkpointing",
+    "selective_blocks": "gradient checkpointing (attention kept)",
     "swapped_blocks": "block swap",
     "quantization": "base model",
     "attention": "attention",
@@ -30,8 +30,8 @@ FORMATS: Mapping[Choice, str] = {
     "none": "not quantized",
     "torchao-int8": "in int8",
     "torchao-fp8": "in fp8",
-    "int8-matmul": "in int8, multiplied in int8",
-    "fp8-matmul": "in fp8, multiplied in fp8",
+    "int8-matmul": "in int8, computed in int8",
+    "fp8-matmul": "in fp8, computed in fp8",
     "bnb-nf4": "in NF4",
 }
 VALUES: Mapping[str, Mapping[Choice, str]] = {
@@ -59,6 +59,8 @@ PLAIN: Mapping[str, Choice] = {**dict.fromkeys(BLOCK_COUNTS, 0), "quantization":
 """Values that save no memory."""
 UNTOLD = ("allocator", "data_workers", "batch_memory")
 """Knobs that no two candidates are compared for."""
+MAIN = ("quantization", *BLOCK_COUNTS, "attention", "compile", "precision")
+"""Settings that other trainers have, too, in the order in which they are told."""
 PHASES = {
     "load": "loading",
     "cache": "caching",
@@ -67,6 +69,26 @@ PHASES = {
     "save": "saving",
 }
 """Phases of a prediction by the names that rehearsals have."""
+PARTS = {
+    "weight": "base model",
+    "adapter": "adapter",
+    "gradient": "gradients",
+    "optimizer": "optimizer",
+    "saved_activation": "activations",
+    "transient": "temporary",
+    "attention_workspace": "attention",
+    "process_overhead": "process and libraries",
+    "allocator_rounding": "lost to rounding",
+    "matmul": "base model",
+    "attention": "attention",
+    "elementwise": "norms and activations",
+    "dequantization": "converting weights",
+    "convolution": "convolutions",
+    "overhead": "starting operations",
+    "transfer": "block swap",
+    "recompute": "of it recomputing",
+}
+"""Parts of predicted memory and time."""
 OUTCOMES = {
     "ok": "ran",
     "oom": "ran out of memory",
@@ -85,8 +107,9 @@ MEMORY = {"cuda": "VRAM", "mps": "unified memory", "cpu": "system RAM"}
 
 def value_text(name: str, value: Choice, num_blocks: int | None = None) -> str:
     """Put a knob's value in words, to follow its title: `59 of 60 blocks`, or `in int8`."""
-    if name in BLOCK_COUNTS and value:
-        return f"{value} blocks" if num_blocks is None else f"{value} of {num_blocks} blocks"
+    if name in BLOCK_COUNTS and isinstance(value, int) and value:
+        of = f" of {num_blocks}" if num_blocks is not None else ""
+        return f"{value}{of} block{'s' * ((num_blocks or value) > 1)}"
     return VALUES.get(name, {}).get(value, str(value))
 
 

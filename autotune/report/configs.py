@@ -6,24 +6,31 @@ from autotune.interop.exporting import ExportedConfig
 from autotune.interop.importing import Audit, ConfigLine, ImportedConfig
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate
-from autotune.report.text import memory_text, range_text, rough_seconds, wrapped
+from autotune.plan.words import FORMATS, OUTCOMES, PHASES, TITLES, setting_text, value_text
+from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text, wrapped
 
 MAX_VALUE = 40  # characters
 GROUPS = {
-    "not_carried": "not carried over, though it changes what is learned or is not understood",
+    "not_carried": "lost: it changes what is learned, or autotune does not know it",
     "carried": "carried over",
-    "pinned": "settings, to be pinned or judged",
+    "pinned": "settings for speed and memory, which autotune could choose",
     "decided": "decided by autotune",
 }
 
 
-def import_lines(config: ImportedConfig) -> list[str]:
-    """Tell what becomes of every setting, in groups, with the line that each is on."""
+def import_lines(config: ImportedConfig, *, tells_all: bool = True) -> list[str]:
+    """Tell what becomes of every setting, in groups, with the line that each is on; unless all is
+    wanted, only what is lost and what may be chosen otherwise."""
     lines = [*wrapped(f"{config.path}: {config.trainer}, {config.model}", 4)]
     for name, title in GROUPS.items():
         group = getattr(config, name)
-        lines += ["", title, *_group(group)] if group else []
-    return lines + _remarks("whatever is set", config.notes)
+        if tells_all or name in ("not_carried", "pinned"):
+            lines += ["", title, *_group(group)] if group else []
+    lines += _remarks("whatever the file says", config.notes)
+    if tells_all:
+        return lines
+    rest = f"{len(config.carried)} settings carry over, {len(config.decided)} are decided here"
+    return [*lines, "", *wrapped(f"{rest}; each with its line: --verbose")]
 
 
 def _remarks(title: str, remarks: Sequence[str]) -> list[str]:
@@ -39,7 +46,11 @@ def _group(group: Sequence[ConfigLine]) -> list[str]:
         value = one.value if len(one.value) <= MAX_VALUE else one.value[: MAX_VALUE - 3] + "..."
         where = f"{one.file}:{one.line}" if has_files else f"line {one.line}"
         text = f"{one.key}: {value} ({where if one.line else 'default'})"
-        alike.setdefault(one.meaning, []).append(text)
+        name, _, own = one.meaning.partition(" ")
+        name = "caching" if name.startswith("caching.text_encoder_quantization") else name
+        own = FORMATS.get(own, own) if name == "caching" else own
+        meaning = setting_text(name, own) if name in TITLES else one.meaning
+        alike.setdefault(meaning, []).append(text)
     return [
         line
         for meaning, settings in alike.items()
@@ -87,8 +98,8 @@ def audit_markdown(audit: Audit) -> str:
 
 def _evidence(audit: Audit) -> str:
     if audit.measured_as_written is None:
-        return "Predicted by autotune's cost model; nothing has run."
-    return "Predicted by autotune's cost model, and measured in a few steps of its own executor."
+        return "Predicted; nothing has run."
+    return "Predicted, and measured in a few steps of autotune."
 
 
 def _sections(audit: Audit) -> Iterator[tuple[str, list[list[str]], list[tuple[str, str]]]]:
@@ -124,37 +135,40 @@ def _comparison(audit: Audit) -> list[list[str]]:
 
 def _facts(estimate: Estimate | None) -> dict[str, str]:
     if estimate is None:
-        return {"seconds per step": "nothing fits"}
+        return {"fits": "nothing fits"}
     prediction = estimate.prediction
     doubt = prediction.time_uncertainty
     neediest = max(prediction.phases, key=lambda phase: phase.run_memory_bytes).name
+    times = {
+        "a step": estimate.step_seconds,
+        "an image": 1 / prediction.images_per_second,
+        "the run": estimate.job.total_seconds,
+    }
     return {
-        "seconds per step": range_text(estimate.step_seconds, doubt, rough_seconds),
-        "images/s": f"{prediction.images_per_second:.2f}",
-        "run memory": memory_text(prediction.run_memory_bytes),
-        "of the budget": memory_text(estimate.budget_bytes),
-        "neediest phase": neediest,
-        "the job": range_text(estimate.job.total_seconds, doubt, rough_seconds),
-        "fits": "yes" if estimate.fits else f"no: {neediest}",
-        **{f"- {one.name}": memory_text(one.run_memory_bytes) for one in prediction.phases},
+        "fits": "yes" if estimate.fits else f"no: {PHASES[neediest]}",
+        **{name: range_text(took, doubt, rough_seconds) for name, took in times.items()},
+        "memory": memory_text(prediction.run_memory_bytes),
+        "of at most": memory_text(estimate.budget_bytes),
+        **{f"- {PHASES[one.name]}": memory_text(one.run_memory_bytes) for one in prediction.phases},
     }
 
 
 def _measured(trial: TrialResult | None) -> dict[str, str]:
     if trial is None or trial.median_step_seconds is None:
-        return {"measured s/step": "-" if trial is None else trial.outcome}
-    seconds, memory = f"{trial.median_step_seconds:.3f}", memory_text(trial.peak_memory_bytes)
-    return {"measured s/step": seconds, "step memory": memory}
+        return {"measured step": "-" if trial is None else OUTCOMES[trial.outcome]}
+    seconds, memory = seconds_text(trial.median_step_seconds), memory_text(trial.peak_memory_bytes)
+    return {"measured step": seconds, "its memory": memory}
 
 
 def _worth(audit: Audit) -> list[list[str]]:
-    rows = [["setting", "as written", "instead", "s/step", "memory"]]
+    rows = [["setting", "as written", "instead", "a step", "memory"]]
     for one in audit.worth:
         saved = one.run_memory_saved_bytes
-        memory = f"{'-' if saved > 0 else '+'}{memory_text(abs(saved))}"
-        seconds = f"{-one.step_seconds_saved:+.3f}"
-        rows.append([one.knob, str(one.written), str(one.better), seconds, memory])
+        memory = f"{'-' if saved > 0 else '+'}{memory_text(abs(saved))}" if saved else "same"
+        written, better = (value_text(one.knob, value) for value in (one.written, one.better))
+        seconds = f"{-one.step_seconds_saved:+.2f} s"
+        rows.append([TITLES.get(one.knob, one.knob), written, better, seconds, memory])
     alone, together = audit.sum_of_step_seconds_saved, audit.step_seconds_saved
     for title, seconds_saved in (("sum of these", alone), ("all together", together)):
-        rows.append([title, "", "", f"{-seconds_saved:+.3f}", ""])
+        rows.append([title, "", "", f"{-seconds_saved:+.2f} s", ""])
     return rows

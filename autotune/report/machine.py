@@ -10,9 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import Capability, Device, HardwareProfile, Rate
-from autotune.plan.prediction import Estimate
-from autotune.plan.words import MEMORY, PHASES, TITLES, UNTOLD, label_of, unusual_settings
+from autotune.plan.prediction import TIME_EVIDENCE, Estimate
+from autotune.plan.words import MAIN, MEMORY, PARTS, PHASES, setting_text, unusual_settings
+from autotune.report.plan import data_text, speed_text
 from autotune.report.text import (
     WIDTH,
     capped,
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from autotune.weights.tensors import FileSummary
 
 ABOUT_LISTING = "bf16 -: trains in fp16, some models in fp32. A part of the name will do: 4090."
-STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 MAX_NAMED = 20
 PROBLEMS = {
     "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",
@@ -65,16 +66,6 @@ ABILITIES = {  # what people ask for, and the capabilities of which one is enoug
     "torch.compile": ("compile",),
 }
 VERDICTS = {"exact": "counts here", "near": "a prior here", "none": "does not count here"}
-PARTS = {  # of memory and time, whose titles are not their names
-    "weight": "weights",
-    "gradient": "gradients",
-    "saved_activation": "saved activations",
-    "matmul": "frozen layers",
-    "elementwise": "norms and elementwise",
-    "convolution": "convolutions",
-    "overhead": "launch overhead",
-    "transfer": "transfers",
-}
 
 
 def profile_view(profile: HardwareProfile) -> RenderableType:
@@ -117,8 +108,8 @@ def profile_lines(profile: HardwareProfile, findings: Sequence[Finding]) -> list
     hurting = [finding.what for finding in findings if finding.severity != "note"]
     hurting += ["it was busy, so that its speeds count less"] * profile.noisy
     more = f" (and {len(hurting) - 1} more)" if len(hurting) > 1 else ""
-    facts += [("hurts", f"{hurting[0]}{more}: autotune doctor")] if hurting else []
-    return [*titled_lines(facts), *titled_lines([("more", "autotune probe --verbose")])]
+    facts += [("warning", f"{hurting[0]}{more}: autotune doctor")] if hurting else []
+    return titled_lines([*facts, ("more", "each ability and speed: autotune probe --verbose")])
 
 
 def _can(profile: HardwareProfile) -> Callable[[str], bool]:
@@ -143,15 +134,13 @@ def _speed_text(profile: HardwareProfile) -> str:
     return text
 
 
-def findings_view(findings: Sequence[Finding]) -> RenderableType:
-    """Show the doctor's findings, worst first."""
-    if not findings:
-        return Text("Nothing is wrong with this machine.", style="green")
-    table = _grid()
-    for finding in findings:
-        body = Text(finding.what) + Text(f"\nfix: {finding.fix}", style="dim")
-        table.add_row(Text(finding.severity, style=STYLES[finding.severity]), body)
-    return table
+def findings_lines(findings: Sequence[Finding]) -> list[str]:
+    """Tell the doctor's findings, worst first."""
+    facts = ((one.severity, one.what, one.fix) for one in findings)
+    lines = titled_lines(
+        pair for title, *told in facts for pair in zip((title, "fix:"), told, strict=True)
+    )
+    return lines or ["Nothing is wrong with this machine."]
 
 
 def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
@@ -259,42 +248,48 @@ def model_lines(
     models: Sequence[ModelSummary], hardware: str | None = None, host_memory: str | None = None
 ) -> list[str]:
     """List models with their licenses or, for a GPU, what that is predicted to do with them."""
-    title = f"{'per image':>16}{'hours':>8}{'memory':>11}" if hardware else "  license"
-    about = "hours: the steps of a run on 20 images"
-    host = f"a host with {host_memory or '64 GiB of memory (--host-memory)'}"
-    about = f"predicted for {hardware} in {host}, with the defaults of each; {about}"
-    lines = wrapped(about) if hardware else []
-    lines.append(f"{'name':<26}{'kind':<6}{'parameters':>11} {title}")
+    if hardware is not None:
+        return _prediction_lines(models, hardware, host_memory or "64 GiB")
+    lines = [f"{'name':<26}{'kind':<6}{'parameters':>11}   license"]
     for model in models:
         size = f"{model.num_parameters / 1e9:.2f}B" if model.num_parameters else "-"
-        doubt, found = " " if model.is_verified else "*", model.prediction
-        if not hardware:
-            rest = f"  {model.license or 'unknown'}"
-        elif found is None:
-            rest = "  not computed ahead: use autotune plan"
-        elif found.step_seconds is None:
-            rest = f"{'does not fit':>16}"
-        else:
-            took = _range_of(model.image_seconds, found.time_uncertainty)
-            rest = f"{took:>16}{model.run_hours:>8.1f}{memory_text(found.run_memory_bytes):>11}"
-        lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{rest}")
-        if found and found.settings:
-            lines += wrapped(f"    {label_of(found.settings)}", 4)
-    if any(model.prediction and model.prediction.step_seconds is None for model in models):
-        less = "what does not fit may do so with --quality compact or less --resolution"
-        lines += wrapped(f"{less}: autotune plan --model NAME --hardware {hardware}")
-        lines += with_command("other GPUs:", "autotune compare --model NAME")
+        doubt = " " if model.is_verified else "*"
+        license_name = model.license or "unknown"
+        lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}  {license_name}")
     if not all(model.is_verified for model in models):
-        lines.append("* built from diffusers' classes: not compared with a published size")
-    if hardware:
-        return lines
-    lacking: dict[str, list[str]] = {}
-    for model in models:
-        for title in model.missing_levers:
-            lacking.setdefault(title, []).append(model.name)
-    texts = [f"no {title}: {', '.join(names)}" for title, names in lacking.items()]
-    texts += [f"{model.name}: {model.note}" for model in models if model.note]
+        lines.append("* counted in diffusers' classes, not compared with the published files")
+    texts = (f"{model.name}: {model.note}" for model in models if model.note)
     return [*lines, *(line for text in texts for line in wrapped(text))]
+
+
+def _prediction_lines(models: Sequence[ModelSummary], hardware: str, host_memory: str) -> list[str]:
+    about = f"Predicted for {hardware} with {host_memory} of system RAM (--host-memory)"
+    lines = wrapped(f"{about}. A run is on 20 images, with each model's usual settings.", 0)
+    lines.append(f"{'name':<26}{'kind':<6}{'an image':>17}{'a run':>18}{'VRAM':>12}")
+    for model in models:
+        found = model.prediction
+        if found is None:
+            rest = "  not computed ahead: use autotune plan"
+        elif found.step_seconds is None or model.run_hours is None:
+            rest = f"{'does not fit':>17}"
+        else:
+            image, run = (
+                _range_of(seconds, found.time_uncertainty)
+                for seconds in (model.image_seconds, 3600 * model.run_hours)
+            )
+            rest = f"{image:>17}{run:>18}{memory_text(found.run_memory_bytes):>12}"
+        lines.append(f"{model.name:<26}{model.kind:<6}{rest}")
+        lines += _settings_lines(found.settings) if found and found.settings else []
+    if any(model.prediction and model.prediction.step_seconds is None for model in models):
+        less = "Perhaps it fits with --quality compact, or less --resolution:"
+        lines += with_command(less, f"autotune plan --model NAME --hardware {hardware}")
+        lines += with_command("Other GPUs:", "autotune compare --model NAME")
+    return lines
+
+
+def _settings_lines(candidate: Candidate) -> list[str]:
+    size = f"{candidate.micro_batch_size} at a time"
+    return wrapped(f"    {', '.join((size, *unusual_settings(candidate, MAIN)))}", 0)
 
 
 def fetched_lines(model: FetchedModel) -> list[str]:
@@ -355,68 +350,58 @@ def _data_texts(report: DataReport) -> Iterator[str]:
         yield from (f"  {line}" for line in capped(lines, MAX_NAMED, ": --json names all"))
 
 
-def estimate_text(estimate: Estimate) -> str:
-    """Tell the verdict, settings, memory by part and phase, time by kind of work, and the job."""
+def estimate_lines(estimate: Estimate) -> list[str]:
+    """Answer as a plan does, then tell memory by phase and part, and time by kind of work."""
     prediction, work, job = estimate.prediction, estimate.workload, estimate.job
-    bucket, candidate = work.largest_bucket, prediction.candidate
-    frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
-    recompute, doubt = prediction.step_time.recompute_seconds, prediction.time_uncertainty
-    needed, budget = memory_text(prediction.run_memory_bytes), memory_text(estimate.budget_bytes)
-    training = range_text(prediction.training.run_memory_bytes, prediction.memory_band, memory_text)
-    told = (name for name in TITLES if name not in UNTOLD and name != "micro_batch_size")
-    size, blocks = f"batch size {candidate.micro_batch_size} at a time", work.model.num_blocks
-    settings = ", ".join((size, *unusual_settings(candidate, told, blocks)))
-    verdict = "fits" if estimate.fits else "does not fit"
-    phases = [(PHASES[phase.name], phase.run_memory_bytes) for phase in prediction.phases]
-    image_seconds = prediction.step_seconds / work.effective_batch_size
-    times = [part for part in prediction.step_time if part[0] != "recompute_seconds"]
-    lines = [
-        *wrapped(f"{work.model.name} on {estimate.hardware}: {verdict}"),
-        f"  predicted, nothing has run; run memory {needed} of {budget}",
+    candidate, doubt = prediction.candidate, prediction.time_uncertainty
+    batch, size = work.effective_batch_size, candidate.micro_batch_size
+    name, budget = work.model.name.rpartition("/")[2], memory_text(estimate.budget_bytes)
+    total = _range_of(job.total_seconds, doubt)
+    price, verdict = estimate.price_per_hour, "should fit" if estimate.fits else "does not fit"
+    cost = "" if estimate.cost is None else f", {estimate.cost:.2f} for {price:.2f} an hour"
+    around = {
+        "loading": job.load_seconds,
+        "caching": job.cache_seconds,
+        "compiling": job.compile_seconds,
+        "previews": job.preview_seconds,
+        "validation": job.validation_seconds,
+        "saving": job.save_seconds,
+    }
+    besides = ", ".join(f"{title} {rough_seconds(took)}" for title, took in around.items() if took)
+    settings = [setting_text("quantization", candidate.quantization)]
+    settings += unusual_settings(candidate, MAIN, work.model.num_blocks)
+    facts = [
+        (verdict, f"{name} on {estimate.hardware}, {data_text(work)}"),
+        ("batch size", f"{batch} = {size} at a time x {batch // size} gradient accumulation"),
+        ("settings", "; ".join(settings)),
+        ("adapter", f"rank {work.rank} on {work.targets}"),
+        ("memory", f"up to {memory_text(prediction.run_memory_bytes)} of {budget}"),
+        (MEMORY["cpu"], f"up to {memory_text(prediction.host_memory_bytes)}"),
+        ("speed", speed_text(prediction.step_seconds, doubt, work)),
+        ("the run", f"{estimate.num_steps} steps, {total} in all{cost}"),
+        ("in it", besides),
+        ("uncertain", f"{TIME_EVIDENCE}; nothing has run"),
     ]
     if not estimate.fits:
-        lines.append("  `autotune plan` with the same model and hardware finds what fits")
-    lines += [
-        "",
-        f"  shape       {bucket.width_px} x {bucket.height_px} px{frames}, "
-        f"{work.max_text_tokens} text tokens",
-        f"  adapter     rank {work.rank} on {work.targets}, effective batch "
-        f"{work.effective_batch_size}",
-        *wrapped(f"  settings    {settings}", 12),
-        "",
-        f"Training: {training}, of which "
-        f"{memory_text(prediction.allocated_memory_bytes)} step memory",
-        *_bars(prediction.training.breakdown, memory_text),
-        "",
-        "Phases",
+        facts.append(("instead", "`autotune plan` with this model and GPU finds what fits"))
+    phases = [(PHASES[phase.name], phase.run_memory_bytes) for phase in prediction.phases]
+    training = range_text(prediction.training.run_memory_bytes, prediction.memory_band, memory_text)
+    return [
+        *titled_lines(facts),
+        "memory by phase",
         *_bars(phases, memory_text),
-        f"  {MEMORY['cpu']:24}{memory_text(prediction.host_memory_bytes):>14}",
-        "",
-        f"Step time: {range_text(prediction.step_seconds, doubt, rough_seconds)},"
-        f" {range_text(image_seconds, doubt, rough_seconds)} an image",
-        *_bars(times, seconds_text),
+        f"memory of training, {training}",
+        *_bars(prediction.training.breakdown, memory_text),
+        "time of a step",
+        *_bars(prediction.step_time, seconds_text),
     ]
-    if recompute:
-        lines.append(f"  of which recomputing    {seconds_text(recompute):>14}")
-    total = range_text(job.total_seconds, doubt, rough_seconds)
-    lines += ["", f"Job of {estimate.num_steps} steps: {total}"]
-    if job.compile_seconds:
-        lines.append(f"  compile, and plan attention, {seconds_text(job.compile_seconds)}")
-    lines.append(
-        f"  load {seconds_text(job.load_seconds)}, caches {seconds_text(job.cache_seconds)},"
-        f" previews {seconds_text(job.preview_seconds)}, saves {seconds_text(job.save_seconds)}"
-    )
-    if estimate.cost is not None:
-        lines.append(f"  {estimate.cost:.2f} at {estimate.price_per_hour:.2f} per hour")
-    return "\n".join(line[:WIDTH].rstrip() for line in lines)
 
 
 def _bars(values: Iterable[tuple[str, float]], form: Callable[[float], str]) -> list[str]:
     shown = {name.removesuffix("_bytes").removesuffix("_seconds"): v for name, v in values if v > 0}
     largest = max(shown.values(), default=0)
     return [
-        f"  {PARTS.get(name, name.replace('_', ' ')):24}{form(value):>14}  "
-        f"{'#' * round(30 * value / largest)}"
+        f"  {PARTS.get(name, name):24}{form(value):>14}  {'#' * round(30 * value / largest)}"
         for name, value in shown.items()
     ]
 
@@ -429,20 +414,18 @@ def comparison_lines(found: Comparison) -> list[str]:
     """Show speed, memory, hours, cost and settings for each GPU that it fits."""
     fitting = [one for one in found.gpus if one.misfit is None]
     has_prices = any(one.cost is not None for one in fitting)
-    cost = f"{f'cost {found.currency}'.rstrip():>12}" if has_prices else ""
-    lines = [
-        f"{found.model}: the finished adapter, predicted for each GPU in a host with "
-        f"{memory_text(found.host_memory_bytes)}",
-        f"{'GPU':<27}{'per image':>16}{'VRAM':>12}{'hours':>13}{cost}",
-    ]
+    cost = f"{f'cost {found.currency}'.rstrip():>10}" if has_prices else ""
+    host = f"with {memory_text(found.host_memory_bytes)} of system RAM"
+    lines = wrapped(f"{found.model}: one LoRA, predicted for each GPU {host}", 0)
+    lines.append(f"{'GPU':<27}{'an image':>15}{'in all':>16}{'VRAM':>12}{cost}")
     for one in fitting:
         low, high = one.hours_range or (0.0, 0.0)
         speed = _range_of(one.image_seconds, one.time_uncertainty)
-        hours, memory = f"{low:.1f} to {high:.1f}", memory_text(one.run_memory_bytes)
-        price = f"{'-' if one.cost is None else f'{one.cost:.2f}':>12}" if has_prices else ""
-        lines.append(f"{one.gpu:<27}{speed:>16}{memory:>12}{hours:>13}{price}")
-        own = f"; {memory_text(one.host_memory_bytes)} of the host" if one.host_memory_bytes else ""
-        lines += wrapped(f"  {label_of(one.settings)}{own}", 4) if one.settings else []
+        hours = f"{low:.1f} to {high:.1f} h"
+        memory = memory_text(one.run_memory_bytes)
+        price = f"{'-' if one.cost is None else f'{one.cost:.2f}':>10}" if has_prices else ""
+        lines.append(f"{one.gpu:<27}{speed:>15}{hours:>16}{memory:>12}{price}")
+        lines += _settings_lines(one.settings) if one.settings else []
     if not fitting:
         lines.append("none of these GPUs")
     if found.num_left_out:
@@ -450,14 +433,14 @@ def comparison_lines(found: Comparison) -> list[str]:
     lines += _misfit_lines([one.gpu for one in found.gpus if one.misfit is not None])
     for first in fitting[:1]:
         besides = {
-            "of download": first.download_seconds,
-            "of search": first.search_seconds,
-            "of loading, caching, previews and checkpoints": first.other_seconds,
+            "download": first.download_seconds,
+            "search": first.search_seconds,
+            "loading, caching, previews and checkpoints": first.other_seconds,
         }
-        parts = ", ".join(f"{seconds_text(took)} {what}" for what, took in besides.items() if took)
+        parts = [f"{rough_seconds(took)} of {what}" for what, took in besides.items() if took]
         dated = f" Prices are of {found.priced}." if found.priced else ""
-        counted = f"Hours count {first.num_steps} steps and, on {first.gpu}, {parts}."
-        lines += wrapped(counted + dated, 0)
+        counted = f"{first.num_steps} steps and, on {first.gpu}, {', '.join(parts)}"
+        lines += wrapped(f"In all: {counted}.{dated}", 0)
     return lines
 
 
@@ -466,25 +449,21 @@ def _misfit_lines(gpus: list[str]) -> list[str]:
 
 
 def elsewhere_lines(error: NoGpu) -> list[str]:
-    """List the GPUs that a model fits, fastest first; then those that it does not fit."""
+    """List the fastest GPU of each size that a model fits, then those that it does not fit."""
     from autotune.models.registry import FAMILIES
 
     defaults = FAMILIES[error.family].defaults
-    frames = f" and {defaults.num_frames} frames" if defaults.num_frames > 1 else ""
-    batch = f"batch {defaults.effective_batch_size}, {defaults.resolution_px} px{frames}"
+    # The fastest come first.
+    fastest = {one.memory_gb: one for one in reversed(error.elsewhere) if one.step_seconds}
     rows = [
-        f"{each.gpu:<28}{each.memory_gb:>5g} GB"
-        f"{_range_of(each.image_seconds_with(defaults), each.time_uncertainty):>18}"
-        f"{each.hours_with(defaults):>8.1f}{memory_text(each.run_memory_bytes):>12}"
-        for each in error.elsewhere
-        if each.step_seconds is not None
+        f"{each.gpu:<28}{size:>5g} GB{memory_text(each.run_memory_bytes):>12}"
+        f"{_range_of(each.image_seconds_with(defaults), each.time_uncertainty):>16}"
+        f"{_range_of(3600 * (each.hours_with(defaults) or 0), each.time_uncertainty):>16}"
+        for size, each in sorted(fastest.items())
     ]
     return [
-        *wrapped(
-            f"{error.model} on other hardware, predicted for rank {defaults.rank}, {batch}; "
-            "hours: the steps of a run on 20 images"
-        ),
-        f"{'name for --hardware':<28}{'memory':>8}{'per image':>18}{'hours':>8}{'VRAM':>12}",
+        *wrapped(f"{error.model} on the fastest GPU of each size, predicted for 20 images", 0),
+        f"{'name for --hardware':<28}{'VRAM':>8}{'used':>12}{'an image':>16}{'a run':>16}",
         *rows,
         *_misfit_lines([each.gpu for each in error.elsewhere if each.step_seconds is None]),
     ]

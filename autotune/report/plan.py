@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.events import RecordsMatched
-from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Choice, TrialResult
+from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
 from autotune.plan.plan import CheckResult, Expected, TrainingPlan
 from autotune.plan.prediction import TIME_EVIDENCE
 from autotune.plan.words import (
+    MAIN,
     MEMORY,
     OUTCOMES,
     PLAIN,
@@ -50,7 +51,18 @@ DENSITIES = {
     "uniform": "the model's own noise schedule",
 }
 # So end the names of what is measured, not chosen, and compared by its ratio.
-QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
+QUANTITIES = ("_bytes", "_seconds", "num_steps", "cost")
+DIFFERING = {  # titles of differences that are not their names
+    "device": "GPU",
+    "workload.effective_batch_size": "effective batch size",
+    "run_memory_bytes": "memory of the run",
+    "step_memory_bytes": "memory of a step",
+    "step_seconds": "a step",
+    "image_seconds": "an image",
+    "run_seconds": "the run",
+    "search_seconds": "the search",
+    "num_steps": "steps",
+}
 
 
 def trial_text(number: int, max_trials: int, result: TrialResult) -> str:
@@ -145,13 +157,8 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     shared = f" x {number} GPUs ({hardware.strategy})" if number > 1 else ""
     left = hardware.budget_bytes - expected.run_memory_bytes
     needed, budget = memory_text(expected.run_memory_bytes), memory_text(hardware.budget_bytes)
-    form = seconds_text if expected.time_uncertainty is None else rough_seconds
-    step, item = (
-        range_text(seconds, expected.time_uncertainty, form)
-        for seconds in (expected.step_seconds, expected.step_seconds / batch)
-    )
     facts = [
-        ("fits" if is_measured else "should fit", f"{subject}, {_data_text(work)}"),
+        ("fits" if is_measured else "should fit", f"{subject}, {data_text(work)}"),
         ("batch size", f"{batch} = {size} at a time x {passes} gradient accumulation{shared}"),
         ("settings", "; ".join(_main_settings(plan))),
         (
@@ -164,7 +171,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         own = memory_text(number * expected.host_memory_bytes)
         facts.append((MEMORY["cpu"], f"up to {own}{less}"))
     facts += [
-        ("speed", f"{step} a step, {item} {'a clip' if work.has_clips else 'an image'}"),
+        ("speed", speed_text(expected.step_seconds, expected.time_uncertainty, work)),
         ("the run", job_text(plan)),
     ]
     if expected.time_uncertainty is not None:
@@ -175,14 +182,21 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
             ("measured", f"in {len(frozen.trials)} trial{'s' * (len(frozen.trials) > 1)}, {took}")
         )
     facts += [("assumed", text) for text in assumption_text(plan)]
-    facts += zip(("faster", ""), _what_is_faster(plan), strict=False)
-    notes = [*frozen.advice, *([frozen.overheads.text] if frozen.overheads else [])]
+    faster = [*_gains_of_memory(plan), *frozen.advice]
+    facts += zip(("faster", *[""] * len(faster)), faster, strict=False)
+    notes = []
+    if theirs := frozen.overheads:
+        notes.append(f"memory as {theirs.program} takes it; its files: autotune export-config")
+    confirmed = [trial for trial in frozen.trials if trial.confirms and trial.outcome == "ok"]
+    if confirmed and confirmed[-1].message:
+        notes.append(f"not all of a run could be rehearsed: {confirmed[-1].message}")
     if caps := [t.memory_cap_bytes for t in frozen.trials if t.memory_cap_bytes is not None]:
         notes.append(f"tried within {memory_text(max(caps))}, as you asked: never shared")
     return titled_lines([*facts, *(("note", note) for note in notes)])
 
 
-def _data_text(work: Workload) -> str:
+def data_text(work: Workload) -> str:
+    """Tell the number and size of what is trained on."""
     count, largest = sum(bucket.num_items for bucket in work.buckets), work.largest_bucket
     kind = "clip" if work.has_clips else "image"
     size = f"{'up to ' * (len(work.buckets) > 1)}{largest.width_px}x{largest.height_px}"
@@ -190,17 +204,24 @@ def _data_text(work: Workload) -> str:
     return f"{count} {kind}{'s' * (count > 1)} of {size}{frames}"
 
 
+def speed_text(step_seconds: float, doubt: float | None, work: Workload) -> str:
+    """Tell the time of a step and of an image, as a range if it is predicted."""
+    form = seconds_text if doubt is None else rough_seconds
+    each = (step_seconds, step_seconds / work.effective_batch_size)
+    step, item = (range_text(seconds, doubt, form) for seconds in each)
+    return f"{step} a step, {item} {'a clip' if work.has_clips else 'an image'}"
+
+
 def _main_settings(plan: TrainingPlan) -> list[str]:
     settings, num_blocks = plan.frozen.settings, plan.frozen.workload.model.num_blocks
     told = [setting_text("quantization", settings.quantization)]
-    names = (*BLOCK_COUNTS, "attention", "compile", "precision")
-    told += unusual_settings(settings, names, num_blocks)
+    told += unusual_settings(settings, MAIN[1:], num_blocks)
     if plan.frozen.caching != CachingSettings():
         told.append(setting_text("caching", caching_text(plan.frozen.caching)))
     return told
 
 
-def _what_is_faster(plan: TrainingPlan) -> list[str]:
+def _gains_of_memory(plan: TrainingPlan) -> list[str]:
     forecast, seconds = plan.frozen.forecast, plan.frozen.expected.step_seconds
     budget = plan.frozen.hardware.budget_bytes
     beyond = [
@@ -208,19 +229,16 @@ def _what_is_faster(plan: TrainingPlan) -> list[str]:
         for each in (forecast.alternatives if forecast else ())
         if each.run_memory_bytes > budget and each.step_seconds < seconds / WORTH_TELLING
     ]
-    texts, memory = [], MEMORY[plan.frozen.hardware.device_kind]
-    if beyond:
-        least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
-        best = min(beyond, key=lambda alternative: alternative.step_seconds)
-        gains = [
-            f"with {memory_text(each.run_memory_bytes - budget)} more {memory} "
-            f"{seconds / each.step_seconds:.2f}x"
-            for each in ([least] if least == best else [least, best])
-        ]
-        texts.append(", ".join(gains))
-    if plan.frozen.expected.evidence == "predicted" and plan.frozen.workload.quality != "compact":
-        texts.append("perhaps --quality compact (4 and 8 bits), or less --resolution")
-    return texts
+    if not beyond:
+        return []
+    memory = MEMORY[plan.frozen.hardware.device_kind]
+    least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
+    best = min(beyond, key=lambda alternative: alternative.step_seconds)
+    return [
+        f"{seconds / each.step_seconds:.2f}x the speed with "
+        f"{memory_text(each.run_memory_bytes - budget)} more {memory}"
+        for each in ([least] if least == best else [least, best])
+    ]
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
@@ -284,7 +302,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
         for worth in worths:
             if worth.value == setting_text(knob, PLAIN.get(knob, "")) and not worth.point.runs:
                 size = memory_text(worth.point.run_memory_bytes)
-                weight, text = 1.0, f"with {worth.value}: at least {size} {memory} of {budget}"
+                weight, text = 1.0, f"with {worth.value}: {size} {memory}, {budget} may be taken"
         told.append((weight, knob, text))
     for reason in frozen.reasons:
         if reason.knob == "caching" and frozen.caching != CachingSettings() and reason.rejected:
@@ -404,7 +422,7 @@ def differences(
         if a != (b := theirs[name]):
             is_ratio = name.endswith(QUANTITIES) and a and b is not None
             ratio: Any = b / a if is_ratio else None  # type: ignore[operator]
-            is_time = name in ("step_seconds", "run_seconds")
+            is_time = name in ("step_seconds", "image_seconds", "run_seconds")
             found.append(Difference(name, a, b, ratio, *(doubts if is_time else ())))
     return tuple(found)
 
@@ -424,7 +442,7 @@ def _facts(plan: TrainingPlan, price_per_hour: float | None) -> dict[str, str | 
         "run_memory_bytes": expected.run_memory_bytes,
         "step_memory_bytes": expected.peak_memory_bytes,
         "step_seconds": expected.step_seconds,
-        "images_per_second": expected.images_per_second,
+        "image_seconds": expected.step_seconds / work.effective_batch_size,
         "num_steps": plan.job.num_steps,
         "run_seconds": plan.job_seconds,
         **cost,
@@ -435,7 +453,9 @@ def _facts(plan: TrainingPlan, price_per_hour: float | None) -> dict[str, str | 
 def difference_lines(found: Sequence[Difference]) -> list[str]:
     """Align differences for people."""
 
-    def shown(name: str, value: str | int | float | None, doubt: float | None) -> str:
+    def shown(name: str, value: Any, doubt: float | None) -> str:
+        if name.startswith("settings."):
+            return value_text(name.removeprefix("settings."), value)
         if name.endswith("_bytes") and isinstance(value, int):
             return memory_text(value)
         if name.endswith("_seconds") and isinstance(value, float):
@@ -444,11 +464,13 @@ def difference_lines(found: Sequence[Difference]) -> list[str]:
 
     lines = []
     for item in found:
-        title = item.name.rpartition(".")[2].removesuffix("_bytes").removesuffix("_seconds")
+        name = item.name.rpartition(".")[2]
+        title = DIFFERING.get(item.name) or TITLES.get(name) or name.replace("_", " ")
         first = shown(item.name, item.first, item.first_uncertainty)
         second = shown(item.name, item.second, item.second_uncertainty)
         ratio = item.ratio
         times = "" if ratio is None else f" {ratio:{'.2f' if ratio >= 0.1 else '.2g'}}x"
-        line = f"{title.replace('_', ' '):<24} {first:>20} -> {second:<20}{times}"
-        lines.append(line.rstrip())
+        line = f"{title:<22} {first:>20} -> {second:<20}{times}".rstrip()
+        split = [*wrapped(title), *wrapped(f"    {first} -> {second}{times}", 0)]
+        lines += [line] if max(map(len, (title, first, second))) <= 22 else split
     return lines or ["the plans do not differ"]

@@ -27,7 +27,7 @@ from autotune.search.problem import (
     PlannerBackend,
     PlanningProblem,
     TrialFunction,
-    advise_larger_batch,
+    advise_choices,
     suggest_relaxation,
 )
 from autotune.search.request import ResolvedRequest
@@ -331,9 +331,6 @@ def freeze_plan(
             problem.cost.predict_uncalibrated(settings).step_time,
             tried.values(),
         ),
-        advice=(
-            *winner.note_missing_phases(trials, settings),
-            *advise_larger_batch(space, cost, settings, best.step_seconds),
-        ),
+        advice=(*advise_choices(space, cost, settings, best.step_seconds),),
     )
     return seal(problem.job, frozen)

@@ -1,5 +1,5 @@
 """One request on one machine, with all that follows from it before anything is tried; and what
-other requests would bring: what would fit if nothing does, what a larger effective batch gains."""
+others would bring: what would fit if nothing does, what a larger batch or other weights gain."""
 
 import contextlib
 import time
@@ -24,6 +24,7 @@ from autotune.plan.hardware import KEY_NAMES, Capability, HardwareProfile, share
 from autotune.plan.job import Job
 from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
+from autotune.plan.words import setting_text
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search import comparison, next
 from autotune.search.gradient_checks import check_gradients
@@ -45,7 +46,7 @@ TrialFunction = Callable[[Candidate], TrialResult]
 GIB = 2**30
 SMALLER_SIDES = (0.75, 0.5)  # shares of the resolution's side that are tried
 LARGER_BATCHES = (2, 4)  # multiples of the effective batch that are tried
-MIN_GAIN = 1.05  # factor of images per second from which a larger batch is mentioned
+MIN_GAIN = 1.05  # factor of images per second from which a choice of the user is mentioned
 
 
 def _trial_runner(model: ResolvedModel, cost: CostModel) -> ProcessTrialRunner:
@@ -211,12 +212,9 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
     needed = number * cost.host_memory_bytes(smallest)
     if needed > there:
         run = f"a run's {number} processes need" if number > 1 else "a run needs"
-        amounts = (
-            f"{needed / GIB:.1f} GiB of the host's memory, {there / GIB:.1f} GiB are available"
-        )
         raise NothingFits(
-            f"{run} {amounts}",
-            hint="close other programs, or use a host with more memory (for a GPU by name: "
+            f"{run} {needed / GIB:.1f} GiB of system RAM, {there / GIB:.1f} GiB are free",
+            hint="close other programs, or take a computer with more (for a GPU by name: "
             "--host-memory)",
         )
 
@@ -474,26 +472,44 @@ def _size_text(bucket: Bucket) -> str:
     return str(bucket.width_px) if is_square else f"{bucket.width_px}x{bucket.height_px}"
 
 
-def advise_larger_batch(
+def advise_choices(
     space: SearchSpace, cost: CostModel, best: Candidate, step_seconds: float
 ) -> tuple[str, ...]:
-    """Say what a larger effective batch would gain, if much, with kernels and weights of `best`."""
-    effective, budget_bytes = cost.workload.effective_batch_size, cost.budget_bytes
-    best_gain, best_batch = MIN_GAIN, 0
-    for batch in (effective * factor for factor in LARGER_BATCHES):
-        base = best.changed(micro_batch_size=batch)
-        if any(knob.why_not(base, cost.context) for knob in KNOBS):
+    """Say what a larger effective batch and a looser quality would gain, if much, all other knobs
+    as in `best`."""
+    work, number = cost.workload, cost.parallel.num_processes
+    effective, found = work.effective_batch_size, []
+    batches = [best.changed(micro_batch_size=effective * factor) for factor in LARGER_BATCHES]
+    looser = _looser_formats(space, cost) if cost.overheads is None else ()  # or not its own
+    formats = [best.changed(quantization=name) for name in looser]
+    for bases in (formats, batches):
+        best_gain, chosen = MIN_GAIN, best
+        for base in bases:
+            if any(knob.why_not(base, cost.context) for knob in KNOBS):
+                continue
+            for candidate in block_count_frontier(base, space.choices, cost):
+                prediction = cost.predict(candidate)
+                images = max(effective, candidate.micro_batch_size)
+                gain = images / prediction.step_seconds / (effective / step_seconds)
+                if prediction.run_memory_bytes <= cost.budget_bytes and gain > best_gain:
+                    best_gain, chosen = gain, candidate
+        if chosen is best:
             continue
-        for candidate in block_count_frontier(base, space.choices, cost):
-            prediction = cost.predict(candidate)
-            gain = batch / prediction.step_seconds / (effective / step_seconds)
-            if prediction.run_memory_bytes <= budget_bytes and gain > best_gain:
-                best_gain, best_batch = gain, batch
-    if not best_batch:
-        return ()
-    global_batch = best_batch * cost.parallel.num_processes
-    gains = f"is predicted to train {best_gain:.2f}x as many images per second"
-    return (
-        f"an effective batch of {global_batch} {gains}; it is not chosen for you, because it "
-        "changes what is learned",
-    )
+        option, why = (
+            f"--batch-size {chosen.micro_batch_size * number}",
+            "it changes what is learned",
+        )
+        if bases is formats:
+            stored = setting_text("quantization", chosen.quantization)
+            option, why = f"--quality compact ({stored})", "it is less exact"
+        found.append(f"{best_gain:.2f}x the speed with {option}, as predicted; up to you: {why}")
+    return tuple(found)
+
+
+def _looser_formats(space: SearchSpace, cost: CostModel) -> list[Choice]:
+    """Weight formats that nothing but the asked quality excludes."""
+    (knob,) = (knob for knob in KNOBS if knob.name == "quantization")
+    compact = replace(cost.context, workload=cost.workload.changed(quality="compact"))
+    barred, admitted = knob.choices(cost.context).rejected, knob.choices(compact).admitted
+    told = {one.choice: one.reason for one in space.rejected.get(knob.name, ())}
+    return [name for name in admitted if name in barred and told.get(name) == barred[name]]

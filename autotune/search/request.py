@@ -166,11 +166,11 @@ class ResolvedRequest:
         if dataset:
             notes = (*notes, *tell_cut_captions(dataset.items, family, model.config_folder))
         if dataset is None:
-            assumed = f"{USUAL_IMAGES} items with usual captions are assumed"
-            notes = (*notes, f"no data is named: {assumed}")
+            assumed = f"without --data, {USUAL_IMAGES} images with usual captions are assumed"
+            notes = (*notes, assumed)
         elif model.config_folder is None:
             assumed = f"{workload.max_text_tokens} tokens a caption are assumed"
-            notes = (*notes, f"captions cannot be counted without the model's files: {assumed}")
+            notes = (*notes, f"without the model's files captions cannot be counted: {assumed}")
         return cls(request, model, dataset, workload, job, notes)
 
     def space(self, profile: HardwareProfile) -> SearchSpace:

@@ -225,7 +225,7 @@ class ProcessTrialRunner:
         code = child.process.exitcode
         if code == -signal.SIGKILL:
             return worker.Failure(
-                self._host_oom, "killed by the system, most likely out of host memory"
+                self._host_oom, "killed by the system, most likely out of system RAM"
             )
         with self._log.open("rb") as log:
             log.seek(log_start)

@@ -207,7 +207,7 @@ def _explain_choice(
         why = f"part of the {GOALS[objective]} settings that run"
         limit = own.value(objective)
         if any(score.value(objective) < limit for score in compared if not score.failure):
-            order = "less memory of the host, then what is more exact, then simpler"
+            order = "less system RAM, then what is more exact, then simpler"
             why += f", within {TIE:.0%}: such ties go to {order}"
     return Reason(knob=knob, chosen=chosen, why=why, rejected=tuple(rejected))
 
@@ -267,14 +267,6 @@ def confirm_winner(
         trials = (*trials, longer)
         confirmed += longer.outcome == "ok"
     return trials
-
-
-def note_missing_phases(trials: Trials, best: Candidate) -> tuple[str, ...]:
-    """Note if a phase of a run could not be rehearsed."""
-    longer = [t for t in trials if t.confirms and t.outcome == "ok" and t.candidate == best]
-    if not longer or not longer[-1].message:
-        return ()
-    return (f"not all of a run could be rehearsed: {longer[-1].message}",)
 
 
 def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candidate | None:

@@ -325,7 +325,7 @@ class WarmStart:
             residual = self.cost.residual(local[candidate]) if candidate in local else None
             if residual and abs(residual.time - prior.time) > MAX_LOG_TIME_ERROR:
                 ratio = math.exp(residual.time - prior.time)
-                times = f"{ratio:.2g} times as long as it leads to expect"
+                times = f"{ratio:.2g} times as long as it says"
                 return f"misleads: {label_of(candidate)} takes {times}"
         return None
 

@@ -367,7 +367,7 @@ class Watchdog:
 
     @property
     def stop_reason(self) -> str | None:
-        return self.shortage and "a shortage of host memory"
+        return self.shortage and "a shortage of system RAM"
 
     @contextlib.contextmanager
     def finishing_steps(self) -> Iterator[None]:

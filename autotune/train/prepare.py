@@ -195,7 +195,7 @@ def _foreign_gpu(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ..
         return ()
     if here.get("device_kind") == "cpu":
         made_for = f"the plan was made for {planned.device_name}"
-        return (f"GPU: {made_for}, and this machine has no GPU that torch can use",)
+        return (f"{made_for}, and this machine has no GPU that torch can use",)
     return (f"it was made for {planned.device_name}, not for {name}",)
 
 
@@ -261,7 +261,7 @@ def _host_misfits(plan: TrainingPlan, hardware: HardwareProfile, number: int) ->
         return ()
     together = f" for {number} processes here" if number > 1 else ""
     have = f"{_gib(there)} are available"
-    return (f"host memory: the plan needs {_gib(needed)}{together}, {have}",)
+    return (f"system RAM: the plan needs {_gib(needed)}{together}, {have}",)
 
 
 def _gib(num_bytes: int) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from autotune.errors import InvalidInput
 from autotune.exchange import audit
+from autotune.plan.words import PHASES
 from autotune.report.configs import audit_lines, audit_markdown
 from tests.interop.test_importing import CONFIGS
 from tests.train.small import write_model_and_images
@@ -43,8 +44,8 @@ def test_an_audit_predicts_both(tmp_path):
     assert {one.knob for one in found.worth} <= changed
     assert found.worth[0].step_seconds_saved > 0
     text = audit_markdown(found)
-    assert "| quantization | torchao-fp8 | none |" in text
-    phases = {phase.name for phase in found.as_written.prediction.phases}
+    assert "| base model | in fp8 | not quantized |" in text
+    phases = {PHASES[phase.name] for phase in found.as_written.prediction.phases}
     assert phases <= set(re.findall(r"^\| - (\w+) \|", text, re.M))
     assert "`train.ema_config.use_ema` (line 39)" in text
 
@@ -60,6 +61,6 @@ def test_an_audit_measures_both(tmp_path):
         assert (trial.outcome, trial.candidate) == ("ok", estimate.prediction.candidate)
         predicted = estimate.prediction.allocated_memory_bytes
         assert trial.peak_memory_bytes == pytest.approx(predicted, rel=0.05)
-    assert any(line.split()[:2] == ["measured", "s/step"] for line in audit_lines(found))
+    assert any(line.split()[:2] == ["measured", "step"] for line in audit_lines(found))
     with pytest.raises(InvalidInput, match="only this machine"):
         audit(path, measure=True, hardware="4090")

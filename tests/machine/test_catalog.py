@@ -124,7 +124,7 @@ def test_host_memory_and_reserve_can_be_said():
     usual, small = hardware_for("4090"), hardware_for("4090", host_memory="32GiB")
     assert (usual.host.memory_bytes, small.host.memory_bytes) == (64 << 30, 32 << 30)
     assert small.host.available_memory_bytes < 32 << 30
-    assert any("32 GiB of host memory" in note for note in small.notes)
+    assert any("32 GiB of system RAM" in note for note in small.notes)
     assert small.device == usual.device
     left = limit_memory(usual, PlanRequest(reserve_memory="1GiB")).device.budget_bytes
     assert left == usual.device.budget_bytes - (1 << 30)

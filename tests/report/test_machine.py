@@ -19,7 +19,7 @@ from autotune.plan.workload import Bucket
 from autotune.report.machine import (
     PROBLEMS,
     data_report_lines,
-    findings_view,
+    findings_lines,
     model_lines,
     profile_lines,
     profile_view,
@@ -93,6 +93,6 @@ def test_profiles_are_shown_whole(name):
         assert needed in text
     assert "None" not in text
     found = findings(read_doctor_facts(machine(name)))
-    brief = profile_lines(profile, found)
-    assert (len(brief) <= 12, max(map(len, brief)) <= 80) == (True, True), brief
-    assert shown(findings_view(found)).count("fix:") == len(found)
+    brief, told = profile_lines(profile, found), findings_lines(found)
+    assert (len(brief) <= 12, max(map(len, (*brief, *told))) <= 80) == (True, True), brief
+    assert sum(line.startswith("fix:") for line in told) == len(found)

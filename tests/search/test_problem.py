@@ -12,7 +12,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.registry import KNOBS
 from autotune.plan.candidate import Candidate
 from autotune.plan.prediction import Prediction
-from autotune.search.problem import PlanningProblem, advise_larger_batch
+from autotune.search.problem import PlanningProblem, advise_choices
 from autotune.search.space import build_search_space
 from autotune.search.winner import TIE
 from tests import builders
@@ -83,7 +83,7 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings):
 
     device = HARDWARE.device.changed(budget_bytes=100 * 2**30)
     cost = Watched(HARDWARE.changed(device=device), work, context.family)
-    advise_larger_batch(build_search_space(context), cost, builders.candidate(**settings), 100.0)  # type: ignore[arg-type]
+    advise_choices(build_search_space(context), cost, builders.candidate(**settings), 100.0)  # type: ignore[arg-type]
     assert not [one for one in asked for knob in KNOBS if knob.why_not(one, context)]
     assert bool(asked) is ("swapped_blocks" in settings)
 
