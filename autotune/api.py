@@ -36,12 +36,12 @@ from autotune.plan.plan import CheckResult, TrainingPlan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import CompareRequest, EstimateRequest, PlanRequest, takes
 from autotune.search import comparison
-from autotune.search.request import ResolvedRequest, complete
+from autotune.search.request import ResolvedRequest, build_space, complete
 from autotune.search.space import SearchSpace
 from autotune.share.store import build_record, unshareable_reason, user_store
 from autotune.system import process
 from autotune.system.files import require_writable
-from autotune.train import prepare
+from autotune.train import fit, prepare
 
 if TYPE_CHECKING:
     from autotune.search.planner import PlanningResult
@@ -196,7 +196,7 @@ def list_choices(request: PlanRequest) -> SearchSpace:
     nothing.
     """
     resolved, profile = _resolve_on_hardware(complete(request), tries=False)
-    return resolved.space(profile)
+    return _space(resolved, profile)
 
 
 def _resolve_on_hardware(
@@ -229,13 +229,18 @@ def _resolve_on_hardware(
             from autotune.search.problem import require_devices
 
             require_devices(resolved, facts)
-            resolved.space(facts)  # what is pinned is refused before rates are measured
+            _space(resolved, facts)  # what is pinned is refused before rates are measured
 
     profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
     profile = limit_memory(profile, request)
     if request.for_trainer is not None:
         resolved = resolved.suited_to_trainer(profile)
     return resolved, profile
+
+
+def _space(resolved: ResolvedRequest, profile: HardwareProfile) -> SearchSpace:
+    context = TuningContext(profile, resolved.model.family, resolved.workload)
+    return build_space(resolved.request, context)
 
 
 def _remember(result: "PlanningResult", profile: HardwareProfile, on_event: OnEvent) -> None:
@@ -273,10 +278,10 @@ def check(
     """
     chosen = load_plan(plan)
     if hardware is not None:
-        misfits = prepare.hardware_misfits(chosen, hardware_for(hardware))
+        misfits = fit.hardware_misfits(chosen, hardware_for(hardware))
     else:
         machine = read_machine()
-        misfits = prepare.hardware_misfits(chosen, machine) + prepare.card_misfits(chosen, machine)
+        misfits = fit.hardware_misfits(chosen, machine) + fit.card_misfits(chosen, machine)
     return CheckResult(fits=not misfits, misfits=misfits)
 
 

@@ -23,7 +23,7 @@ from autotune.plan.request import CheckDataRequest, TrainRequest, takes
 from autotune.report.files import RunPage
 from autotune.system import process
 from autotune.system.files import cache_path
-from autotune.train import prepare
+from autotune.train import fit, prepare
 from autotune.train.folder import check_folder
 from autotune.train.metrics import serve_metrics
 from autotune.weights.hub import snapshot_in_cache
@@ -212,7 +212,7 @@ def sample(
     machine = cache(read_machine)
 
     def require(plan: TrainingPlan) -> None:
-        prepare.require_fit(prepare.hardware_misfits(plan, machine(), 1))
+        fit.require_fit(fit.hardware_misfits(plan, machine(), 1))
 
     inputs = prepare.read_sample_inputs(Path(run), wanted, on_event, require)
     from autotune.train.sample import sample_run

@@ -22,7 +22,7 @@ from autotune.search.next import search_cost_seconds
 from autotune.search.problem import PlannerBackend, TrialFunction
 from autotune.search.winner import choose_winner, score_trials
 from autotune.system.process import started_by_launcher
-from autotune.train.prepare import key_misfits, require_fit, require_model
+from autotune.train.fit import key_misfits, require_fit, require_model
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 

@@ -39,7 +39,7 @@ from autotune.search.trials import ProcessTrialRunner
 from autotune.share.store import Machine
 from autotune.share.warm_start import StoreMatches, find_matches
 from autotune.system.version import __version__
-from autotune.train.prepare import device_misfits
+from autotune.train.fit import device_misfits
 
 TrialFunction = Callable[[Candidate], TrialResult]
 

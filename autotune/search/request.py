@@ -173,27 +173,21 @@ class ResolvedRequest:
             notes = (*notes, f"without the model's files captions cannot be counted: {assumed}")
         return cls(request, model, dataset, workload, job, notes)
 
-    def space(self, profile: HardwareProfile) -> SearchSpace:
-        """Return what may be tried on a machine. Raises as `build_search_space`."""
-        return build_space(self.request, self._context(profile))
-
     def suited_to_trainer(self, profile: HardwareProfile) -> ResolvedRequest:
         """Exclude what the trainer that is named cannot express, and add what its program takes."""
         trainer = get_trainer(str(self.request.for_trainer))
-        spec, space = self.model.spec, self.space(profile)
+        context = TuningContext(profile, self.model.family, self.workload)
+        spec, space = self.model.spec, build_space(self.request, context)
         possible = {
             name: (*choices, *space.pinnable.get(name, ()))
             for name, choices in space.choices.items()
         }
-        every = {**possible, **caching_choices(self._context(profile))}
+        every = {**possible, **caching_choices(context)}
         lacking = exporting.inexpressible(trainer, spec.family, spec.num_blocks, every)
         overheads = exporting.overheads_for(trainer, self.job, self.workload, possible)
         exclusions = (*self.request.exclusion_pairs, *lacking)
         request = self.request.changed(exclusions=exclusions, overheads=overheads)
         return replace(self, request=request)
-
-    def _context(self, profile: HardwareProfile) -> TuningContext:
-        return TuningContext(profile, self.model.family, self.workload)
 
 
 def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:

@@ -12,7 +12,8 @@ from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.search.problem import PlannerBackend, TrialFunction
 from autotune.search.trials import ProcessTrialRunner
-from autotune.train.prepare import hardware_misfits, prepare
+from autotune.train.fit import hardware_misfits
+from autotune.train.prepare import prepare
 from tests import builders
 from tests.builders import GIB, trial
 from tests.search.machines import CAPABILITIES, make_plan, request, surroundings

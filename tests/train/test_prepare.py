@@ -7,7 +7,7 @@ from autotune.plan.file import seal
 from autotune.plan.hardware import Capability, HardwareProfile, OtherGpu
 from autotune.plan.plan import EncoderGpu, TrainingPlan
 from autotune.plan.workload import Bucket
-from autotune.train.prepare import data_misfits, hardware_misfits, key_misfits
+from autotune.train.fit import data_misfits, hardware_misfits, key_misfits
 from tests import builders
 from tests.plan.test_file import make_plan
 

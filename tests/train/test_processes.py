@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.plan.file import save_plan, seal
 from autotune.plan.plan import RunReport, TrainingPlan
-from autotune.train import prepare as prepare_module
+from autotune.train import fit
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import _require_machine, prepare
@@ -201,8 +201,8 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     used = full.changed(device=full.device.changed(index=1))
     pair = plan.frozen.hardware.changed(num_processes=2, strategy="ddp")
     plan = seal(plan.job, plan.frozen.changed(hardware=pair))
-    monkeypatch.setattr(prepare_module, "device_misfits", lambda number, hardware: ())
-    monkeypatch.setattr(prepare_module, "probe", lambda index: (free, used)[index])
+    monkeypatch.setattr(fit, "device_misfits", lambda number, hardware: ())
+    monkeypatch.setattr(fit, "probe", lambda index: (free, used)[index])
     monkeypatch.setattr("autotune.api.read_machine", lambda: free)
     save_plan(plan, tmp_path / "plan.yaml")
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
