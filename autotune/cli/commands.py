@@ -85,7 +85,7 @@ def doctor(as_json: bool) -> None:
 
 @app.command()
 @click.option("--hardware", help="Show what fits this GPU, e.g. 4090 (see probe --list).")
-@click.option("--host-memory", help="Memory of that GPU's host: plans each model, for minutes.")
+@click.option("--host-memory", help="System RAM of its computer; takes minutes.")
 @click.option(
     "--model", "file", type=PATH, metavar="FILE", help="Show which of them a single file is."
 )
@@ -118,7 +118,7 @@ def fetch(model: str, as_json: bool) -> None:
 @app.command(cls=RequestCommand, request="EstimateRequest")
 @JSON
 def estimate(asked: dict[str, Any], as_json: bool) -> None:
-    """Predict memory, time and cost of one candidate; runs nothing and downloads nothing."""
+    """Predict memory, time and cost of settings that you name; runs and downloads nothing."""
     from autotune.report.machine import estimate_lines
 
     with show_events() as show:
@@ -245,7 +245,7 @@ def explain(plan_file: Path, tells_all: bool, as_json: bool) -> None:
 @click.option("--price", type=click.FloatRange(0, 1e6), help="Price of an hour of one GPU.")
 @JSON
 def diff(first: Path, second: Path, price: float | None, as_json: bool) -> None:
-    """Compare two plans: settings, memory, time and cost."""
+    """Show how two plans differ: settings, memory, time and cost."""
     from autotune.report.plan import difference_lines, differences
 
     plans = autotune.load_plan(first), autotune.load_plan(second)
@@ -314,7 +314,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     metavar="RUN|PLAN",
     help="Output folder of a run; or a plan, for its model alone.",
 )
-@click.option("--prompt", required=True, help="What to show.")
+@click.option("--prompt", required=True, help="Prompt.")
 @click.option("--count", type=POSITIVE, default=1, help="Pictures, each from a new seed.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0, help="Seed of the first picture.")
 @click.option("--steps", "num_steps", type=POSITIVE, help="Denoising steps; by default the plan's.")
@@ -345,8 +345,8 @@ def data() -> None:
 @click.option("--strict", is_flag=True, help="Exit with 2 on any problem.")
 @JSON
 def check_data(asked: dict[str, Any], strict: bool, as_json: bool) -> None:
-    """Name every broken, tiny, duplicate or captionless file, and show what training will make
-    of the rest."""
+    """Name every file that is broken, tiny, a duplicate or without a caption, and show how
+    training sees the rest."""
     from autotune.report.machine import data_report_lines
 
     with show_events() as show:

@@ -33,11 +33,10 @@ STORE = click.option("--store", metavar="URL", help="Another store than your own
 def import_config(
     config_file: Path, path: Path | None, hardware: str | None, as_json: bool
 ) -> None:
-    """Read a configuration of ai-toolkit, musubi, SimpleTuner, sd-scripts, OneTrainer or diffusers'
+    """Read a configuration of ai-toolkit, musubi, sd-scripts, SimpleTuner, OneTrainer or diffusers'
     scripts.
 
-    Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not
-    carry over.
+    Lists what is lost and which settings could be faster; --verbose lists every key with its line.
     """
     from autotune.exchange import plan_from_config
     from autotune.report.configs import import_lines
@@ -88,8 +87,8 @@ def export_config(
 def audit(
     config_file: Path, hardware: str | None, measure: bool, markdown: bool, as_json: bool
 ) -> None:
-    """Predict another trainer's file on a card: memory, time, whether it fits, and what other
-    settings would gain."""
+    """Judge another trainer's configuration on a GPU: does it fit, how long does it take, and what
+    would other settings gain?"""
     from autotune.report.configs import audit_lines, audit_markdown
 
     with show_events() as show:
@@ -204,7 +203,7 @@ def inspect(file: Path, quick: bool, as_json: bool) -> None:
     "to",
     type=click.Choice(["diffusers", "comfyui", "kohya"]),
     default="diffusers",
-    help="Program whose names it gets.",
+    help="Program that is to load it.",
 )
 @click.option("--model", help="Model of the adapter, if its names do not show it.")
 @OVERWRITE

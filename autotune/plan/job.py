@@ -111,16 +111,16 @@ class ModelFields(Frozen):
     """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is
     first fetched."""
     expert: Expert | None = None
-    """Transformer to train, if a model has two: high-noise or low-noise."""
+    """For a model of two transformers, as Wan 2.2 14B: train high-noise or low-noise."""
 
 
 class DataFields(Frozen):
     """The data, and choices of reading it."""
 
     data: Annotated[PathText | PathTexts | None, BeforeValidator(as_job_data)] = None
-    """Folder of images with same-stem .txt captions, or a YAML file that lists such folders."""
+    """Folder of images, NAME.jpg with its caption in NAME.txt; or a YAML file of folders."""
     control: PathText | None = None
-    """Folder of control images of the same stems, for edit models."""
+    """Folder of control images of the same names, for edit models."""
     caption: Words | None = None
     """Caption of images that have none."""
     trigger: Words | None = None
@@ -128,17 +128,15 @@ class DataFields(Frozen):
     num_frames: Annotated[int, Option("--frames")] = Field(default=1, ge=1)
     """Frames of a clip; above 1, videos and subfolders of images in the data are clips."""
     clips: Annotated[ClipChoice, Option(metavar="head|all|NUMBER")] = "head"
-    """Clips that are taken of a video: the first, all one after the other, or so many, evenly
-    spread."""
+    """Clips to take from a video: only the first (head), all, or this number, evenly spread."""
     shuffle_tags: int = Field(default=0, ge=0, le=100)
-    """Orders of a caption's comma-separated tags that are seen, one drawn each time; by default
-    only as written."""
+    """Number of random orders of each caption's comma-separated tags; 0 keeps them as written."""
     keep_tags: int = Field(default=0, ge=0, le=100)
-    """First tags that stay in front of any order."""
+    """Number of first tags that stay in front when tags are shuffled."""
     flip: Annotated[bool, Option("--flip/--no-flip")] = False
     """Mirror images half of the time."""
     crop: Crop = "center"
-    """Part that stays of an image that is cropped to its shape."""
+    """Part of an image to keep where it is cropped to its shape."""
     loss_mask: LossMask = "none"
     """Pixels that the loss counts: all (none), those white in NAME.mask.png (files), or those
     opaque (alpha)."""
@@ -157,9 +155,9 @@ class JobFields(DataFields, ModelFields):
     save_dtype: SaveDtype = "bf16"
     """Dtype of the adapter's file; training and checkpoints keep fp32."""
     adapter_format: AdapterFormat = "diffusers"
-    """Program under whose names of layers the adapter is written, too."""
+    """Program that is to load the adapter: it is written in its format, too."""
     num_steps: Annotated[int | None, Option("--steps")] = Field(default=None, ge=1, le=MAX_STEPS)
-    """Optimizer steps of the job; by default so many that each image is seen often enough."""
+    """Optimizer steps; by default enough to see each image about 100 times."""
     num_train_epochs: Annotated[int | None, Option("--epochs")] = Field(
         default=None, ge=1, le=MAX_STEPS
     )

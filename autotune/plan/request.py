@@ -41,10 +41,10 @@ class HardwareRequest(Request):
     hardware: str | HardwareProfile | None = None
     """Another machine: a GPU of the catalog, e.g. 4090 (see `probe --list`), or a saved probe."""
     host_memory: MemoryAmount | None = None
-    """Memory of that GPU's host; 64GiB by default."""
+    """System RAM of that GPU's computer; 64GiB by default."""
     assume: Annotated[tuple[str, ...], BeforeValidator(tuple), Option(metavar="PACKAGE")] = ()
-    """A package to assume on that GPU, as fast as published: flash-attn, flash-attn-3, flash-attn-4
-    or xformers."""
+    """A package to count as installed there, as fast as published: flash-attn, flash-attn-3,
+    flash-attn-4 or xformers."""
     price_per_hour: Annotated[float | None, Option("--price")] = Field(default=None, ge=0, le=1e6)
     """Price of an hour of one GPU, for the cost of the job, in any currency."""
 
@@ -64,27 +64,27 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     path: Annotated[str | Path | None, Option("--output", short="-o", metavar="FILE")] = None
     """File to write the plan to; by default the command writes plan.yaml, Python none."""
     earlier: Annotated[TrainingPlan | str | Path | None, Option("--from", metavar="PLAN")] = None
-    """Make this plan again; other options replace what it was made for."""
+    """Plan again for the same job and settings; other options replace those of this plan."""
     pins: Annotated[KnobValues, Option("--pin", metavar="KNOB=VALUE")] = ()
-    """Choose only this value of a knob."""
+    """Fix a setting; `plan --list-knobs` shows its name and values."""
     exclusions: Annotated[KnobValues, Option("--exclude", metavar="KNOB=VALUE")] = ()
-    """Never choose this value of a knob."""
+    """Never choose this value of a setting."""
     for_trainer: Annotated[str | None, Option("--for", metavar="TRAINER")] = None
-    """Choose only what this trainer can express and fit, as `export-config` names it."""
+    """Choose only what this trainer can do and fit: a name that `export-config --to` takes."""
     num_gpus: Annotated[int, Option("--gpus")] = Field(default=1, ge=1, le=65536)
     """GPUs that train together, one process each; tested on CPUs only."""
     max_memory: MemoryAmount | None = None
-    """The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."""
+    """The most VRAM (on a CPU, system RAM) that a run may take."""
     reserve_memory: Annotated[MemoryAmount | None, Option("--reserve")] = None
     """Memory to leave to the display and other programs, in place of the usual reserve."""
     cap_memory: MemoryAmount | None = None
-    """Rehearse a device with only so much memory, e.g. 12GiB."""
+    """Plan as if the GPU had only so much memory, e.g. 12GiB."""
     use_records: Annotated[bool, Option("--profiles/--no-profiles")] = True
     """Use what machines measured before."""
     max_trials: int = Field(default=8, ge=1)
     """The most trials to run."""
     search_seconds: Annotated[float | None, Option("--search-time")] = Field(default=None, ge=1)
-    """The most seconds of trials; by default 60 or 5% of the run, then while they pay."""
+    """Seconds for trials; by default 5% of the run, at least 60, and on while another pays."""
     fresh: bool = False
     """Forget what an interrupted search has measured."""
     study: str | None = None
@@ -192,7 +192,7 @@ class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
     num_steps: Annotated[int | None, Option("--steps")] = Field(default=None, ge=1, le=MAX_STEPS)
     """Optimizer steps of the job."""
     micro_batch_size: int = Field(default=1, ge=1, le=65536)
-    """Images per forward pass."""
+    """Images that pass at once."""
     checkpointed_blocks: CheckpointedBlocks = "all"  # type: ignore[assignment]
     """Blocks that recompute their activations in the backward pass."""
     optimizer: NamedOptimizer = ADAMW  # type: ignore[assignment]
@@ -207,7 +207,7 @@ class CompareRequest(WorkloadRequest, JobFields):
     hardware: str | tuple[str, ...] = "all"
     """GPU of the catalog, or several separated by commas; by default all."""
     host_memory: MemoryAmount | None = None
-    """Memory of their hosts; 64GiB by default."""
+    """System RAM of their computers; 64GiB by default."""
     prices: Annotated[
         Mapping[str, float] | str | Path | None, Option("--price-file", metavar="FILE")
     ] = None
@@ -221,11 +221,11 @@ class CompareRequest(WorkloadRequest, JobFields):
     download_rate: Annotated[MemoryAmount, HIDDEN] = 100_000_000
     """Bytes a second at which the model's files arrive; a folder needs no download."""
     pins: Annotated[KnobValues, Option("--pin", metavar="KNOB=VALUE")] = ()
-    """Choose only this value of a knob."""
+    """Fix a setting; `plan --list-knobs` shows its name and values."""
     exclusions: Annotated[KnobValues, Option("--exclude", metavar="KNOB=VALUE")] = ()
-    """Never choose this value of a knob."""
+    """Never choose this value of a setting."""
     for_trainer: Annotated[str | None, Option("--for", metavar="TRAINER")] = None
-    """Choose only what this trainer can express and fit, as `export-config` names it."""
+    """Choose only what this trainer can do and fit: a name that `export-config --to` takes."""
 
 
 class TrainRequest(JobFields, Request):
@@ -262,7 +262,7 @@ class CheckDataRequest(DataFields, Request):
     ] = ()
     """Folder of images with same-stem .txt captions, or a YAML file that lists such folders."""
     model: str = "qwen-image"
-    """Family whose sizes count."""
+    """Model whose image sizes count."""
     resolution_px: Annotated[int | None, Option("--resolution")] = Field(default=None, ge=1)
     """Side of a square image, in pixels; by default the family's."""
     max_upscaling: Annotated[float, HIDDEN] = Field(default=1.5, ge=1)

@@ -109,11 +109,11 @@ class Learning(Frozen):
     """Choices that decide what is learned, whatever the model and the data."""
 
     rank: int = Field(default=16, ge=1, le=4096)
-    """Rank of the adapter; by default the family's."""
+    """Rank of the adapter (network dim); by default the model's."""
     lora_alpha: Annotated[float, Option("--alpha")] = Field(default=16.0, ge=1e-3, le=1e6)
     """Alpha of the adapter; by default in proportion to the rank."""
     lora_dropout: Annotated[float, Option("--dropout")] = Field(default=0.0, ge=0, le=0.9)
-    """Share of the adapter's inputs to drop; above 0, adapted layers keep a copy of them."""
+    """Share of the adapter's inputs to drop; any at all takes memory for a copy of them."""
     targets: str = "attention"
     """Adapted layers: attention (default), attention+mlp, all-linear; SDXL: attention+mlp+proj; or
     patterns of names: to_q,ff.*."""
@@ -127,13 +127,13 @@ class Learning(Frozen):
     ema_decay: Annotated[float, Option("--ema")] = Field(default=0.0, ge=0, le=0.99999)
     """Save an average of steps with this decay, e.g. 0.999; by default none."""
     effective_batch_size: Annotated[int, Option("--batch-size")] = Field(default=1, ge=1, le=65536)
-    """Images that one optimizer step sees, on all GPUs together; by default the family's. How many
-    pass at once is tuned."""
+    """Images of one optimizer step (batch size x gradient accumulation x GPUs); by default the
+    model's. How many pass at once is tuned."""
     quality: Quality = "high"
-    """Least fidelity of the base model: exact (16-bit), high (also 8-bit), or compact (also 4-bit,
-    and 8-bit products)."""
+    """Bits that the base model may be stored in: exact (16), high (8, too) or compact (4, too, and
+    computing in 8)."""
     objective: Objective = "throughput"
-    """Quantity to minimize: time, or memory of a step."""
+    """Goal of the search: the fastest steps (throughput), or those with the least memory."""
 
 
 class WorkloadRequest(Learning, Request):
