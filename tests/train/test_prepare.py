@@ -96,7 +96,7 @@ def test_without_a_gpu_a_plan_for_one_has_one_misfit():
     hardware = plan.frozen.hardware.changed(device_name="RTX 4090", match_keys=gpu.match_keys)
     plan = seal(plan.job, plan.frozen.changed(hardware=hardware))
     (misfit,) = key_misfits(plan, builders.hardware(kind="cpu"))
-    assert misfit.startswith("GPU: the plan was made for RTX 4090")
+    assert "made for RTX 4090" in misfit
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_host_with_too_little_memory_for_its_processes_does_not_fit():
     plan = seal(plan.job, plan.frozen.changed(expected=expected, hardware=several))
     assert hardware_misfits(plan, here) == hardware_misfits(plan, here, 1) == ()
     needs = "the plan needs 96.00 GiB for 8 processes here, 48.00 GiB are available"
-    assert hardware_misfits(plan, here, 8) == (f"host memory: {needs}",)
+    assert hardware_misfits(plan, here, 8) == (f"system RAM: {needs}",)
     poor = here.changed(device=here.device.changed(budget_bytes=1))
     kinds = [misfit.partition(":")[0] for misfit in hardware_misfits(plan, poor, 8)]
-    assert kinds == ["host memory", "run memory"]
+    assert kinds == ["system RAM", "run memory"]
