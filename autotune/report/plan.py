@@ -259,8 +259,6 @@ def job_text(plan: TrainingPlan) -> str:
     """Tell the job's time from loading to the last checkpoint, and its cost if that is known."""
     expected, number = plan.frozen.expected, plan.frozen.hardware.num_processes
     epochs = "" if plan.job.num_train_epochs is None else f"{plan.job.num_train_epochs} epochs, "
-    if epochs and plan.job.data is None:
-        return f"{epochs}as many steps as they take of the data"
     price = ""
     if (cost := plan.job_cost) is not None:
         gpus = f"{number} GPUs, each " if number > 1 else ""

@@ -108,8 +108,8 @@ def build_job(
         "num_frames": request.given.get("num_frames", defaults.num_frames),
     }
     job = job_from({**usual, **request.given_job}, resolved)
-    if dataset:
-        job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
+    epoch_size = dataset.epoch_size if dataset else USUAL_IMAGES
+    job = job.changed(num_steps=job.steps_on(epoch_size, effective_batch_size))
     prepare.check_job(job, model.family, request.optimizer_choice)
     return job
 

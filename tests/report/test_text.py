@@ -103,7 +103,7 @@ def test_what_missed_its_promise_is_told():
 
 
 def test_epochs_are_told_as_steps_and_time():
-    plan = with_job(golden_plan(), data="photos")
+    plan = golden_plan()
     asked = plan.changed(job=plan.job.changed(num_train_epochs=10))
     assert job_text(asked) == f"10 epochs, {job_text(plan)}"
 

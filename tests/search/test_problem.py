@@ -45,6 +45,12 @@ def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
     assert case.cost.parallel.strategy == strategy
 
 
+def test_epochs_of_no_data_are_steps_on_the_usual_images():
+    asked = request(num_train_epochs=10, effective_batch_size=4, hardware="another")
+    hardware = builders.hardware(*CAPABILITIES)
+    assert PlanningProblem.build(asked, hardware, surroundings()).job.num_steps == 50
+
+
 @pytest.mark.quick("1")
 @pytest.mark.parametrize(("num_processes", "budget_gib"), [(1, 14), (4, 7.2)])
 def test_every_relaxation_that_is_named_really_fits(num_processes, budget_gib):
