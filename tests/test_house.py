@@ -5,7 +5,11 @@ import re
 import time
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from autotune.cli.app import _hide_logins
 
@@ -20,6 +24,25 @@ def test_every_room_has_a_layer():
     assert {name for line in lines for name in line.split(" | ")} == {
         f"autotune.{name}" for name in rooms | modules
     }
+
+
+def test_dependencies_accept_each_others_oldest_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {
+        canonicalize_name(each.name): each for each in map(Requirement, project["dependencies"])
+    }
+    oldest = {
+        name: next(bound.version for bound in each.specifier if bound.operator == ">=")
+        for name, each in ours.items()
+    }
+    refused = [
+        f"{name}: {needed}"
+        for name in ours
+        for needed in map(Requirement, requires(name) or ())
+        if needed.marker is None or needed.marker.evaluate({"extra": ""})
+        if (bound := oldest.get(canonicalize_name(needed.name))) and bound not in needed.specifier
+    ]
+    assert refused == []
 
 
 def test_every_folder_of_modules_is_a_package():

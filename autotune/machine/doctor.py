@@ -28,9 +28,6 @@ MIN_HOST_BYTES = 32 * GIB  # streaming a large text encoder through the host tak
 BUSY_BYTES = GIB  # less is a desktop, not a run
 # CUDA major version: the oldest driver that runs it (minor-version compatibility, release notes).
 MIN_DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
-# With peft 0.18 no layer is adapted if torchao is 0.18 or newer, with 0.19 none whose weights
-# torchao quantized.
-MIN_VERSIONS = {"diffusers": "0.42", "transformers": "5.15", "peft": "0.20", "accelerate": "1.10"}
 # Qwen-Image in bf16 (58 GB on the hub), caches, checkpoints and room for a shard twice.
 DISK_BYTES = 90 * GIB
 # Makes a driver on Windows and WSL fail instead of moving a GPU's memory to the host.
@@ -90,7 +87,7 @@ OTHER: Facts = {
     "attention": (TEXT, "environment:DIFFUSERS_ATTN_BACKEND"),
     "disk_free_bytes": (FREE, "os:disk_free_bytes"),
     "torchvision_needs": (TEXT, "packages:torchvision_needs"),
-    "missing_packages": (TypeAdapter(tuple[str, ...]), "packages:missing"),
+    "unmet": (TypeAdapter(tuple[tuple[str, str], ...]), "packages:unmet"),
     "nvidia_cards": (integer(0, 1024), "os:nvidia_cards"),
 }
 
@@ -106,7 +103,7 @@ class DoctorFacts(Frozen):
     attention: str | None = None
     disk_free_bytes: int | None = None
     torchvision_needs: str | None = None  # e.g. `torch==2.12.0`
-    missing_packages: tuple[str, ...] = ()  # that autotune needs, e.g. `safetensors>=0.7`
+    unmet: tuple[tuple[str, str], ...] = ()  # e.g. `safetensors>=0.8`, and what is there instead
     nvidia_cards: int | None = None  # on the bus, with or without a driver
     nvml_absent: str | None  # why NVML is unavailable
     cuda_absent: str | None = None  # why the CUDA driver is
@@ -335,16 +332,17 @@ def _check_disk(facts: DoctorFacts) -> Found:
 
 def _check_packages(facts: DoctorFacts) -> Found:
     versions = facts.versions
-    for needed in facts.missing_packages:
-        name = Requirement(needed).name
-        if name != "torch":
-            what = f"{name} is not installed, and autotune needs it"
-            yield "blocks", f"no-{name}", what, f"pip install '{needed}'"
-    for name, minimum in MIN_VERSIONS.items():
-        version = getattr(versions, name)
-        if version is not None and not versions.has(name, minimum):
-            what = f"{name} {version} is installed; autotune needs {minimum} or newer"
-            yield "blocks", f"old-{name}", what, f"pip install '{name}>={minimum}'"
+    for needed, instead in facts.unmet:
+        requirement = Requirement(needed)
+        name, fix = requirement.name, f"pip install '{needed}'"
+        if not instead and name != "torch":
+            yield "blocks", f"no-{name}", f"{name} is not installed, and autotune needs it", fix
+        elif "missing" in instead:
+            fix = f"pip install --force-reinstall --no-deps '{needed}'"
+            yield "blocks", f"broken-{name}", f"{name} is half removed: {instead}", fix
+        elif instead and name != "torch":
+            what = f"{name} {instead} is installed; autotune needs {requirement.specifier}"
+            yield "blocks", f"other-{name}", what, fix
     if facts.attention is not None and facts.attention.startswith("sage"):
         why = "SageAttention has no backward, so nothing is learned"
         what = f"DIFFUSERS_ATTN_BACKEND={facts.attention}: {why}"

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pynvml
-from huggingface_hub import constants
 from packaging.requirements import Requirement
 
 from autotune.system.lazy import torch
@@ -78,6 +76,8 @@ class NvmlSource:
         }
 
     def _nvml(self) -> Any:
+        import pynvml
+
         if not self._initialized:
             try:
                 pynvml.nvmlInit()
@@ -264,10 +264,11 @@ def cudnn_version() -> str | None:
 
 def _package(name: str) -> object:
     """`torch_cuda` and `torch_hip` tell how torch was built, without importing it;
-    `torchvision_needs` is the torch that an installed torchvision was built for, `missing` what
-    autotune needs and is not installed."""
-    if name == "missing":
-        return tuple(filter(_is_missing, importlib.metadata.requires("lora-autotune") or ()))
+    `torchvision_needs` is the torch that an installed torchvision was built for, `unmet` what
+    autotune needs and what is there instead: a version, nothing or `files are missing`."""
+    if name == "unmet":
+        needed = importlib.metadata.requires("lora-autotune") or ()
+        return tuple((each, there) for each in needed if (there := _instead_of(each)) is not None)
     if name == "torchvision_needs":
         needs = importlib.metadata.requires("torchvision") or []
         found = next((need for need in needs if need.startswith("torch==")), None)
@@ -283,13 +284,18 @@ def _package(name: str) -> object:
     return importlib.metadata.version(name)
 
 
-def _is_missing(needed: str) -> bool:
+def _instead_of(needed: str) -> str | None:
     requirement = Requirement(needed)
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return None
     try:
-        importlib.metadata.version(requirement.name)
+        found = importlib.metadata.distribution(requirement.name)
     except importlib.metadata.PackageNotFoundError:
-        return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    return False
+        return ""
+    first = next((file for file in found.files or () if file.suffix == ".py"), None)
+    if first is not None and not Path(str(first.locate())).exists():
+        return "files are missing"
+    return None if requirement.specifier.contains(found.version, True) else found.version
 
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -436,6 +442,8 @@ def _compiler(_: int) -> str:
 
 def _disk_free_bytes(_: int) -> int:
     """Free space for models: in the hub's cache, or the nearest folder above it that exists."""
+    from huggingface_hub import constants
+
     folder = Path(constants.HF_HUB_CACHE).absolute()
     while not folder.exists():
         folder = folder.parent

@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pynvml
 import pytest
 
 from autotune.machine import sources
@@ -225,7 +227,7 @@ FAKE_NVML = SimpleNamespace(  # with NVML's conventions: milliwatts, bytes, hand
 
 
 def test_nvml_is_read_by_uuid_and_in_our_units(monkeypatch):
-    monkeypatch.setattr(sources, "pynvml", FAKE_NVML)
+    monkeypatch.setitem(sys.modules, "pynvml", FAKE_NVML)
     queries = NvmlSource(lambda index: str(1 - index)).queries  # as CUDA may count the other way
     assert queries["driver"](0) == "580.95.05"
     assert queries["cuda_driver"](0) == "13.0"
@@ -244,7 +246,7 @@ def test_every_function_that_is_called_exists_in_pynvml():
     text = Path(sources.__file__).read_text()
     called = set(re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", text))
     assert len(called) > 20
-    assert [name for name in sorted(called) if not hasattr(sources.pynvml, name)] == []
+    assert [name for name in sorted(called) if not hasattr(pynvml, name)] == []
 
 
 @pytest.mark.parametrize("source", ["torch", "nvml", "driver", "os", "packages", "environment"])
