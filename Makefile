@@ -21,9 +21,9 @@ help:
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
-	@echo "setting up $(VENV) with the pinned versions (once; a few minutes)"
+	@echo "setting up $(VENV): 1.7 GB of packages with pinned versions, about 6 minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
 demo: $(READY)
