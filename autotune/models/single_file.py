@@ -94,7 +94,7 @@ def _describe(source: WeightSource, refusals: Mapping[str, BadWeights]) -> str:
     if any(".lora_" in name or "_lora." in name for name in names):
         return "it is an adapter"
     for name, error in refusals.items():
-        return f"compared with {name}, {error.message}"
+        return f"its layers are called as those of {name}, but {error.message}"
     return f"its tensors are called {', '.join(names[:2]) or 'nothing'} ..."
 
 

@@ -249,6 +249,8 @@ LIKE = {  # VAEs that diffusers has no conversion for, and the class whose conve
     "AutoencoderKLQwenImage21": "AutoencoderKLWan",
     "AutoencoderKLFlux2": "AutoencoderKL",
 }
+# Norms that diffusers knows as `.scale`; files of today's ComfyUI call them as all others.
+SCALES_OF_NORMS = re.compile(r"((?:query|key)_norm|^distilled_guidance_layer\.norms\.\d+)\.weight$")
 # A layer of Wan 2.2's VAE, each of whose stages holds its blocks and then the resampling one.
 NESTED = re.compile(r"(encoder|decoder)\.(down|up)samples\.(\d+)\.(?:down|up)samples\.(\d+)\.(.+)")
 NESTED_LAYERS = {
@@ -272,7 +274,8 @@ def _convert(
 ) -> Mapping[str, Tensor]:
     """Run diffusers' conversion; the stages of Wan 2.2's VAE and what is FLUX.2's own it lacks."""
     own, rest = {}, {}
-    for name, tensor in state.items():
+    for written, tensor in state.items():
+        name = SCALES_OF_NORMS.sub(r"\1.scale", written)
         if match := NESTED.match(name):
             own[_unnest(*match.groups())] = tensor
         elif name.startswith("bn."):

@@ -117,6 +117,24 @@ def flux1(state: State) -> State:
     return relaid(state, FLUX, [single, ("", QKV), ("", ADDED)], ("norm_out.",))
 
 
+CHROMA = [
+    (r"\.linear_1\.", ".in_layer."),
+    (r"\.linear_2\.", ".out_layer."),
+    (r"(norms\.\d+)\.weight$", r"\1.scale"),
+]
+
+
+def chroma(state: State) -> State:
+    own = {name: state[name] for name in state if name.startswith("distilled")}
+    rest = {name: tensor for name, tensor in state.items() if name not in own}
+    return flux1(rest) | {_renamed(name, CHROMA): tensor for name, tensor in own.items()}
+
+
+def with_plain_norms(state: State) -> State:
+    """Norms' scales as `.weight`, as in files of today's ComfyUI."""
+    return {re.sub(r"(norm(?:s\.\d+)?)\.scale$", r"\1.weight", name): state[name] for name in state}
+
+
 RESNET = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1",
     "norm2": "out_layers.0",
@@ -207,6 +225,7 @@ def sd3(state: State) -> State:
 LAYOUTS: dict[str, Callable[[State], State]] = {
     "qwen-image": dict,
     "flux1-dev": flux1,
+    "chroma": chroma,
     "sd3.5": sd3,
     "sdxl": sdxl_unet,
     "wan-2.1": lambda state: relaid(state, WAN),

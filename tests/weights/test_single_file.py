@@ -22,6 +22,7 @@ from tests.weights.original_layouts import (
     scaled_fp8,
     wan22_vae,
     wan_vae,
+    with_plain_norms,
     within,
 )
 
@@ -55,6 +56,15 @@ def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
         stored["first_stage_model.decoder.conv_in.weight"] = torch.ones(4, 4)
     got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
     assert got.keys() == state.keys()
+    assert [name for name in state if not torch.equal(got[name], state[name])] == []
+
+
+@pytest.mark.parametrize("family", ["flux1-dev", "chroma"])
+def test_norms_may_be_called_as_in_todays_comfyui(family, small_pipelines, tmp_path):
+    transformer = small_pipelines(family).transformer
+    state = transformer.state_dict()
+    stored = with_plain_norms(LAYOUTS[family](state))
+    got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
     assert [name for name in state if not torch.equal(got[name], state[name])] == []
 
 
