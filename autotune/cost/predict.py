@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
+from autotune.cost.calibration import NOISE, Calibration, PriorResiduals, residual_of
 from autotune.cost.kernels import CLASSES, DeviceRules
 from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, Resident, phases_of, with_kept
 from autotune.cost.model import PassChoice, TracedModel, traced_model
@@ -332,3 +332,19 @@ class CostModel:
 def _idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
     # The host is at most some 1,000 launches ahead: no other pass makes up for what one leaves.
     return np.maximum(0.0, host - device)
+
+
+def prediction_errors(
+    cost: CostModel, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
+) -> list[tuple[float, float]]:
+    """List the squared errors of time and of memory, each with its variance, with which each trial
+    is predicted from those before it."""
+    errors = []
+    for number, trial in enumerate(trials):
+        known = cost.with_calibration(trials[:number], priors).as_trials_run()
+        prediction = known.predict(trial.candidate)
+        if error := residual_of(trial, prediction):
+            time, memory = prediction.time_uncertainty, prediction.memory_uncertainty
+            errors.append((error.time**2, time**2 + NOISE["time"] ** 2))
+            errors.append((error.memory**2, memory**2 + NOISE["memory"] ** 2))
+    return errors

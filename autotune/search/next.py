@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autotune.cost.calibration import NOISE, PriorResiduals, residual_of
-from autotune.cost.predict import CostModel
+from autotune.cost.calibration import NOISE, PriorResiduals
+from autotune.cost.predict import CostModel, prediction_errors
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Objective
@@ -122,6 +122,12 @@ class ResidualSearch:
         self.priors, self.first = priors, first
         self.objective, self.ascending = objective, ascending
         candidates = sorted(space.candidates, key=lambda candidate: candidate.swapped_blocks)
+        # Records order trials; that no other is worth one, trials here must show alone.
+        self._alone = self
+        if first or priors(()):
+            self._alone = ResidualSearch(
+                space, cost, budget_bytes, objective=objective, ascending=ascending
+            )
         self._by_swap = [(_without_swap(candidate), candidate) for candidate in candidates]
         self._remaining = lru_cache(maxsize=4)(self._find_remaining)
 
@@ -133,6 +139,8 @@ class ResidualSearch:
         if first := next((candidate for candidate in self.first if candidate not in tried), None):
             return first
         remaining = self.remaining(results, running)
+        if self._alone is not self and self._expects_no_gain(results, running):
+            return self._alone.next_candidate(results, running)
         comparison = self._comparison(results, running)
         if comparison and (len(tried) >= COMPARE_AFTER or self._expects_no_gain(results, running)):
             return comparison
@@ -151,15 +159,14 @@ class ResidualSearch:
             return promising.candidate
         safe_bytes = (SAFE_SHARE if self.ascending else FIRST_SHARE) * self.budget_bytes
         safe = [scored for scored in apart if scored.required_bytes <= safe_bytes]
-        if safe and not results:
-            return min(
-                safe, key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.expected)
-            ).candidate
-        # What fits without swapping calibrates as well, in less time.
-        return min(
-            remaining,
-            key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes),
-        ).candidate
+        is_first = bool(safe) and not results
+
+        def order(scored: ScoredCandidate) -> tuple[bool, float]:
+            # What fits without swapping calibrates as well, in less time.
+            amount = scored.expected if is_first else scored.required_bytes
+            return scored.candidate.swapped_blocks > 0, amount
+
+        return min(safe if is_first else remaining, key=order).candidate
 
     def remaining(
         self, results: Results, running: Collection[Candidate] = frozenset()
@@ -226,8 +233,7 @@ class ResidualSearch:
 
     def is_settled(self, results: Results) -> bool:
         """Tell if `results` alone, whatever records say of them, make all other trials needless."""
-        others = ResidualSearch(self.space, self.cost, self.budget_bytes, objective=self.objective)
-        return others.is_over(SearchLimits(sys.maxsize, math.inf), results)
+        return self._alone.is_over(SearchLimits(sys.maxsize, math.inf), results)
 
     def is_over(
         self,
@@ -251,9 +257,9 @@ class ResidualSearch:
         if not self.priors(results):
             min_trials = MIN_TRIALS + NUM_EXTRA_TRIALS * self.is_overconfident(results)
         if num_trials < min_trials or not has_run:
-            return not self.remaining(results, running)
+            return not self._alone.remaining(results, running)
         is_compared = self._comparison(results, running) is None
-        return is_compared and self._expects_no_gain(results, running)
+        return is_compared and self._alone._expects_no_gain(results, running)
 
     def _pays(self, num_steps: int, results: Results, running: Collection[Candidate]) -> bool:
         """Tell if another trial is expected to save more of the planned steps than it takes."""
@@ -307,13 +313,7 @@ class ResidualSearch:
 
     def is_overconfident(self, results: Results) -> bool:
         """Tell if predictions from earlier results had squared errors beyond their variance."""
-        squares = []
-        for number, result in enumerate(results):
-            prediction = self._calibrate(results[:number]).as_trials_run().predict(result.candidate)
-            if error := residual_of(result, prediction):
-                time_variance = prediction.time_uncertainty**2 + NOISE["time"] ** 2
-                memory_variance = prediction.memory_uncertainty**2 + NOISE["memory"] ** 2
-                squares += [error.time**2 / time_variance, error.memory**2 / memory_variance]
+        squares = [error / variance for error, variance in prediction_errors(self.cost, results)]
         return bool(squares) and statistics.fmean(squares) > 1
 
     def _best(self, results: Results) -> float:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from autotune.cost.calibration import PriorResiduals
 from autotune.errors import AutotuneError
 from autotune.knobs.attention import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES
-from autotune.plan.words import label_of
 from autotune.plan.workload import Workload, mean_text_tokens
 from autotune.share.store import (
     Machine,
@@ -32,7 +32,6 @@ from autotune.share.store import (
 from autotune.system.version import __version__
 
 if TYPE_CHECKING:
-    from autotune.cost.calibration import PriorResiduals
     from autotune.cost.predict import CostModel
 
 SAME_BUDGET = 0.98  # their budget as a share of ours from which their OOMs are evidence for us
@@ -48,7 +47,7 @@ DECAY_DISTANCE = 10.0  # at which a record weighs 1/e: predictions are corrected
 MEMORY_TOLERANCE = 0.03  # up to which a local trial reproduces a measurement, relative
 TIME_TOLERANCE, NOISY_TIME_TOLERANCE = 0.10, 0.30
 MAX_LOG_RESIDUAL = math.log(10.0)  # true trials on a busy CPU were 4 times as slow as predicted
-MAX_LOG_TIME_ERROR = math.log(3.0)  # from what a record leads to expect, until it is dropped
+MAX_SURPRISE = 2.0  # by which trials here may be less likely with a record than without (log)
 BUDGET_MARGIN = 1.1
 """Share of the budget that what ran elsewhere may be predicted to take and still be tried first: 95
 of 100 predictions are no farther off, and trials have a cap."""
@@ -85,8 +84,6 @@ class MatchedRecord:
     @cached_property
     def prior_residuals(self) -> PriorResiduals:
         """Return what its trials taught the cost model of this version, if credible."""
-        from autotune.cost.calibration import PriorResiduals
-
         is_ours = self.record.autotune_version == __version__
         residuals = self.record.calibration if is_ours else ()
         credible = (
@@ -284,6 +281,9 @@ class WarmStart:
     choices: Mapping[str, Sequence[Choice]]
     budget_bytes: int
     cost: CostModel
+    _surprises: dict[tuple[TrialResult, ...], dict[str, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def _admits(self, candidate: Candidate) -> bool:
         return all(getattr(candidate, name) in values for name, values in self.choices.items())
@@ -321,13 +321,23 @@ class WarmStart:
         local = {result.candidate: result for result in results}
         if mismatch := self._find_mismatch(source, local):
             return f"does not hold here: {mismatch}"
-        for candidate, prior in source.prior_residuals.residuals:
-            residual = self.cost.residual(local[candidate]) if candidate in local else None
-            if residual and abs(residual.time - prior.time) > MAX_LOG_TIME_ERROR:
-                ratio = math.exp(residual.time - prior.time)
-                times = f"{ratio:.2g} times as long as it says"
-                return f"misleads: {label_of(candidate)} takes {times}"
+        surprise = self._surprise(source, tuple(results))
+        if surprise > MAX_SURPRISE:
+            return "misleads: what ran here is predicted better without it"
         return None
+
+    def _surprise(self, source: MatchedRecord, results: tuple[TrialResult, ...]) -> float:
+        """How much less likely the results are with what a record taught than without, as a
+        logarithm (of a Bayes factor)."""
+        from autotune.cost.predict import prediction_errors
+
+        known = self._surprises.setdefault(results, {})
+        for priors in ((), (source.prior_residuals,)):
+            name = source.name if priors else ""
+            if name not in known:
+                errors = prediction_errors(self.cost, results, priors)
+                known[name] = math.fsum(error / v + math.log(v) for error, v in errors) / 2
+        return known[source.name] - known[""]
 
     def _find_mismatch(
         self, source: MatchedRecord, local: Mapping[Candidate, TrialResult]

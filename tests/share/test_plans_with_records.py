@@ -226,3 +226,28 @@ def test_a_record_of_true_times_never_slows_a_plan(cold, number, seed):
     slow = rng.sample(candidates[: len(candidates) // 2], number)
     helped = planned_on(machine, claiming(cold.record, machine, slow)).plan
     assert helped.expected.step_seconds <= 1.05 * alone.expected.step_seconds
+
+
+LIES = {
+    "the best is slow": lambda is_best, truth: truth.changed(time=0.7 if is_best else truth.time),
+    "the best is large": lambda is_best, truth: truth.changed(memory=0.9 * is_best),
+    "all is fast": lambda is_best, truth: truth.changed(time=-0.7),
+}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_record_that_lies_of_what_it_taught_never_slows_a_plan(cold, lie, seed):
+    rng, machine = random.Random(seed), Simulated(slow=(SLOW, UNFORESEEN, {})[seed % 3])
+    alone = planned_on(machine).plan
+    tried = rng.sample(case_on_gpu().space.candidates, 30)
+    record = claiming(cold.record, machine, tried)
+    best = alone.settings.attention, alone.settings.quantization
+    told = (
+        residual and LIES[lie]((t.candidate.attention, t.candidate.quantization) == best, residual)
+        for t, residual in zip(record.trials, record.calibration, strict=True)
+    )
+    record = record.changed(calibration=tuple(told), conclusive=False)
+    helped = planned_on(machine, record).plan
+    assert helped.expected.step_seconds <= 1.05 * alone.expected.step_seconds
