@@ -97,6 +97,7 @@ def test_only_what_is_stored_is_kept(storage):
     assert {t.data_ptr() for t in kept} == {layer.weight.data_ptr(), layer.scale.data_ptr()}
 
 
+@pytest.mark.quick("torchao-int8")
 @pytest.mark.parametrize("storage", ["torchao-int8", "fp8-matmul"])
 def test_a_compiler_traces_it_whole(storage):
     layer = layer_of(storage)

@@ -66,7 +66,7 @@ def test_an_expert_is_part_of_a_models_name_where_it_has_one():
     assert caught.value.hint == "leave --expert out"
 
 
-@pytest.mark.quick("low-noise")
+@pytest.mark.slow
 @pytest.mark.parametrize("expert", ["high-noise", "low-noise"])
 def test_previews_use_both_transformers(small_pipelines, tmp_path, expert):
     small: Small = small_pipelines(NAME)

@@ -69,6 +69,7 @@ def test_the_usual_bucket_is_near_the_mean():
     assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
 
 
+@pytest.mark.slow
 def test_one_long_caption_does_not_decide_the_time(tmp_path, monkeypatch):
     model, images = write_model_and_images(tmp_path)
     first = min(images.glob("*.txt"))

@@ -144,6 +144,7 @@ def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
     assert Image.open(bench.sample(run[0])).tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 def test_prompts_of_previews_are_encoded_once_for_all_starts(bench, run, tmp_path, monkeypatch):
     monkeypatch.delattr(Encoders, "_load_text_encoder")
     job = {"num_steps": 1, "preview_prompts": PROMPTS, "caption_dropout": 0.1}
@@ -177,6 +178,7 @@ def test_a_large_preview_is_tiled_then_halved(bench, monkeypatch):
     assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
 
 
+@pytest.mark.slow
 def test_a_run_drops_previews(bench, tmp_path, monkeypatch):
     def short(sampler: PreviewSampler, preview: Preview) -> list[Any]:
         raise torch.OutOfMemoryError
