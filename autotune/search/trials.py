@@ -38,8 +38,9 @@ from autotune.plan.workload import Workload
 from autotune.search import worker
 from autotune.system import files, memory
 from autotune.system.process import fork_server_context
-from autotune.train.monitor import POLL_SECONDS, SPILL_FACTOR, Watchdog
+from autotune.train.monitor import SPILL_FACTOR
 from autotune.train.processes import set_device
+from autotune.train.watchdog import POLL_SECONDS, Watchdog
 
 NUM_STEADY_STEPS = 3  # timed steps of a trial; the median of three shrugs off one disturbance
 TRIAL_TIMEOUT_SECONDS = 600.0  # limit on one trial, loading included

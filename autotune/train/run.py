@@ -29,9 +29,10 @@ from autotune.train import folder, sample
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
 from autotune.train.model import TrainingModel, eager_eval, load_model, save_trained
-from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor, Watchdog
+from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor
 from autotune.train.prepare import PreparedRun, RunInputs, prepare
 from autotune.train.processes import Processes, explain_lost_peer, init_distributed
+from autotune.train.watchdog import Watchdog
 
 TRACE_FILE = "trace.json"
 # What a pipeline may raise that training need not end for.

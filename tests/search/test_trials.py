@@ -20,7 +20,7 @@ from autotune.machine import sources
 from autotune.plan.candidate import CachingSettings
 from autotune.search.trials import MemoryLimits, ProcessTrialRunner, find_spill, require_within_cap
 from autotune.search.worker import TASKS, ChildState, Failure, classify_error
-from autotune.train.monitor import Watchdog
+from autotune.train.watchdog import Watchdog
 from tests.builders import candidate, trial
 from tests.search.conftest import FIRST, GIB, runner_for, workload
 

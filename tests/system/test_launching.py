@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from autotune.errors import InvalidInput
 from autotune.machine.probe import MEASURE
 from autotune.system.process import Launch, adopt_launch, launch
-from autotune.train.monitor import COMMAND
+from autotune.train.watchdog import COMMAND
 
 
 def launched(run_id: str = "none", **changes: object) -> dict[str, str]:

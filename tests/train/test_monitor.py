@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 from autotune.errors import AutotuneError, InvalidInput, Preempted, reraise_oom
 from autotune.events import StepFinished
 from autotune.train import monitor as watching
+from autotune.train import watchdog
 from autotune.train.folder import checkpoints_of
 from autotune.train.metrics import read_metrics
-from autotune.train.monitor import HostMemoryShort, MemoryReading, Monitor, Watchdog
+from autotune.train.monitor import MemoryReading, Monitor
+from autotune.train.watchdog import HostMemoryShort, Watchdog
 from tests import builders
 from tests.builders import GIB
 from tests.events import steps_to
@@ -177,14 +179,14 @@ PLENTY, SHORT = 100, 9
 READER = """
 import sys
 from pathlib import Path
-from autotune.train.monitor import watch_parent
+from autotune.train.watchdog import watch_parent
 watch_parent(*map(int, sys.argv[1:4]), lambda: int(Path({path!r}).read_text() or 100))
 """
 STUCK = """
 import json, sys, time
-from autotune.train import monitor
-monitor.COMMAND = json.loads(sys.argv[1])
-with monitor.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
+from autotune.train import watchdog
+watchdog.COMMAND = json.loads(sys.argv[1])
+with watchdog.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
     time.sleep(1)
     open(sys.argv[2], "w").write("1")
     while True:
@@ -198,7 +200,7 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "available"
     path.write_text(str(PLENTY))
     command = (sys.executable, "-c", READER.format(path=str(path)))
-    monkeypatch.setattr(watching, "COMMAND", command)
+    monkeypatch.setattr(watchdog, "COMMAND", command)
     monkeypatch.setattr(Watchdog, "of_device", lambda kind: Watchdog(10, has_run=kind == "host"))
     return path
 
@@ -213,7 +215,7 @@ def test_a_short_host_gets_a_checkpoint(bench, tmp_path, available):
             available.write_text(str(SHORT))
 
     before = signal.getsignal(signal.SIGUSR2)
-    with pytest.raises(HostMemoryShort, match=r"stopped by a shortage of host memory") as end:
+    with pytest.raises(HostMemoryShort, match="stopped by a shortage") as end:
         bench.train(plan, steps_to(take))
     assert (end.value.exit_status, "--resume" in end.value.hint) == (1, True)
     (checkpoint,) = checkpoints_of(tmp_path / "out")
@@ -265,15 +267,20 @@ def _wait_for_shortage(available: Path) -> str | None:
     return watchdog.stop_reason
 
 
+def test_the_guard_holds_no_torch_in_a_short_memory():
+    code = "import sys, autotune.train.watchdog; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_guard_whose_run_is_gone_spares_who_adopted_it(available):
     available.write_text("1")
     gone = str(os.getppid())
-    ended = subprocess.run([*watching.COMMAND, gone, "10", "5"], timeout=60, check=False)
+    ended = subprocess.run([*watchdog.COMMAND, gone, "10", "5"], timeout=60, check=False)
     assert ended.returncode == 0
 
 
 def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available):
-    command = [sys.executable, "-c", STUCK, json.dumps(watching.COMMAND), str(available)]
+    command = [sys.executable, "-c", STUCK, json.dumps(watchdog.COMMAND), str(available)]
     stuck = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert stuck.returncode == -signal.SIGKILL
     words = "error: the host had 0 MiB left, so training was ended at once\nhint: close other"
