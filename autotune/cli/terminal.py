@@ -145,7 +145,7 @@ class EventDisplay:
         from autotune.train.folder import PREVIEWS
 
         self.previews = Path(plan.job.output) / PREVIEWS
-        self._print(f"the job        {texts.job_text(plan)}")
+        self._print(f"the run        {texts.job_text(plan)}")
         if has_plotly():
             page = Path(plan.job.output) / PAGE_FILE
             self._print(f"the report     {page}, from the first preview on")

@@ -103,6 +103,8 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     recomputed = planned["checkpointed_blocks"] + planned["selective_blocks"]
     needed = {**planned, "checkpointed_blocks": recomputed, "selective_blocks": 0}
     hint = f"make a plan that it can express: autotune plan --from PLAN --for {trainer.name}"
+    if plan.frozen.expected.evidence == "predicted":
+        hint += f" --hardware {plan.frozen.hardware.device_name!r}"
     try:
         written = write_settings(trainer, known, needed, context)
         published = find_published(plan.job.model)

@@ -186,7 +186,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     facts += zip(("faster", *[""] * len(faster)), faster, strict=False)
     notes = []
     if theirs := frozen.overheads:
-        notes.append(f"memory as {theirs.program} takes it; its files: autotune export-config")
+        notes.append(f"memory as {theirs.program} takes it, by its source; time as autotune")
     confirmed = [trial for trial in frozen.trials if trial.confirms and trial.outcome == "ok"]
     if confirmed and confirmed[-1].message:
         notes.append(f"not all of a run could be rehearsed: {confirmed[-1].message}")
@@ -242,13 +242,18 @@ def _gains_of_memory(plan: TrainingPlan) -> list[str]:
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
-    """Tell where the plan was written, and the command that trains it."""
+    """Tell where the plan was written, and the command that trains it or writes another trainer's
+    files."""
     frozen, words = plan.frozen, ["autotune", "train", str(file)]
     words += ["--data", "FOLDER"] if plan.job.data is None else []
     if frozen.workload.num_control_images and plan.job.control is None:
         words += ["--control", "FOLDER"]
     is_here = frozen.expected.evidence != "predicted"
     hint = "train it with:" if is_here else f"on {frozen.hardware.device_name} train it with:"
+    if frozen.overheads:
+        trainer = frozen.overheads.program
+        hint = f"write it for {trainer} with:"
+        words = ["autotune", "export-config", str(file), "--to", trainer, "-o", "FOLDER"]
     lines = with_command(f"written to {file}; {hint}", shlex.join(words))
     if len(lines) > 1:  # file and command stay whole, each on its own line
         lines = [f"written to {printable(str(file))}", *with_command(hint, shlex.join(words))]
