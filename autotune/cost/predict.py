@@ -293,21 +293,21 @@ class CostModel:
         forward = accumulation * shares * composed.forward[:, :-1]
         whole = accumulation * shares * composed.work[:, :-1]
         recomputing = (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None]
-        again = (RECOMPUTED_LAUNCHES - 1) * composed.recompute[:, -1]
-        first = accumulation * composed.forward[:, -1]
-        launches = accumulation * (composed.work[:, -1] + again)
+        again = (RECOMPUTED_LAUNCHES - 1) * rates.python_share * composed.recompute[:, -1]
+        begun = accumulation * composed.forward[:, -1]
+        host = accumulation * (composed.work[:, -1] + again)
         if candidate.compile == "block":
-            first, launches = first * LAUNCH_SHARE, launches * LAUNCH_SHARE
+            begun, host = begun * LAUNCH_SHARE, host * LAUNCH_SHARE
             for device in (forward, whole):
                 device[:, CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
         optimizer = model_bytes.adapter_parameters * OPTIMIZER_BYTES_MOVED / rates.bandwidth
         fused = self.workload.optimizer.name == "adamw"
         each = FUSED_LAUNCHES_PER_TENSOR if fused else LAUNCHES_PER_TENSOR
-        launches = launches + sum(model_bytes.adapter_shapes.values()) * each
-        host, computing = (launches * rates.launch_seconds)[:, None], whole.sum(axis=1)[:, None]
+        stepping = sum(model_bytes.adapter_shapes.values()) * each * rates.host_seconds
+        host, computing = (host + stepping)[:, None], whole.sum(axis=1)[:, None]
         overhead = host
         if self.model.rules != "cpu":  # there one after the other
-            begun, at_first = (first * rates.launch_seconds)[:, None], forward.sum(axis=1)[:, None]
+            begun, at_first = begun[:, None], forward.sum(axis=1)[:, None]
             later = _idle_seconds(host - begun, computing - at_first + optimizer)
             overhead = _idle_seconds(begun, at_first) + later
         exchange = self.parallel.exchange_seconds(self.hardware.device, model_bytes, accumulation)

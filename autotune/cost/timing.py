@@ -28,6 +28,10 @@ STEP_OVER_KERNELS = 1.15
 # Host time of a bare operation, forward or backward, where no probe measured it: 9 us on an EPYC
 # core, 5 to 7 on newer ones; a published B200 step that waits for its host implies 5.
 LAUNCH_SECONDS = {"cuda": 6e-6, "mps": 6e-6, "cpu": 9e-6}
+# Of that, what Python and torch take at most; what is beyond it is the driver's. In a virtual
+# machine with an H200 a bare operation took 16 and 24 us, while steps of ten families that the host
+# bound imply 7 us of Python (benchmarks/results/gpu).
+PYTHON_SECONDS = 7e-6
 # Bare operations that an operation of a model takes as long as, by the device's kind: views and
 # Python lie between. Steps of SDXL, FLUX.1, Krea 2 and Z-Image in torch's CUDA build, on a stand-in
 # for the driver that ran no kernel, took 2.0 to 2.4 (benchmarks/host_time.py); on a CPU .7 to 1.2.
@@ -35,10 +39,11 @@ BARE_OPERATIONS = {"cuda": 2.2, "mps": 2.2, "cpu": 1.0}
 # Of each operation of a checkpoint that runs again: saved tensors are packed and unpacked in Python
 # (the same steps: 1.6 to 2.6; on a CPU 1.6 to 3.0).
 RECOMPUTED_LAUNCHES = 2.3
-# Operations that these take the host as long as: a module's call in Python, and a 4-bit weight's
-# conversion, which bitsandbytes wraps in Python (16 bare ones forward, next to none backward).
-LAUNCHES_OF = {"module": 1.5, "dequantization.uint8": 4}
 MODULE_CALL: Work = ("module", (), 0, 0)  # which is no work of the device
+MODULE_OPERATIONS = 1.5  # that a module's call takes Python as long as
+# Of a 4-bit weight's conversion: launches, and operations that it takes as long as, for bitsandbytes
+# wraps it in Python (16 bare ones forward, next to none backward).
+UNPACKING_LAUNCHES, UNPACKING_OPERATIONS = 3, 4
 # For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32.
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
@@ -88,7 +93,17 @@ class Rates:
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
         kind, on_gpu = hardware.device.kind, hardware.device.kind == "cuda"
         launching = hardware.rate("operation.launch") or LAUNCH_SECONDS[kind]
-        self.launch_seconds = launching * BARE_OPERATIONS[kind]
+        python = min(launching, PYTHON_SECONDS) if on_gpu else launching
+        bare = BARE_OPERATIONS[kind]
+        self.host_seconds = launching + (bare - 1) * python
+        """Of an operation of a model, forward or backward."""
+        self.python_share = bare * python / self.host_seconds
+        """Of an operation's host time: what grows where Python does more around it."""
+        self.host_seconds_of = {
+            MODULE_CALL[0]: MODULE_OPERATIONS * bare * python,
+            "dequantization.uint8": UNPACKING_LAUNCHES * launching
+            + (UNPACKING_OPERATIONS * bare - UNPACKING_LAUNCHES) * python,
+        }
         least = hardware.rate("kernel.least") or KERNEL_SECONDS
         self.min_kernel_seconds = least if on_gpu else 0.0
         is_halved = hardware.device.compute_capability in ((8, 0), (9, 0), (10, 0))
@@ -246,18 +261,18 @@ def _between(points: tuple[tuple[int, float], ...], tokens: int) -> float:
 
 
 def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple[float, ...]:
-    """Return device seconds of a segment for each of `CLASSES`, then the number of launches."""
+    """Return device seconds of a segment for each of `CLASSES`, then those of the host."""
     seconds = dict.fromkeys(CLASSES, 0.0)
-    launches = 0.0
+    host = 0.0
     for item, count in work.items():
-        launches += count * LAUNCHES_OF.get(item[0], 1)
+        host += count * rates.host_seconds_of.get(item[0], rates.host_seconds)
         if item == MODULE_CALL:
             continue
         kind, shape = item[0].partition(".")[0], item[1]
         if kind == "matmul" and rank in shape:
             kind = "adapter"
         seconds[kind] += count * rates.seconds(item)
-    return (*seconds.values(), launches)
+    return (*seconds.values(), host)
 
 
 def is_thin(shape: tuple[int, ...]) -> bool:

@@ -202,7 +202,7 @@ GROWTH, PEAK, SCRATCH, SECONDS = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class PassTable:
-    """A traced pass as vectors: (growth, peak, scratch) bytes, seconds by class, launches."""
+    """A traced pass as vectors: (growth, peak, scratch) bytes, seconds by class and the host's."""
 
     before: NDArray[np.float64]
     forward: NDArray[np.float64]  # (blocks, columns)
@@ -253,7 +253,7 @@ class ComposedPass:
     transient_bytes: float  # above that, kernel scratch memory apart
     workspace_bytes: float
     gradient_bytes: float  # those that exist when the segment of the peak begins
-    work: NDArray[np.float64]  # seconds by class, then launches
+    work: NDArray[np.float64]  # seconds by class, then the host's
     forward: NDArray[np.float64]  # the share of `work` before the blocks run backward
     recompute: NDArray[np.float64]  # the share of `work` that repeats operations
 

@@ -32,6 +32,8 @@ from tests.small import write_small_pipeline
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]
+LONG_SECONDS = 40.0
+"""Left for an item, however long an earlier one took."""
 Levers = tuple[tuple[str, str], ...]
 """Knobs of a candidate and their values."""
 
@@ -45,6 +47,7 @@ class Evidence:
     small: bool
     slice_: tuple[int, int]
     ends: float
+    options: argparse.Namespace
     longest: float = field(default=0.0, init=False)
 
     def row(self, kind: str, **values: Any) -> None:
@@ -72,7 +75,7 @@ class Evidence:
         """The items, while there is time for one as long as the longest so far; the rest is said
         to be skipped."""
         for item in items:
-            if self.left() < 1.2 * self.longest:
+            if self.left() < min(1.2 * self.longest, LONG_SECONDS):
                 self.skip(name(item), "no time left: run the part again with --slice")
                 continue
             started = time.monotonic()
@@ -110,9 +113,14 @@ class Evidence:
         return 16 * max(2, full_px // 256) if self.small else full_px
 
 
-def begin(part: str, about: str | None, **extra: Any) -> Evidence:
-    """Read the options and what `run` sets, open the part's rows and describe the machine."""
+def begin(
+    part: str, about: str | None, more: dict[str, str] | None = None, **extra: Any
+) -> Evidence:
+    """Read the options, with `more` of them and their defaults, and what `run` sets; open the
+    part's rows and describe the machine."""
     parser = argparse.ArgumentParser(description=about)
+    for name, default in (more or {}).items():
+        parser.add_argument(name, default=default)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--slice", default="1/1")
     parser.add_argument("--seconds", type=float, default=510.0)
@@ -121,34 +129,37 @@ def begin(part: str, about: str | None, **extra: Any) -> Evidence:
     silence_progress_bars()
     imports_seconds = time.time() - psutil.Process().create_time()
     ends = time.monotonic() + options.seconds - imports_seconds
-    evidence = Evidence(part, Path(os.environ["OUT"]), options.small, (number, of), ends)
+    folder = Path(os.environ["OUT"])
+    evidence = Evidence(part, folder, options.small, (number, of), ends, options)
     evidence.row("machine", **machine(), **extra)
     return evidence
 
 
 def machine() -> dict[str, Any]:
     """Date, commit, device, host and versions."""
-    commit = None
+    commit = os.environ.get("COMMIT")  # where the tree came without its history
     with contextlib.suppress(OSError):  # no git
         command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         commit = (
             subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-            or None
+            or commit
         )
     facts = probe().model_dump(mode="json", include={"device", "host", "versions"})
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"date": date, "commit": commit, **facts}
 
 
-def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str = "attention",
-                padding: str = "exact", text_tokens: int | None = None) -> Workload:  # fmt: skip
-    """A square of `side_px`, captions of one length unless `masked`."""
+def workload_of(model: str, size_px: int | tuple[int, int], *, rank: int, batch: int,
+                targets: str = "attention", padding: str = "exact",
+                text_tokens: int | None = None, num_frames: int = 1) -> Workload:  # fmt: skip
+    """A square of `size_px`, or (width, height); captions of one length unless `masked`."""
     workload_overrides = WorkloadRequest(
-        resolution=(side_px, side_px),
+        resolution=(size_px, size_px) if isinstance(size_px, int) else size_px,
+        num_frames=num_frames,
         rank=rank,
         effective_batch_size=batch,
         targets=targets,
-        text_tokens=text_tokens,
+        **({} if text_tokens is None else {"text_tokens": text_tokens}),
     )
     asked = describe_workload(resolve_model(ModelRef.of(model)), None, workload_overrides)
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})

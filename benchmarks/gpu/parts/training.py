@@ -1,31 +1,30 @@
-"""Planned settings against fixed settings that trainers publish and against a plain diffusers loop;
-FLOP utilization.
+"""Planned settings against a plain diffusers loop, at the same effective batch and in turns, each
+in a process of its own: `--plans FILE,FILE`.
 
-All at the same effective batch, one after the other in turns, each in a process of its own.
 Published elsewhere for comparison: Qwen-Image, 1024 px, rank 8, batch 1, all blocks checkpointed,
 bf16: 1.20 s a step and 41 GiB on an H100.
 """
 
+import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from accuracy import ALL, INT8, tried, unavailable_choice
-from evidence import Evidence, begin, candidate, precision_of, workload_of
-from search import plan, plan_command
+from evidence import Evidence, begin, workload_of
+from truth import Case, candidate_of
 
-from autotune.cost.kernels import kernel_for
-from autotune.cost.predict import CostModel
+from autotune.knobs.registry import reload_key
 from autotune.machine.probe import cached_profile
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import TASKS, ChildState
+from autotune.search.worker import TASKS, ChildState, TrialRequest
 
-ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
+TURNS, STEPS = 2, 4
+CASE = Case("qwen-image", ())
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,8 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
     from autotune.models.registry import get_family
     from autotune.search.worker import longest_captions, synthetic_samples
 
-    family, rank, on_gpu = (
-        get_family(request.family),
-        request.workload.rank,
-        request.device.startswith("cuda"),
-    )
+    family, rank = get_family(request.family), request.workload.rank
+    on_gpu = request.device.startswith("cuda")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     torch.set_default_dtype(dtype)
     with torch.device(request.device):
@@ -83,10 +79,8 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
             noisy = (1 - sigma.view(-1, 1, 1, 1, 1)) * clean + sigma.view(-1, 1, 1, 1, 1) * noise
             with torch.autocast(request.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
                 velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
-            loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) / len(
-                batches
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float())
+            (loss / len(batches)).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -99,73 +93,47 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
 TASKS[PlainLoop] = run_plain_loop
 
 
-def model_flops(predictor: CostModel, chosen: Candidate) -> float:
-    """Of one image, forward and backward, nothing counted twice for recomputation; from the
-    traced graph."""
-    model = predictor.model
-    device, cudnn = predictor.hardware.device, predictor.hardware.versions.cudnn
-    known = chosen.attention, predictor.model.rules, False, chosen.precision
-    kernel = kernel_for(*known, capability=device.compute_capability, cudnn=cudnn)
-    trace = model.traced(chosen.precision, "none", kernel, 1, 0)
-    index = model.index
-    fixed = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
-    blocks = [segments[i] for segments in (trace.forward, trace.backward) for i in index]
-    return float(
-        sum(
-            item[2] * count for segment in (*fixed, *blocks) for item, count in segment.work.items()
-        )
-    )
-
-
-def contestants(
-    evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload
-) -> dict[str, Any]:
-    precision = precision_of(hardware)
-    seconds = (
-        0.3 * evidence.left()
-    )  # of trials; proving gradients and confirming the winner come on top
-    made: Any = plan(
-        evidence, plan_command(evidence, model, RANK, BATCH, seconds), share_of_time=0.6
-    )
-    return {
-        "bf16, all checkpointed, batch 1": candidate(workload, 1, ALL, precision=precision),
-        "plain diffusers loop": None,
-        "int8, all checkpointed, batch 1": candidate(workload, 1, ALL, INT8, precision=precision),
-        "planned": Candidate.model_validate(made["frozen"]["settings"]) if made else None,
-    }
-
-
 def main() -> None:
     """Measure the part."""
-    evidence = begin(
-        "training", __doc__, published={"step_seconds": 1.20, "memory_gib": 41, "gpu": "H100"}
-    )
+    published = {"step_seconds": 1.20, "memory_gib": 41, "gpu": "H100"}
+    evidence = begin("training", __doc__, more={"--plans": ""}, published=published)
     hardware = cached_profile()
-    model = evidence.model("qwen-image")
-    resolved = resolve_model(ModelRef.of(model))
-    workload = workload_of(model, evidence.size(1024), rank=RANK, batch=BATCH)
-    found = contestants(evidence, hardware, model, workload)
-    predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
-    matmul = max(
-        (rate.value for rate in hardware.rates if rate.name.startswith("matmul.bf16")), default=None
-    )
-    flops = model_flops(predictor, found["bf16, all checkpointed, batch 1"])
-    evidence.row("work", model_flops_per_image=flops, matmul_flops_per_second=matmul, batch=BATCH)
-    with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), workload) as runner:
-        turns = [(name, turn) for turn in range(ROUNDS) for name in found]
+    name = evidence.model(CASE.model)
+    model = resolve_model(ModelRef.of(name))
+    workload = workload_of(name, evidence.size(1024), rank=CASE.rank, batch=CASE.batch)
+    contestants: dict[str, Candidate | None] = {
+        "plain diffusers loop": None,
+        "bf16, all checkpointed, batch 1": candidate_of("recompute=1", workload, hardware),
+    }
+    for file in filter(None, evidence.options.plans.split(",")):
+        if not Path(file).is_file():
+            evidence.skip(file, "no plan was made")
+            continue
+        made = json.loads(Path(file).read_text())
+        contestants[f"planned: {Path(file).stem}"] = Candidate.model_validate(
+            made["frozen"]["settings"]
+        )
+    config = dict(model.config)
+    with ProcessTrialRunner(hardware, model, workload) as runner:
+        turns = [(name, turn) for turn in range(TURNS) for name in contestants]
         for name, turn in evidence.each(turns):
-            chosen = found[name]
-            if name == "plain diffusers loop":
-                plain = PlainLoop(
-                    resolved.family.name, dict(resolved.config), workload, runner.device, STEPS
-                )
-                row = evidence.ask(runner, plain, ("plain", turn))
-            elif why := "no plan" if chosen is None else unavailable_choice(hardware, chosen):
-                evidence.skip(name, why)
-                continue
+            chosen = contestants[name]
+            if chosen is None:
+                loop = PlainLoop(model.family.name, config, workload, runner.device, STEPS)
+                row = evidence.ask(runner, loop, ("plain", turn))
             else:
-                row = tried(evidence, runner, chosen, STEPS)[0].model_dump(mode="json")
-            evidence.row("steps", name=name, turn=turn, **row)
+                request = TrialRequest(model, workload, chosen, runner.device, STEPS)
+                row = result_row(evidence, runner, request)
+            evidence.row("steps", name=name, turn=turn, batch=CASE.batch, **row)
+
+
+def result_row(
+    evidence: Evidence, runner: ProcessTrialRunner, request: TrialRequest
+) -> dict[str, Any]:
+    """A trial's result, or why there is none."""
+    answer = runner.send(request, reload_key(request.candidate), max(1.0, evidence.left()))
+    row: dict[str, Any] = runner.classify(request.candidate, answer).model_dump(mode="json")
+    return row
 
 
 if __name__ == "__main__":
