@@ -41,7 +41,7 @@ BARE_OPERATIONS = {"cuda": 2.2, "mps": 2.2, "cpu": 1.0}
 RECOMPUTED_LAUNCHES = 2.3
 MODULE_CALL: Work = ("module", (), 0, 0)  # which is no work of the device
 MODULE_OPERATIONS = 1.5  # that a module's call takes Python as long as
-# Of a 4-bit weight's conversion: launches, and operations that it takes as long as, for bitsandbytes
+# Of a 4-bit weight's conversion: launches, and operations that it takes as long as; bitsandbytes
 # wraps it in Python (16 bare ones forward, next to none backward).
 UNPACKING_LAUNCHES, UNPACKING_OPERATIONS = 3, 4
 # For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32.

@@ -58,6 +58,8 @@ def compared(rows: Iterable[Row]) -> Iterable[Row]:
             fields = {name: row[name] for name in TrialResult.model_fields if name in row}
             result = TrialResult.model_validate_json(json.dumps(fields))
             chosen = result.candidate
+            if chosen.swapped_blocks > chosen.recomputed_blocks:
+                continue  # such blocks stay until their backward pass: `plan` never tries them
             measured = {
                 "allocated_bytes": result.peak_memory_bytes,
                 "reserved_bytes": row.get("reserved_bytes"),

@@ -4,7 +4,7 @@ benchmarks/gpu/summary.py FOLDER`."""
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,12 @@ TABLES = {
         "gradients": "model padding name available reason",
         "test": "outcome test",
     },
-    "accuracy": {
-        "trial": "model side_px rank targets padding batch candidate outcome peak_memory_bytes "
-        "predicted.allocated_bytes reserved_bytes predicted.reserved_bytes step_seconds "
-        "predicted.step_seconds "
-        "load_seconds load_peak_memory_bytes message"
+    "truth": {
+        "trial": "model size_px num_frames batch padding setting outcome step_seconds "
+        "peak_memory_bytes reserved_bytes profile.kernel_seconds profile.launches "
+        "launch_seconds load_seconds message"
     },
-    "training": {
-        "work": "batch model_flops_per_image matmul_flops_per_second",
-        "steps": "name turn candidate outcome step_seconds peak_memory_bytes message",
-    },
+    "training": {"steps": "name turn candidate outcome step_seconds peak_memory_bytes message"},
     "loading": {
         "checkpoint": "blocks full_blocks bytes build_seconds save_seconds",
         "load": (
@@ -52,7 +48,6 @@ TABLES = {
             "expected.host_bytes"
         ),
     },
-    "limits": {"kernels": "candidate outcome step_seconds by_kind launches message"},
 }
 """What is shown of the rows of each part and kind; dots lead into objects."""
 
@@ -127,113 +122,6 @@ def table(rows: Sequence[Row], paths: str) -> list[str]:
     return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines, ""] if rows else []
 
 
-def relative_errors(rows: list[Row]) -> list[Row]:
-    """How far predictions were from what was measured, in percent; after calibration on those
-    held out from it."""
-    good = [row for row in of(rows, "accuracy", "trial") if row["outcome"] == "ok"]
-    seconds: Callable[[Row], Any] = lambda row: statistics.median(row["step_seconds"])  # noqa: E731
-    asked = (
-        (
-            "memory allocated, before any trial",
-            "predicted",
-            "allocated_bytes",
-            "peak_memory_bytes",
-            "mean 5, p95 10",
-        ),
-        (
-            "memory allocated, after one",
-            "calibrated",
-            "allocated_bytes",
-            "peak_memory_bytes",
-            "mean 2.5",
-        ),
-        ("memory reserved, before any trial", "predicted", "reserved_bytes", "reserved_bytes", ""),
-        ("step time, before any trial", "predicted", "step_seconds", seconds, "mean 12"),
-        ("step time, after one", "calibrated", "step_seconds", seconds, "mean 5"),
-    )
-    lines = []
-    for what, when, told, measured, target in asked:
-        pairs = [
-            (row[when][told], measured(row) if callable(measured) else row[measured])
-            for row in good
-            if row[when]
-        ]
-        errors = sorted((100 * (told / real - 1) for told, real in pairs if real), key=abs)
-        if errors:
-            p95 = abs(errors[round(0.95 * (len(errors) - 1))])
-            mean = statistics.mean(map(abs, errors))
-            lines.append(
-                {
-                    "what": what,
-                    "n": len(errors),
-                    "mean": mean,
-                    "p95": p95,
-                    "worst": errors[-1],
-                    "target": target,
-                }
-            )
-    return lines
-
-
-def utilization(rows: list[Row]) -> list[Row]:
-    """Seconds per image and arithmetic of a model that recomputes nothing, against the matmul
-    rate of the same card."""
-    work = (of(rows, "training", "work") or [{}])[-1]
-    lines = []
-    for name in dict.fromkeys(row["name"] for row in of(rows, "training", "steps")):
-        found = [row for row in of(rows, "training", "steps") if row["name"] == name]
-        seconds = [one / work["batch"] for row in found for one in row.get("step_seconds", ())]
-        if seconds:
-            rate = work["model_flops_per_image"] / statistics.median(seconds)
-            share = (
-                rate / work["matmul_flops_per_second"] if work["matmul_flops_per_second"] else None
-            )
-            lines.append(
-                {
-                    "name": name,
-                    "seconds_per_image": seconds,
-                    "flops_per_second": rate,
-                    "of_matmul_rate": share,
-                }
-            )
-    return lines
-
-
-def distances(rows: list[Row]) -> list[Row]:
-    """How much slower each plan is than the fastest of the measured grid whose reserved memory
-    its budget holds."""
-    grid = [
-        row
-        for row in of(rows, "accuracy", "trial")
-        if row["grid"] and row["outcome"] == "ok" and row["reserved_bytes"]
-    ]
-    lines = []
-    for row in of(rows, "search", "plan"):
-        budget = value_at(row, "plan.frozen.hardware.budget_bytes")
-        fits = [
-            statistics.median(one["step_seconds"])
-            for one in grid
-            if budget and one["reserved_bytes"] <= budget
-        ]
-        if fits:
-            slower = 100 * (row["plan"]["frozen"]["expected"]["step_seconds"] / min(fits) - 1)
-            lines.append(
-                {
-                    "cap_gib": row["cap_gib"],
-                    "percent_slower_than_grid": slower,
-                    "grid_cells": len(fits),
-                }
-            )
-    return lines
-
-
-DERIVED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
-    "accuracy": (relative_errors, "what n mean p95 worst target"),
-    "training": (utilization, "name seconds_per_image flops_per_second of_matmul_rate"),
-    "search": (distances, "cap_gib percent_slower_than_grid grid_cells"),
-}
-
-
 def main() -> None:
     """Write the summary of a folder of rows."""
     folder = Path(sys.argv[1])
@@ -257,9 +145,6 @@ def main() -> None:
     for part, kinds in TABLES.items():
         if any(row["part"] == part for row in rows):
             lines += [f"## {part.capitalize()}", ""]
-            if part in DERIVED:
-                derive, paths = DERIVED[part]
-                lines += table(derive(rows), paths)
             for kind, paths in kinds.items():
                 lines += table(of(rows, part, kind), paths)
     left_out = [row for row in rows if row["kind"] in ("skipped", "error")]

@@ -21,12 +21,11 @@ silence_libraries()
 
 from autotune.machine.probe import probe
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload, WorkloadRequest
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import TASKS, ChildState, Failure, TrialRequest, run_trial
+from autotune.search.worker import Failure
 from autotune.train.prepare import describe_workload
 from tests.small import write_small_pipeline
 
@@ -34,8 +33,6 @@ GIB = 2**30
 ROOT = Path(__file__).parents[3]
 LONG_SECONDS = 40.0
 """Left for an item, however long an earlier one took."""
-Levers = tuple[tuple[str, str], ...]
-"""Knobs of a candidate and their values."""
 
 
 @dataclass
@@ -153,57 +150,19 @@ def workload_of(model: str, size_px: int | tuple[int, int], *, rank: int, batch:
                 targets: str = "attention", padding: str = "exact",
                 text_tokens: int | None = None, num_frames: int = 1) -> Workload:  # fmt: skip
     """A square of `size_px`, or (width, height); captions of one length unless `masked`."""
+    captions: dict[str, Any] = {} if text_tokens is None else {"text_tokens": text_tokens}
     workload_overrides = WorkloadRequest(
         resolution=(size_px, size_px) if isinstance(size_px, int) else size_px,
         num_frames=num_frames,
         rank=rank,
         effective_batch_size=batch,
         targets=targets,
-        **({} if text_tokens is None else {"text_tokens": text_tokens}),
+        **captions,
     )
     asked = describe_workload(resolve_model(ModelRef.of(model)), None, workload_overrides)
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
 
 
-def candidate(workload: Workload, batch: int, share: float, quantization: str = "none",
-attention: str = "native",
-              levers: Levers = (), *, precision: str) -> Candidate:  # fmt: skip
-    """Settings with this share of all blocks but the last checkpointed, and other knobs by
-    `levers`."""
-    return Candidate(
-        micro_batch_size=batch,
-        checkpointed_blocks=round(share * (workload.model.num_blocks - 1)),
-        quantization=quantization,
-        attention=attention,
-        precision=precision,
-        allocator="expandable"
-        if precision == "bf16"
-        else "default",  # as the rule for discrete cards says
-        **dict(levers),  # type: ignore[arg-type]  # each the value of a field
-    )
-
-
 def precision_of(hardware: HardwareProfile) -> str:
     """bf16 on a GPU; fp32 in rehearsals on a CPU."""
     return "bf16" if hardware.device.kind == "cuda" else "fp32"
-
-
-@dataclass(frozen=True)
-class ReservingTrial(TrialRequest):
-    """A trial that also tells what the allocator reserved; None where there is no such
-    allocator."""
-
-
-def run_reserving_trial(request: ReservingTrial, child: ChildState) -> Any:
-    import torch
-
-    result = run_trial(request, child)
-    reserved = (
-        torch.cuda.max_memory_reserved(request.device)
-        if request.device.startswith("cuda")
-        else None
-    )
-    return {"result": result, "reserved_bytes": reserved}
-
-
-TASKS[ReservingTrial] = run_reserving_trial

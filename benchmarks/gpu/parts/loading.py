@@ -1,15 +1,15 @@
 """Seconds until the transformer with its adapter is ready, by every loader, from cold and warm
 page cache, plain and quantized; with the peaks of device and host. (Random weights in every
-format: `load_seconds` of the part accuracy.)"""
+format: `load_seconds` of the part truth.)"""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accuracy import unavailable_choice
-from evidence import Evidence, begin, candidate, precision_of, workload_of
+from evidence import Evidence, begin, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
+from truth import candidate_of, why_closed
 
 from autotune.machine.probe import cached_profile
 from autotune.models.resolve import resolve_model
@@ -85,12 +85,13 @@ def main() -> None:
     cases = [(loader, cache, storage) for storage in ("none", "torchao-int8") for cache in ("cold",
     "warm")
              for loader in LOADERS]  # fmt: skip
+    plain_settings = candidate_of("recompute=1", workload, hardware)
     for loader, cache, storage in evidence.each(evidence.sliced(cases)):
         chosen = Candidate.model_validate(
-            {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
+            {**dict(plain_settings), "quantization": storage, "loader": loader}
         )
         device = torch.device(hardware.device.torch_name)
-        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].why_not(device):
+        if why := why_closed(hardware, chosen) or LOADERS[loader].why_not(device):
             evidence.skip(f"{loader} {cache} {storage}", why)
             continue
         if cache == "cold":

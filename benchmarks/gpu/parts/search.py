@@ -1,5 +1,4 @@
-"""`autotune plan` under caps of memory, as a user calls it. The summary
-holds the choices against the grid that the part `accuracy` measured of the same work."""
+"""`autotune plan` under caps of memory, as a user calls it."""
 
 import json
 import subprocess
@@ -8,7 +7,6 @@ import time
 from collections import Counter
 from typing import Any
 
-from accuracy import WORKS
 from evidence import Evidence, begin
 
 CAPS_GIB = (80, 48, 24, 32, None)
@@ -62,14 +60,12 @@ def plan(
 def main() -> None:
     """Plan under each cap."""
     evidence = begin("search", __doc__)
-    model, work = evidence.model("qwen-image"), WORKS[0]
+    model = evidence.model("qwen-image")
     for cap_gib in evidence.each(
         evidence.sliced(CAPS_GIB), name=lambda cap: f"plan within {cap} GiB"
     ):
         plan(
-            evidence,
-            plan_command(evidence, model, work.rank, work.batch, min(180, evidence.left() - 20)),
-            cap_gib,
+            evidence, plan_command(evidence, model, 16, 2, min(180, evidence.left() - 20)), cap_gib
         )
 
 

@@ -80,7 +80,7 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
             with torch.autocast(request.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
                 velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
             loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float())
-            (loss / len(batches)).backward()
+            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -213,7 +213,7 @@ def tried(evidence: Evidence, case: Case, hardware: HardwareProfile, texts: list
     }
     workload = workload_of(
         evidence.model(case.model),
-        tuple(map(evidence.size, case.size_px)),
+        (evidence.size(case.size_px[0]), evidence.size(case.size_px[1])),
         num_frames=5 if evidence.small and case.num_frames > 1 else case.num_frames,
         rank=case.rank,
         batch=case.batch,
