@@ -104,7 +104,7 @@ def open_study(
 def _load_study(url: str, problem: PlanningProblem) -> Study:
     """The study with the user's name or, without one, the last if it goes on, else a new one."""
     name, identity = problem.request.study, problem.identity
-    with _translate_errors(url):
+    with _translate_errors(url, only_reads=True):
         storage = _connect(url)
         if name is None:
             number = max(1, len(optuna.get_all_study_names(storage)))
@@ -176,7 +176,7 @@ def _connect(url: str) -> RDBStorage:
 
 
 @contextmanager
-def _translate_errors(url: str, kept: str = "") -> Iterator[None]:
+def _translate_errors(url: str, kept: str = "", *, only_reads: bool = False) -> Iterator[None]:
     try:
         yield
     except AutotuneError:
@@ -185,6 +185,11 @@ def _translate_errors(url: str, kept: str = "") -> Iterator[None]:
         failure: BaseException | None = error  # Optuna raises others if it cannot store an end
         while not isinstance(failure, SQLAlchemyError | StorageInternalError | None):
             failure = failure.__cause__ or failure.__context__
+        if failure is None and only_reads:
+            raise InvalidInput(
+                f"the study cannot be read: {type(error).__name__}: {quote_error(error, url)}",
+                hint="it is damaged, or another version's: name another --study",
+            ) from None
         if failure is None:
             raise
         while failure.__cause__ is not None:  # the outer errors say it in SQL

@@ -165,6 +165,27 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path):
     assert "took its process down 2 times" in crashed.message
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "trial_user_attributes set value_json = '\"{}\"' where key = 'result'",
+        "study_user_attributes set value_json = '3' where key = 'identity'",
+        "trial_params set distribution_json = '{}'",
+        "trial_params set param_value = 99",
+        "trials set state = 'UNKNOWN'",
+    ],
+)
+def test_a_named_study_that_is_damaged_says_so(tmp_path, damage):
+    file = tmp_path / "studies.db"
+    asked = request("damaged", max_trials=1, storage=f"sqlite:///{file}")
+    make_plan(asked, HARDWARE, backend=surroundings())
+    with contextlib.closing(sqlite3.connect(file)) as database, database:
+        database.execute(f"update {damage}")
+    with pytest.raises(InvalidInput, match="cannot be read") as caught:
+        make_plan(asked, HARDWARE, backend=surroundings())
+    assert "another --study" in caught.value.hint
+
+
 def test_a_study_of_another_question_or_machine_says_so():
     asked = request("mine", max_trials=1)
     make_plan(asked, HARDWARE, backend=surroundings())

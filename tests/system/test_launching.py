@@ -107,10 +107,14 @@ def test_no_child_imports_from_the_current_folder(tmp_path, command):
     assert subprocess.run(command, cwd=data, env=around, check=False).returncode == 0
 
 
+FORKS = "p = fork_server_context().Process(target=print); p.start(); p.join(); exit(p.exitcode)"
+LAUNCHES = "exit(launch(2, ['-c', 'import json, threading, torch'], set))"
+
+
 @pytest.mark.slow
-def test_no_trial_imports_from_the_current_folder(tmp_path):
-    for name in ("json", "threading", "signal", "socket", "gc", "logging", "autotune"):
+@pytest.mark.parametrize("code", [FORKS, LAUNCHES])
+def test_no_trial_or_run_imports_from_the_current_folder(tmp_path, code):
+    for name in ("autotune", *sys.stdlib_module_names):
         (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")
-    code = "from autotune.system.process import *; p = fork_server_context().Process(target=print)"
-    command = [sys.executable, "-P", "-c", f"{code}; p.start(); p.join(); exit(p.exitcode)"]
+    command = [sys.executable, "-P", "-c", f"from autotune.system.process import *; {code}"]
     assert subprocess.run(command, cwd=tmp_path, timeout=300, check=False).returncode == 0
