@@ -327,8 +327,7 @@ class WarmStart:
         return None
 
     def _surprise(self, source: MatchedRecord, results: tuple[TrialResult, ...]) -> float:
-        """How much less likely the results are with what a record taught than without, as a
-        logarithm (of a Bayes factor)."""
+        # the logarithm of a Bayes factor: results without what a record taught against with it
         from autotune.cost.predict import prediction_errors
 
         known = self._surprises.setdefault(results, {})
