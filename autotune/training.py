@@ -21,6 +21,7 @@ from autotune.plan.file import RUN_PLAN_FILE, load_plan, with_job
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.request import CheckDataRequest, TrainRequest, takes
 from autotune.report.files import RunPage
+from autotune.report.run import missed_promises
 from autotune.system import process
 from autotune.system.files import cache_path
 from autotune.train import fit, prepare
@@ -152,6 +153,9 @@ def _train_here(
         page.log(logging.ERROR, f"{type(error).__name__}: {first_line(error)}")
         raise
     if page.has_trained:  # of several processes only the first tells of steps
+        for line in missed_promises(made):
+            page.log(logging.WARNING, line)
+        page.log(logging.INFO, f"trained {made.num_steps} steps in {made.total_seconds:.0f} s")
         page.write()
     return made
 

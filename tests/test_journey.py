@@ -16,6 +16,7 @@ from autotune.knobs.registry import KNOBS
 from autotune.plan.file import load_plan, save_plan, seal
 from autotune.plan.plan import FrozenPart
 from autotune.report.plan import every_reason_lines
+from autotune.report.run import LOG_FILE
 from autotune.search.winner import TIE
 from tests.conftest import autotune, autotune_here
 from tests.search.machines import wait_until
@@ -77,6 +78,8 @@ def test_adapter_has_diffusers_keys_and_moved(journey):
 
 def test_report_compares_promise_and_reality(journey):
     report = json.loads((journey.result / "report.json").read_text())
+    logged = (journey.result / LOG_FILE).read_text().splitlines()
+    assert "INFO trained 60 steps in " in logged[-1]
     assert report["plan_digest"] == journey.plan.digest
     assert report["num_steps"] == journey.plan.job.num_steps
     promised_bytes = pytest.approx(report["expected_peak_memory_bytes"], rel=0.02)
