@@ -16,7 +16,10 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from autotune.system.process import silence_libraries
 from autotune.system.version import __version__
+
+silence_libraries()  # before the first of them is imported, by whatever module
 
 __all__ = [
     "AutotuneError",

@@ -46,8 +46,6 @@ from autotune.train import fit, prepare
 if TYPE_CHECKING:
     from autotune.search.planner import PlanningResult
 
-process.silence_libraries()  # before the first of them is imported
-
 NUMBERS = ("micro_batch_size", "checkpointed_blocks")
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
 """Settings whose default is the first choice for the machine and the work rather than the

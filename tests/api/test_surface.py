@@ -75,7 +75,8 @@ def test_without_a_listener_events_are_logged(caplog):
 
 @pytest.mark.slow
 def test_no_library_is_noisy_on_first_use():
-    code = "import autotune; autotune.estimate('sdxl', hardware='4090', resolution_px=512)"
+    code = "import autotune, autotune.search.planner as _, diffusers; diffusers.DiffusionPipeline;"
+    code += "autotune.estimate('sdxl', hardware='4090', resolution_px=512)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert not done.stderr
 
