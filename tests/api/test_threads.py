@@ -32,7 +32,7 @@ def test_threads_plan_train_and_predict_at_once(tmp_path):
         write_small(family, tmp_path / family)
 
     def plan(family: str) -> TrainingPlan:
-        folder, job = tmp_path / family, {"num_steps": 8, "resolution": 64, "max_trials": 2}
+        folder, job = tmp_path / family, {"num_steps": 8, "resolution": 64, "max_trials": 1}
         return autotune.plan(folder / "model", folder / "images", **job)
 
     def train(made: TrainingPlan) -> tuple[float, ...]:
