@@ -327,7 +327,7 @@ class WarmStart:
         return None
 
     def _surprise(self, source: MatchedRecord, results: tuple[TrialResult, ...]) -> float:
-        # the logarithm of a Bayes factor: results without what a record taught against with it
+        # a Bayes factor as a logarithm: above 0 if the record made these results less likely
         from autotune.cost.predict import prediction_errors
 
         known = self._surprises.setdefault(results, {})
