@@ -1,10 +1,10 @@
-"""Writes `profiles/predictions.json`: what every GPU of the catalog would do with each model's
-defaults.
+"""Writes `profiles/predictions.json`: what the cards that people have most would do with each
+model's defaults.
 
     python benchmarks/predict_catalog.py [MODEL ...]        without names, all models
 
-Z-Image took 10 CPU-seconds for its first card, then 2 to 7 for each: all models and cards are some
-45 CPU-minutes.
+Z-Image took 10 CPU-seconds for its first card, then 2 to 7 for each: all of it takes some 25
+CPU-minutes, and all 107 cards of the catalog four hours, which nobody kept up.
 
 `autotune plan` shows it where there is no GPU, and a test compares some of it with the planner.
 Written again whenever the cost model, the knobs, a family's defaults or the catalog change what is
@@ -26,6 +26,25 @@ from autotune.plan.request import PlanRequest
 from autotune.search.comparison import FILE
 from autotune.search.planner import make_plan
 from autotune.system.files import shipped_path, write_text_atomic
+
+CARDS = (
+    "nvidia-rtx-3060",
+    "nvidia-rtx-3090",
+    "nvidia-rtx-4060-ti-16gb",
+    "nvidia-rtx-4070",
+    "nvidia-rtx-4070-ti-super",
+    "nvidia-rtx-4080",
+    "nvidia-rtx-4090",
+    "nvidia-rtx-5060-ti-16gb",
+    "nvidia-rtx-5070-ti",
+    "nvidia-rtx-5080",
+    "nvidia-rtx-5090",
+    "nvidia-l40s",
+    "nvidia-a100-80gb",
+    "nvidia-h100-sxm",
+    "nvidia-h200-sxm",
+    "nvidia-gb10",
+)
 
 
 def predict(model: str, gpu: CatalogGpu) -> dict[str, object] | None:
@@ -55,6 +74,7 @@ def main() -> None:
     models = {
         model.name: (family, model) for family in FAMILIES.values() for model in family.models
     }
+    cards = [card for card in load_catalog() if card.id in CARDS]
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
     found: dict[str, dict[str, dict[str, object] | None]] = {
         name: known[name] for name in models if name in known
@@ -67,7 +87,7 @@ def main() -> None:
         made_of = repr((family.name, model.config, model.parts))
         if made_of not in done:
             done[made_of] = name
-            found[name] = {gpu.id: predict(name, gpu) for gpu in load_catalog()}
+            found[name] = {card.id: predict(name, card) for card in cards}
         found[name] = found[done[made_of]]
         write({each: found[each] for each in models if each in found})
         print(name, "done" if done[made_of] == name else f"as {done[made_of]}", file=sys.stderr)

@@ -203,7 +203,7 @@ class NoGpu(NothingFits):
 
 @cache
 def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
-    """Read the predictions for every GPU of the catalog, the fastest first; cached."""
+    """Read the predictions for the cards that have some, the fastest first; cached."""
     known = json.loads(shipped_path(FILE).read_text())["models"].get(model, {})
     predictions = [
         CatalogPrediction.model_validate(
