@@ -26,7 +26,7 @@ def test_an_estimate_of_what_does_not_fit_says_so(capfd):
     asked = "--model qwen-image --hardware nvidia-rtx-4090 --resolution 512x768 --json"
     process = autotune_here(capfd, "estimate", *asked.split())
     assert process.returncode == 0, process.stderr
-    told = "tracing the model note planning for nvidia-rtx-4090 in a host with 64 GiB of memory"
+    told = "tracing the model note planning for nvidia-rtx-4090 with 64 GiB of system RAM"
     assert " ".join(process.stderr.split()) == told
     answer = json.loads(process.stdout)
     assert answer.pop("schema_version") == 1

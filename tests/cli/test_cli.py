@@ -186,7 +186,7 @@ def test_quiet_says_nothing_but_the_answer(capfd):
 def test_every_option_that_a_message_or_the_documentation_names_exists():
     others = """--help --upgrade --index-url --install --logdir --nproc-per-node --nnodes --signal
         --rdzv-backend --rdzv-endpoint --memory --build-arg --ipc --no-deps --rm --runtime --target
-        --network --lora
+        --network --lora --force-reinstall
         --user --config --dataset --isolation --storage-driver --pull-never --variant --include"""
     known = {name for _, one in parameters(app) for name in (*one.opts, *one.secondary_opts)}
     root = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 from autotune.events import TrialFinished
 from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
 from autotune.search.problem import PlanningProblem
-from autotune.search.winner import choose_untried_fallback, confirm_winner, note_missing_phases
+from autotune.search.winner import choose_untried_fallback, confirm_winner
 from tests.builders import GIB, trial
 from tests.events import events_of
 from tests.search.machines import HARDWARE, answer, make_plan, request, surroundings
@@ -102,10 +102,3 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase():
     assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster
     assert expected.phases == (phase,)
     assert expected.run_memory_bytes == 22 * GIB + expected.process_memory_bytes
-
-
-def test_only_the_winners_own_rehearsal_says_what_is_missing(case):
-    best, other = case.space.candidates[:2]
-    short, elsewhere = trial(best, 1.0, message="short"), longer(other, 1.0, message="no VAE")
-    assert note_missing_phases((short, elsewhere), best) == ()
-    assert "no VAE" in note_missing_phases((short, elsewhere), other)[0]

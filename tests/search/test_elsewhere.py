@@ -21,7 +21,8 @@ WRITE = "write them again: python benchmarks/predict_catalog.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "gpu"), [("flux1-dev", "nvidia-rtx-4090"), ("kandinsky5-video-lite", "nvidia-rtx-3090")]
+    ("family", "gpu"),
+    [("flux1-dev", "nvidia-rtx-4090"), ("kandinsky5-video-lite", "nvidia-rtx-3090")],
 )
 def test_catalog_predictions_are_what_the_planner_says_today(family, gpu):
     (known,) = (each for each in catalog_predictions(family) if each.gpu == gpu)
