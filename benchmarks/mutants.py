@@ -43,16 +43,24 @@ TESTS = {
 }
 # Annotations (`int | None`) alone use it: a mutant fails at the import.
 LEFT_OUT = ("BinaryOperator_BitOr", "NoOp", "Variable")
-IMPORTED = ("torch", "pytest", "hypothesis", "pydantic", "optuna", "PIL.Image", "safetensors.torch")
+IMPORTED: tuple[str, ...] = (
+    "torch",
+    "pytest",
+    "hypothesis",
+    "pydantic",
+    "optuna",
+    "PIL.Image",
+    "safetensors.torch",
+)
 IMPORTED += ("diffusers.models", "transformers.modeling_utils", "peft", "torchao.quantization")
 MAX_SECONDS = 300
 
 
 def draw_mutants(module: str, number: int, seed: int) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the operator and the mutated text of `number` places of a module."""
-    from cosmic_ray import plugins
-    from cosmic_ray.ast import ast_nodes, get_ast
-    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray import plugins  # type: ignore[import-not-found]
+    from cosmic_ray.ast import ast_nodes, get_ast  # type: ignore[import-not-found]
+    from cosmic_ray.mutating import mutate_code  # type: ignore[import-not-found]
 
     text = (ROOT / "autotune" / module).read_text()
     places = defaultdict(list)

@@ -31,7 +31,7 @@ def storages() -> list[Any]:
     names = [name for name in WEIGHT_FORMATS if name != "none"]
     marks = {"bitsandbytes": BITSANDBYTES}
     return [
-        pytest.param(name, marks=marks.get(WEIGHT_FORMATS[name].needs.library, ()))
+        pytest.param(name, marks=marks.get(WEIGHT_FORMATS[name].needs.library or "", ()))
         for name in names
     ]
 
