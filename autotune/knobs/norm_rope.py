@@ -54,18 +54,21 @@ class NormRopeFunction(torch.autograd.Function):
         rounds: bool,
         *streams: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(*streams)
-        ctx.how = kernels, weights, tables, epsilon, rounds
+        # Weights, too: a checkpoint lets go of what is saved, and a swapped block leaves with them.
+        ctx.save_for_backward(*streams, *weights)
+        ctx.how = kernels, tables, epsilon, rounds
         out: Tensor = kernels.forward(streams, weights, tables, epsilon)
         return out.bfloat16().to(out.dtype) if rounds and out.dtype != torch.bfloat16 else out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        kernels, weights, tables, epsilon, rounds = ctx.how
+        kernels, tables, epsilon, rounds = ctx.how
+        saved = ctx.saved_tensors  # which a checkpoint gives once
+        streams, weights = saved[: len(tables)], saved[len(tables) :]
         (gradient,) = gradients
         if rounds:
             gradient = gradient.bfloat16()
-        of_streams = kernels.backward(gradient, ctx.saved_tensors, weights, tables, epsilon)
+        of_streams = kernels.backward(gradient, streams, weights, tables, epsilon)
         return None, None, None, None, None, *of_streams
 
 

@@ -126,7 +126,7 @@ def _kept_by_nodes(root):
         if node is not None and node not in seen:
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
-            tables = node.how[2] if hasattr(node, "how") else ()
+            tables = node.how[1] if hasattr(node, "how") else ()
             yield from (
                 t for t in (*getattr(node, "tensors", ()), *tables) if isinstance(t, torch.Tensor)
             )

@@ -1,5 +1,7 @@
 """Swapped blocks give the gradients of unswapped ones, and at most two are on the device."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs import block_swap
 from autotune.knobs.block_swap import BlockSwap
+from autotune.knobs.norm_rope import KERNELS, NormRopeFunction
 from autotune.knobs.quantized_layers import quantize_inside
 
 CPU = torch.device("cpu")
@@ -50,6 +53,34 @@ def test_gradients_are_bit_equal(storage, num_swapped):
     BlockSwap(swapped.blocks[:num_swapped], CPU)
     for expected, found in zip(gradients(plain), gradients(swapped), strict=True):
         assert torch.equal(expected, found)
+
+
+def test_no_norm_keeps_a_block_that_has_left(monkeypatch):
+    model, arrived = Model(), []
+    for block in model.blocks:
+        block.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(x, b=block):
+            heads = NormRopeFunction.apply(
+                KERNELS["fused"], (b.weight,), (None,), 1e-6, False, x.view(1, 3, 8, 4)
+            )
+            return heads.flatten(2)[0] + b["adapter"](x)
+
+        block.forward = forward
+
+    def arriving(*given, **how):
+        made = torch.zeros_like(*given, **how)
+        if made.dtype == torch.uint8 and made.device == CPU:  # a block's region
+            arrived.append(weakref.ref(made.untyped_storage()))
+        return made
+
+    BlockSwap(model.blocks, CPU)
+    monkeypatch.setattr(block_swap.torch, "empty_like", arriving)
+    model(torch.randn(3, 32))
+    out = model(torch.randn(3, 32))
+    assert len(arrived) == 10
+    assert sum(each() is not None for each in arrived) <= 2
+    out.sum().backward()
 
 
 def test_the_block_that_comes_next_is_on_its_way():
