@@ -68,7 +68,7 @@ def convert_weights(
     else:
         adapter = read_adapter(source)
         transformer = (adapter.info and adapter.info.transformer) or find_class(adapter.layers)
-        if not (transformer or adapter.info or transformer is None):
+        if transformer == "" and not adapter.info:  # of no known class
             message = f"the names in {source} do not tell which model it is for"
             raise InvalidInput(message, hint=NAME_MODEL)
     write_adapter(target, adapter, to, transformer or None)  # type: ignore[arg-type]

@@ -36,11 +36,12 @@ checkpoints that keep attention. "Gain" is the time without the levers divided b
 time with them. The median gain is {medians}. Memory is that of
 the phase that needs most, with the levers.
 
-**All of it is predicted.** Of these cards only the H200 has run autotune, for half an hour: norm
-and rotary positions compiled took 10% off Qwen-Image's step there, and modulation ahead 16% off its
-memory ([evidence](evidence.md)). The ranges of predicted times are wide, but most of their error is
-the same in both times of a row, so their ratio is more accurate. `benchmarks/cards.py` writes this
-page, for the cards that people have most; `autotune plan --hardware CARD` tells any other's.
+**All of it is predicted.** Of these cards only the H200 has run autotune, for half an hour: with
+compiled norm and rotary positions Qwen-Image's step took 0.78 s, without them 0.87 s on another
+such machine; modulation ahead took 16% off its memory ([evidence](evidence.md)). The ranges of
+predicted times are wide, but most of their error is the same in both times of a row, so their ratio
+is more accurate. `benchmarks/cards.py` writes this page, for the cards that people have most;
+`autotune plan --hardware CARD` tells any other's.
 
 """
 

@@ -331,6 +331,6 @@ def freeze_plan(
             problem.cost.predict_uncalibrated(settings).step_time,
             tried.values(),
         ),
-        advice=(*advise_choices(space, cost, settings, best.step_seconds),),
+        advice=advise_choices(space, cost, settings, best.step_seconds),
     )
     return seal(problem.job, frozen)

@@ -83,10 +83,9 @@ def silence_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # C++ tells of profiles, and of addresses without names.
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # of profiles, and addresses without names
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in NOISY_LOGGERS:
         logger = logging.getLogger(name)
         logger.setLevel(logger.level or logging.ERROR)

@@ -256,9 +256,8 @@ def _collect_layers(
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in bare.items():
         module, part = _split_key(key)
-        is_fp8 = (
-            tensor.is_floating_point() and tensor.itemsize == 1
-        )  # torch has no arithmetic for it
+        # torch has no arithmetic for fp8
+        is_fp8 = tensor.is_floating_point() and tensor.itemsize == 1
         modules.setdefault(module, {})[part] = tensor.to(torch.bfloat16) if is_fp8 else tensor
     layers = {}
     for module, parts in sorted(modules.items()):

@@ -79,40 +79,44 @@ def percent(predicted: float, measured: float) -> float:
     return 100 * (predicted / measured - 1)
 
 
+def text_of(rows: Iterable[Row]) -> str:
+    """A line for each row, then the errors of all."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    head = f"{'model':22} {'setting':30} {'s':>7} {'error':>7} {'after':>7} {'GiB':>6} {'error':>7}"
+    lines = [head]
+    for row in rows:
+        real = row["measured"]
+        found = {
+            (what, when): percent(row[when][what], real[what])
+            for when in ("before", "after")
+            for what in ("step_seconds", "allocated_bytes", "reserved_bytes")
+            if when in row and real[what]
+        }
+        for key, error in found.items():
+            errors.setdefault(key, []).append(error)
+        after = found.get(("step_seconds", "after"))
+        lines.append(
+            f"{row['model'][:22]:22} {row['setting'][:30]:30} {real['step_seconds']:7.3f} "
+            f"{found['step_seconds', 'before']:+6.1f}% "
+            f"{'-' if after is None else f'{after:+.1f}%':>7} "
+            f"{real['allocated_bytes'] / 2**30:6.1f} {found['allocated_bytes', 'before']:+6.2f}%"
+        )
+    for (what, when), each in errors.items():
+        sizes = sorted(map(abs, each))
+        lines.append(
+            f"{what:16} {when:7} n {len(each):3}  mean |error| {statistics.mean(sizes):5.2f}%  "
+            f"median {statistics.median(sizes):5.2f}%  signed {statistics.median(each):+5.2f}%  "
+            f"worst {max(each, key=abs):+6.1f}%"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Compare a folder's rows."""
     folder = Path(sys.argv[1])
-    errors: dict[tuple[str, str], list[float]] = {}
-    lines = []
-    say = sys.stdout.write
-    say(f"{'model':22} {'setting':44} {'s':>7} {'error':>7} {'after':>7} {'GiB':>6} {'error':>6}\n")
-    for row in compared(rows_of(folder)):
-        lines.append(row)
-        real = row["measured"]
-        for when in ("before", "after"):
-            for what in ("step_seconds", "allocated_bytes", "reserved_bytes"):
-                if when in row and real[what]:
-                    error = percent(row[when][what], real[what])
-                    errors.setdefault((what, when), []).append(error)
-        seconds, memory = real["step_seconds"], real["allocated_bytes"]
-        say(
-            f"{row['model'][:22]:22} {row['setting'][:44]:44} {seconds:7.3f} "
-            f"{percent(row['before']['step_seconds'], seconds):+6.1f}% "
-            + (
-                f"{percent(row['after']['step_seconds'], seconds):+6.1f}% "
-                if "after" in row
-                else f"{'-':>7} "
-            )
-            + f"{memory / 2**30:6.1f} {percent(row['before']['allocated_bytes'], memory):+5.1f}%\n"
-        )
-    for (what, when), found in errors.items():
-        sizes = sorted(map(abs, found))
-        say(
-            f"{what:16} {when:7} n {len(found):3}  mean |error| {statistics.mean(sizes):5.1f}%  "
-            f"median {statistics.median(sizes):5.1f}%  signed {statistics.median(found):+5.1f}%  "
-            f"worst {max(found, key=abs):+6.1f}%\n"
-        )
-    (folder / "compare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = list(compared(rows_of(folder)))
+    (folder / "compare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sys.stdout.write(text_of(rows))
 
 
 if __name__ == "__main__":
