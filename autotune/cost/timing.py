@@ -28,9 +28,9 @@ STEP_OVER_KERNELS = 1.15
 # Host time of a bare operation, forward or backward, where no probe measured it: 9 us on an EPYC
 # core, 5 to 7 on newer ones; a published B200 step that waits for its host implies 5.
 LAUNCH_SECONDS = {"cuda": 6e-6, "mps": 6e-6, "cpu": 9e-6}
-# Of that, what Python and torch take at most; what is beyond it is the driver's. In a virtual
-# machine with an H200 a bare operation took 16 and 24 us, while steps of ten families that the host
-# bound imply 7 us of Python (benchmarks/results/gpu).
+# Of that, what Python and torch take at most; what is beyond it is the driver's. In virtual
+# machines with an H200 a bare operation took 16 and 24 us, while 42 measured steps are predicted
+# 12.4, 11.1, 9.9, 9.6 and 10.6% off with 5 to 9 us of Python (benchmarks/gpu/compare.py).
 PYTHON_SECONDS = 7e-6
 # Bare operations that an operation of a model takes as long as, by the device's kind: views and
 # Python lie between. Steps of SDXL, FLUX.1, Krea 2 and Z-Image in torch's CUDA build, on a stand-in
