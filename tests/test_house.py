@@ -45,7 +45,7 @@ def test_dependencies_accept_each_others_oldest_versions():
     assert refused == []
 
 
-def test_every_folder_of_modules_is_a_package():
+def test_every_folder_of_modules_is_package():
     """The contracts on imports do not see modules in a folder without an `__init__.py`."""
     folders = {file.parent for file in (ROOT / "autotune").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
@@ -74,7 +74,7 @@ def uses_of_patterns() -> Iterator[tuple[str, str, str]]:
                 yield file.name, named[found[1]], found[2]
 
 
-def test_no_pattern_is_slow_on_any_text():
+def test_patterns_are_never_slow():
     """On what a stranger wrote, time that grows with the square of its length has no end."""
     slow = set()
     for file, pattern, use in uses_of_patterns():

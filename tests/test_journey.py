@@ -49,7 +49,7 @@ def test_plan_holds_its_trials(journey):
     assert len({trial.candidate for trial in tried}) == len(tried)
 
 
-def test_plan_chose_the_fastest_and_says_why(journey):
+def test_plan_chose_fastest_and_says_why(journey):
     frozen = journey.plan.frozen
     confirmed = {
         t.candidate: t.median_step_seconds or 0
@@ -88,7 +88,7 @@ def test_report_compares_promise_and_reality(journey):
     assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
 
 
-def test_every_phase_takes_what_the_plan_promises(journey):
+def test_every_phase_takes_what_plan_promises(journey):
     """Within a tenth, since other tests run; `benchmarks/run_memory.py` holds quiet runs to 5%."""
     report = json.loads((journey.result / "report.json").read_text())
     promised, taken = (
@@ -100,7 +100,7 @@ def test_every_phase_takes_what_the_plan_promises(journey):
     assert all(0.9 <= ratio <= 1.12 for ratio in ratios.values()), ratios
 
 
-def test_job_can_be_overridden_without_a_new_plan(capfd, journey, tmp_path):
+def test_jobs_override_without_planning(capfd, journey, tmp_path):
     options = ("--steps", 3, "--output", tmp_path, "--json")
     process = autotune_here(capfd, "train", journey.plan_file, *options)
     assert process.returncode == 0, process.stderr
@@ -108,14 +108,14 @@ def test_job_can_be_overridden_without_a_new_plan(capfd, journey, tmp_path):
     assert (tmp_path / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_the_output_folder_of_another_run_is_refused(capfd, journey):
+def test_other_outputs_are_refused(capfd, journey):
     process = autotune_here(capfd, "train", journey.plan_file)
     assert process.returncode == 2
     finished = f"this very run, finished after {journey.plan.job.num_steps} steps"
     assert finished in last_line_error(process)
 
 
-def test_a_foreign_plan_is_refused_with_the_difference(capfd, journey, tmp_path):
+def test_foreign_plan_is_refused_with_difference(capfd, journey, tmp_path):
     frozen = journey.plan.frozen.model_dump(mode="json")
     frozen["hardware"]["match_keys"]["compute_capability"] = "9.0"
     foreign = tmp_path / "foreign.yaml"
@@ -127,7 +127,7 @@ def test_a_foreign_plan_is_refused_with_the_difference(capfd, journey, tmp_path)
 
 
 @pytest.mark.slow
-def test_an_interrupted_search_leaves_its_best_plan_and_no_child(tmp_path):
+def test_interrupted_searches_leave_their_best(tmp_path):
     asked = write_small("qwen-image", tmp_path / "small")
     # The journey's own record would end the search with its first trial.
     command = ["plan", *asked, "--no-profiles", "--search-time", 600, "-o", tmp_path / "p.yaml"]
@@ -170,7 +170,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["doctor", "probe", "sample RUN --prompt x --steps 1", "demo"])
-def test_no_command_imports_from_the_current_folder(journey, words):
+def test_no_command_imports_from_current_folder(journey, words):
     """The journey's own plan and run stand in the same folder."""
     process = autotune(*words.replace("RUN", str(journey.result)).split(), folder=journey.hostile)
     assert process.returncode == 0, process.stderr

@@ -22,7 +22,7 @@ from tests.search.machines import make_plan
 SMALL = WorkloadRequest(resolution=(512, 512), effective_batch_size=2)
 
 
-def test_an_estimate_of_what_does_not_fit_says_so(capfd):
+def test_misfit_estimates_say_so(capfd):
     asked = "--model qwen-image --hardware nvidia-rtx-4090 --resolution 512x768 --json"
     process = autotune_here(capfd, "estimate", *asked.split())
     assert process.returncode == 0, process.stderr
@@ -38,7 +38,7 @@ def test_an_estimate_of_what_does_not_fit_says_so(capfd):
     assert (bucket.width_px, bucket.height_px) == (512, 768)
 
 
-def test_a_model_that_overflows_fp16_is_planned_in_fp32():
+def test_overflowing_models_are_planned_fp32():
     request = PlanRequest(model="kandinsky5-image-lite", **SMALL.given)
 
     def precisions(request: PlanRequest) -> object:
@@ -52,7 +52,7 @@ def test_a_model_that_overflows_fp16_is_planned_in_fp32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("card", "quantization"), [("5080", "torchao-int8"), ("5090", "none")])
-def test_qwen_image_fits_16_gb_without_block_swap(card, quantization):
+def test_qwen_fits_without_swap(card, quantization):
     exact = {"modulation": "ahead", "norm_rope": "compiled"}
     settings = {"hardware": card, "quantization": quantization, "resolution": "1024"}
     for levers, fits in ((exact, True), ({"modulation": "resident"}, False)):
@@ -109,7 +109,7 @@ def test_a_prediction_loads_and_traces_little(tmp_path):
 
 
 @pytest.mark.slow
-def test_gpus_share_weights_only_where_none_holds_them():
+def test_weights_are_shared_if_needed():
     """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only sharded."""
     card = hardware_named("nvidia-rtx-4090")
     work = WorkloadRequest(resolution=(512, 512), effective_batch_size=4)
@@ -132,7 +132,7 @@ def test_gpus_share_weights_only_where_none_holds_them():
 
 
 @pytest.mark.slow
-def test_blocks_are_swapped_only_where_that_is_faster():
+def test_blocks_are_swapped_where_faster():
     """Qwen-Image in 4 bits fits in 10.5 GiB, and no step beside it; in 16 bits it fits an H200."""
     work = WorkloadRequest(resolution=(512, 512), effective_batch_size=1, quality="compact")
     request = PlanRequest(model="qwen-image", **work.given, hardware="another")

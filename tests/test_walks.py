@@ -10,7 +10,7 @@ MAX_FILES = {"HardwareProfile": 16, "Candidate": 15, "caption": 5, "model name":
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_objects_walk_through_few_files_and_contributors_see_which(tmp_path):
+def test_objects_walk_through_few_files(tmp_path):
     walks = trace(tmp_path)
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert as_markdown(walks) in page, "write them anew: python benchmarks/walks.py --write"

@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_mistakes_are_told_before_rates_are_measured(what, small, tmp_path, monkeypatch):
+def test_mistakes_told_before_measuring_rates(what, small, tmp_path, monkeypatch):
     def measure(*asked: object) -> None:
         pytest.fail("the rates are being measured")
 
@@ -76,7 +76,7 @@ def test_mistakes_are_told_before_rates_are_measured(what, small, tmp_path, monk
 
 
 @pytest.mark.parametrize("what", ["captions", "data", "output"])
-def test_a_plan_is_not_tried_if_its_run_could_not_start(what, small, tmp_path, monkeypatch):
+def test_impossible_runs_are_not_tried(what, small, tmp_path, monkeypatch):
     def tried(*asked: object) -> TrainingPlan:
         pytest.fail("the plan is being tried")
 
@@ -89,7 +89,7 @@ def test_a_plan_is_not_tried_if_its_run_could_not_start(what, small, tmp_path, m
         autotune.train(predicted, **arguments(small[1], tmp_path / "data"))
 
 
-def test_without_a_gpu_other_hardware_is_named_at_once():
+def test_other_hardware_named_without_gpu():
     code = (
         "import sys, autotune.api as machines\n"
         "machines.may_have_gpu = lambda: False\n"

@@ -19,7 +19,7 @@ def scrape(port: int) -> dict[str, float]:
         return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-def test_each_number_of_the_last_step_is_a_gauge_and_events_are_passed_on():
+def test_gauges_show_the_last_step():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
         with pytest.raises(InvalidInput, match="cannot be served at port"):

@@ -13,7 +13,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re
 
 
 @pytest.mark.slow
-def test_the_session_of_the_docs_runs_on_the_small_model(tmp_path, monkeypatch, capsys):
+def test_docs_session_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     session: dict[str, Any] = {}
     for block in BLOCKS:

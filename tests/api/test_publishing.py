@@ -119,7 +119,7 @@ def test_push_uploads_adapter_samples_card_only(hub, run):
 
 @pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "sample_with_adapter.png"])
 @pytest.mark.parametrize("kind", ["link", "other content"])
-def test_only_what_the_run_wrote_is_uploaded(hub, run, tmp_path, name, kind):
+def test_only_what_run_wrote_is_uploaded(hub, run, tmp_path, name, kind):
     (run / name).rename(tmp_path / name)
     if kind == "link":
         (run / name).symlink_to(tmp_path / name)
@@ -130,7 +130,7 @@ def test_only_what_the_run_wrote_is_uploaded(hub, run, tmp_path, name, kind):
     assert not hub.files
 
 
-def test_a_card_shows_prompts_that_were_given(hub, run):
+def test_card_shows_prompts_that_were_given(hub, run):
     job = load_plan(run / "run-plan.yaml").job.changed(preview_prompts=None)
     save_plan(load_plan(run / "run-plan.yaml").changed(job=job), run / "run-plan.yaml")
     push_to_hub(run, "me/heart", lambda _: None)

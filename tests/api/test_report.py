@@ -56,14 +56,14 @@ def test_plans_and_runs_are_told_apart(run, tmp_path):
         assert expected in text
 
 
-def test_the_page_of_a_run_lies_in_its_folder(run):
+def test_run_page_lies_in_its_folder(run):
     assert autotune.report(run) == run / PAGE_FILE
     text = (run / PAGE_FILE).read_text()
     assert text.count('<img src="data:image/') == 4
     assert len(text) < 8e6
 
 
-def test_a_damaged_folder_has_a_page_that_says_so(run):
+def test_damaged_folder_has_a_page(run):
     (run / "report.json").write_text("{")
     (run / "metrics.jsonl").write_text("nothing\n")
     (run / "previews/step-000025-0.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -77,7 +77,7 @@ def test_a_damaged_folder_has_a_page_that_says_so(run):
 
 
 @pytest.mark.parametrize("damage", [b"\x00\xff\x80" * 99, b'{"loss": NaN}\n', b'{"step": 101\n{}'])
-def test_steps_that_cannot_be_read_are_named(run, damage):
+def test_unreadable_steps_are_named(run, damage):
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + damage)
     told = "metrics.jsonl is damaged in line 101: no step from there on is known."
@@ -94,7 +94,7 @@ def test_a_killed_run_is_not_damaged(run):
     assert "no step has been taken yet" in autotune.report(run).read_text()
 
 
-def test_a_page_replaces_nothing_that_it_shows(run, tmp_path):
+def test_page_replaces_nothing_that_it_shows(run, tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_bytes(PLAN.read_bytes())
     with pytest.raises(InvalidInput, match="would replace"):
@@ -104,7 +104,7 @@ def test_a_page_replaces_nothing_that_it_shows(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step-1/state.pt"])
-def test_a_page_replaces_no_file_of_a_run(run, name):
+def test_page_replaces_no_file_of_run(run, name):
     before = (run / name).read_bytes() if (run / name).exists() else None
     for subject in (run, PLAN):
         with pytest.raises(InvalidInput, match="one of the files of the run"):
@@ -112,7 +112,7 @@ def test_a_page_replaces_no_file_of_a_run(run, name):
     assert ((run / name).read_bytes() if (run / name).exists() else None) == before
 
 
-def test_a_hostile_folder_gets_no_markup_into_the_page(tmp_path):
+def test_hostile_folder_adds_no_markup(tmp_path):
     plan = with_job(golden_plan(), preview_prompts=(HOSTILE.replace("\x00", ""),))
     run = run_folder(tmp_path / "<script>alert(1)<", plan)
     report = run_report(plan).changed(warnings=(HOSTILE,))
@@ -147,7 +147,7 @@ def test_pictures_stay_within_bounds(run, monkeypatch):
     assert any("left out" in note for note in few.notes)
 
 
-def test_a_run_keeps_its_page_and_survives_its_failure(run):
+def test_page_survives_its_own_failure(run):
     seen: list[Event] = []
     page = RunPage(run, seen.append, clock=lambda: 0.0)
     page(PhaseStarted(name="training"))
@@ -164,7 +164,7 @@ def test_a_run_keeps_its_page_and_survives_its_failure(run):
     assert (notice.level, notice.text.startswith("no report.html: ")) == ("warning", True)
 
 
-def test_pages_take_a_small_share_of_a_run(run, monkeypatch):
+def test_pages_take_small_share_of_run(run, monkeypatch):
     now = [0.0]
     written_at: list[float] = []
 
@@ -181,7 +181,7 @@ def test_pages_take_a_small_share_of_a_run(run, monkeypatch):
     assert 40 <= len(written_at) <= 0.01 * now[0] / 2.0
 
 
-def test_the_log_of_a_run_has_what_people_read_and_no_steps(tmp_path: Path) -> None:
+def test_log_holds_no_steps(tmp_path: Path) -> None:
     page = RunPage(tmp_path, lambda event: None)
     warned = Notice(text="memory ran out", level="warning")
     for event in (PhaseStarted(name="loading"), *steps_of(2), warned):

@@ -28,7 +28,7 @@ FUNCTIONS = sorted({*autotune.__all__} - {"AutotuneError", "__version__"})
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_name_has_types_and_an_example(name):
+def test_every_name_has_types_and_example(name):
     thing = getattr(autotune, name)
     if inspect.isfunction(thing):
         assert set(inspect.signature(thing).parameters) <= set(thing.__annotations__)
@@ -74,7 +74,7 @@ def test_without_a_listener_events_are_logged(caplog):
 
 
 @pytest.mark.slow
-def test_no_library_is_noisy_on_first_use():
+def test_libraries_are_silent_at_first():
     code = "import autotune, autotune.search.planner as _, diffusers; diffusers.DiffusionPipeline;"
     code += "autotune.estimate('sdxl', hardware='4090', resolution_px=512)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
@@ -101,7 +101,7 @@ TEXTS = ("a\udcff", "\ud800", "\0", "x" * 5000)
         ("train", {"data": 3}),
     ],
 )
-def test_any_argument_ends_in_a_typed_error(name, given):
+def test_any_argument_ends_in_typed_error(name, given):
     with pytest.raises(AutotuneError) as caught:
         operator.attrgetter(name)(autotune)(**given)
     assert f"{caught.value}{caught.value.hint}".encode()
@@ -113,7 +113,7 @@ def test_unknown_arguments_name_the_nearest():
     assert "rank" in caught.value.hint
 
 
-def test_amounts_are_read_as_people_write_them():
+def test_amounts_are_read_as_written():
     amounts = [*map(memory_bytes, ("20GiB", " 900 mib", "1.5GB", 7))]
     assert amounts == [20 * 2**30, 900 * 2**20, 1_500_000_000, 7]
     assert image_size(512) == image_size("512") == image_size((512, 512)) == (512, 512)

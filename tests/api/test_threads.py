@@ -26,7 +26,7 @@ def test_threads_predict_what_one_call_does():
 
 
 @pytest.mark.slow
-def test_threads_plan_train_and_predict_at_once(tmp_path):
+def test_threads_do_everything_at_once(tmp_path):
     outputs = [os.fstat(number).st_ino for number in (1, 2)]
     for family in ("qwen-image", "sdxl"):
         write_small(family, tmp_path / family)

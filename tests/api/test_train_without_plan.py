@@ -11,7 +11,7 @@ from tests.train.small import machine, write_model_and_images
 from tests.train.small import make_plan as plan_by_hand
 
 
-def test_a_run_is_planned_and_resumed_by_its_own_plan(tmp_path, monkeypatch):
+def test_run_resumes_by_its_own_plan(tmp_path, monkeypatch):
     asked: list[dict[str, Any]] = []
 
     def search(**arguments: Any) -> TrainingPlan:

@@ -25,14 +25,14 @@ def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_help_loads_neither_pydantic_nor_rich_nor_torch():
+def test_help_imports_no_heavy_library():
     libraries = "pydantic", "rich", "torch", "numpy", "diffusers", "optuna", "yaml"
     told = f"print([name for name in {libraries} if name in sys.modules], file=sys.stderr)"
     code = f"import atexit, sys; from autotune.cli.app import main; atexit.register(lambda: {told})"
     assert python(f"{code}; main()", "--help").stderr.strip() == "[]"
 
 
-def test_an_interrupt_that_python_drops_comes_again():
+def test_interrupt_that_python_drops_comes_again():
     code = """
 import signal, sys, time, weakref
 from autotune.cli.app import _repeat_interrupt
@@ -50,7 +50,7 @@ except KeyboardInterrupt:
     assert (process.stdout, process.stderr) == ("heard\n", "")
 
 
-def test_an_interruption_says_so_and_has_its_own_status(capfd, monkeypatch):
+def test_interruption_has_its_own_status(capfd, monkeypatch):
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
@@ -73,7 +73,7 @@ def test_wrong_usage_exits_with_2(capfd, words):
         ("profiles prune --no-such", "autotune profiles prune --help"),
     ],
 )
-def test_a_script_that_asked_for_json_gets_the_error_as_json(capfd, words, hint):
+def test_json_errors_for_json_scripts(capfd, words, hint):
     process = autotune_here(capfd, *words.split(), "--json")
     told = json.loads(process.stdout)
     assert told.keys() == {"schema_version", "error", "hint", "exit_status"}
@@ -92,9 +92,7 @@ def test_a_script_that_asked_for_json_gets_the_error_as_json(capfd, words, hint)
         "--verbose profiles pull https://me:hunter2@host/x",
     ],
 )
-def test_no_error_hint_or_traceback_prints_what_may_be_a_password(
-    capfd, monkeypatch, tmp_path, typed
-):
+def test_no_message_prints_a_password(capfd, monkeypatch, tmp_path, typed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Progress, "is_verbose", False)
     process = autotune_here(capfd, *typed.split())
@@ -113,7 +111,7 @@ def test_no_error_hint_or_traceback_prints_what_may_be_a_password(
         ("plan -- --quiet", "plan -- --quiet"),
     ],
 )
-def test_options_of_all_commands_may_stand_anywhere(typed, meant):
+def test_general_options_may_stand_anywhere(typed, meant):
     assert _with_loudness_first(typed.split()) == meant.split()
 
 
@@ -134,7 +132,7 @@ def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_pro
     assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
 
 
-def test_memory_beyond_the_promise_is_told_once(capfd):
+def test_memory_beyond_promise_is_told_once(capfd):
     plan = golden_plan()
     more = plan.frozen.expected.run_memory_bytes + 1
     with show_events() as show:
@@ -183,7 +181,7 @@ def test_quiet_says_nothing_but_the_answer(capfd):
     assert autotune_here(capfd, "--quiet", "models", "--verbose").returncode == 2
 
 
-def test_every_option_that_a_message_or_the_documentation_names_exists():
+def test_named_options_exist():
     others = """--help --upgrade --index-url --install --logdir --nproc-per-node --nnodes --signal
         --rdzv-backend --rdzv-endpoint --memory --build-arg --ipc --no-deps --rm --runtime --target
         --network --lora --force-reinstall
@@ -199,7 +197,7 @@ def test_every_option_that_a_message_or_the_documentation_names_exists():
     assert named - known - {*others.split()} == set()
 
 
-def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file():
+def test_closed_streams_change_no_status():
     code = (
         "import os, sys; from autotune.cli import app as cli; cli.app.main = lambda *_, **__: "
         "print(os.open('/', 0)); cli.main()"
@@ -226,7 +224,7 @@ main()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no limit counts what is mapped")
-def test_too_little_memory_for_a_picture_does_not_call_it_broken(tmp_path):
+def test_short_memory_is_no_broken_picture(tmp_path):
     picture = Image.new("RGB", (7_900, 8_000))  # 190 MB when it is decoded
     picture.save(tmp_path / "large.png", compress_level=1)
     (tmp_path / "large.txt").write_text("a dog")
@@ -247,7 +245,7 @@ def test_too_little_memory_for_a_picture_does_not_call_it_broken(tmp_path):
         ["check", "a:" * 2000],
     ],
 )
-def test_any_argument_ends_in_an_error_that_is_no_bug(capfd, words):
+def test_any_argument_is_no_bug(capfd, words):
     process = autotune_here(capfd, *words)
     assert process.returncode in (1, 2)
     assert "bug in autotune" not in process.stderr

@@ -78,7 +78,7 @@ def test_errors_name_the_option(capfd, words, error):
     assert error in process.stderr
 
 
-def test_every_field_has_a_description_and_its_own_option():
+def test_every_field_has_an_option():
     commands = {path: [] for path, _ in parameters(app)}
     for path, one in parameters(app):
         assert one.help, one

@@ -116,7 +116,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 @pytest.mark.parametrize("command", [*DONE, *WRONG])
-def test_what_needs_no_torch_is_done_or_told_without_it(command, told):
+def test_commands_need_no_torch(command, told):
     status, said, loaded = told[command]
     assert (DONE | WRONG)[command] in " ".join(said.split())
     assert status in ((0,) if command in DONE else (1, 2)), said
@@ -129,7 +129,7 @@ sys.modules.update(dict.fromkeys({sorted({*HEAVY, "safetensors", "PIL", "acceler
 {RUN}"""
 
 
-def test_a_broken_installation_is_told_and_the_doctor_works():
+def test_doctor_works_in_broken_installations():
     commands = [["doctor"], ["plan", "--model", "sdxl", "--hardware", "4090"]]
     arguments = [sys.executable, "-c", BROKEN, json.dumps(commands)]
     process = subprocess.run(arguments, capture_output=True, text=True, check=True)

@@ -99,7 +99,7 @@ def check_against_table(program, model, tensors, made):
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(("family", "targets"), CASES, ids=lambda case: getattr(case, "name", case))
-def test_each_program_finds_every_layer_of_every_family_by_its_own_name(family, targets, program):
+def test_programs_find_every_layer(family, targets, program):
     model, made = family.transformer_class, make_layers(family, targets)
     adapter = Adapter(made, {}, family.denoiser)
     if model not in table(program):
@@ -116,7 +116,7 @@ def test_each_program_finds_every_layer_of_every_family_by_its_own_name(family, 
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
-def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family):
+def test_diffusers_finds_every_layer(family):
     known = table("diffusers")[family.transformer_class]["layers"]
     pattern = "|".join(re.escape(layer).replace(r"\#", r"\d+") for layer in known)
     for targets in family.target_sets:
@@ -128,7 +128,7 @@ def test_diffusers_finds_every_layer_by_the_component_and_its_own_name(family):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_is_known_of_layers_outside_the_target_sets_is_in_the_tables_too(program):
+def test_known_layers_are_in_the_tables(program):
     known = {name for name in (*LAYOUTS, *KEPT_NAMES) if can_write(program, name)}
     assert known == table(program).keys() == {each.transformer_class for each in FAMILIES.values()}
     prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
@@ -180,7 +180,7 @@ def diffusers_finds(family, made, tensors):
 
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
-def test_what_another_program_does_not_find_is_known(family):
+def test_unread_formats_are_known(family):
     model, targets = family.transformer_class, list(family.target_sets)[-1]
     made = make_layers(family, targets)
     files = {
@@ -195,7 +195,7 @@ def test_what_another_program_does_not_find_is_known(family):
         assert is_read == (model not in NOT_READ_BY["comfyui"][1])
 
 
-def test_layers_are_told_to_be_of_a_model_only_if_no_other_has_such_names():
+def test_layers_tell_their_model():
     for family in FAMILIES.values():
         layers = make_layers(family, "attention+mlp")
         # Other programs call Chroma's layers as FLUX.1's.

@@ -12,7 +12,7 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 30 * MIB), st.booleans()), max_size
 
 
 @given(REQUESTS, st.booleans())
-def test_what_is_reserved_holds_what_is_allocated_and_all_of_it_comes_back(requests, expandable):
+def test_reserved_holds_what_is_allocated(requests, expandable):
     allocator = CachingAllocator(expandable_segments=expandable)
     held: dict[int, int] = {}
     for number, (size, frees) in enumerate(requests, start=1):
@@ -46,7 +46,7 @@ def test_segments_have_the_documented_sizes(size, reserved):
     assert replayed([(1, size)]).reserved_bytes == reserved
 
 
-def test_expandable_segments_join_what_is_free_at_the_end():
+def test_expandable_segments_join_free_ends():
     events = [(1, 12 * MIB), (1, -1), (2, 30 * MIB)]
     assert replayed(events, expandable_segments=True).reserved_bytes == 40 * MIB
     assert replayed(events).reserved_bytes == 42 * MIB

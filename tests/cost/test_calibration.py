@@ -28,7 +28,7 @@ def learn(before: Posterior, noise: float, known: Pairs) -> Posterior:
 
 @settings(max_examples=50)
 @given(pairs, candidates)
-def test_what_is_learned_is_the_regressions_posterior(known, asked):
+def test_what_is_learned_is_regressions_posterior(known, asked):
     known = [(candidate.changed(swapped_blocks=0), each) for candidate, each in known]
     learned = learn(Posterior(0.25), NOISE["time"], known)
     names = [*learned.index]
@@ -44,7 +44,7 @@ def test_what_is_learned_is_the_regressions_posterior(known, asked):
 
 @settings(max_examples=20)
 @given(pairs, pairs)
-def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(first, second):
+def test_learning_in_two_goes_is_one(first, second):
     prior, noise = Posterior(0.04), NOISE["memory"]
     one = learn(prior, noise, first + second)
     other = learn(learn(prior, noise, first), noise, second)
@@ -53,7 +53,7 @@ def test_what_is_learned_in_two_goes_is_what_is_learned_in_one(first, second):
         assert other.uncertainty(candidate) == pytest.approx(one.uncertainty(candidate), abs=1e-7)
 
 
-def test_half_of_what_was_learned_elsewhere_holds_with_the_doubt_that_is_left():
+def test_tempering_halves_and_keeps_doubt():
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     elsewhere = fit(Posterior(0.25), NOISE["time"], [candidate], [0.4])
     here = elsewhere.tempered(0.5)
@@ -63,7 +63,7 @@ def test_half_of_what_was_learned_elsewhere_holds_with_the_doubt_that_is_left():
     assert here.covariance[at][at] == pytest.approx(variance)
 
 
-def test_a_slow_trial_with_swapped_blocks_is_not_charged_to_its_format() -> None:
+def test_slow_swaps_spare_their_format() -> None:
     plain = Candidate(micro_batch_size=1, checkpointed_blocks=40, quantization="torchao-int8")
     slow, fast = (
         fit(Posterior(0.35), NOISE["time"], [plain.changed(swapped_blocks=40)], [residual])
@@ -73,7 +73,7 @@ def test_a_slow_trial_with_swapped_blocks_is_not_charged_to_its_format() -> None
     assert fast.log_factor(plain) < -0.4, "nothing but the format or the card is faster"
 
 
-def test_terms_count_doublings_and_what_arrives_for_each_item():
+def test_terms_count_doublings_and_arrivals():
     plain = Candidate(micro_batch_size=4, checkpointed_blocks=0, swapped_blocks=32)
     terms = dict(features_of(plain))
     assert [name for name in terms if name.startswith("batch>")] == ["batch>1", "batch>2"]
@@ -82,7 +82,7 @@ def test_terms_count_doublings_and_what_arrives_for_each_item():
     assert dict(features_of(halved))["swaps"] == math.log1p(32 / 4 / 16)
 
 
-def test_doubt_of_two_times_is_that_of_the_terms_that_differ():
+def test_doubt_is_of_differing_terms():
     one = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     other = one.changed(quantization="torchao-int8")
     prior = Posterior(0.35)

@@ -33,7 +33,7 @@ DEPTHS = {
         ("sd3.5", "cuda", "3-7"),
     ],
 )
-def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monkeypatch):
+def test_short_traces_predict_deep_models(name, rules, adapted, monkeypatch):
     config = {**TINY[name], **DEPTHS[name]}
     workload = workload_of(name, config=config).changed(adapted_blocks=adapted)
     rates = Rates(cpu() if rules == "cpu" else gpu("nvidia-l4"), "fp32", "native", "cpu")
@@ -61,7 +61,7 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules, adapted, monk
     st.lists(st.lists(st.sampled_from("aaab"), max_size=60), min_size=1, max_size=3),
     st.sets(st.integers(0, 179)),
 )
-def test_every_block_is_stood_for_by_one_of_its_kind(kinds, adapted):
+def test_every_block_has_a_traced_one(kinds, adapted):
     picked, index, numbers = choose_traced(kinds, adapted)
     every = [(place, *one) for place, own in enumerate(kinds) for one in enumerate(own)]
     traced = [(place, at, kinds[place][at]) for place, own in enumerate(picked) for at in own]

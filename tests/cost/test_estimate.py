@@ -15,7 +15,7 @@ from autotune.plan.workload import Bucket
 from tests import builders
 
 
-def test_a_vae_elsewhere_is_priced_in_memory_and_time():
+def test_vae_elsewhere_is_priced():
     """Clips on the CPU wait for its cores; the card has room meanwhile, and the host holds them."""
     name = "kandinsky5-video-lite"
     family, card = FAMILIES[name], gpu("nvidia-rtx-4090")

@@ -219,7 +219,7 @@ def test_what_dropout_keeps_is_predicted(predictor):
         ("qwen-image", {"optimizer": OptimizerChoice(name="adafactor"), "ema_decay": 0.9}, 0),
     ],
 )
-def test_what_the_user_adapts_and_how_it_learns_is_predicted(predictor, name, changes, k):
+def test_user_adapters_and_optimizers_are_predicted(predictor, name, changes, k):
     plain = predictor(name)
     work = plain.workload.changed(**changes)
     own = CostModel.build(cpu(), work, plain.family, TINY[name])

@@ -31,7 +31,7 @@ def test_ddp_holds_each_gradient_once_more(alone):
     assert two.phases[0] == one.phases[0]
 
 
-def test_a_trial_alone_is_compared_with_what_one_process_does(alone):
+def test_trials_compare_with_one_process(alone):
     """It has no buckets; what it teaches must not take them off again where there are several."""
     two, one = _several(alone, "ddp", 2), alone.predict_uncalibrated(CANDIDATE)
     host = 2 * one.allocated_memory_bytes
@@ -46,7 +46,7 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone):
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
 
 
-def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone):
+def test_fsdp2_keeps_parts_and_gathers(alone):
     model_bytes = alone.model.model_bytes("bf16", "none")
     one, four = alone.predict(CANDIDATE), _several(alone, "fsdp2", 4).predict(CANDIDATE)
     gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes

@@ -43,7 +43,7 @@ def test_parts_add_up_and_survive_json(card, quantization):
     assert Prediction.model_validate_json(prediction.model_dump_json()) == prediction
 
 
-def test_other_batches_lie_on_the_line_of_traced_ones(card):
+def test_other_batches_lie_on_a_line(card):
     tried = (Candidate(micro_batch_size=size, checkpointed_blocks=2) for size in (2, 3, 4, 6))
     low, middle, high, beyond = (card.predict(each).allocated_memory_bytes for each in tried)
     assert middle == pytest.approx((low + high) / 2, rel=1e-3)
@@ -55,7 +55,7 @@ def test_other_batches_lie_on_the_line_of_traced_ones(card):
     ("name", "text_padding"),
     [*((name, "exact") for name in TINY), *((n, "masked") for n in MASKED)],
 )
-def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
+def test_predictions_do_not_depend_on_order(name, text_padding):
     known = (cpu(), workload_of(name, text_padding=text_padding), FAMILIES[name], TINY[name])
     tried = ((2, 3, "none"), (3, 0, "none"), (1, 3, "torchao-int8"))
     candidates = [
@@ -74,7 +74,7 @@ def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
         assert a.step_seconds == pytest.approx(b.step_seconds, rel=1e-2)
 
 
-def test_one_trial_corrects_all_and_uncertainty_shrinks():
+def test_one_trial_corrects_all():
     name, plain = "qwen-image", {"checkpointed_blocks": 0, "precision": "fp32"}
     own = CostModel.build(cpu(), workload_of(name), FAMILIES[name], TINY[name])
     first, other = (Candidate(micro_batch_size=size, **plain) for size in (1, 2))
@@ -111,7 +111,7 @@ def test_swapped_blocks_leave_for_pinned_memory(card):
     assert card.weight_bytes(predictions[2].candidate) < card.weight_bytes(predictions[0].candidate)
 
 
-def test_modulation_ahead_trades_layers_for_a_window(card):
+def test_modulation_ahead_trades_layers_for_window(card):
     usual = Candidate(micro_batch_size=1, checkpointed_blocks=2)
     resident = card.predict(usual)
     ahead = card.predict(usual.model_copy(update={"modulation": "ahead"}))
@@ -146,7 +146,7 @@ def test_remembered_traces_equal_fresh_ones(name, quantization, monkeypatch):
     assert CostModel.build(*known).model.traced(*asked) == remembered
 
 
-def test_many_predictions_at_once_are_those_alone(card):
+def test_predictions_together_equal_those_alone(card):
     together, alone = card_model("qwen-image"), card
     most = together.workload.model.num_blocks
     candidates = [

@@ -40,7 +40,7 @@ def orders(draw, max_items=25):
 
 
 @given(orders())
-def test_every_image_is_seen_its_repeats_in_every_epoch(order):
+def test_epochs_show_every_image_its_repeats(order):
     num_steps = math.lcm(order.epoch_size, order.effective_batch_size) // order.effective_batch_size
     row = [draw.item for step in range(num_steps) for draw in order.images(step)]
     for start in range(0, len(row), order.epoch_size):
@@ -48,7 +48,7 @@ def test_every_image_is_seen_its_repeats_in_every_epoch(order):
 
 
 @given(orders(), st.integers(0, 200), st.integers(1, 5))
-def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(order, step, size):
+def test_steps_are_batches_of_one_group(order, step, size):
     planned = order.micro_batches(step, size)
     seen = [draw for micro in planned for draw in micro.draws]
     assert Counter(seen) == Counter(order.images(step))
@@ -75,13 +75,13 @@ def test_processes_share_a_step_without_rest(order, step, size, world_size):
 
 
 @given(orders(), st.lists(st.integers(0, 50), max_size=8))
-def test_a_step_is_the_same_whatever_was_asked_before(order, steps):
+def test_steps_do_not_depend_on_history(order, steps):
     in_row = [order.images(step) for step in range(51)]
     for step in steps:
         assert dataclasses.replace(order).images(step) == in_row[step]
 
 
-def test_dropout_happens_as_often_as_asked_and_does_not_disturb_the_order():
+def test_dropout_leaves_the_order_alone():
     orders = (
         BatchOrder((0,) * 500, (1,) * 500, 10, seed=3, caption_dropout=rate) for rate in (0.0, 0.2)
     )
@@ -97,7 +97,7 @@ most = st.sampled_from([2048, 8192])
 
 
 @given(sides, sides, resolutions, multiples, most)
-def test_a_bucket_fits_area_multiple_ratio_and_side(width, height, resolution, multiple, max_side):
+def test_buckets_keep_every_limit(width, height, resolution, multiple, max_side):
     to_width, to_height = choose_bucket_size(width, height, resolution, multiple, max_side)
     assert max(to_width, to_height) <= max_side
     assert to_width % multiple == to_height % multiple == 0
@@ -120,7 +120,7 @@ def test_assignment_gives_back_the_counts(sizes, resolution, multiple):
     assert len(assigned) == len(sizes)
 
 
-def test_planned_buckets_take_other_data_by_ratio_and_frames():
+def test_planned_buckets_take_other_data():
     wide = Bucket(width_px=128, height_px=32, num_frames=1, num_items=9)
     square = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
     assert assign_buckets(items_of((300, 100), (100, 90), (10, 99)), (wide, square)) == (0, 1, 1)
@@ -160,7 +160,7 @@ def no_thread_left():
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("first_step", [0, 3, 6])
-def test_batches_are_the_planned_ones_from_any_step_on(first_step, num_workers):
+def test_batches_follow_the_plan(first_step, num_workers):
     steps = range(first_step, 6)
     batches = list(loader(Data(uneven=True), steps=steps, num_workers=num_workers))
     planned = [micro.indices for step in steps for micro in ORDER.micro_batches(step, 2)]
@@ -168,7 +168,7 @@ def test_batches_are_the_planned_ones_from_any_step_on(first_step, num_workers):
     assert no_thread_left()
 
 
-def test_leaving_early_ends_the_thread_and_reads_little_ahead():
+def test_leaving_early_ends_the_thread():
     data = Data()
     for _ in loader(data, steps=range(10_000)):
         break
@@ -176,7 +176,7 @@ def test_leaving_early_ends_the_thread_and_reads_little_ahead():
     assert data.num_read <= 2 * 5
 
 
-def test_an_error_while_reading_reaches_the_loop():
+def test_error_while_reading_reaches_loop():
     with pytest.raises(AutotuneError, match="lost an entry"):
         list(loader(Data(fail_at=5)))
     assert no_thread_left()

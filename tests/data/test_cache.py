@@ -46,7 +46,7 @@ def whole_entry(tmp_path_factory):
     return (cache.folder / "a.safetensors").read_bytes()
 
 
-def test_an_entry_under_anothers_name_is_not_taken_for_it(tmp_path):
+def test_renamed_entries_are_not_taken(tmp_path):
     cache = Cache(tmp_path)
     cache.write("a", TENSORS)
     (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
@@ -56,7 +56,7 @@ def test_an_entry_under_anothers_name_is_not_taken_for_it(tmp_path):
 
 @given(data=st.data())
 @settings(max_examples=150)
-def test_any_damage_is_noticed_and_the_entry_removed(data, whole_entry, tmp_path_factory):
+def test_damaged_entries_are_removed(data, whole_entry, tmp_path_factory):
     cache = Cache(tmp_path_factory.mktemp("damaged"))
     path = cache.folder / "a.safetensors"
     position = data.draw(st.integers(0, len(whole_entry) - 1))
@@ -80,7 +80,7 @@ def test_pickled_files_are_never_looked_at(tmp_path):
     assert names(tmp_path) == ["a.pt"]
 
 
-def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(tmp_path, monkeypatch):
+def test_eviction_spares_what_is_needed(tmp_path, monkeypatch):
     cache = Cache(tmp_path)
     sizes = [cache.write(key, TENSORS) for key in ("a", "b", "c", "d")]
     for age, key in enumerate(("d", "c", "b", "a")):
@@ -93,7 +93,7 @@ def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(tmp_
     assert cache.evict(keep={"a", "b"}) == 0
 
 
-def test_a_disk_that_fills_up_leaves_nothing_half_written(tmp_path, monkeypatch):
+def test_full_disks_leave_nothing_half_written(tmp_path, monkeypatch):
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")

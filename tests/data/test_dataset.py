@@ -23,7 +23,7 @@ def kinds(dataset):
     return {problem.file: problem.kind for problem in dataset.problems}
 
 
-def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path):
+def test_metadata_names_captions_and_mistakes(tmp_path):
     for name in ("a.png", "b.png"):
         picture(ord(name[0])).save(tmp_path / name)
     lines = [
@@ -57,7 +57,7 @@ def test_no_metadata_file_crashes_the_reader(tmp_path_factory, content):
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("keep", [0.02, 0.9])
-def test_truncated_images_are_broken_though_their_header_may_be_whole(tmp_path, suffix, keep):
+def test_truncated_images_are_broken(tmp_path, suffix, keep):
     path = tmp_path / f"a.{suffix}"
     picture(0, 200, 100).save(path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
@@ -84,7 +84,7 @@ def test_every_kind_of_problem_is_named(tmp_path):
     }
 
 
-def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path):
+def test_dead_links_and_pipes_are_named(tmp_path):
     write_pictures(tmp_path, (64, 64))
     (tmp_path / "lost.png").symlink_to(tmp_path / "elsewhere.png")
     os.mkfifo(tmp_path / "pipe.png")
@@ -98,7 +98,7 @@ def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "not a folder", "empty"])
-def test_a_folder_without_images_is_an_error(tmp_path, content):
+def test_folder_without_images_is_error(tmp_path, content):
     folder = tmp_path / "data"
     if content == "empty":
         folder.mkdir()
@@ -108,7 +108,7 @@ def test_a_folder_without_images_is_an_error(tmp_path, content):
         read_dataset(folder)
 
 
-def test_edit_pairs_are_matched_by_stem_and_number(tmp_path):
+def test_edit_pairs_match_by_stem(tmp_path):
     data, control = write_pictures(tmp_path / "data", *[(64, 64)] * 5), tmp_path / "control"
     control.mkdir()
     names = ("000.jpg", "001_1.png", "001_2.png", "002_1.png", "002_3.png")
@@ -122,9 +122,7 @@ def test_edit_pairs_are_matched_by_stem_and_number(tmp_path):
 
 
 @pytest.mark.parametrize("spelled", ["../photos/control", "link"])
-def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
-    tmp_path, monkeypatch, spelled
-):
+def test_control_folders_are_not_data(tmp_path, monkeypatch, spelled):
     data = write_pictures(tmp_path / "photos", (64, 64))
     write_pictures(data / "control", (64, 64))
     (tmp_path / "link").symlink_to(data / "control")
@@ -137,7 +135,7 @@ def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
     assert found.resolve() == data / "control" / "000.png"
 
 
-def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path):
+def test_frame_folders_are_clips(tmp_path):
     for number in (1, 2, 10):
         (tmp_path / "clip").mkdir(exist_ok=True)
         picture(number, 64, 48).save(tmp_path / "clip" / f"f{number}.png")
@@ -153,7 +151,7 @@ def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path):
     assert kinds(dataset) == {"brief": "short", "brief/000.txt": "unread"}
 
 
-def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path):
+def test_kohya_folders_tell_repeats(tmp_path):
     write_pictures(tmp_path / "10_dog" / "more", (64, 64))
     write_pictures(tmp_path / "0_none", (64, 64), first=1)
     write_pictures(tmp_path / "2024_holiday", (64, 64), first=2)
@@ -169,7 +167,7 @@ def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path):
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "a.txt"])
 @pytest.mark.parametrize("content", ["pipe", "zero", "sparse"])
-def test_captions_that_never_end_are_named_and_not_read(tmp_path, name, content):
+def test_endless_captions_are_not_read(tmp_path, name, content):
     picture(0).save(tmp_path / "a.png")
     if content == "pipe":
         os.mkfifo(tmp_path / name)
@@ -183,7 +181,7 @@ def test_captions_that_never_end_are_named_and_not_read(tmp_path, name, content)
     assert any(reason in told for reason in ("not a regular file", "larger than", "is a link"))
 
 
-def test_captions_are_found_in_every_form_that_is_read(tmp_path):
+def test_captions_are_found_in_every_form(tmp_path):
     names = ("a", "b", "c", "d", "cafe\u0301", "train/f", "train/g")
     for seed, name in enumerate(names):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -205,7 +203,7 @@ def test_captions_are_found_in_every_form_that_is_read(tmp_path):
     assert kinds(dataset) == dict.fromkeys(("captions.csv", "e.txt", "train/g.json"), "unread")
 
 
-def test_names_that_differ_in_case_alone_keep_their_own_captions(tmp_path):
+def test_case_tells_captions_apart(tmp_path):
     for seed, name in enumerate(("a", "A")):
         picture(seed).save(tmp_path / f"{name}.png")
         (tmp_path / f"{name}.txt").write_text(f"of {name}")
@@ -213,7 +211,7 @@ def test_names_that_differ_in_case_alone_keep_their_own_captions(tmp_path):
         assert [item.caption for item in read_dataset(tmp_path).items] == ["of A", "of a"]
 
 
-def test_masks_and_control_images_match_in_another_case_or_form(tmp_path):
+def test_masks_match_in_another_case(tmp_path):
     data, control = tmp_path / "data", tmp_path / "control"
     for folder, seed in ((data, 0), (control, 1)):
         folder.mkdir()
@@ -225,7 +223,7 @@ def test_masks_and_control_images_match_in_another_case_or_form(tmp_path):
     assert len(item.control_paths) == 1
 
 
-def test_links_out_of_the_data_bring_no_texts_and_no_folders(tmp_path):
+def test_links_out_bring_nothing(tmp_path):
     data, private = tmp_path / "data", tmp_path / "private"
     write_pictures(data, (64, 64), (64, 64))
     write_pictures(private, (64, 64), first=7)
@@ -241,7 +239,7 @@ def test_links_out_of_the_data_bring_no_texts_and_no_folders(tmp_path):
     assert kinds(dataset) == dict.fromkeys(("000.txt", "metadata.jsonl", "more"), "link")
 
 
-def test_a_data_set_of_links_to_one_folder_is_read(tmp_path):
+def test_linked_data_sets_are_read(tmp_path):
     blobs, data = write_pictures(tmp_path / "blobs", (64, 64)), tmp_path / "snapshot"
     data.mkdir()  # as the cache of Hugging Face has it
     for file in blobs.iterdir():
@@ -265,7 +263,7 @@ def test_a_good_folder(tmp_path):
     assert DataReport.model_validate_json(report.model_dump_json()) == report
 
 
-def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path):
+def test_captionless_images_are_reported(tmp_path):
     assert not check_dataset(tmp_path, **SIZES).can_train
     write_pictures(tmp_path, (64, 64), (64, 64))
     (tmp_path / "000.txt").unlink()
@@ -290,7 +288,7 @@ def images(tmp_path_factory):
     return folder
 
 
-def test_seed_and_names_decide_which_images_are_held_out(images, tmp_path):
+def test_seed_and_names_hold_out(images, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(images, elsewhere)
     training, held_out = names(read_split(images, OPTIONS, "10%", 0))
@@ -302,7 +300,7 @@ def test_seed_and_names_decide_which_images_are_held_out(images, tmp_path):
     assert held_out < names(read_split(images, OPTIONS, "30%", 0))[1]
 
 
-def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(images, tmp_path):
+def test_held_out_images_never_train(images, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(images, data)
     inside = data / "held"
@@ -320,7 +318,7 @@ def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(images, 
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_captions_longer_than_the_encoder_reads_are_named(tmp_path, has_tokenizer):
+def test_cut_captions_are_named(tmp_path, has_tokenizer):
     write_pictures(tmp_path, (64, 64), (64, 64))
     (tmp_path / "000.txt").write_text("red, " * 60)  # each comma is a token of its own
     folder = None

@@ -83,7 +83,7 @@ def test_samples_are_what_the_family_encodes(data):
     assert encoded.groups == (0, 1, 0, 1)
 
 
-def test_a_second_run_loads_nothing_and_gives_the_same(data, monkeypatch):
+def test_second_run_encodes_nothing(data, monkeypatch):
     def refuse(with_text=True):
         pytest.fail("the pipeline was loaded")
 
@@ -100,7 +100,7 @@ def test_a_second_run_loads_nothing_and_gives_the_same(data, monkeypatch):
     assert progress == 2 * [(number, 8) for number in range(1, 9)]
 
 
-def test_an_interrupted_encoding_continues_where_it_was(data):
+def test_interrupted_encoding_continues_where_it_was(data):
     family = PlainFamily(fail_at_image=2)
     with pytest.raises(KeyboardInterrupt):
         encode(data, family)
@@ -109,7 +109,7 @@ def test_an_interrupted_encoding_continues_where_it_was(data):
     assert (family.num_images, len(family.captions)) == (4, 3)
 
 
-def test_a_damaged_entry_is_encoded_again_alone(data):
+def test_damaged_entry_is_encoded_again_alone(data):
     encode(data)
     entry = next((data.parent / "cache").glob("latents-*"))
     whole = load_file(entry)["latents"].clone()  # of a mapped file
@@ -128,7 +128,7 @@ def test_a_damaged_entry_is_encoded_again_alone(data):
         ("prompt", {"prompt_embeds": torch.zeros(5, 2)}),
     ],
 )
-def test_something_else_under_a_right_digest_is_encoded_again(data, kind, content):
+def test_foreign_entries_are_encoded_again(data, kind, content):
     first = encode(data)
     key = next((data.parent / "cache").glob(f"{kind}-*")).stem
     first.cache.write(key, content)
@@ -140,7 +140,7 @@ def test_something_else_under_a_right_digest_is_encoded_again(data, kind, conten
             assert torch.equal(tensor, again.sample(index)[name])
 
 
-def test_an_image_that_fails_while_encoding_is_left_out_and_named(data, monkeypatch):
+def test_failing_images_are_left_out(data, monkeypatch):
     monkeypatch.setattr("autotune.data.dataset.VERIFY_SECONDS", 0)
     path, progress = data / "002.png", []
     path.write_bytes(path.read_bytes()[:2000])
@@ -151,7 +151,7 @@ def test_an_image_that_fails_while_encoding_is_left_out_and_named(data, monkeypa
     assert progress[-1] == (7, 7)
 
 
-def test_control_images_become_latents_and_part_of_the_prompt(tmp_path):
+def test_control_images_become_latents(tmp_path):
     data = write_pictures(tmp_path / "data", (64, 64), (64, 64))
     control = tmp_path / "control"
     control.mkdir()
@@ -169,7 +169,7 @@ def test_control_images_become_latents_and_part_of_the_prompt(tmp_path):
     assert (family.controls, family.num_images) == ([1, 1], 1)
 
 
-def test_an_image_that_changes_meanwhile_is_not_cached_under_its_old_key(data):
+def test_changed_images_are_not_cached(data):
     class Meanwhile(PlainFamily):
         def encode_pixels(self, pipeline, pixels):
             picture(99).save(data / "003.png")
@@ -185,7 +185,7 @@ def test_an_image_that_changes_meanwhile_is_not_cached_under_its_old_key(data):
     assert (len(encoded.items), family.num_images, family.captions) == (4, 1, [])
 
 
-def test_numbers_that_are_not_finite_are_never_cached(data):
+def test_infinite_numbers_are_never_cached(data):
     class Damaged(PlainFamily):
         def encode_pixels(self, pipeline, pixels):
             return super().encode_pixels(pipeline, pixels) * float("nan")
@@ -195,7 +195,7 @@ def test_numbers_that_are_not_finite_are_never_cached(data):
     assert not list((data.parent / "cache").glob("latents-*"))
 
 
-def test_each_time_one_of_the_captions_is_drawn(tmp_path):
+def test_captions_are_drawn_each_time(tmp_path):
     for name in ("a.png", "b.png"):
         picture(ord(name[0])).save(tmp_path / name)
     lines = [
@@ -213,7 +213,7 @@ def test_each_time_one_of_the_captions_is_drawn(tmp_path):
     assert sum(draw.caption == 0 for draw in draws if draw.item == 0) == pytest.approx(100, abs=25)
 
 
-def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(tmp_path):
+def test_half_of_the_images_are_mirrored(tmp_path):
     write_pictures(tmp_path, (64, 64))
     encoded = encode(tmp_path, options=DatasetOptions(flip=True), flip=True)
     plain, flipped = encoded.sample(0), encoded.sample(0, flipped=True)
@@ -230,7 +230,7 @@ def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(tm
 
 
 @pytest.mark.parametrize("kind", ["files", "alpha"])
-def test_a_mask_weighs_the_loss_where_it_lies(tmp_path, kind):
+def test_mask_weighs_loss_where_it_lies(tmp_path, kind):
     mask = Image.new("L", (64, 64), 0)
     mask.paste(255, (0, 0, 16, 64))  # the left quarter
     image = picture(1)
@@ -252,7 +252,7 @@ def test_a_mask_weighs_the_loss_where_it_lies(tmp_path, kind):
     assert (again.entries[0].keys != encoded.entries[0].keys) == (kind == "files")
 
 
-def test_the_loss_counts_what_its_weights_say():
+def test_loss_counts_what_its_weights_say():
     noise, clean = torch.ones(2, 1, 1, 2, 2), torch.zeros(2, 1, 1, 2, 2)
     family = SimpleNamespace(noise=FLOW_MATCHING, predict=lambda *_: torch.zeros(2, 1, 1, 2, 2))
     weights = torch.tensor([[[[[1.0, 0.0], [0.0, 0.0]]]], [[[[2.0, 2.0], [2.0, 2.0]]]]])
@@ -266,7 +266,7 @@ def test_the_loss_counts_what_its_weights_say():
     assert float(whole) == 1
 
 
-def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(tmp_path):
+def test_listed_folders_have_their_own_settings(tmp_path):
     write_pictures(tmp_path / "dogs", (64, 64))
     write_pictures(tmp_path / "class", (64, 64), first=1)
     folders = ["{path: dogs, repeats: 3}", "{path: class, weight: 0.5, regularization: true}"]
@@ -279,7 +279,7 @@ def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(tmp
     assert [float(encoded.sample(index)["loss_weights"].mean()) for index in (0, 1)] == [1.0, 0.5]
 
 
-def test_a_folder_inside_another_would_be_trained_twice(tmp_path):
+def test_nested_folders_are_refused(tmp_path):
     outer, inner = tmp_path / "dogs", tmp_path / "dogs" / "portraits"
     write_pictures(outer, (64, 64))
     write_pictures(inner, (64, 64), first=1)

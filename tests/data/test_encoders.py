@@ -39,7 +39,7 @@ def embeddings(small, pipeline):
 
 @pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("way", EXACT)
-def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small, way):
+def test_exact_ways_give_stock_embeddings(small, way):
     encoders = encoders_of(small, EXACT[way])
     pipeline = encoders.load_pipeline()
     expected = embeddings(small, small.pipeline)
@@ -55,7 +55,7 @@ def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small, way):
     assert encoders.load_pipeline() is pipeline
 
 
-def test_the_cache_key_follows_what_decides_the_values(small_pipelines):
+def test_cache_key_follows_what_decides_values(small_pipelines):
     small = small_pipelines("qwen-image")
     ways = (
         (EXACT["training"], ""),

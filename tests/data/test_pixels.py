@@ -25,7 +25,7 @@ from tests.data.pictures import STEP, picture, write_video
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_rotation_counts_for_sizes_and_pixels(tmp_path, suffix, orientation):
+def test_exif_rotation_counts(tmp_path, suffix, orientation):
     upright = Image.new("RGB", (80, 40), "white")
     upright.paste((0, 0, 0), (0, 0, 40, 20))  # the top left quarter is black
     undo = [None, 0, 3, 1, 5, 2, 6, 4][orientation - 1]
@@ -45,7 +45,7 @@ def test_exif_rotation_counts_for_sizes_and_pixels(tmp_path, suffix, orientation
 
 @pytest.mark.parametrize("size", [(200, 80), (97, 61)])
 @pytest.mark.parametrize("to_size", [(64, 64), (32, 64), (240, 160)])
-def test_the_crop_is_centered_and_as_large_as_the_ratio_allows(tmp_path, size, to_size):
+def test_crops_are_centered_and_large(tmp_path, size, to_size):
     columns, rows = np.meshgrid(*(np.linspace(0, 255, side) for side in size))
     shades = np.stack([columns, rows, rows], axis=-1).round().astype(np.uint8)
     Image.fromarray(shades).save(tmp_path / "a.png")
@@ -59,7 +59,7 @@ def test_the_crop_is_centered_and_as_large_as_the_ratio_allows(tmp_path, size, t
             assert float(profile[place]) == pytest.approx(seen / (size[channel] - 1), abs=0.01)
 
 
-def test_pixels_without_resizing_are_exact_and_frames_are_stacked(tmp_path):
+def test_plain_pixels_are_exact(tmp_path):
     for seed in (0, 1):
         picture(seed, 64, 48).save(tmp_path / f"{seed}.png")
     pixels = open_pixels([tmp_path / "0.png", tmp_path / "1.png"], 64, 48)
@@ -70,7 +70,7 @@ def test_pixels_without_resizing_are_exact_and_frames_are_stacked(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["EPS", "GIF"])
-def test_other_formats_are_refused_under_any_name(tmp_path, kind):
+def test_other_image_formats_are_refused(tmp_path, kind):
     picture(0).save(tmp_path / "a.png", format=kind)  # Pillow would hand an EPS to Ghostscript
     with pytest.raises(OSError, match="not a png, jpeg or webp"):
         read_size(tmp_path / "a.png", decode=True)
@@ -80,7 +80,7 @@ def test_other_formats_are_refused_under_any_name(tmp_path, kind):
 
 # The product's own filter, lifted by pytest.
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_an_image_that_would_take_gigabytes_is_refused_by_its_size(tmp_path):
+def test_image_bombs_are_refused_by_size(tmp_path):
     """Pillow opens up to 180 megapixels, of which converting 16-bit gray took 5 GiB."""
     Image.new("1", (13_370, 13_370)).save(tmp_path / "bomb.png")
     for decode in (False, True):
@@ -112,7 +112,7 @@ def swapped_profile():
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
-def test_colors_are_those_that_the_files_profile_tells(tmp_path, mode):
+def test_colors_follow_the_profile(tmp_path, mode):
     red = Image.new("RGB", (64, 64), (255, 0, 0)).convert(mode)
     red.save(tmp_path / "a.png", icc_profile=swapped_profile())
     red.save(tmp_path / "b.png", icc_profile=b"no profile")
@@ -133,7 +133,7 @@ def shown(path, span):
 @pytest.mark.parametrize(
     ("name", "codec"), [("a.mp4", "libx264"), ("a.webm", "libvpx-vp9"), ("a.avi", "mpeg4")]
 )
-def test_every_format_is_resampled_to_the_rate_of_the_model(tmp_path, name, codec):
+def test_videos_are_resampled_to_the_model(tmp_path, name, codec):
     path = write_video(tmp_path / name, 30, fps=24, codec=codec)
     (item,) = read_dataset(tmp_path, FIVE).items
     assert item.span is not None
@@ -144,7 +144,7 @@ def test_every_format_is_resampled_to_the_rate_of_the_model(tmp_path, name, code
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.webp"])
-def test_animations_are_clips_and_still_webp_images_are_not(tmp_path, name):
+def test_animations_are_clips(tmp_path, name):
     frames = [Image.new("RGB", (64, 48), (STEP * number,) * 3) for number in range(12)]
     options = {"lossless": True} if name.endswith("webp") else {}
     frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], duration=50, **options)
@@ -155,7 +155,7 @@ def test_animations_are_clips_and_still_webp_images_are_not(tmp_path, name):
     assert shown(clip.path, clip.span) == [0, 1, 3, 4, 5]
 
 
-def test_a_damaged_video_that_asks_for_memory_is_one_broken_file(tmp_path):
+def test_damaged_videos_are_broken_files(tmp_path):
     whole = write_video(tmp_path / "whole.mp4", 20).read_bytes()
     table = whole.index(b"stts") + 8  # its number of entries
     damaged = whole[:table] + b"\x7f\xff\xff\xf0" + whole[table + 4 :]
@@ -165,7 +165,7 @@ def test_a_damaged_video_that_asks_for_memory_is_one_broken_file(tmp_path):
     assert [(one.file, one.kind) for one in dataset.problems] == [("damaged.mp4", "broken")]
 
 
-def test_a_title_in_another_encoding_spoils_no_video(tmp_path):
+def test_odd_titles_spoil_no_video(tmp_path):
     path = write_video(tmp_path / "a.mkv", 20)
     content = path.read_bytes()
     assert b"Lavf" in content
@@ -173,7 +173,7 @@ def test_a_title_in_another_encoding_spoils_no_video(tmp_path):
     assert len(read_dataset(tmp_path, FIVE).items) == 1
 
 
-def test_a_video_of_fewer_frames_than_the_model_makes_is_told(tmp_path):
+def test_short_videos_are_told(tmp_path):
     write_video(tmp_path / "slow.mp4", 12, fps=8)
     write_video(tmp_path / "exact.mp4", 12, fps=16)
     dataset = scan_dataset(tmp_path, FIVE)
@@ -181,7 +181,7 @@ def test_a_video_of_fewer_frames_than_the_model_makes_is_told(tmp_path):
     assert {one.file: one.kind for one in dataset.problems} == {"slow.mp4": "variable"}
 
 
-def test_clips_are_the_head_or_all_or_evenly_spread(tmp_path):
+def test_clips_are_head_all_or_spread(tmp_path):
     facts = read_facts(write_video(tmp_path / "a.mp4", 48, fps=24))
     starts = {
         choice: [round(span.start_seconds * 16) for span in choose_spans(facts, choice, (9, 5), 16)]
@@ -190,7 +190,7 @@ def test_clips_are_the_head_or_all_or_evenly_spread(tmp_path):
     assert starts == {"head": [0], "all": [0, 9, 18], 1: [11], 3: [0, 11, 23]}
 
 
-def test_what_is_wrong_with_a_video_is_named(tmp_path):
+def test_faults_of_videos_are_named(tmp_path):
     whole = write_video(tmp_path / "whole.mp4", 20).read_bytes()
     (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.webm").write_bytes(b"")
@@ -209,7 +209,7 @@ def test_what_is_wrong_with_a_video_is_named(tmp_path):
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_damage_to_a_video_crashes_the_reader(tmp_path, data):
+def test_no_damage_to_video_crashes_reader(tmp_path, data):
     source = tmp_path / "whole.mkv"
     if not source.exists():
         write_video(source, 12)
@@ -224,7 +224,7 @@ def test_no_damage_to_a_video_crashes_the_reader(tmp_path, data):
     assert len(dataset.items) + sum(problem.kind != "variable" for problem in dataset.problems) == 1
 
 
-def test_a_video_is_upright_and_in_the_shape_of_its_bucket(tmp_path, monkeypatch):
+def test_videos_are_upright_in_their_bucket(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", 20, size=(64, 48))
     monkeypatch.setattr("autotune.data.pixels._rotation", lambda frame: 90)
     (item,) = read_dataset(tmp_path, FIVE).items

@@ -27,7 +27,7 @@ def truths() -> list[tuple[str, str, str]]:
     return [tuple(rng.choice(each) for each in names) for _ in range(COUNT)]  # type: ignore[misc]
 
 
-def test_the_judge_agrees_with_the_truth_on_drawn_scenes():
+def test_judge_agrees_on_drawn_scenes():
     rng = random.Random(0)
     for truth in truths():
         scene = draw_centered(rng, *truth)
@@ -38,7 +38,7 @@ def test_the_judge_agrees_with_the_truth_on_drawn_scenes():
         assert seen.center == pytest.approx(middle, abs=2)
 
 
-def test_noise_is_read_no_better_than_by_chance_and_scores_nothing():
+def test_judge_scores_noise_as_chance():
     noise = np.random.default_rng(0)
     pixels = noise.integers(0, 256, (COUNT, SIZE_PX, SIZE_PX, 3), dtype=np.uint8)
     pairs = [(Image.fromarray(one), truth) for one, truth in zip(pixels, truths(), strict=True)]
@@ -48,13 +48,13 @@ def test_noise_is_read_no_better_than_by_chance_and_scores_nothing():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_drawn_shape_scores_high_and_as_any_other_shape_nothing(shape):
+def test_judge_tells_shapes_apart(shape):
     image = draw_centered(random.Random(0), shape, "red", "white").draw()
     assert score_image(image, shape, "red", "white") > 0.9
     assert all(score_image(image, other, "red", "white") == 0 for other in SHAPES if other != shape)
 
 
-def test_a_wrong_color_or_ground_costs_half_and_blur_costs_some():
+def test_judge_halves_wrong_colors():
     image = draw_centered(random.Random(0), "heart", "red", "white").draw()
     whole = score_image(image, "heart", "red", "white")
     wrong = {score_image(image, "heart", *other) for other in (("blue", "white"), ("red", "navy"))}

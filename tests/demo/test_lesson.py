@@ -16,7 +16,7 @@ from autotune.errors import InvalidInput
 from tests.conftest import autotune, autotune_here
 
 
-def test_the_demo_writes_its_model_and_images_once(tmp_path, monkeypatch):
+def test_demo_writes_its_files_once(tmp_path, monkeypatch):
     reminders, *others = lesson.known_scenes()
     monkeypatch.setattr(lesson, "known_scenes", lambda: (reminders[:2], *others))
     made = make_demo(tmp_path / "demo")
@@ -46,7 +46,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-def test_the_demo_teaches_the_new_shape_and_keeps_the_others(demo):
+def test_demo_teaches_the_new_shape(demo):
     folder, printed = demo
     written = json.loads((folder / "result" / "concept.json").read_text())
     found = ConceptFidelity(**written["concept_fidelity"])
@@ -68,7 +68,7 @@ def test_a_rate_that_destroys_is_noticed(capfd, demo, tmp_path):
     assert max(found.after, found.others_after) < 0.2, asdict(found)
 
 
-def test_the_shipped_weights_are_small_and_load_in_stock_classes_without_rows_of_zeros():
+def test_shipped_weights_are_small_and_whole():
     files = [path for path in SMALL_WORLD.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 8e6
     assert {path.suffix for path in files} == {".json", ".md", ".safetensors"}

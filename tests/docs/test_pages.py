@@ -36,7 +36,7 @@ def parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_of_the_documentation_is_understood(page):
+def test_every_command_of_documentation_is_understood(page):
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text())  # continued lines are joined
     for line in SYNTAX.findall(text):
         is_list = "," in line.split("  ", maxsplit=1)[0] or " PLAN|" in line
@@ -49,7 +49,7 @@ def test_generated_pages_are_current(page):
     assert page.PAGE.read_text() == page.markdown(), f"python -m {page.__name__}"
 
 
-def test_counts_in_the_documentation_are_those_of_the_catalogs():
+def test_counts_in_docs_are_the_catalogs():
     text = " ".join(page.read_text() for page in (ROOT / "README.md", DOCS / "evidence.md"))
     assert set(re.findall(r"(\d+) models \|", text)) == {str(len(list_models()))}
     assert set(re.findall(r"(\d+) GPUs,", text)) == {str(len(list_gpus()))}
@@ -70,7 +70,7 @@ def test_every_link_leads_somewhere():
             assert target.startswith("http") or (page.parent / target).exists(), (page.name, target)
 
 
-def test_every_variable_that_the_code_reads_is_on_the_page_and_no_other():
+def test_documented_variables_are_the_codes():
     name = r"\bAUTOTUNE_[A-Z_]+\b"
     listed = set(re.findall(name, (DOCS / "environment.md").read_text()))
     code = [file.read_text() for file in (ROOT / "autotune").rglob("*.py")]

@@ -30,7 +30,7 @@ PHASES = {"caching", "loading", "training", "previews", "saving"}
         for turn, marks in ((0, ()), (2, pytest.mark.slow))
     ],
 )
-def test_a_run_ends_and_leaves_nothing_behind(
+def test_run_ends_and_leaves_nothing_behind(
     name, machine, pipeline, tmp_path, standin, monkeypatch
 ):
     monkeypatch.setattr(model, "require_quality", lambda *_: None)  # of what no kernel computed

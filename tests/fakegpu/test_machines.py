@@ -88,7 +88,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("machine", BROKEN)
-def test_a_machine_whose_gpu_does_not_start_is_a_cpu_and_says_why(machine):
+def test_broken_gpu_is_a_cpu(machine):
     told = {finding.name: finding for finding in doctor()}
     if BROKEN[machine] is not None:
         assert told[BROKEN[machine]].severity == "blocks"
@@ -96,7 +96,7 @@ def test_a_machine_whose_gpu_does_not_start_is_a_cpu_and_says_why(machine):
 
 
 @pytest.mark.parametrize("machine", ["titan-and-3060"])
-def test_nvml_and_cuda_may_count_in_other_orders(machine):
+def test_nvml_may_count_otherwise(machine):
     first, second = (probe(index=index).device for index in range(2))
     assert (first.name, second.name) == ("NVIDIA TITAN RTX", "NVIDIA GeForce RTX 3060")
     assert (first.power_limit_watts, second.power_limit_watts) == (280, 170)
@@ -106,7 +106,7 @@ def test_nvml_and_cuda_may_count_in_other_orders(machine):
 
 @pytest.mark.parametrize("machine", ["3060,4090"])
 @pytest.mark.parametrize("value", ["0,", "1", "GPU-b0b1b2b3", "7", "0,7"])
-def test_visible_devices_are_those_that_cuda_takes(machine, value, monkeypatch):
+def test_visible_devices_are_cudas(machine, value, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     is_blocked = "visible-devices" in findings()
     assert is_blocked is (value in ("7", "0,7"))

@@ -80,7 +80,7 @@ KERNELS = {"flash": "flash_fwd", "efficient": "fmha_cutlassF", "cudnn": ""}  # c
 @pytest.mark.parametrize("padding", ["exact", "masked"])
 @pytest.mark.parametrize("machine", ["4090", "h100", "5090", "2080-ti", "gb10"])
 @pytest.mark.parametrize("name", ["qwen-image"])
-def test_the_kernel_of_attention_is_the_one_foretold(name, machine, padding, pipeline, standin):
+def test_kernel_of_attention_is_one_foretold(name, machine, padding, pipeline, standin):
     capability = torch.cuda.get_device_capability()
     precision = "bf16" if capability >= (8, 0) else "fp16"
     is_masked = padding == "masked"
@@ -94,7 +94,7 @@ def test_the_kernel_of_attention_is_the_one_foretold(name, machine, padding, pip
     assert bool(standin.count("executions")) is (foretold == "cudnn")
 
 
-def test_swapped_blocks_are_copied_once_each_way_and_let_go(standin):
+def test_swapped_blocks_are_copied_once(standin):
     num_blocks, width, device = 6, 512, torch.device("cuda:0")
     set_device(device)
     blocks = [nn.Linear(width, width, bias=False).requires_grad_(False) for _ in range(num_blocks)]
@@ -135,9 +135,7 @@ def test_swapped_blocks_are_copied_once_each_way_and_let_go(standin):
         ("sdxl", {"quantization": "bnb-nf4"}),
     ],
 )
-def test_the_second_device_trains_and_the_first_stays_closed(
-    name, machine, changes, pipeline, standin
-):
+def test_second_device_trains_alone(name, machine, changes, pipeline, standin):
     runner = start(pipeline, device="cuda:1", **changes)
     runner.memory_step()
     assert (standin.has_context(0), standin.used_bytes(0)) == (False, 0)

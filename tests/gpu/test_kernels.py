@@ -20,9 +20,7 @@ NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 @pytest.mark.anywhere
 @pytest.mark.parametrize("padding", ["exact", "masked"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_agree_or_the_choice_says_why_it_is_excluded(
-    tmp_path, hardware, precision, name, padding
-):
+def test_gradients_agree_or_are_excluded(tmp_path, hardware, precision, name, padding):
     write_small_pipeline(name, tmp_path / "model", CAPTIONS)
     resolved = resolve_model(ModelRef.of(tmp_path / "model"))
     available = {capability.name for capability in hardware.capabilities if capability.available}
@@ -45,7 +43,7 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(
 
 
 @pytest.mark.values
-def test_small_kernels_are_measured_without_the_host(hardware):
+def test_small_kernels_are_measured_without_host(hardware):
     meter = Meter(hardware, lambda: None)
     assert 3e-7 < meter.small("kernel.least").value < 1e-5
     assert meter.small("memory.cache").value > 0.8 * meter.bandwidth().value

@@ -51,9 +51,7 @@ def load(model: Path, device: str, precision: str, shards: int = 1) -> TrainingM
 @pytest.mark.values
 @pytest.mark.anywhere
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_group_of_one_takes_the_step_of_a_process_alone(
-    model, device, precision, processes, strategy
-):
+def test_group_of_one_steps_alike(model, device, precision, processes, strategy):
     alone = load(model, device, precision)
     expected = take_step(alone, alone.transformer, model)
     loaded = load(model, device, precision, shards=1 if strategy == "ddp" else 2)
@@ -64,7 +62,7 @@ def test_a_group_of_one_takes_the_step_of_a_process_alone(
     assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-2)
 
 
-def test_the_host_waits_for_the_device_once_in_a_step(model, device, precision):
+def test_host_waits_once_a_step(model, device, precision):
     loaded = load(model, device, precision)
     take_step(loaded, loaded.transformer, model)  # whatever is made at the first call
     with warnings.catch_warnings(record=True) as waits:

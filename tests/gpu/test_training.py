@@ -51,7 +51,7 @@ def run(data, hardware, settings, tmp_path):
 
 @pytest.mark.values
 @pytest.mark.anywhere
-def test_a_run_tells_memory_of_every_phase(run, hardware, tmp_path):
+def test_run_tells_memory_of_every_phase(run, hardware, tmp_path):
     report = run(preview_prompts=("a red square",))
     assert {"caching", "loading", "training", "saving"} <= {phase.name for phase in report.phases}
     if hardware.device.kind == "cuda":
@@ -64,7 +64,7 @@ def test_a_run_tells_memory_of_every_phase(run, hardware, tmp_path):
 @pytest.mark.values
 @pytest.mark.anywhere
 @pytest.mark.parametrize("storage", ["none", "torchao-int8"])
-def test_a_run_with_swapped_blocks_samples_later(run, hardware, tmp_path, storage):
+def test_run_with_swapped_blocks_samples_later(run, hardware, tmp_path, storage):
     report = run(swapped_blocks=1, quantization=storage, preview_prompts=("a red square",))
     assert report.verdict.num_unmoved == 0
     asked = read_sample_inputs(tmp_path / "out", SampleRequest("a red square", seed=0))
@@ -74,7 +74,7 @@ def test_a_run_with_swapped_blocks_samples_later(run, hardware, tmp_path, storag
 
 @pytest.mark.values
 @pytest.mark.anywhere
-def test_a_stopped_run_ends_where_an_unbroken_one_does(run, tmp_path):
+def test_stopped_run_ends_alike(run, tmp_path):
     job = {"num_steps": 6, "checkpointing_steps": 3}
     whole = run(name="whole", **job)
 
@@ -92,7 +92,7 @@ def test_a_stopped_run_ends_where_an_unbroken_one_does(run, tmp_path):
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("name", LOADERS)
-def test_every_loader_brings_the_same_bits_to_the_device(data, device, name):
+def test_loaders_bring_the_same_bits(data, device, name):
     loader, target = LOADERS[name], torch.device(device)
     if reason := loader.why_not(target):
         pytest.skip(reason)
@@ -108,7 +108,7 @@ def test_every_loader_brings_the_same_bits_to_the_device(data, device, name):
 
 
 @pytest.mark.values
-def test_the_gpu_learns_what_the_cpu_learns(data, hardware, tmp_path):
+def test_gpu_learns_what_cpu_learns(data, hardware, tmp_path):
     settings = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
     losses = {}
     for machine in (hardware, _as_cpu(hardware)):
@@ -127,9 +127,7 @@ def _as_cpu(profile):
 
 @pytest.mark.values
 @pytest.mark.parametrize("step", random.Random(0).sample(range(1, 6), 2))
-def test_memory_that_another_takes_at_a_random_step_is_survived(
-    data, hardware, settings, tmp_path, step
-):
+def test_stolen_memory_is_survived(data, hardware, settings, tmp_path, step):
     def plan(name):
         made = make_plan(*data, hardware, settings=settings, output=str(tmp_path / name))
         safer = settings.model_copy(update={"micro_batch_size": 1, "checkpointed_blocks": 2})

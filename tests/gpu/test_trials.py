@@ -57,7 +57,7 @@ def test_every_storage_that_is_available_trains(runner, hardware, precision, nam
 
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "torchao-int8", "torchao-fp8"])
-def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
+def test_stored_weights_are_as_small(hardware, name):
     from autotune.knobs.quantized_layers import quantize_inside
     from autotune.models.registry import get_family
     from autotune.system.memory import tensor_bytes
@@ -79,7 +79,7 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
 
 
 @pytest.mark.values
-def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware, precision):
+def test_trials_go_on_beyond_the_cap(model, hardware, precision):
     large = work(model, side_px=1024, batch=8)
     with ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), large) as runner:
         runner.memory_cap_bytes = GIB // 8
@@ -112,7 +112,7 @@ TASKS[AskAllocator] = has_expandable_segments
 
 @pytest.mark.values
 @pytest.mark.parametrize("memory", ["pageable", "pinned"])
-def test_batches_reach_the_device_from_either_memory(runner, precision, memory):
+def test_batches_reach_device_from_either_memory(runner, precision, memory):
     plain = runner.run(candidate(precision))
     result = runner.run(candidate(precision, batch_memory=memory))
     assert result.outcome == "ok", result.message
@@ -120,14 +120,14 @@ def test_batches_reach_the_device_from_either_memory(runner, precision, memory):
 
 
 @pytest.mark.parametrize("choice", ["default", "expandable"])
-def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
+def test_allocator_is_set_before_cuda_starts(runner, precision, choice):
     answer = runner.send(
         AskAllocator(candidate(precision, allocator=choice), runner.device), (choice,)
     )
     assert answer is (choice == "expandable")
 
 
-def test_a_run_gets_its_allocator_though_the_probe_has_started_cuda():
+def test_run_gets_its_allocator_late():
     script = """
 from autotune.machine.probe import probe
 from autotune.knobs.settings import configure_allocator
@@ -144,7 +144,7 @@ print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
     assert done.stdout.split()[-2:] == ["True", "True"]
 
 
-def test_the_planning_process_holds_no_memory_of_the_card(model):
+def test_planning_holds_no_card_memory(model):
     """Facts are read without a context."""
     script = """
 from autotune.machine.probe import probe
@@ -159,7 +159,7 @@ print(sum(p.usedGpuMemory or 0 for p in running if p.pid == os.getpid()))
     assert int(done.stdout.splitlines()[-1]) == 0
 
 
-def test_predicted_memory_of_a_small_model_is_near(model, hardware, precision, runner):
+def test_small_predictions_are_near(model, hardware, precision, runner):
     from autotune.cost.predict import CostModel
 
     resolved, chosen = resolve_model(ModelRef.of(model)), candidate(precision)

@@ -89,14 +89,14 @@ def test_unusable_values_are_refused(tmp_path, old, new, words):
         ("ai_toolkit.yaml", "Qwen/Qwen-Image", "ostris/Flex.1-alpha", "a model of its own"),
     ],
 )
-def test_what_trains_no_lora_is_refused_as_such(tmp_path, name, old, new, words):
+def test_full_training_is_refused(tmp_path, name, old, new, words):
     changed = tmp_path / name
     changed.write_text((CONFIGS / name).read_text().replace(old, new, 1))
     with pytest.raises(InvalidInput, match=words):
         import_config(changed)
 
 
-def test_a_command_is_not_taken_for_that_of_a_cousin(tmp_path):
+def test_cousins_commands_are_told_apart(tmp_path):
     for script in ("hv_train_network", "flux_kontext_train_network"):
         command = tmp_path / "run.sh"
         command.write_text(f"accelerate launch {script}.py --network_module networks.lora_flux")
@@ -105,7 +105,7 @@ def test_a_command_is_not_taken_for_that_of_a_cousin(tmp_path):
         assert "of musubi-tuner" in refused.value.hint
 
 
-def test_switches_and_numbers_may_be_written_as_text(tmp_path):
+def test_numbers_may_be_written_as_text(tmp_path):
     plain, quoted = (tmp_path / f"{name}.json" for name in ("plain", "quoted"))
     written = json.loads((CONFIGS / "simpletuner.json").read_text())
     written |= {"--gradient_checkpointing": True, "--use_ema": False, "--lora_rank": 8}
@@ -127,7 +127,7 @@ def test_switches_and_numbers_may_be_written_as_text(tmp_path):
         ("ai_toolkit.yaml", "adamw8bit", "lion", "lion"),
     ],
 )
-def test_an_optimizer_that_autotune_has_is_imported(tmp_path, name, old, new, expected):
+def test_optimizer_that_autotune_has_is_imported(tmp_path, name, old, new, expected):
     for path in CONFIGS.iterdir():
         (tmp_path / path.name).write_text(path.read_text().replace(old, new))
     config = import_config(tmp_path / name)

@@ -15,7 +15,7 @@ TEMPLATES = sorted((Path(__file__).parents[2] / "containers" / "examples").iterd
 
 
 @pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.name)
-def test_a_template_parses_and_starts_a_run_that_goes_on_after_its_checkpoint(file):
+def test_templates_parse_and_resume(file):
     text = file.read_text()
     if file.suffix == ".yaml":
         manifest = yaml.safe_load(text)

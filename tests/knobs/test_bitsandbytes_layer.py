@@ -18,7 +18,7 @@ SLICE_BYTES = 1 << 12
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(37, 64), (33, 48), (1, 2), (5, 2000)])
-def test_slices_give_the_bits_of_the_whole(shape, dtype):
+def test_slices_give_bits_of_whole(shape, dtype):
     torch.manual_seed(0)
     layer = nn.Linear(shape[1], shape[0], dtype=dtype)
     four = pack_nf4(layer.weight.data, SLICE_BYTES)
@@ -31,7 +31,7 @@ def test_slices_give_the_bits_of_the_whole(shape, dtype):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
-def test_quantizing_takes_the_result_and_some_slices():
+def test_quantizing_takes_result_and_some_slices():
     weight = torch.randn(1024, 1024, dtype=torch.bfloat16)  # 2 MiB
     slice_bytes = 1 << 16
     stored = weight.numel() // 2
@@ -42,7 +42,7 @@ def test_quantizing_takes_the_result_and_some_slices():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [96, 40])
-def test_a_pass_without_gradients_changes_no_later_one(rows, dtype):
+def test_inference_changes_no_later_pass(rows, dtype):
     """bitsandbytes would repack 4-bit weights of multiples of 32 rows for inference, for good."""
     torch.manual_seed(0)
     layer = nn.Linear(128, rows, dtype=dtype).requires_grad_(False)

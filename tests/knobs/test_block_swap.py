@@ -55,7 +55,7 @@ def test_gradients_are_bit_equal(storage, num_swapped):
         assert torch.equal(expected, found)
 
 
-def test_no_norm_keeps_a_block_that_has_left(monkeypatch):
+def test_norms_keep_no_left_block(monkeypatch):
     model, arrived = Model(), []
     for block in model.blocks:
         block.weight = nn.Parameter(torch.ones(4), requires_grad=False)
@@ -83,7 +83,7 @@ def test_no_norm_keeps_a_block_that_has_left(monkeypatch):
     out.sum().backward()
 
 
-def test_the_block_that_comes_next_is_on_its_way():
+def test_next_block_is_on_its_way():
     model = Model()
     swap = BlockSwap(model.blocks, CPU)
     order = []
@@ -95,7 +95,7 @@ def test_the_block_that_comes_next_is_on_its_way():
     assert backward == [(4, {3, 4}), (3, {2, 3}), (2, {1, 2}), (1, {0, 1}), (0, {0})]
 
 
-def test_an_adapter_added_later_is_brought_too(monkeypatch):
+def test_adapter_added_later_is_brought_too(monkeypatch):
     """peft puts what it loads where the base weights lie: on the host."""
     model, brought = Model(), []
     BlockSwap(model.blocks, CPU)

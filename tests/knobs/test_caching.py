@@ -61,7 +61,7 @@ def on(
         (on(11, capabilities=("precision.bf16",)), "not quantized on cpu"),
     ],
 )
-def test_the_encoder_of_qwen_goes_where_it_fits(context, expected):
+def test_qwens_encoder_goes_where_it_fits(context, expected):
     caching, reason = choose_caching(context, QWEN)
     assert caching_text(caching) == expected == reason.chosen
     assert all(rejected.reason for rejected in reason.rejected)
@@ -75,7 +75,7 @@ def test_the_encoder_of_qwen_goes_where_it_fits(context, expected):
     quality=st.sampled_from(["exact", "high", "compact"]),
     parameters=st.integers(0, 10**11),
 )
-def test_a_way_is_always_found_above_the_floor(budget, host, others, kind, quality, parameters):
+def test_way_is_always_found_above_floor(budget, host, others, kind, quality, parameters):
     context = on(budget, host_gib=host, others=tuple(others), kind=kind, quality=quality)
     size = EncoderSize(parameters, 2, 0)
     caching, _ = choose_caching(context, size)
@@ -85,7 +85,7 @@ def test_a_way_is_always_found_above_the_floor(budget, host, others, kind, quali
     assert caching == choose_caching(context, size)[0]
 
 
-def test_no_gpu_is_free_beside_several_processes():
+def test_several_processes_leave_no_gpu():
     context = on(11, others=(22,))
     assert choose_caching(context, QWEN)[0].text_encoder_device == "cuda:1"
     assert choose_caching(context, QWEN, num_processes=2)[0].text_encoder_device == "training"
@@ -136,7 +136,7 @@ def test_t5_is_never_stored_by_bitsandbytes():
         ({"text_encoder_streamed": "true", "text_encoder_device": "cpu"}, "streamed"),
     ],
 )
-def test_a_pin_that_cannot_be_is_refused_with_a_hint(pins, words):
+def test_impossible_pins_are_refused(pins, words):
     with pytest.raises(InvalidInput) as caught:
         caching_module.parse_pins(pins, on(24))
     assert words in caught.value.message

@@ -18,7 +18,7 @@ def context(family: str = "qwen-image", targets: str = "attention") -> TuningCon
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_name_layers_or_say_why_not(name):
+def test_families_name_modulation_or_why(name):
     choices, layers = Modulation().choices_for_family(context(name)), FAMILIES[name].modulation
     if layers is None:
         assert choices.admitted == ("resident",)
@@ -30,7 +30,7 @@ def test_families_name_layers_or_say_why_not(name):
 
 
 @given(row_bytes=st.integers(1, 1 << 32), images=st.integers(1, 10_000))
-def test_a_window_is_within_its_limits_or_one_step(row_bytes, images):
+def test_windows_keep_their_limits(row_bytes, images):
     most_draws, most_bytes = modulation.MAX_WINDOW_DRAWS, modulation.MAX_WINDOW_BYTES
     steps = modulation.window_steps(row_bytes, images)
     assert steps >= 1
@@ -40,7 +40,7 @@ def test_a_window_is_within_its_limits_or_one_step(row_bytes, images):
     assert (steps + 1) * images > min(most_draws, most_bytes // row_bytes)
 
 
-def test_a_failing_call_leaves_the_blocks_where_they_were():
+def test_failing_calls_leave_the_blocks():
     family = get_family("qwen-image")
     config = {**family.transformer_config, **family.tiny_config}
     model = build_on_meta(family, config).to_empty(device="cpu")

@@ -81,7 +81,7 @@ def test_numbers_are_the_references(way, lengths, batch, heads, pairs, weighted,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bf16_is_at_least_as_exact_as_diffusers(way):
+def test_bf16_is_as_exact_as_diffusers(way):
     exact = make([3, 40], 2, 4, 16)
     expected = reference(*exact)
     gradient = torch.randn(expected.shape, dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_bf16_is_at_least_as_exact_as_diffusers(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_only_the_projections_and_weights_are_saved(way):
+def test_only_projections_and_weights_are_saved(way):
     streams, weights, tables = make([3, 4], 2, 2, 8, dtype=torch.float32)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -161,7 +161,7 @@ def error(name, *, num_controls=None, **settings):
     return relative_error(found, wanted)
 
 
-def test_families_declare_their_attention_or_say_why_not():
+def test_families_declare_attention_or_why():
     excluded = {name for name, one in FAMILIES.items() if "norm_rope" in one.excluded}
     assert set(FAMILIES) - set(DECLARED) == excluded
     assert len(DECLARED) >= 6
@@ -210,7 +210,7 @@ def test_processors_change_and_change_back(name):
     assert [type(one) for one in own] == classes
 
 
-def test_positions_that_change_are_not_taken_from_the_last_call():
+def test_changed_positions_are_computed_anew():
     tables = processor.RotaryTables()
     first, second = (torch.polar(torch.ones(2, 3, 4), torch.rand(2, 3, 4)) for _ in range(2))
     one = tables.get("complex", first, [3], "fused")

@@ -44,7 +44,7 @@ def take_steps(optimizer: AdapterOptimizer, numbers: range) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_run_goes_on_to_the_bit_and_holds_what_is_predicted(choice):
+def test_runs_resume_as_predicted(choice):
     whole, first, second = fresh(choice), fresh(choice), fresh(choice)
     take_steps(whole, range(1, 7))
     take_steps(first, range(1, 4))
@@ -63,14 +63,14 @@ def test_a_run_goes_on_to_the_bit_and_holds_what_is_predicted(choice):
     assert optimizer_bytes(choice, dict.fromkeys(SHAPES, 1))[0] == sum(storages.values()) - masters
 
 
-def test_state_of_many_parameters_counts_a_shared_table_once():
+def test_shared_tables_count_once():
     choice = OptimizerChoice(name="adamw-8bit")
     one, many = (optimizer_bytes(choice, {(4, 1200): count})[0] for count in (1, 101))
     assert (many - one) / 100 == 2 * 4800 + 2 * 4 * -(-4800 // 256)
     assert optimizer_bytes(ADAMW, {(4, 1200): 100}) == (100 * (8 * 4800 + 4), 0)
 
 
-def test_saved_and_shown_is_the_average_of_schedule_free():
+def test_schedule_free_saves_its_average():
     optimizer = fresh(OptimizerChoice(name="schedule-free"))
     take_steps(optimizer, range(1, 5))
     learning = [master.detach().clone() for master in optimizer.masters]
@@ -82,7 +82,7 @@ def test_saved_and_shown_is_the_average_of_schedule_free():
     assert all(torch.equal(*pair) for pair in zip(average, optimizer.masters, strict=True))
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
+def test_infinite_gradients_change_nothing():
     optimizer = fresh(OptimizerChoice(name="lion"))
     before = [master.detach().clone() for master in optimizer.masters]
     for parameter in optimizer.parameters:
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(torch.equal(*pair) for pair in zip(before, optimizer.masters, strict=True))
 
 
-def test_code_that_only_a_plan_names_is_not_loaded(monkeypatch):
+def test_plans_load_no_code(monkeypatch):
     choice = OptimizerChoice(name="antigravity:Optimizer")
     with pytest.raises(InvalidInput, match="takes your consent") as caught:
         settings.check_options(choice)

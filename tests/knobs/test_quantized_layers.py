@@ -62,7 +62,7 @@ def test_stored_weights_give_their_products(
 
 
 @pytest.mark.parametrize("storage", CONVERTED)
-def test_slices_give_the_same_bits_in_less_memory(storage, monkeypatch):
+def test_slices_need_less_memory(storage, monkeypatch):
     slice_bytes = 1 << 16
     layers = [nn.Linear(1024, 1024, dtype=torch.bfloat16, bias=False) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -79,7 +79,7 @@ def test_slices_give_the_same_bits_in_less_memory(storage, monkeypatch):
 
 
 @pytest.mark.parametrize("storage", CONVERTED)
-def test_weights_do_not_overflow_fp16_before_they_are_scaled(storage):
+def test_stored_weights_do_not_overflow_fp16(storage):
     layer = layer_of(storage, torch.float16)
     x = (60 * weight_of(layer)[0].sign()).half()[None].requires_grad_()
     assert not (x @ as_stored(layer.weight).half().t()).isfinite().all()
@@ -116,7 +116,7 @@ def rounded(x: Tensor, storage: str) -> Tensor:
 
 @pytest.mark.parametrize("storage", MULTIPLIED)
 @pytest.mark.parametrize("bias", [True, False])
-def test_multiplied_weights_give_products_of_rounded_rows(storage, bias):
+def test_products_are_of_rounded_rows(storage, bias):
     torch.manual_seed(0)
     plain = nn.Linear(64, 96, bias=bias)
     layer, x = layer_of(storage, bias=bias), torch.randn(7, 64)
@@ -133,7 +133,7 @@ def test_multiplied_weights_give_products_of_rounded_rows(storage, bias):
 @pytest.mark.parametrize("storage", MULTIPLIED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 64), (32, 64), (2, 20, 64)])
-def test_what_kernels_on_cuda_ask_for_changes_no_result(storage, dtype, shape, monkeypatch):
+def test_cuda_limits_change_no_result(storage, dtype, shape, monkeypatch):
     layer, x = layer_of(storage, dtype), torch.randn(shape, dtype=dtype)
     plain, seen, product = run(layer, x), [], torch._int_mm
 
@@ -158,7 +158,7 @@ def test_what_kernels_on_cuda_ask_for_changes_no_result(storage, dtype, shape, m
 
 
 @pytest.mark.parametrize("storage", MULTIPLIED)
-def test_what_is_not_finite_is_not_hidden(storage):
+def test_infinite_numbers_are_not_hidden(storage):
     layer, x = layer_of(storage), torch.randn(3, 64)
     x[1, 5] = torch.nan
     out = layer(x)

@@ -22,7 +22,7 @@ def context(*capabilities: str, **changes: object) -> TuningContext:
     return TuningContext(hardware(*capabilities, **changes), get_family("qwen-image"), workload())
 
 
-def test_shared_memory_decides_on_allocator_and_batches():
+def test_shared_memory_decides_on_allocators():
     integrated = builders.context(machine({}, kind="integrated"))
     cases = (
         (context(), ("expandable", "default"), ("pinned", "pageable")),
@@ -45,7 +45,7 @@ def told(monkeypatch):
     return settings
 
 
-def test_what_the_user_told_the_allocator_stays(monkeypatch, told):
+def test_what_user_told_allocator_stays(monkeypatch, told):
     monkeypatch.setenv(VARIABLES[1], "max_split_size_mb:128")
     configure_allocator("expandable")
     assert VARIABLES[0] not in os.environ
@@ -61,7 +61,7 @@ def test_expandable_segments_reach_a_running_allocator(told):
     assert told == ["expandable_segments:True"]
 
 
-def test_products_of_8_bits_need_the_compact_floor():
+def test_eight_bit_products_need_compact():
     names = ("quantization.int8-matmul", "quantization.fp8-matmul")
     strict = Quantization().choices(context(*names))
     both = ("int8-matmul", "fp8-matmul")
@@ -92,7 +92,7 @@ def test_measurements_decide_on_attention(speed, is_tried):
     assert "native" in choices.admitted
 
 
-def test_dora_has_whole_weights_on_the_device():
+def test_dora_has_whole_weights_on_device():
     usual = context()
     dora = replace(usual, workload=usual.workload.changed(adapter="dora"))
     assert Quantization().choices(dora).admitted == ("none",)
@@ -132,7 +132,7 @@ def test_the_fastest_loader_is_taken():
     assert chosen(machine(cold, warm)) == "safetensors"
 
 
-def test_on_shared_memory_a_mapped_file_counts_twice():
+def test_mapped_files_count_twice():
     cold = {"safetensors": 3.0, "pread": 2.0}
     assert chosen(machine(cold, kind="integrated")) == "safetensors"
     tight = machine(cold, budget_bytes=50 * GIB, kind="integrated")  # the model takes 38 GiB
@@ -140,7 +140,7 @@ def test_on_shared_memory_a_mapped_file_counts_twice():
     assert chosen(machine({}, budget_bytes=50 * GIB, kind="integrated")) != "safetensors"
 
 
-def test_a_precision_with_wrong_gradients_gives_way_to_the_next():
+def test_wrong_precisions_give_way():
     wrong = Capability(name="parity.precision.bf16", available=False, reason="differs")
     hardware = builders.hardware("precision.bf16", "precision.fp16", "attention.native")
     where = builders.context(hardware)

@@ -20,7 +20,7 @@ WORDS = sorted({word for id_ in IDS for word in id_.split("-")})
 
 
 @pytest.mark.slow
-def test_every_name_finds_its_own_entry_alone():
+def test_names_find_their_own_entry():
     for gpu in load_catalog():
         assert all(find_gpu(name, gpu.memory_bytes) is gpu for name in gpu.names)
         others = [other for other in load_catalog() if other.name != gpu.name]
@@ -59,12 +59,12 @@ SEEN_GIB = {
 }
 
 
-def test_no_card_holds_more_than_torch_reports_on_linux():
+def test_cards_hold_what_torch_reports():
     for name, seen_gib in SEEN_GIB.items():
         assert hardware_named(name).device.total_memory_bytes <= seen_gib * GIB, name
 
 
-def test_geforce_tensor_cores_sum_in_fp32_at_half_rate():
+def test_geforce_sums_at_half_rate():
     """What the vendor gives no table for is SMs x operations x boost clock: 512 of GeForce
     cards, 1,024 of others."""
     for gpu in load_catalog():
@@ -75,7 +75,7 @@ def test_geforce_tensor_cores_sum_in_fp32_at_half_rate():
             assert round(per_product) == (4 if "GeForce" in gpu.name else 2), gpu.id
 
 
-def test_the_host_is_reached_by_lanes_or_nvlink():
+def test_lanes_or_nvlink_reach_the_host():
     for name, bytes_per_second in {
         "rtx-4090": 16 * PCIE_BYTES_PER_LANE[4],
         "rtx-5060-ti-16gb": 8 * PCIE_BYTES_PER_LANE[5],
@@ -100,14 +100,14 @@ def test_cards_without_bf16_train_in_fp16():
         assert Rates(profile, "fp16", "native", "efficient").reached == pytest.approx(measured)
 
 
-def test_cards_that_cuda_13_left_out_get_cuda_12():
+def test_old_cards_get_older_cuda():
     for name, cuda in (("nvidia-v100-sxm2-16gb", "12.6"), ("nvidia-t4", "13.0")):
         profile = hardware_named(name)
         assert profile.versions.cuda_runtime == cuda
         assert any(f"CUDA {cuda}" in note for note in profile.notes)
 
 
-def test_every_entry_gives_a_profile_with_its_assumptions():
+def test_entries_make_profiles_with_assumptions():
     for gpu in load_catalog():
         profile = hardware_named(gpu.id)
         sheet = profile.datasheet
@@ -120,7 +120,7 @@ def test_every_entry_gives_a_profile_with_its_assumptions():
         assert any("assumed" in note for note in profile.notes)
 
 
-def test_host_memory_and_reserve_can_be_said():
+def test_host_memory_can_be_said():
     usual, small = hardware_for("4090"), hardware_for("4090", host_memory="32GiB")
     assert (usual.host.memory_bytes, small.host.memory_bytes) == (64 << 30, 32 << 30)
     assert small.host.available_memory_bytes < 32 << 30
@@ -168,7 +168,7 @@ def refusal(name):
     return caught.value
 
 
-def test_every_card_is_found_by_its_names():
+def test_cards_are_found_by_names():
     for gpu in load_catalog():
         short = gpu.id.removeprefix("nvidia-").removeprefix("rtx-")
         sized = f"{gpu.name} {gpu.memory_nominal_gb:g}GB"
@@ -181,7 +181,7 @@ def test_every_card_is_found_by_its_names():
     st.lists(st.sampled_from([" ", "-", "_", "  "]), min_size=8, max_size=8),
     st.randoms(),
 )
-def test_words_may_be_joined_and_written_in_any_way(id_, joints, random):
+def test_words_may_be_joined_anyhow(id_, joints, random):
     words = [random.choice([word, word.upper(), word.title()]) for word in id_.split("-")]
     assert meant("".join(itertools.chain(*zip(words, joints, strict=False)))) == id_
 
@@ -227,16 +227,16 @@ def test_names_that_people_use():
         ("rtx 6000", {"rtx-6000-ada", "rtx-pro-6000"}),
     ],
 )
-def test_a_name_of_several_cards_is_refused_with_all(name, ids):
+def test_ambiguous_names_list_all_cards(name, ids):
     assert all_meant(refusal(name)) == {f"nvidia-{id_}" for id_ in ids}
 
 
 @pytest.mark.parametrize("name", ["", " ", "-", "nvidia", "GeForce RTX", "90"])
-def test_a_name_of_no_card_is_refused(name):
+def test_name_of_no_card_is_refused(name):
     assert "no hardware called" in refusal(name).message
 
 
-def test_what_is_near_an_unknown_card_is_offered():
+def test_near_cards_are_offered():
     for name, near in {
         "4095": "4090",
         "3070 super": "2070-super",
@@ -246,7 +246,7 @@ def test_what_is_near_an_unknown_card_is_offered():
     assert "another card" not in refusal("voodoo").hint
 
 
-def test_cards_that_no_plan_is_made_for_say_why():
+def test_unplannable_cards_say_why():
     reasons = {
         "tensor cores": ("1080 ti", "GTX 1060 6GB", "gtx1080ti", "P40", "GTX 1660 Super"),
         "an AMD": ("rx 7900 xtx", "RX9070XT", "7900xtx", "MI300X", "Radeon VII"),
@@ -257,7 +257,7 @@ def test_cards_that_no_plan_is_made_for_say_why():
         assert all(reason in refusal(name).message for name in names)
 
 
-def test_a_saved_profile_goes_before_a_part_of_a_name(tmp_path, monkeypatch):
+def test_saved_profiles_go_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_profile(hardware_named("nvidia-b200"), tmp_path / "4090")
     assert hardware_named("4090").datasheet.id == "nvidia-b200"

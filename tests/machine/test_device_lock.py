@@ -59,7 +59,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "locks" / "device.lock"
 
 
-def test_second_search_names_the_holder_and_waits(path, monkeypatch):
+def test_second_search_names_holder_and_waits(path, monkeypatch):
     (first, pipe), (second, other) = _holder(path), _holder(path)
     pipe.send("take it")
     assert pipe.recv() == []
@@ -94,7 +94,7 @@ def test_searches_take_turns(path):
     lock.release()
 
 
-def test_runs_share_a_device_and_refuse_searches(path):
+def test_runs_share_device_and_refuse_searches(path):
     run, pipe = _holder(path, for_training=True)
     pipe.send("take it")
     assert pipe.recv() == []
@@ -113,7 +113,7 @@ def test_runs_share_a_device_and_refuse_searches(path):
     search.release()
 
 
-def test_a_run_waits_without_taking_a_turn(tmp_path, path):
+def test_run_waits_without_taking_turn(tmp_path, path):
     marker = tmp_path / "waits"
     run, pipe = _holder(path, for_training=True, marker=marker)
     search = DeviceLock(path)
@@ -186,7 +186,7 @@ def test_users_exclude_each_other():
             assert _acquired_as_another_user(path)
 
 
-def test_a_card_has_one_lock_whatever_is_visible(monkeypatch):
+def test_cards_have_one_lock(monkeypatch):
     first, cpu = hardware().device, hardware(kind="cpu").device
 
     def locks(*visible: str) -> list[Path]:
@@ -198,7 +198,7 @@ def test_a_card_has_one_lock_whatever_is_visible(monkeypatch):
     assert len({*both, lock_path(cpu)}) == 3
 
 
-def test_a_cpu_is_locked_without_a_cache_folder(tmp_path, monkeypatch):
+def test_cpu_is_locked_without_cache_folder(tmp_path, monkeypatch):
     cpu = hardware(kind="cpu").device
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert lock_path(cpu).is_relative_to(tmp_path)

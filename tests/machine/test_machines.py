@@ -60,7 +60,7 @@ def test_profile_and_findings_are_true(name):
     assert later.fingerprint == profile.fingerprint
 
 
-def test_another_gpu_memory_or_driver_is_another_machine():
+def test_changed_hardware_is_another_machine():
     card = read_profile(machine("rtx-4090"))
     gpus = [one for one in map(read_profile, map(machine, MACHINES)) if one.device.kind != "cpu"]
     newer = read_profile(changed("rtx-4090", nvml={"driver": "595.10"}))
@@ -76,7 +76,7 @@ def test_another_gpu_memory_or_driver_is_another_machine():
     assert newer.match_keys == card.match_keys, "plans hold across drivers"
 
 
-def test_a_cpu_is_known_by_name_cores_and_memory():
+def test_cpus_are_known_by_facts():
     cpu = read_profile(machine("no-gpu"))
     same = changed("no-gpu", os={"available_bytes": 8 * GIB}, packages={"torch": "2.14.0"})
     assert read_profile(same).fingerprint == cpu.fingerprint
@@ -84,7 +84,7 @@ def test_a_cpu_is_known_by_name_cores_and_memory():
         assert read_profile(changed("no-gpu", os=other)).fingerprint != cpu.fingerprint
 
 
-def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
+def test_fullest_gpu_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (read_profile(machine("two-gpus"), index) for index in range(2))
     monkeypatch.setattr("autotune.machine.probe.probe", lambda index: (free, busy)[index])
@@ -112,7 +112,7 @@ def unequal(*sizes_gib):
     )
 
 
-def test_of_unequal_gpus_the_largest_trains_and_knows_the_others():
+def test_largest_gpu_trains():
     device = read_profile(unequal(12, 48, 24)).device
     assert (device.index, device.name) == (1, "card of 48")
     others = [(gpu.index, gpu.name, gpu.total_memory_bytes) for gpu in device.others]
@@ -122,7 +122,7 @@ def test_of_unequal_gpus_the_largest_trains_and_knows_the_others():
     assert read_profile(unequal(12, 48), 0).device.name == "card of 12"
 
 
-def test_shared_memory_is_budgeted_from_what_the_host_has():
+def test_shared_memory_is_the_hosts():
     """Neither a container's limit nor what CUDA calls free counts."""
     device = read_profile(machine("gb10")).device
     assert device.budget_bytes == 110_000_000_000 - device.total_memory_bytes // 8
@@ -154,7 +154,7 @@ def test_two_signals_decide(kind):
     assert {classify_memory(*signals, None)[0] for signals in KINDS[kind]} == {kind}
 
 
-def test_memory_kind_can_be_overridden_and_says_so():
+def test_memory_kind_can_be_overridden():
     profile = read_profile(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "coherent"}))
     assert profile.device.memory_kind == "coherent"
     assert "AUTOTUNE_MEMORY_KIND=coherent" in profile.device.memory_kind_reason
@@ -168,7 +168,7 @@ RESERVES = st.one_of(st.none(), st.integers(0, 2**40))
 
 
 @given(st.sampled_from((*OVERRIDES, "host")), SIZES, SIZES, st.booleans(), RESERVES)
-def test_a_budget_never_exceeds_what_is_free(kind, total, free, display, reserve):
+def test_budget_never_exceeds_what_is_free(kind, total, free, display, reserve):
     if total is None and free is None:
         with pytest.raises(AutotuneError):
             compute_budget(kind, total, free, display, reserve)
@@ -180,7 +180,7 @@ def test_a_budget_never_exceeds_what_is_free(kind, total, free, display, reserve
         assert compute_budget(kind, total, free, display, reserve + 1)[0] <= num_bytes
 
 
-def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
+def test_cards_without_bf16_say_so(monkeypatch):
     old, new = (read_profile(machine(name)) for name in ("v100", "a100-40gb"))
     assert any(note.startswith(NO_BF16) and "trains in fp16" in note for note in old.notes)
     assert not any(note.startswith(NO_BF16) for note in new.notes)
@@ -190,7 +190,7 @@ def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
     assert "trains in fp16" in events[-1].text
 
 
-def test_a_card_of_eight_lanes_misses_none():
+def test_card_of_eight_lanes_misses_none():
     card = {"name": "NVIDIA GeForce RTX 4060 Ti", "pcie_max_width": 8, "total_bytes": 16380 << 20}
     card = {**SOURCES["rtx-4090"]["nvml"]["devices"][0], **card}
     in_full, in_narrow = (
@@ -254,14 +254,14 @@ def test_the_doctor_accepts_indices_and_uuids(value):
         ("470.256.02", [8, 9], "update the driver to 580 or newer, then install the cu130 build"),
     ],
 )
-def test_the_doctor_names_the_torch_for_a_driver(driver, capability, build):
+def test_doctor_names_torch_for_driver(driver, capability, build):
     card = {"name": "GPU", "capability": capability}
     nvml = {"driver": driver, "devices": [card]}
     system = changed("rtx-4090", packages={"torch": ABSENT, "torch_cuda": ABSENT}, nvml=nvml)
     assert build in found(system)["no-torch"].fix
 
 
-def test_a_gpu_of_an_unknown_driver_gets_no_build_for_cpus():
+def test_unknown_drivers_get_cuda_builds():
     system = changed("no-nvml", packages={"torch_cuda": ABSENT}, torch={"cuda": ABSENT})
     assert "cu126" in found(system)["cpu-only-torch"].fix
 
@@ -323,7 +323,7 @@ def test_a_missing_source_is_survived(source):
         survived({**SOURCES[name], source: {"absent": "gone"}})
 
 
-def test_the_first_source_that_makes_sense_wins():
+def test_first_source_that_makes_sense_wins():
     reader = Reader(FakeSystem({"torch": {"x": -1}, "nvml": {"x": 7}}))
     assert reader.fact("fact", SIZE, "torch:x", "nvml:x") == 7
     assert reader.fact("other", SIZE, "torch:x", "driver:x") is None
@@ -333,14 +333,14 @@ def test_the_first_source_that_makes_sense_wins():
 
 
 @pytest.mark.parametrize(("name", "status"), [("cpu-only-torch", 1), ("gb10", 0), ("h200", 0)])
-def test_the_doctor_exits_with_one_where_something_blocks(monkeypatch, name, status):
+def test_doctor_fails_where_something_blocks(monkeypatch, name, status):
     monkeypatch.setattr(doctor, "System", lambda with_torch: machine(name))
     result = CliRunner().invoke(app, ["doctor", "--json"])
     severities = [finding["severity"] for finding in json.loads(result.stdout)["items"]]
     assert result.exit_code == status == int("blocks" in severities)
 
 
-def test_scripts_read_the_fingerprint_that_was_probed(monkeypatch, tmp_path):
+def test_scripts_read_fingerprint_that_was_probed(monkeypatch, tmp_path):
     monkeypatch.setattr(probing, "System", lambda: machine("rtx-4090"))
     fingerprint = probing.probe().fingerprint
     printed = CliRunner().invoke(app, ["probe", "--quick", "--json"]).stdout

@@ -31,7 +31,7 @@ CPU = read_profile(machine("no-gpu"))
 
 
 @given(st.floats(1e-7, 100), st.floats(0.01, 1))
-def test_a_measurement_ends_in_time_and_has_a_sample(call_seconds, limit_seconds):
+def test_measurements_end_in_time(call_seconds, limit_seconds):
     now = 0.0
 
     def call():
@@ -44,7 +44,7 @@ def test_a_measurement_ends_in_time_and_has_a_sample(call_seconds, limit_seconds
     assert now <= 5 * limit_seconds + 3 * call_seconds + 2e-3
 
 
-def test_the_first_call_warms_up_and_setup_precedes_each():
+def test_first_calls_warm_up():
     order, durations, now = [], iter([5.0, *[1.0] * 100]), 0.0
 
     def call():
@@ -59,7 +59,7 @@ def test_the_first_call_warms_up_and_setup_precedes_each():
     assert order == ["ready", "call"] * (len(order) // 2)
 
 
-def test_spread_is_the_interquartile_range_over_the_median():
+def test_spread_is_interquartile_range_over_median():
     assert spread_of([1.0, 1.0, 1.0, 1.0, 1.0]) == 0
     assert spread_of([1.0, 9.0]) == 0
     assert spread_of([1.0, 1.0, 2.0, 3.0, 3.0]) == 1.0
@@ -102,7 +102,7 @@ def test_a_cpu_is_measured_whole(small):
         assert math.isfinite(rate.value)
 
 
-def test_a_failing_kernel_costs_its_own_rate_only(small, monkeypatch):
+def test_failing_kernels_cost_one_rate(small, monkeypatch):
     def broken(self):
         raise RuntimeError("CUDA error: no kernel image is available")
 
@@ -115,7 +115,7 @@ def test_a_failing_kernel_costs_its_own_rate_only(small, monkeypatch):
 
 
 @pytest.mark.parametrize("calls_before", [0, 1])
-def test_a_first_measurement_that_fails_ends_nothing(small, monkeypatch, calls_before):
+def test_first_measurement_that_fails_ends_nothing(small, monkeypatch, calls_before):
     """It is made once more at the end, to see whether the machine kept its pace."""
     whole, calls = Meter.matmul, []
 
@@ -131,7 +131,7 @@ def test_a_first_measurement_that_fails_ends_nothing(small, monkeypatch, calls_b
     assert sum(kind == "rate" for kind, _ in reports) == 32 + calls_before
 
 
-def test_what_the_time_does_not_reach_is_said(small, monkeypatch):
+def test_unmeasured_speeds_are_said(small, monkeypatch):
     none_left = dataclasses.replace(BENCHMARK_SIZES["cpu"], total_seconds=-1.0)
     monkeypatch.setitem(BENCHMARK_SIZES, "cpu", none_left)
     reports = reports_of()
@@ -141,7 +141,7 @@ def test_what_the_time_does_not_reach_is_said(small, monkeypatch):
 
 @BITSANDBYTES
 @pytest.mark.slow
-def test_4_bit_weights_are_measured_where_they_work(small):
+def test_four_bit_weights_are_measured(small):
     nf4 = "quantization.bnb-nf4"
     capabilities = [
         each.changed(available=each.available or each.name == nf4) for each in CPU.capabilities
@@ -151,7 +151,7 @@ def test_4_bit_weights_are_measured_where_they_work(small):
     assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
 
 
-def test_kernels_outlast_their_launch_and_fit_small_cards(monkeypatch):
+def test_kernels_outlast_their_launch(monkeypatch):
     """A launch takes a GPU's driver and Python some 5 us; a step charges it by itself."""
     meter, moved = Meter(CPU, lambda: None), []
     monkeypatch.setattr(meter, "time", lambda call: call())
@@ -184,7 +184,7 @@ REPORT = f"import json; print(json.dumps({{'rate': {RATE.model_dump_json()!r}}})
     ("ends", "note"),
     [("import os; os.abort()", "in attention x"), ("import time; time.sleep(60)", "ended early")],
 )
-def test_a_child_that_dies_or_hangs_keeps_what_it_reported(ends, note):
+def test_dying_children_keep_their_reports(ends, note):
     begun = "print(json.dumps({'measuring': 'attention x'}), flush=True)"
     profile = child(f"{REPORT}; {begun}; {ends}", limit_seconds=1.0)
     assert profile.rates == (RATE,)
@@ -192,7 +192,7 @@ def test_a_child_that_dies_or_hangs_keeps_what_it_reported(ends, note):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGPIPE])
-def test_a_child_ends_silently_with_its_probe(stop, tmp_path):
+def test_child_ends_silently_with_its_probe(stop, tmp_path):
     (tmp_path / "profile").write_text(CPU.model_dump_json())
     reading, writing = os.pipe()
     os.close(reading)
@@ -209,7 +209,7 @@ def test_a_child_ends_silently_with_its_probe(stop, tmp_path):
     assert (tmp_path / "error").read_bytes() == b""
 
 
-def test_a_killed_measurement_of_the_disk_leaves_no_file(small, monkeypatch, tmp_path):
+def test_killed_measurements_leave_no_file(small, monkeypatch, tmp_path):
     def interrupted(read, **options):
         read()
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -44,14 +44,14 @@ def affinity(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
 
 
-def test_the_narrowest_limit_above_a_process_counts(groups):
+def test_narrowest_limit_above_process_counts(groups):
     limit(groups / "slurm", 100 * GIB, used=90 * GIB, inactive=5 * GIB)
     limit(groups / "slurm" / "job_7", 32 * GIB, used=2 * GIB)
     limit(groups / "slurm" / "job_7" / "step_0", "max")
     assert query("container_free_bytes") == 15 * GIB
 
 
-def test_a_container_sees_its_own_group_as_root(groups):
+def test_containers_see_themselves_as_root(groups):
     limit(groups, 8 * GIB, used=GIB)
     sources.OWN_CGROUP.write_text("0::/\n")
     assert query("container_free_bytes") == 7 * GIB
@@ -83,7 +83,7 @@ def test_limits_of_cgroup_v1_count_too(v1, monkeypatch):
         query("container_free_bytes")
 
 
-def test_a_small_container_keeps_a_share_of_its_own_memory(groups, monkeypatch):
+def test_small_containers_keep_a_share(groups, monkeypatch):
     large = SimpleNamespace(total=512 * GIB, available=400 * GIB)
     monkeypatch.setattr(sources.psutil, "virtual_memory", lambda: large)
     limit(groups, 2 * GIB, used=GIB // 4)
@@ -106,7 +106,7 @@ def test_odd_control_groups_cost_nothing(groups, damage, monkeypatch):
         query("container_free_bytes")
 
 
-def test_cores_of_a_job_are_counted_by_its_quota(groups, monkeypatch):
+def test_quotas_count_cores(groups, monkeypatch):
     affinity(monkeypatch, 64)
     (groups / "slurm" / "cpu.max").write_text("max 100000\n")
     for group, quota, cores in (("job_7", 850_000, 8), ("job_7/step_0", 50_000, 1)):
@@ -179,7 +179,7 @@ def libcuda(tmp_path, monkeypatch):
     return build
 
 
-def test_the_driver_api_is_read_through_ctypes(libcuda):
+def test_driver_api_is_read_through_ctypes(libcuda):
     driver = libcuda(0)
     values = {name: read(0) for name, read in driver.queries.items()}
     assert values == {"count": 1, "cuda_driver": "13.2", "integrated": 1, "host_page_tables": 1}
@@ -188,7 +188,7 @@ def test_the_driver_api_is_read_through_ctypes(libcuda):
         driver.queries["integrated"](1)
 
 
-def test_a_driver_that_does_not_start_is_a_reason(libcuda):
+def test_dead_drivers_are_a_reason(libcuda):
     with pytest.raises(Unavailable, match="cuInit failed with error 100"):
         libcuda(100).queries["integrated"](0)
 
@@ -226,7 +226,7 @@ FAKE_NVML = SimpleNamespace(  # with NVML's conventions: milliwatts, bytes, hand
 )
 
 
-def test_nvml_is_read_by_uuid_and_in_our_units(monkeypatch):
+def test_nvml_is_read_by_uuid(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FAKE_NVML)
     queries = NvmlSource(lambda index: str(1 - index)).queries  # as CUDA may count the other way
     assert queries["driver"](0) == "580.95.05"
@@ -242,7 +242,7 @@ def test_nvml_is_read_by_uuid_and_in_our_units(monkeypatch):
         NvmlSource(lambda _: "9").queries["free_bytes"](0)
 
 
-def test_every_function_that_is_called_exists_in_pynvml():
+def test_called_nvml_functions_exist():
     text = Path(sources.__file__).read_text()
     called = set(re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", text))
     assert len(called) > 20
@@ -255,7 +255,7 @@ def test_what_nobody_knows_has_a_reason(source):
         query("no such query", source)
 
 
-def test_models_are_kept_where_the_hub_keeps_them(tmp_path, monkeypatch):
+def test_models_lie_where_the_hub_says(tmp_path, monkeypatch):
     looked = []
     monkeypatch.setattr(
         shutil, "disk_usage", lambda folder: looked.append(folder) or SimpleNamespace(free=7)

@@ -75,7 +75,7 @@ def test_any_damage_is_noticed(tmp_path, data):
         return
 
 
-def test_a_cache_that_cannot_be_written_costs_its_reuse(probes, tmp_path, monkeypatch):
+def test_unwritable_caches_cost_reuse(probes, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     first, again = cached_profile(), cached_profile()
@@ -84,7 +84,7 @@ def test_a_cache_that_cannot_be_written_costs_its_reuse(probes, tmp_path, monkey
     assert [note.partition(":")[0] for note in first.notes][-1] == NOT_SAVED
 
 
-def test_rates_are_reused_with_a_fresh_budget(probes):
+def test_rates_are_reused_with_fresh_budget(probes):
     first, again = cached_profile(), cached_profile()
     assert (probes["read"], probes["measured"]) == (2, 1)
     assert first.rates == again.rates == RATES
@@ -93,7 +93,7 @@ def test_rates_are_reused_with_a_fresh_budget(probes):
     assert probes["measured"] == 2
 
 
-def test_another_card_or_stack_is_measured_again(probes):
+def test_other_stacks_are_measured_again(probes):
     cached_profile()
     probes["machine"] = "rtx-5090"
     cached_profile()
@@ -116,7 +116,7 @@ def test_another_card_or_stack_is_measured_again(probes):
         ("no-gpu", "host", {"logical_cores": 2}, False),
     ],
 )
-def test_rates_hold_while_what_decides_them_does(name, part, change, holds):
+def test_rates_hold_while_causes_do(name, part, change, holds):
     saved = measured(name)
     now = saved.changed(**{part: getattr(saved, part).changed(**change)})
     assert has_valid_rates(saved, now) == holds

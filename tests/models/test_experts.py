@@ -27,7 +27,7 @@ SHAPE = (16, 1, 8, 8)
 
 @pytest.mark.parametrize("shift", [1.0, 12.0])
 @pytest.mark.parametrize("sampling", ["logit_normal", "uniform"])
-def test_each_expert_draws_what_falls_to_it_of_all_levels(shift, sampling):
+def test_experts_draw_their_levels(shift, sampling):
     whole = Noising(seed=3, shift=shift, sampling=sampling)
     levels = torch.tensor([whole.level_at(step, 0, SHAPE) for step in range(10_000)])
     for process in (FlowMatching(lowest_share=0.875), FlowMatching(highest_share=0.875)):
@@ -57,7 +57,7 @@ def test_the_folder_tells_an_experts_boundary(small_pipelines, tmp_path):
         _ = resolve_model(ModelRef.of(folder)).noise
 
 
-def test_an_expert_is_part_of_a_models_name_where_it_has_one():
+def test_experts_are_part_of_names():
     found = find_published(NAME, "low-noise")
     assert found is not None
     assert found[0].denoiser == "transformer_2"
@@ -100,7 +100,7 @@ def test_previews_use_both_transformers(small_pipelines, tmp_path, expert):
     assert sampled() != without
 
 
-def test_both_transformers_of_a_preview_in_fp16(small_pipelines):
+def test_both_transformers_of_preview_in_fp16(small_pipelines):
     small: Small = small_pipelines(NAME)
     model = resolve_model(ModelRef(name=str(small.folder), expert="high-noise"))
     settings = SETTINGS.changed(precision="fp16")

@@ -20,7 +20,7 @@ INTRODUCTION = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_lever_is_declared_or_excluded_with_the_reason(name):
+def test_levers_are_declared_or_excluded(name):
     family = FAMILIES[name]
     assert (family.modulation is None) == ("modulation" in family.excluded)
     assert (not family.attention_layouts) == ("norm_rope" in family.excluded)
@@ -31,7 +31,7 @@ def test_a_lever_is_declared_or_excluded_with_the_reason(name):
     assert len(LEVERS) - len(missing) >= (3 if is_unet else 4)
 
 
-def test_the_table_in_the_documentation_is_of_these_families():
+def test_lever_table_is_current():
     assert TABLE.read_text() == markdown()
 
 

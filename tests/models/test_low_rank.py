@@ -69,7 +69,7 @@ def test_dropout_draws_the_same_mask():
     assert_same(run(ours), run(peft))
 
 
-def test_gradients_accumulate_and_the_base_result_may_be_shared_by_recomputation():
+def test_recomputed_gradients_accumulate():
     peft, ours = pair()
     for model in (peft, ours):
         for seed in (1, 2):
@@ -82,7 +82,7 @@ def test_gradients_accumulate_and_the_base_result_may_be_shared_by_recomputation
     assert_same(found, expected)
 
 
-def test_disabled_merged_and_several_adapters_take_pefts_way():
+def test_several_adapters_go_pefts_way():
     peft, ours = pair()
     for model in (peft, ours):
         config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
@@ -102,7 +102,7 @@ def test_disabled_merged_and_several_adapters_take_pefts_way():
         assert_same([ours(x).detach()], [peft(x).detach()])
 
 
-def test_no_more_is_saved_for_the_backward_pass():
+def test_no_more_is_saved():
     saved = []
     for model in pair():
         sizes = {}

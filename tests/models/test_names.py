@@ -70,7 +70,7 @@ def test_names_that_people_type(typed, name):
         ("", set()),
     ],
 )
-def test_other_names_are_told_what_may_be_meant(typed, told):
+def test_other_names_tell_what_is_meant(typed, told):
     for find in (lambda name: resolve_model(ModelRef.of(name)), get_family):
         with pytest.raises(InvalidInput) as refused:
             find(typed)
@@ -80,5 +80,5 @@ def test_other_names_are_told_what_may_be_meant(typed, told):
         } == told
 
 
-def test_a_repository_is_never_taken_for_another():
+def test_repository_is_never_taken_for_another():
     assert meant("someone/flux1-dev") is None

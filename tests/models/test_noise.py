@@ -31,7 +31,7 @@ def test_discrete_process_is_the_schedulers(prediction):
 
 
 @pytest.mark.parametrize("prediction", SCHEDULERS)
-def test_min_snr_limits_the_weight_of_clean_images(prediction):
+def test_min_snr_limits_clean_images(prediction):
     scheduler = DDPMScheduler(**SCHEDULERS[prediction], prediction_type=prediction)
     process = DiscreteDiffusion.from_scheduler(scheduler.config)
     ratio = compute_snr(scheduler, LEVELS[:2].long())

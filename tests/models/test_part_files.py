@@ -50,9 +50,7 @@ def check_same_part(folder: Path, whole: Path, part: str, weights: Path | None) 
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
 
 
-def test_a_full_checkpoint_needs_of_its_base_tokenizers_and_configurations_alone(
-    small_pipelines, tmp_path
-):
+def test_full_checkpoint_needs_only_configurations(small_pipelines, tmp_path):
     whole = small_pipelines("sdxl").folder
     base = shutil.copytree(whole, tmp_path / "base")
     file = in_one_file("sdxl", base, tmp_path / "unet.safetensors")
@@ -66,7 +64,7 @@ def test_a_full_checkpoint_needs_of_its_base_tokenizers_and_configurations_alone
     check_same(model, whole)
 
 
-def test_vae_and_text_encoders_come_from_files_of_their_own_in_any_order(small_pipelines, tmp_path):
+def test_parts_come_from_own_files(small_pipelines, tmp_path):
     whole = small_pipelines("flux1-dev").folder
     base = shutil.copytree(whole, tmp_path / "base")
     file = in_one_file("flux1-dev", base, tmp_path / "flux1.safetensors")
@@ -102,16 +100,14 @@ ENCODERS = {"qwen-image": flat, "z-image": with_head}
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_a_text_encoder_under_the_names_that_comfyui_has_is_that_of_the_folder(
-    family, small_pipelines, tmp_path
-):
+def test_comfyuis_encoders_are_the_folders(family, small_pipelines, tmp_path):
     whole = small_pipelines(family).folder
     state = ENCODERS[family](dict(load_file(whole / "text_encoder" / "model.safetensors")))
     file = write(state, tmp_path / "encoder.safetensors")
     check_same_part(whole, whole, "text_encoder", file)
 
 
-def test_what_is_missing_is_named_with_the_place_where_it_usually_lies(small_pipelines, tmp_path):
+def test_missing_parts_name_their_place(small_pipelines, tmp_path):
     base, models = tmp_path / "base", tmp_path / "ComfyUI" / "models"
     (models / "diffusion_models").mkdir(parents=True)
     shutil.copytree(small_pipelines("z-image").folder, base)

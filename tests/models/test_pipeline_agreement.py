@@ -109,7 +109,7 @@ UNPACKED = ("z-image", "sdxl", "flux2-klein", "flux2-dev", "sd3.5")
 
 
 @pytest.mark.quick(*KINDS)
-def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, monkeypatch):
+def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypatch):
     family, pipeline = small.family, small.pipeline
     # The encoder sees 8-bit images: round the pixels likewise.
     controls = [((pixels + 1) * 127.5).round() / 127.5 - 1 for pixels in controls]
@@ -138,7 +138,7 @@ def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, m
 
 
 @pytest.mark.quick(*KINDS)
-def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monkeypatch):
+def test_encoded_pixels_decode_to_vaes_reconstruction(small, controls, monkeypatch):
     """With a transformer that predicts nothing, the pipeline decodes the latents it was given."""
     family, pipeline = small.family, small.pipeline
     pixels = small.pixels(small.bucket)

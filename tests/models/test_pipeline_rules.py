@@ -40,7 +40,7 @@ even = st.integers(1, 6).map(lambda half: 2 * half)
 
 
 @given(st.integers(1, 3), st.integers(1, 5), even, even)
-def test_unpack_undoes_pack_and_tokens_hold_one_patch(size, channels, height, width):
+def test_unpack_undoes_pack(size, channels, height, width):
     latents = torch.arange(size * channels * height * width).view(size, channels, 1, height, width)
     tokens = pack(latents)
     assert tokens.shape == (size, height * width // 4, channels * 4)
@@ -50,7 +50,7 @@ def test_unpack_undoes_pack_and_tokens_hold_one_patch(size, channels, height, wi
 
 @given(sides, sides)
 @settings(max_examples=100)
-def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, height):
+def test_controls_get_the_pipelines_size(width, height):
     one, several = FAMILIES["qwen-image-edit"], FAMILIES["qwen-image-edit-plus"]
     ratio = width / height
     assert one._condition_size(width, height) == edit.calculate_dimensions(1024**2, ratio)[:2]
@@ -60,12 +60,12 @@ def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, he
 
 @given(sides, sides)
 @settings(max_examples=100)
-def test_video_positions_scale_as_in_the_pipeline(height, width):
+def test_video_positions_scale_as_in_pipeline(height, width):
     stock = build_empty_pipeline("Kandinsky5T2VPipeline")._get_scale_factor(height, width)
     assert FAMILIES["kandinsky5-video-lite"]._rope_scale(height, width) == stock
 
 
-def test_control_images_of_edit_2511_count_as_clean(small_pipelines):
+def test_controls_of_edit_2511_are_clean(small_pipelines):
     small = small_pipelines("qwen-image-edit-plus")
     levels, predictions = small.levels(0.9, 0.3), {}
     samples = [small.sample(caption) for caption in CAPTIONS]
@@ -83,7 +83,7 @@ def test_control_images_of_edit_2511_count_as_clean(small_pipelines):
 
 
 @pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-plus"])
-def test_previews_see_controls_at_the_trained_size(small_pipelines, name, monkeypatch):
+def test_previews_see_controls_at_trained_size(small_pipelines, name, monkeypatch):
     small = small_pipelines(name)
     seen = record(small.transformer, "img_shapes", monkeypatch)
     before = edit.calculate_dimensions, plus.VAE_IMAGE_SIZE
@@ -93,7 +93,7 @@ def test_previews_see_controls_at_the_trained_size(small_pipelines, name, monkey
     assert (edit.calculate_dimensions, plus.VAE_IMAGE_SIZE) == before
 
 
-def test_preview_of_kontext_sees_the_control_at_the_trained_size(small_pipelines, monkeypatch):
+def test_kontext_previews_see_trained_controls(small_pipelines, monkeypatch):
     small = small_pipelines("flux1-kontext")
     seen = record(small.transformer, "img_ids", monkeypatch)
     image = preview(small, 32, 64, controls=[Image.new("RGB", (200, 100))])
@@ -124,7 +124,7 @@ def test_preview_of_chroma_masks_padding(small_pipelines, monkeypatch):
 
 
 @pytest.mark.slow
-def test_previews_of_ltx_need_neither_gemma_nor_the_connectors(small_pipelines):
+def test_ltx_previews_need_no_gemma(small_pipelines):
     small = small_pipelines("ltx-2.3")
     options = {"width": 64, "height": 32, "num_frames": 9, "num_inference_steps": 2}
     options |= {"guidance_scale": 3.0, "stg_scale": 0.0, "audio_stg_scale": 0.0}

@@ -25,7 +25,7 @@ MODELS = {each.name: each for name, family in FAMILIES.items() for each in famil
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_name_and_hub_id_give_the_published_model(name):
+def test_names_give_the_published_model(name):
     spec = resolve_model(ModelRef.of(name)).spec
     assert spec.num_parameters == MODELS[name].num_parameters
     assert spec == resolve_model(ModelRef.of(MODELS[name].hub_id)).spec
@@ -57,7 +57,7 @@ def published_folder(folder, name):
 
 @pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
+def test_published_folders_are_that_model(tmp_path, name):
     family, model = FAMILIES[name], resolve_model(ModelRef.of(published_folder(tmp_path, name)))
     assert model.spec.architecture == resolve_model(ModelRef.of(name)).spec.architecture
     parts = read_parts(model)
@@ -70,7 +70,7 @@ def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
     assert read_parts(replace(model, folder=None)) == family.parts
 
 
-def test_the_models_that_decode_sound_are_counted(tmp_path):
+def test_models_that_decode_sound_are_counted(tmp_path):
     folder, family = tmp_path / "small", FAMILIES["ltx-2.3"]
     write_small_pipeline(family, folder, ["a red fox"])
     files = [file for part in ("audio_vae", "vocoder") for file in (folder / part).glob("*.saf*")]
@@ -103,7 +103,7 @@ def test_each_pipeline_belongs_to_one_family():
         ({"expand_timesteps": True, "boundary_ratio": 0.875}, None),  # nobody has published such
     ],
 )
-def test_kinds_of_one_pipeline_are_told_apart(tmp_path, index, found):
+def test_pipeline_kinds_are_told_apart(tmp_path, index, found):
     folder = published_folder(tmp_path, found or "wan-2.1")
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **index}))
     if found:

@@ -38,7 +38,7 @@ def test_another_pipeline_is_refused_by_name(folder):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "null", "[" * 9999])
 @pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json"])
-def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
+def test_damaged_configurations_name_their_file(folder, name, text):
     (folder / name).write_text(text)
     with pytest.raises(InvalidInput, match=r"\.json"):
         resolve_model(ModelRef.of(folder))
@@ -54,7 +54,7 @@ def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
         {"num_attention_heads": 10**15},
     ],
 )
-def test_configuration_that_builds_no_model_is_refused(folder, config):
+def test_unbuildable_configurations_are_refused(folder, config):
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=r"does not build|more than any|without blocks"):
         assert resolve_model(ModelRef.of(folder)).spec
@@ -80,7 +80,7 @@ def test_a_configuration_chooses_no_native_code(folder, monkeypatch, name, value
         build_empty_component(folder, "text_encoder", dtype=torch.float32)
 
 
-def test_a_configuration_replaces_itself_by_no_file_that_was_not_looked_at(folder):
+def test_configurations_replace_themselves_never(folder):
     write_config(folder, "text_encoder", configuration_files=["config.4.0.0.json"])
     part = folder / "text_encoder"
     shutil.copy(part / "config.json", part / "config.4.0.0.json")
@@ -93,7 +93,7 @@ CODE = "from pathlib import Path\nPath({ran!r}).touch()\nclass Evil: pass\n"
 
 @pytest.mark.quick(*KINDS, "flux2-dev", "kandinsky5-video-lite", "qwen-image-edit")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_no_code_in_a_model_folder_is_run(small_pipelines, tmp_path, monkeypatch, family):
+def test_model_folders_run_no_code(small_pipelines, tmp_path, monkeypatch, family):
     """A file beside every configuration, which names it in every way that the libraries know."""
     monkeypatch.setattr("builtins.input", pytest.fail)
     folder = shutil.copytree(small_pipelines(family).folder, tmp_path / "model")
@@ -125,7 +125,7 @@ def test_no_code_in_a_model_folder_is_run(small_pipelines, tmp_path, monkeypatch
         ([1, "x"], "comes from"),
     ],
 )
-def test_parts_from_elsewhere_than_the_libraries_are_refused(folder, entry, reason):
+def test_foreign_parts_are_refused(folder, entry, reason):
     change_json(folder / "model_index.json", {"tokenizer": entry})
     with pytest.raises(InvalidInput, match=rf"tokenizer in .* {reason}"):
         resolve_model(ModelRef.of(folder))
@@ -141,13 +141,13 @@ def test_parts_from_elsewhere_than_the_libraries_are_refused(folder, entry, reas
         ("vae", {"dim_mult": [[1] * 2000]}),
     ],
 )
-def test_no_count_in_a_configuration_is_allocated_unbounded(folder, part, changes):
+def test_counts_are_allocated_bounded(folder, part, changes):
     write_config(folder, part, **changes)
     with pytest.raises(InvalidInput, match="more than any model has"):
         read_config(folder / part / "config.json")
 
 
-def test_a_product_of_moderate_counts_is_stopped_while_it_is_built(folder, monkeypatch):
+def test_moderate_products_are_stopped(folder, monkeypatch):
     monkeypatch.setattr("autotune.weights.stream.MAX_TENSORS", 30)
     write_config(folder, "transformer", num_layers=3)  # no other test has seen it built
     with pytest.raises(InvalidInput, match="over 30 tensors"):
@@ -175,14 +175,14 @@ def test_what_never_ends_is_not_read(folder, name, content):
 @pytest.mark.parametrize(
     "name", ["tokenizer/tokenizer.json", "tokenizer/any.model", "scheduler/scheduler_config.json"]
 )
-def test_what_a_library_would_read_as_a_whole_is_bounded(folder, name):
+def test_whole_files_are_bounded(folder, name):
     (folder / name).write_bytes(b"")
     os.truncate(folder / name, 20 << 30)
     with pytest.raises(InvalidInput, match="larger than"):
         resolve_model(ModelRef.of(folder))
 
 
-def test_a_scheduler_without_its_configuration_is_told(small_pipelines, tmp_path):
+def test_scheduler_without_its_configuration_is_told(small_pipelines, tmp_path):
     folder = shutil.copytree(small_pipelines("qwen-image").folder, tmp_path / "model")
     model = resolve_model(ModelRef.of(folder))
     check_weights(model)
@@ -193,7 +193,7 @@ def test_a_scheduler_without_its_configuration_is_told(small_pipelines, tmp_path
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("changes", [{"patch_size": 0}, {"in_channels": 0}])
-def test_a_configuration_that_builds_and_does_not_run_is_told_as_such(folder, changes):
+def test_built_models_that_fail_are_told(folder, changes):
     write_config(folder, "transformer", **changes)
     model = resolve_model(ModelRef.of(folder))
     with pytest.raises(InvalidInput, match=r"does not run|does not build"):
@@ -206,7 +206,7 @@ def test_a_configuration_that_builds_and_does_not_run_is_told_as_such(folder, ch
     ("vae", "config"),
     [("NoSuchVae", {}), ("utils", {}), ("UNet2DModel", {"block_out_channels": "x"})],
 )
-def test_an_autoencoder_that_cannot_be_built_is_refused(small_pipelines, tmp_path, vae, config):
+def test_unbuildable_autoencoders_are_refused(small_pipelines, tmp_path, vae, config):
     folder = shutil.copytree(small_pipelines("qwen-image").folder, tmp_path / "model")
     change_json(folder / "model_index.json", {"vae": ["diffusers", vae]})
     (folder / "vae" / "config.json").write_text(json.dumps(config))
@@ -215,7 +215,7 @@ def test_an_autoencoder_that_cannot_be_built_is_refused(small_pipelines, tmp_pat
 
 
 @pytest.mark.parametrize("revision", ["../../../x", "a/../../b", "/etc", "", "a b", "\x1b[2J"])
-def test_a_revision_leads_nowhere_out_of_the_cache(revision):
+def test_revision_leads_nowhere_out_of_cache(revision):
     for find in (resolve_model, fetch_model):
         with pytest.raises(InvalidInput, match="is not a revision of"):
             find(ModelRef.of(f"Qwen/Qwen-Image@{revision}"))

@@ -51,7 +51,7 @@ def header_only(state: State, file: Path) -> Path:
 @pytest.mark.parametrize(
     "family", ["flux1-dev", "qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"]
 )
-def test_a_file_and_a_base_are_the_model_that_the_folder_was(family, small_pipelines, tmp_path):
+def test_file_and_base_are_the_folder(family, small_pipelines, tmp_path):
     small = small_pipelines(family)
     shutil.copytree(small.folder, tmp_path / "base")
     file = in_one_file(family, tmp_path / "base", tmp_path / "model.safetensors")
@@ -69,7 +69,7 @@ def test_a_file_and_a_base_are_the_model_that_the_folder_was(family, small_pipel
 @pytest.mark.parametrize(
     "name", ["flux1-dev", "sd3.5", "sd3.5-medium", "sdxl", "wan-2.1-14b", "z-image", "qwen-image"]
 )
-def test_published_models_are_recognized_by_their_files(name, tmp_path):
+def test_published_files_are_recognized(name, tmp_path):
     found = find_published(name)
     assert found
     family, model = found
@@ -95,14 +95,14 @@ def test_published_models_are_recognized_by_their_files(name, tmp_path):
         ("wan2.1_t2v_14B", "wan-2.1-14b", None),
     ],
 )
-def test_models_of_one_architecture_are_told_apart_by_the_name_of_the_file(file, name, expert):
+def test_file_names_tell_models_apart(file, name, expert):
     named = ("flux1-dev", "flux1-kontext") if "flux" in file else ("wan-2.1-14b", "wan-2.2-14b")
     alike = [found for each in named if (found := find_published(each))]
     family, model = sort_by_name(file, alike)[0]
     assert (model.name, named_expert(file, family)) == (name, expert)
 
 
-def test_a_file_of_one_of_two_transformers_has_to_say_of_which():
+def test_one_expert_has_to_be_said():
     with pytest.raises(InvalidInput) as refused:
         named_expert("wan2.2_t2v_14B", get_family("wan-2.2-14b"))
     assert refused.value.hint == "say it: --expert high-noise or --expert low-noise"
@@ -116,7 +116,7 @@ def test_a_file_of_one_of_two_transformers_has_to_say_of_which():
         ("gone.safetensors", BadWeights, "path"),
     ],
 )
-def test_other_formats_are_refused_with_the_way_out(file, kind, words, tmp_path):
+def test_other_formats_tell_a_way_out(file, kind, words, tmp_path):
     if file != "gone.safetensors":
         (tmp_path / file).write_bytes(b"GGUF" * 8)
     with pytest.raises(kind) as caught:
@@ -124,16 +124,14 @@ def test_other_formats_are_refused_with_the_way_out(file, kind, words, tmp_path)
     assert words in caught.value.hint
 
 
-def test_an_adapter_is_no_model_and_says_so(tmp_path):
+def test_adapters_are_no_models(tmp_path):
     file = tmp_path / "adapter.safetensors"
     save_file({"diffusion_model.layers.0.lora_A.weight": torch.ones(2, 2)}, file)
     with pytest.raises(BadWeights, match="it is an adapter"):
         resolve_model(ModelRef.of(file))
 
 
-def test_of_a_base_on_the_hub_all_but_the_transformers_weights_is_fetched(
-    small_pipelines, tmp_path
-):
+def test_hub_bases_come_without_transformers(small_pipelines, tmp_path):
     small = small_pipelines("flux1-dev")
     shutil.copytree(small.folder, tmp_path / "repo")
     file = in_one_file("flux1-dev", tmp_path / "repo", tmp_path / "model.safetensors")

@@ -25,13 +25,13 @@ def install(folder: Path, name: str, entry_points: str, group: str, **modules: s
     return folder
 
 
-def test_a_family_that_was_added_is_found_by_its_name(monkeypatch):
+def test_added_families_are_found(monkeypatch):
     families = registry.Families(*registry.FAMILIES.values(), AuraFlow())
     monkeypatch.setattr(registry, "FAMILIES", families)
     assert resolve.resolve_model(ModelRef.of("aura-flow")).spec.num_blocks == 36
 
 
-def test_a_second_family_of_one_pipeline_is_refused():
+def test_second_families_are_refused():
     families = registry.Families(AuraFlow())
     with pytest.raises(ValueError, match="already a family"):
         families.add(AuraFlow())
@@ -40,7 +40,7 @@ def test_a_second_family_of_one_pipeline_is_refused():
 
 
 @pytest.mark.slow
-def test_an_entry_point_of_another_distribution_adds_a_family(tmp_path, monkeypatch):
+def test_entry_points_add_families(tmp_path, monkeypatch):
     module = (Path(__file__).parent / "sixth_family.py").read_text()
     site = install(
         tmp_path, "acme", "aura = acme.aura:AuraFlow", group=registry.ENTRY_POINTS, aura=module

@@ -30,7 +30,7 @@ def _loss(family, transformer, samples, noises, levels):
 
 
 @pytest.mark.quick(*KINDS)
-def test_loss_and_gradients_equal_an_independent_computation(small):
+def test_loss_and_gradients_equal_independent_computation(small):
     transformer, parameters = small.adapted()
     samples = [small.sample(caption) for caption in CAPTIONS]
     generator = torch.Generator().manual_seed(5)
@@ -51,7 +51,7 @@ def test_loss_and_gradients_equal_an_independent_computation(small):
 
 
 @pytest.mark.quick(*KINDS)
-def test_adapter_loads_in_the_stock_pipeline_without_unmapped_keys(small, tmp_path, caplog):
+def test_stock_pipelines_load_adapters(small, tmp_path, caplog):
     info = AdapterInfo(model="x", plan_digest="x", rank=4, alpha=4.0, training_steps=1)
     for targets in ("attention", "all-linear"):
         transformer, parameters = small.adapted(targets)

@@ -66,7 +66,7 @@ job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), m
     rate=1e-4,
     steps=1,
 )
-def test_any_job_reads_back_as_it_was_written(tmp_path_factory, model, data, prompts, rate, steps):
+def test_any_job_reads_back(tmp_path_factory, model, data, prompts, rate, steps):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     plan = make_plan(
         model=model, data=data, preview_prompts=prompts, learning_rate=rate, num_steps=steps
@@ -77,14 +77,14 @@ def test_any_job_reads_back_as_it_was_written(tmp_path_factory, model, data, pro
 
 @settings(max_examples=60)
 @given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin-1")))
-def test_arbitrary_text_raises_only_the_typed_error(tmp_path_factory, text):
+def test_arbitrary_text_raises_only_typed_error(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     with contextlib.suppress(InvalidPlan):
         raise AssertionError(load_plan(path))
 
 
-def test_every_frozen_value_is_covered_by_the_digest():
+def test_digest_covers_every_frozen_value():
     data = make_plan().model_dump(mode="json")
     leaves = list(_leaves(data["frozen"], ()))
     assert len(leaves) > 50
@@ -160,13 +160,13 @@ def test_each_damage_has_its_own_message(tmp_path, damage, words):
     assert words in refusal(tmp_path / "plan.yaml", damage(plan_text(make_plan()))).message
 
 
-def test_more_values_than_any_plan_has_are_refused(tmp_path, monkeypatch):
+def test_too_many_values_are_refused(tmp_path, monkeypatch):
     text, keys = plan_text(make_plan()), [f"key{number}: 1\n" for number in range(500)]
     monkeypatch.setattr(file, "MAX_NODES", 1000)
     assert "more than 1000 values" in refusal(tmp_path / "plan.yaml", text + "".join(keys)).message
 
 
-def test_absent_unreadable_and_binary_files_are_refused(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     for path in (tmp_path / "absent.yaml", tmp_path):
         with pytest.raises(InvalidPlan, match="there is no plan at"):
             load_plan(path)
@@ -178,7 +178,7 @@ def test_absent_unreadable_and_binary_files_are_refused(tmp_path):
         load_plan(tmp_path / "binary.yaml")
 
 
-def test_a_failed_write_leaves_the_old_plan(tmp_path, monkeypatch):
+def test_failed_write_leaves_old_plan(tmp_path, monkeypatch):
     path = tmp_path / "plan.yaml"
     save_plan(make_plan(), path)
     before = path.read_text()
@@ -200,7 +200,7 @@ def test_overrides_are_validated_like_the_file():
         with_job(plan, learning_rate=7.0)
 
 
-def test_steps_whose_times_would_be_absurd_are_refused():
+def test_absurd_steps_are_refused():
     with pytest.raises(InvalidPlan, match=r"job\.num_steps: input should be less than"):
         with_job(make_plan(), num_steps=9 * 10**18)
     job = with_job(make_plan(), num_train_epochs=10**9).job
@@ -209,7 +209,7 @@ def test_steps_whose_times_would_be_absurd_are_refused():
         job.steps_on(5, 4)
 
 
-def test_words_in_a_plan_cannot_steer_the_terminal(tmp_path, capfd):
+def test_words_in_plan_cannot_steer_terminal(tmp_path, capfd):
     frozen = make_plan().frozen
     evil = frozen.changed(reasons=(frozen.reasons[0].changed(why="\x1b[2J\x9bfast"),))
     save_plan(seal(make_plan().job, evil), tmp_path / "plan.yaml")
@@ -222,7 +222,7 @@ def test_words_in_a_plan_cannot_steer_the_terminal(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_another_schema_is_refused_with_both_versions(version, tmp_path):
+def test_other_schemas_are_refused(version, tmp_path):
     text = plan_text(make_plan()).replace("schema_version: 2", f"schema_version: {version}")
     error = refusal(tmp_path / "plan.yaml", text)
     assert f"has schema {version}, and this autotune reads schema 2 only" in error.message

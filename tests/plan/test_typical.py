@@ -42,7 +42,7 @@ def test_a_spread_rises_within_its_values(values, count):
 
 
 @given(lengths, st.integers(1, 32))
-def test_a_step_of_usual_captions_has_their_mean_length(values, batch):
+def test_usual_captions_have_mean_length(values, batch):
     work = workload(values, batch)
     mean = sum(typical_text_tokens(work)) / batch
     if len(values) % batch == 0 or batch % len(values) == 0:
@@ -58,7 +58,7 @@ def test_quantiles_that_cannot_be_are_refused(quantiles):
         builders.workload(max_text_tokens=12, text_token_quantiles=quantiles)
 
 
-def test_the_usual_bucket_is_near_the_mean():
+def test_usual_bucket_is_near_mean():
     def work(*items: int) -> Workload:
         frames = zip((1, 41, 81), items, strict=True)
         shape = {"width_px": 64, "height_px": 64}
@@ -70,7 +70,7 @@ def test_the_usual_bucket_is_near_the_mean():
 
 
 @pytest.mark.slow
-def test_one_long_caption_does_not_decide_the_time(tmp_path, monkeypatch):
+def test_one_long_caption_decides_nothing(tmp_path, monkeypatch):
     model, images = write_model_and_images(tmp_path)
     first = min(images.glob("*.txt"))
     first.write_text(" ".join(["sail"] * 60))

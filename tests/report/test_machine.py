@@ -27,7 +27,7 @@ from autotune.report.machine import (
 from tests.machine.fleet import MACHINES, machine
 
 
-def test_models_for_a_gpu_are_sorted_by_the_hours_of_a_run():
+def test_models_are_sorted_by_hours():
     models = list_models("4090")
     hours = [model.run_hours or math.inf for model in models]
     assert hours == sorted(hours)

@@ -143,7 +143,7 @@ def long_plan(evidence, number):
 
 @pytest.mark.parametrize("evidence", ["measured", "predicted"])
 @pytest.mark.parametrize("number", [1, 8])
-def test_the_answer_fits_a_screen_of_80_columns(evidence, number):
+def test_answer_fits_screen_of_80_columns(evidence, number):
     plan = long_plan(evidence, number)
     lines = [*plan_lines(plan), *train_hint(plan, Path("plan.yaml")).splitlines()]
     explained = explain_lines(plan)
@@ -215,7 +215,7 @@ def test_no_answer_is_wider_than_80_columns():
     assert [line for view in views for line in view if len(line) > 80] == []
 
 
-def test_a_trial_is_told_in_one_line():
+def test_trial_is_told_in_one_line():
     candidate = golden_plan().frozen.settings
     for outcome in get_args(Outcome):
         trial = TrialResult(

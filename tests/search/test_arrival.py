@@ -28,7 +28,7 @@ def predicted(_by_formula: None) -> TrainingPlan:
     return make_plan(asked, hardware_named("nvidia-rtx-4090"))
 
 
-def test_settings_that_hold_are_sealed_as_measured(predicted):
+def test_held_settings_are_sealed_as_measured(predicted):
     sealed = verify_prediction(predicted, HERE, backend=surroundings())
     frozen = sealed.frozen
     assert frozen.expected.evidence == "measured"
@@ -39,7 +39,7 @@ def test_settings_that_hold_are_sealed_as_measured(predicted):
     assert sealed.frozen.predicted_digest == predicted.digest
 
 
-def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted, tmp_path):
+def test_next_start_finds_the_sealed_plan(predicted, tmp_path):
     path = tmp_path / "plan.yaml"
     assert load_verified(path, predicted, HERE) is None
     sealed = verify_prediction(predicted, HERE, backend=surroundings())
@@ -57,7 +57,7 @@ def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted, tmp_pa
     assert load_verified(path, predicted, HERE) is None
 
 
-def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted):
+def test_failing_settings_give_way(predicted):
     assert predicted.frozen.fallbacks
     bad = predicted.frozen.settings
 
@@ -75,7 +75,7 @@ def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted):
     assert sealed.workload == predicted.frozen.workload
 
 
-def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted):
+def test_what_cannot_fit_is_not_tried(predicted):
     small = builders.hardware("attention.native", budget_bytes=4 * 2**30, compute_capability=(8, 9))
     untouched = surroundings(lambda candidate: pytest.fail("tried"))
     with pytest.raises(DoesNotFit, match=r"a run may take 4\.0 GiB"):
@@ -87,7 +87,7 @@ def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     return seal(plan.job, plan.frozen.model_copy(update=changes))
 
 
-def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted):
+def test_kept_encoders_count_on_arrival(predicted):
     released = verify_prediction(predicted, HERE, backend=surroundings()).frozen.expected
     keeping = edited(predicted, caching=CachingSettings(residency="keep"))
     kept = verify_prediction(keeping, HERE, backend=surroundings()).frozen
@@ -101,7 +101,7 @@ def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted):
         verify_prediction(edited(keeping, fallbacks=()), tight, backend=surroundings())
 
 
-def test_what_computes_something_else_here_is_not_tried(predicted):
+def test_wrong_computations_are_not_tried(predicted):
     usual = predicted.frozen.settings
     unproven = usual.changed(attention="_native_cudnn")
     asked: list[object] = []

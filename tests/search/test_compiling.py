@@ -61,7 +61,7 @@ def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", 0.001)
 
 
-def test_what_is_paid_back_only_with_cached_code_is_tried_again_and_taken():
+def test_cached_code_is_tried_again():
     run, tried = machine(0.3, 400.0, 50.0)
     told: list[TrialResult] = []
     asked = request(num_steps=STEPS, max_trials=3, pins=PLAIN + FEW)
@@ -76,13 +76,13 @@ def test_what_is_paid_back_only_with_cached_code_is_tried_again_and_taken():
     assert len(tried) == 2
 
 
-def test_what_is_not_paid_back_is_left_and_the_plan_says_what_was_measured():
+def test_unpaid_compiling_is_left():
     plan = plan_on(machine(-0.1, 1.0)[0])
     assert plan.frozen.settings.compile == "off"
     assert "steps become 0.1 s slower" in reason_of(plan).rejected[0].reason
 
 
-def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled():
+def test_wrong_gradients_compile_nothing():
     run, tried = machine(0.3, 1.0)
 
     def check(context: object, choices: object, model: object) -> object:
@@ -99,7 +99,7 @@ def test_where_gradients_under_compiled_code_are_wrong_nothing_is_compiled():
     assert plan.frozen.trials[-1].outcome == "numerics"
 
 
-def test_a_check_without_answer_is_no_wrong_number_and_its_time_counts():
+def test_unanswered_checks_count_their_time():
     run, tried = machine(0.3, 1.0)
 
     def check(context: object, choices: Any, model: object) -> tuple[Capability, ...]:

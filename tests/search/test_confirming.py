@@ -28,7 +28,7 @@ def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResu
     return trial(of, seconds, confirms=True, **changes)
 
 
-def test_what_others_slowed_down_is_repeated_and_stays_on_record():
+def test_disturbed_trials_are_repeated():
     asked, told = request(pins=FEW, max_trials=6), list[TrialResult]()
     slowed: list[Candidate] = []
 
@@ -60,7 +60,7 @@ def test_the_winner_is_confirmed_once(case):
     assert trials[-1].confirms
 
 
-def test_a_runner_up_that_noise_may_have_beaten_is_confirmed(case):
+def test_close_runners_up_are_confirmed(case):
     first, second, third = case.space.candidates[:3]
     seen = {first: longer(first, 1.06), second: longer(second, 1.01)}
     shorts = (trial(first, 1.0), trial(second, 1.02), trial(third, 1.5))
@@ -68,7 +68,7 @@ def test_a_runner_up_that_noise_may_have_beaten_is_confirmed(case):
     assert {t.candidate for t in trials[3:]} == {first, second}
 
 
-def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case):
+def test_failing_winners_give_way(case):
     first, second, third = case.space.candidates[:3]
     seen = {first: longer(first, None), second: longer(second, 3.0), third: longer(third, 1.6)}
     shorts = (trial(first, 1.0), trial(second, 1.2), trial(third, 1.5))
@@ -76,7 +76,7 @@ def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case):
     assert [t.candidate for t in trials[3:]] == [first, second, third]
 
 
-def test_the_first_fallback_is_tried_only_if_nothing_smaller_ran(case):
+def test_fallbacks_are_tried_if_needed(case):
     largest = max(case.space.candidates, key=lambda c: case.cost.predict(c).run_memory_bytes)
     smallest = min(case.space.candidates, key=lambda c: case.cost.predict(c).run_memory_bytes)
     large = trial(largest, 1.0, 20 * GIB)
@@ -88,7 +88,7 @@ def test_the_first_fallback_is_tried_only_if_nothing_smaller_ran(case):
     assert choose_untried_fallback((trial(smallest, 1.0, 10 * GIB),), case) is None
 
 
-def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase():
+def test_plans_promise_the_longer_trial():
     phase = PhasePeak(name="previews", seconds=1.0, device_bytes=22 * GIB, host_bytes=GIB)
 
     def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:

@@ -64,7 +64,7 @@ def backend() -> PlannerBackend:
 
 
 @pytest.mark.usefixtures("_by_formula")
-def test_plan_check_and_train_agree_at_every_budget_down_to_where_nothing_fits():
+def test_plan_check_and_train_agree():
     fitting = []
     for eighths in range(19 * 8, 13 * 8, -16):
         hardware = machine(eighths * GIB // 8)

@@ -24,7 +24,7 @@ WRITE = "write them again: python benchmarks/predict_catalog.py"
     ("family", "gpu"),
     [("flux1-dev", "nvidia-rtx-4090"), ("kandinsky5-video-lite", "nvidia-rtx-3090")],
 )
-def test_catalog_predictions_are_what_the_planner_says_today(family, gpu):
+def test_catalog_predictions_are_todays(family, gpu):
     (known,) = (each for each in catalog_predictions(family) if each.gpu == gpu)
     request, hardware = (
         PlanRequest(model=family, hardware="another"),
@@ -45,7 +45,7 @@ def test_catalog_predictions_are_what_the_planner_says_today(family, gpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["3060", "3090", "5090", "h100-sxm"])
 @pytest.mark.parametrize("family", ["sdxl", "flux1-dev", "qwen-image", "z-image", "flux2-dev"])
-def test_each_knob_of_a_plan_is_worth_three_percent(family: str, gpu: str) -> None:
+def test_knobs_are_worth_three_percent(family: str, gpu: str) -> None:
     """Or it is what makes the plan fit: nothing that runs has some of its knobs plain, the others
     as they are, and is as fast."""
     request, hardware = PlanRequest(model=family, hardware="any"), profile_of_gpu(gpu_named(gpu))

@@ -90,7 +90,7 @@ GOLDEN = (
 
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
-def test_a_plans_trials_give_it_byte_for_byte(golden, seed, monkeypatch):
+def test_trials_give_their_plan_again(golden, seed, monkeypatch):
     """With a seed, the last bits of logarithms, exponentials and products differ, as they do
     between CPUs."""
     if seed is not None:

@@ -58,7 +58,7 @@ def request_of(family_name: str, **settings: object) -> GradientRequest:
 
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_choice_of_this_machine_agrees_on_every_family(family):
+def test_choices_agree_on_every_family(family):
     child = ChildState()
     for name, choices in CHOICES.items():
         for choice in choices:
@@ -74,7 +74,7 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family):
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
 
 
-def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch):
+def test_changed_results_are_an_error(monkeypatch):
     plain, functional = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional
     changed = lambda *args, **named: plain(*args, **named).add_(0)  # noqa: E731
     monkeypatch.setattr(functional, "scaled_dot_product_attention", changed)
@@ -82,7 +82,7 @@ def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch):
         gradient_error(request_of("qwen-image", precision="fp32", selective_blocks=2), ChildState())
 
 
-def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch):
+def test_checked_blocks_are_really_swapped(monkeypatch):
     copied: list[int] = []
     fetch = BlockSwap._before_forward
     watched = lambda *args: copied.append(args[1]) or fetch(*args)  # noqa: E731
@@ -97,7 +97,7 @@ def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch):
 
 @pytest.mark.quick(*KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kinds_of_blocks_go_together_and_change_no_bit(family):
+def test_mixed_blocks_change_no_bit(family):
     child = ChildState()
     for numbers in (
         {"checkpointed_blocks": 1, "selective_blocks": 1},
@@ -117,7 +117,7 @@ def children() -> dict[str, ChildState]:
 )
 @pytest.mark.parametrize("storage", storages())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_format_agrees_on_every_family(family, storage, children):
+def test_weight_formats_agree_on_families(family, storage, children):
     rule = Quantization().gradient_tolerance(storage)
     rounding = precision_tolerance("bf16")
     assert rule is not None
@@ -132,7 +132,7 @@ def test_every_weight_format_agrees_on_every_family(family, storage, children):
 
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family):
+def test_four_bits_round_weights_only(family):
     """On weights that nf4 can hold, its layers compute what plain ones do."""
     functional = pytest.importorskip(
         "bitsandbytes.functional", reason="bitsandbytes is not installed"
@@ -159,7 +159,7 @@ def test_compiled_blocks_agree(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_updates_of_the_optimizer_agree_with_plain_adamw(precision):
+def test_updates_agree_with_plain_adamw(precision):
     rule = optimizer_tolerance("adamw")
     assert rule is not None
     asked = UpdateRequest(
@@ -168,7 +168,7 @@ def test_updates_of_the_optimizer_agree_with_plain_adamw(precision):
     assert update_error(asked, ChildState()) <= rule.tolerance
 
 
-def test_a_backend_that_loses_gradients_is_told(monkeypatch):
+def test_backend_that_loses_gradients_is_told(monkeypatch):
     plain = torch.nn.functional.scaled_dot_product_attention
 
     def no_backward(
@@ -196,7 +196,7 @@ def prove(context: TuningContext, **choices: tuple[Choice, ...]) -> tuple[Capabi
     return parity.check_gradients(context, asked, resolve_model(ModelRef.of("qwen-image")))
 
 
-def test_verdicts_come_from_a_child_once_and_are_then_kept(here, monkeypatch):
+def test_verdicts_are_kept(here, monkeypatch):
     choices = {"attention": ("_native_math",), "quantization": ("none", "torchao-int8")}
     first = prove(here, **choices)
     found = {each.name: each for each in first}

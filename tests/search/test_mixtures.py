@@ -19,7 +19,7 @@ def mixtures_of(pairs: list[tuple[float, float]]) -> Mixtures:
 
 
 @given(points)
-def test_the_frontier_holds_exactly_what_nothing_beats(pairs):
+def test_frontier_holds_exactly_what_nothing_beats(pairs):
     kept = frontier(mixtures_of(pairs))
     found = set(zip(kept.num_bytes, kept.seconds, strict=True))
     wanted = {
@@ -39,7 +39,7 @@ def cost() -> CostModel:
     )
 
 
-def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost):
+def test_mixtures_are_predicted_as_each(cost):
     base = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     passes = np.array([[0, 0], [59, 0], [0, 59], [20, 30], [20, 39]])
     swapped = np.array([0, 1, 7, 40])

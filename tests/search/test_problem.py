@@ -23,9 +23,7 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 
 
 @pytest.mark.parametrize(("budget_gib", "strategy"), [(9, "ddp"), (7, "ddp"), (5, "fsdp2")])
-def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
-    budget_gib, strategy, monkeypatch
-):
+def test_models_are_sharded_if_needed(budget_gib, strategy, monkeypatch):
     """A step needs 8.1 GiB as int8, where the weights alone take 6, and 5.2 as nf4."""
 
     def weight_bytes(cost: FormulaCostModel, candidate: Candidate) -> int:
@@ -45,7 +43,7 @@ def test_the_model_is_sharded_only_if_it_fits_a_device_in_no_weight_format(
     assert case.cost.parallel.strategy == strategy
 
 
-def test_epochs_of_no_data_are_steps_on_the_usual_images():
+def test_epochs_without_data_are_steps():
     asked = request(num_train_epochs=10, effective_batch_size=4, hardware="another")
     hardware = builders.hardware(*CAPABILITIES)
     assert PlanningProblem.build(asked, hardware, surroundings()).job.num_steps == 50
@@ -53,7 +51,7 @@ def test_epochs_of_no_data_are_steps_on_the_usual_images():
 
 @pytest.mark.quick("1")
 @pytest.mark.parametrize(("num_processes", "budget_gib"), [(1, 14), (4, 7.2)])
-def test_every_relaxation_that_is_named_really_fits(num_processes, budget_gib):
+def test_named_relaxations_really_fit(num_processes, budget_gib):
     hardware = builders.hardware(
         *CAPABILITIES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30)
     )
@@ -76,7 +74,7 @@ def test_every_relaxation_that_is_named_really_fits(num_processes, budget_gib):
 
 
 @pytest.mark.parametrize("settings", [{"attention": "flash"}, {"swapped_blocks": 40}])
-def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings):
+def test_larger_batches_keep_settings_that_run(settings):
     """A batch of captions that differ in length needs a mask; swapped blocks have to recompute."""
     work = builders.workload(effective_batch_size=1)
     context = builders.context(HARDWARE, work)
@@ -112,7 +110,7 @@ def seconds(*sizes: int, **changes: Any) -> float:
         return math.inf
 
 
-def test_a_lack_of_system_ram_is_told_with_what_would_do(monkeypatch):
+def test_short_system_ram_is_told(monkeypatch):
     resident = FormulaCostModel._formula
 
     def formula(cost: FormulaCostModel, candidate: Any) -> tuple[Any, Any]:
@@ -128,7 +126,7 @@ def test_a_lack_of_system_ram_is_told_with_what_would_do(monkeypatch):
 
 
 @pytest.mark.parametrize("budget_gib", [11, 16])
-def test_more_freedom_never_gives_a_slower_plan(budget_gib):
+def test_more_freedom_never_gives_slower_plan(budget_gib):
     """Of a looser floor, no pins, or more memory of device and host; but for the width of a tie."""
     free = seconds(budget_gib, quality="compact") / (1 + TIE)
     assert free <= seconds(budget_gib, quality="high")

@@ -28,7 +28,7 @@ def test_every_phase_is_rehearsed(runner):
     assert short.peak_memory_bytes == pytest.approx(result.peak_memory_bytes, rel=0.01)
 
 
-def test_where_a_later_phase_fails_what_is_known_stands(runner, monkeypatch):
+def test_later_failures_keep_what_is_known(runner, monkeypatch):
     known = TrialResult(
         candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True
     )
@@ -41,7 +41,7 @@ def test_where_a_later_phase_fails_what_is_known_stands(runner, monkeypatch):
     assert "it failed" in result.message
 
 
-def test_text_encoders_are_gone_before_pixels_are_encoded(small_model, tmp_path, monkeypatch):
+def test_encoders_go_before_pixels(small_model, tmp_path, monkeypatch):
     """And all of it before the transformer is loaded: as in training, by reference counts."""
     caching, work = CachingSettings(), workload(small_model)
     model = resolve_model(ModelRef.of(small_model))

@@ -90,7 +90,7 @@ def search(
 
 @pytest.mark.quick("0", "3")
 @pytest.mark.parametrize("seed", range(8))
-def test_eight_trials_come_close_to_the_exhaustive_best(cost, space, seed):
+def test_eight_trials_come_close(cost, space, seed):
     run = machine(cost, seed)
     exhaustive = min(run(c).median_step_seconds or math.inf for c in space.candidates)
     results = search(cost, run)
@@ -101,7 +101,7 @@ def test_eight_trials_come_close_to_the_exhaustive_best(cost, space, seed):
 
 @pytest.mark.quick("stock")
 @pytest.mark.parametrize(("stock_is", "ends_with"), [(0.8, "stock"), (1.2, "fused")])
-def test_what_a_rule_settled_is_compared_once(cost, stock_is, ends_with):
+def test_what_rule_settled_is_compared_once(cost, stock_is, ends_with):
     pins = (*ON_DEVICE[:-1], ("quantization", "none"))
     free = expand_block_counts(build_search_space(builders.context(GPU, WORK), pins), cost)
 
@@ -123,7 +123,7 @@ def test_what_a_rule_settled_is_compared_once(cost, stock_is, ends_with):
     assert winner.candidate.norm_rope == ends_with
 
 
-def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost, space):
+def test_shared_memory_grows_in_steps(cost, space):
     run, budget = machine(cost, 3), 60 * GIB
     predicted = {c: cost.predict(c).run_memory_bytes for c in space.candidates}
     results = search(cost, run, 10, budget, ascending=True)
@@ -141,7 +141,7 @@ def test_no_candidate_is_tried_twice(cost):
     assert len(set(tried)) == len(tried) >= 6
 
 
-def test_out_of_memory_teaches_and_does_not_end_the_search(cost):
+def test_running_out_teaches(cost):
     wall = 42 * GIB  # of a budget said to be 60: the prediction of what fits is wrong by a third
     results = search(cost, machine(cost, 2, wall_bytes=wall), max_trials=12, budget_bytes=60 * GIB)
     outcomes = [result.outcome for result in results]
@@ -150,7 +150,7 @@ def test_out_of_memory_teaches_and_does_not_end_the_search(cost):
     assert outcomes.count("oom") <= 5
 
 
-def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(cost, space):
+def test_short_hosts_bar_host_users(cost, space):
     plain = space.candidates[0].changed(checkpointed_blocks=59)
     some, many = (plain.changed(swapped_blocks=blocks) for blocks in (10, 50))
     wider = dataclasses.replace(space, candidates=(*space.candidates, some, many))
@@ -174,7 +174,7 @@ def test_search_survives_any_outcome_everywhere(cost, outcome):
         require_winner(score_trials(results), "throughput", lambda: "by asking less")
 
 
-def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost):
+def test_hopeless_searches_try_nothing(cost):
     assert search(cost, lambda candidate: pytest.fail("tried"), budget_bytes=10 * GIB) == ()
 
 
@@ -189,7 +189,7 @@ def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost):
         (("none", 0, 1.0, 40), ("none", 4, 1.031, 20), "faster, and no tie"),
     ],
 )
-def test_ties_go_to_what_an_expert_would_take(one: tuple, other: tuple, why: str) -> None:  # type: ignore[type-arg]
+def test_ties_go_as_experts_decide(one: tuple, other: tuple, why: str) -> None:  # type: ignore[type-arg]
     def trial(
         quantization: str, blocks: int, seconds: float, gib: float, more: Mapping[str, Any] = {}
     ) -> TrialResult:
@@ -206,7 +206,7 @@ def test_ties_go_to_what_an_expert_would_take(one: tuple, other: tuple, why: str
         assert winner.candidate == trial(*one).candidate, why
 
 
-def test_workers_at_the_same_time_try_different_combinations(cost, space):
+def test_workers_try_different_combinations(cost, space):
     run, sampler = machine(cost, 5), ResidualSearch(space, cost, 100 * GIB)
     results = [run(min(space.candidates, key=lambda c: cost.predict(c).run_memory_bytes))]
     taken: set[Candidate] = set()

@@ -10,7 +10,7 @@ from tests.search.machines import CAPABILITIES, HARDWARE, answer, make_plan, req
 pytestmark = pytest.mark.usefixtures("_by_formula")
 
 
-def test_a_first_trial_that_runs_out_leaves_what_is_clearly_smaller():
+def test_smaller_settings_follow_a_failure():
     large, asked = hardware(*CAPABILITIES, budget_bytes=40 * GIB), request(resolution=(1024, 1024))
     predict = PlanningProblem.build(asked, large, surroundings()).cost.predict
 
@@ -23,7 +23,7 @@ def test_a_first_trial_that_runs_out_leaves_what_is_clearly_smaller():
 
 
 @pytest.mark.parametrize(("num_steps", "is_over"), [(100, True), (1000, False)])
-def test_a_late_search_goes_on_if_the_steps_it_may_save_are_worth_it(num_steps, is_over):
+def test_late_searches_weigh_their_gain(num_steps, is_over):
     case = PlanningProblem.build(request(), HARDWARE, surroundings())
     search = ResidualSearch(case.space, case.cost, case.budget_bytes)
     first = search.next_candidate(())

@@ -67,7 +67,7 @@ def kill(worker: Worker) -> None:
 
 
 @pytest.mark.usefixtures("_short_grace")
-def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path):
+def test_killed_searches_go_on(tmp_path):
     asked = request("killed", max_trials=3)
     worker = start_worker(tmp_path, "first", asked, hangs_at=2)
     wait_until(lambda: len(logged(worker.log, "begins")) == 2)
@@ -96,7 +96,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanRequest:
     return request(interrupted="resumed", max_trials=4)
 
 
-def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(asked):
+def test_unnamed_searches_go_on(asked):
     tried: list[Candidate] = []
     notes: list[str] = []
     with pytest.raises(PlanInterrupted) as stopped:
@@ -121,7 +121,7 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
 
 @pytest.mark.quick("damage")
 @pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage", "other optuna"])
-def test_only_the_same_question_on_the_same_machine_goes_on(asked, tmp_path, what):
+def test_only_the_same_question_goes_on(asked, tmp_path, what):
     first: list[Candidate] = []
     with pytest.raises(KeyboardInterrupt):
         make_plan(asked, HARDWARE, backend=interrupted_after(2, first))
@@ -143,7 +143,7 @@ def test_only_the_same_question_on_the_same_machine_goes_on(asked, tmp_path, wha
     assert len(second) >= 4
 
 
-def test_an_ended_study_gives_its_plan_again_without_trials():
+def test_ended_studies_give_their_plan():
     asked = request("ended", max_trials=2)
     plan = make_plan(asked, HARDWARE, backend=surroundings())
     again = make_plan(asked, HARDWARE, backend=surroundings(lambda candidate: pytest.fail("tried")))
@@ -151,7 +151,7 @@ def test_an_ended_study_gives_its_plan_again_without_trials():
 
 
 @pytest.mark.usefixtures("_short_grace")
-def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path):
+def test_deadly_trials_count_as_crashes(tmp_path):
     asked = request("deadly", max_trials=3)
     for number in (1, 2):
         worker = start_worker(tmp_path, f"worker-{number}", asked, hangs_at=1)
@@ -175,7 +175,7 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path):
         "trials set state = 'UNKNOWN'",
     ],
 )
-def test_a_named_study_that_is_damaged_says_so(tmp_path, damage):
+def test_damaged_studies_say_so(tmp_path, damage):
     file = tmp_path / "studies.db"
     asked = request("damaged", max_trials=1, storage=f"sqlite:///{file}")
     make_plan(asked, HARDWARE, backend=surroundings())
@@ -186,7 +186,7 @@ def test_a_named_study_that_is_damaged_says_so(tmp_path, damage):
     assert "another --study" in caught.value.hint
 
 
-def test_a_study_of_another_question_or_machine_says_so():
+def test_other_questions_are_refused():
     asked = request("mine", max_trials=1)
     make_plan(asked, HARDWARE, backend=surroundings())
     with pytest.raises(InvalidInput, match="work: sha256"):
@@ -198,7 +198,7 @@ def test_a_study_of_another_question_or_machine_says_so():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_short_grace")
-def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path, database):
+def test_workers_share_and_survive(tmp_path, database):
     asked = request("shared", storage=database, max_trials=10)
     victim = start_worker(tmp_path, "victim", asked, hangs_at=1)
     wait_until(lambda: len(logged(victim.log, "begins")) == 1)
@@ -240,7 +240,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path, database)
         "p@ss/word",
     ],
 )
-def test_a_storage_that_cannot_be_used_never_shows_its_password(url):
+def test_storages_hide_their_password(url):
     with pytest.raises(AutotuneError) as caught:
         make_plan(request("x", storage=url), HARDWARE, backend=surroundings())
     words = f"{caught.value.message} {caught.value.hint} {caught.value.__cause__!r}"

@@ -32,7 +32,7 @@ def child(runner: ProcessTrialRunner) -> psutil.Process:
     return psutil.Process(runner._child.process.pid)
 
 
-def test_only_a_reload_needs_a_fresh_child(runner):
+def test_only_reload_needs_fresh_child(runner):
     first = runner.run(FIRST)
     assert first.outcome == "ok", first.message
     pid = child(runner).pid
@@ -45,14 +45,14 @@ def test_only_a_reload_needs_a_fresh_child(runner):
     assert peaks == sorted(peaks)
 
 
-def test_a_child_without_memory_is_an_outcome(small_model, monkeypatch):
+def test_child_without_memory_is_outcome(small_model, monkeypatch):
     monkeypatch.setattr("autotune.search.trials.CPU_SPARE_BYTES", 0)
     with runner_for(small_model, workload(small_model, side_px=1024), GIB // 8) as runner:
         result = runner.run(FIRST.changed(checkpointed_blocks=0))
         assert result.outcome == "oom", result
 
 
-def test_children_that_hang_or_die_are_outcomes(runner):
+def test_faulty_children_are_outcomes(runner):
     assert runner.run(FIRST).outcome == "ok"
     stopped = child(runner)
     stopped.send_signal(signal.SIGSTOP)
@@ -69,7 +69,7 @@ def test_children_that_hang_or_die_are_outcomes(runner):
     assert result.outcome == "oom", result
 
 
-def test_an_interrupted_rehearsal_leaves_no_child_and_no_file(small_model, monkeypatch, tmp_path):
+def test_interrupted_rehearsals_leave_nothing(small_model, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     running: list[psutil.Process] = []
 
@@ -87,7 +87,7 @@ def test_an_interrupted_rehearsal_leaves_no_child_and_no_file(small_model, monke
 
 
 @pytest.mark.parametrize(("reserved", "is_within"), [(6 * GIB, True), (6 * GIB + 1, False)])
-def test_what_a_card_lent_is_held_against_the_cap(monkeypatch, reserved, is_within):
+def test_lent_memory_counts_against_caps(monkeypatch, reserved, is_within):
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: reserved)
     limits = MemoryLimits("cuda:0", cap_bytes=6 * GIB, reserve_bytes=0)
     if is_within:
@@ -97,7 +97,7 @@ def test_what_a_card_lent_is_held_against_the_cap(monkeypatch, reserved, is_with
             require_within_cap(limits)
 
 
-def test_a_cliff_at_the_edge_of_memory_is_a_spill():
+def test_cliffs_near_the_edge_are_spills():
     earlier = [(trial(candidate(), 1.0), 1.0), (trial(candidate(), 2.0), 1.5)]
     slow = trial(candidate(), 9.0, 9 * GIB)
     assert "spilled" in (find_spill(slow, 1.0, earlier, 10 * GIB) or "")
@@ -140,7 +140,7 @@ def take_memory(request: Grab, _: ChildState) -> None:
 TASKS[Grab] = take_memory
 
 
-def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model, tmp_path):
+def test_greedy_children_end_in_groups(small_model, tmp_path):
     watchdog, pids = Watchdog(floor_bytes=0), str(tmp_path / "pid")
     with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
         runner.send(Grab(pids, blocks=0))  # a child that was allowed more than is left now
@@ -155,13 +155,13 @@ def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model
         assert gone or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
 
 
-def test_nothing_is_tried_beyond_what_the_watchdog_would_allow(small_model):
+def test_watchdog_limits_what_is_tried(small_model):
     watchdog = Watchdog(floor_bytes=3 * GIB, available=lambda: 4 * GIB)
     with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
         assert runner._cap_bytes() == GIB
 
 
-def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(monkeypatch):
+def test_container_limits_count_but_for_cuda(monkeypatch):
     limits = [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)]
     monkeypatch.setattr("autotune.machine.sources.memory_limits", lambda: limits)
     monkeypatch.setattr(sources, "_is_limited", lambda: True)
@@ -208,13 +208,13 @@ def look_around(_: LookAround, __: ChildState) -> tuple[int, bool]:
 TASKS[LookAround] = look_around
 
 
-def test_the_fork_server_has_one_thread_and_no_cuda(runner):
+def test_fork_server_stays_clean(runner):
     """A parallel operation there would deadlock its children."""
     assert runner.send(LookAround()) == (1, False)
 
 
 @pytest.mark.slow
-def test_no_import_asks_the_gpu_anything_that_starts_cuda():
+def test_imports_never_start_cuda():
     command = [sys.executable, "-c", PRETEND_A_GPU]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=480)
     assert done.stdout.splitlines()[-1] == "[] False True 0"

@@ -132,14 +132,14 @@ def _changed(one: TrialResult, factor: float, memory: float) -> TrialResult:
     return one.changed(step_seconds=steps, peak_memory_bytes=peak)
 
 
-def test_an_exact_match_costs_exactly_one_trial(cold):
+def test_exact_match_costs_exactly_one_trial(cold):
     again = planned_on(Simulated(slow=SLOW, seed=1), cold.record)
     assert [t.candidate for t in again.plan.trials] == [cold.plan.settings]
     assert again.plan.settings == cold.plan.settings
     assert again.plan.records == (cold.record.name,)
 
 
-def test_beside_an_exact_record_no_other_is_a_source(cold):
+def test_exact_records_stand_alone(cold):
     near = cold.record.changed(conclusive=False)
     again = planned_on(Simulated(slow=SLOW, seed=1), cold.record, near)
     assert again.plan.records == (cold.record.name,)
@@ -148,7 +148,7 @@ def test_beside_an_exact_record_no_other_is_a_source(cold):
 UNFORESEEN = {"_native_cudnn": 1.4, "torchao-int8": 1.3}  # what the cost model likes best is slow
 
 
-def test_a_record_of_another_card_of_the_generation_saves_trials():
+def test_sibling_records_save_trials():
     asked = QUESTION.changed(search_seconds=600.0)
     record = planned_on(Simulated(slow=UNFORESEEN), asked=asked).record
     rates = tuple(rate(one.name, 0.7 * one.value) for one in RATES)
@@ -160,7 +160,7 @@ def test_a_record_of_another_card_of_the_generation_saves_trials():
     assert helped.plan.expected.step_seconds <= 1.05 * alone.plan.expected.step_seconds
 
 
-def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold):
+def test_lies_are_found_and_named(cold):
     poison = altered(cold.record, 0.6)
     again = planned_on(Simulated(slow=SLOW), poison)
     assert again.doubts == (
@@ -171,7 +171,7 @@ def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold):
     assert len(again.plan.trials) <= len(cold.plan.trials) + 1
 
 
-def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold):
+def test_records_try_nothing_too_large(cold):
     small = gpu(budget_bytes=int(cold.plan.expected.peak_memory_bytes * 0.8))
     lowered = [residual and residual.changed(memory=-0.4) for residual in cold.record.calibration]
     poison = altered(cold.record, 1, 0.7).changed(calibration=tuple(lowered))
@@ -183,7 +183,7 @@ def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold):
         assert cost.predict_uncalibrated(tried).run_memory_bytes <= 1.1 * small.device.budget_bytes
 
 
-def test_settings_that_this_machine_does_not_admit_never_become_a_fallback(cold):
+def test_foreign_settings_are_no_fallback(cold):
     winner = next(t for t in cold.record.trials if t.candidate == cold.plan.settings)
     smaller = _changed(winner, 1.05, 0.9)
     no_gradients = winner.candidate.changed(attention="sage")
@@ -216,7 +216,7 @@ def claiming(record: Record, machine: Simulated, tried: Sequence[Candidate]) -> 
 @pytest.mark.quick(3, (9, 1))
 @pytest.mark.parametrize("number", [1, 3, 9, 30])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_record_of_true_times_never_slows_a_plan(cold, number, seed):
+def test_true_records_never_slow_plans(cold, number, seed):
     rng, machine = random.Random(seed), Simulated(slow=(SLOW, UNFORESEEN, {})[seed])
     alone = planned_on(machine).plan
     candidates = sorted(
@@ -238,7 +238,7 @@ LIES = {
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_record_that_lies_of_what_it_taught_never_slows_a_plan(cold, lie, seed):
+def test_lying_records_never_slow_plans(cold, lie, seed):
     rng, machine = random.Random(seed), Simulated(slow=(SLOW, UNFORESEEN, {})[seed % 3])
     alone = planned_on(machine).plan
     tried = rng.sample(case_on_gpu().space.candidates, 30)

@@ -26,7 +26,7 @@ from tests.share.examples import TRIALS, machine, plan, rate, record
 SECRET = "alice-secret"
 
 
-def test_texts_of_people_and_machines_stay_out():
+def test_private_texts_stay_out():
     versions = machine().versions.changed(torchao=f"0.18+{SECRET}")
     here = machine(notes=(SECRET,)).changed(versions=versions)
     spec = workload().model.changed(name=f"/home/{SECRET}")
@@ -38,7 +38,7 @@ def test_texts_of_people_and_machines_stay_out():
     assert "0.125" not in content
 
 
-def test_a_record_survives_its_bytes_and_any_other_byte_is_refused():
+def test_altered_records_are_refused():
     crashed = trial(candidate(micro_batch_size=2), outcome="crash", step_seconds=(1e-6, 1e6))
     made = record(trials=(crashed, *TRIALS))
     assert parse_record(made.content, made.key) == made
@@ -62,7 +62,7 @@ CHANGES = (
 )
 
 
-def test_whatever_is_no_record_is_refused_and_named():
+def test_other_files_are_no_records():
     sound = record().content
     altered = [sound.replace(old, new) for old, new in CHANGES]
     assert sound not in altered
@@ -87,13 +87,13 @@ VERIFIED = {"trials": TRIALS[1:2], "records": ("0" * 64,)}
         (VERIFIED | {"trials": (TRIALS[1], TRIALS[1].changed(confirms=True))}, False),  # cut short
     ],
 )
-def test_a_search_that_was_cut_short_answers_nobody_elses_question(changes, conclusive):
+def test_short_searches_are_not_conclusive(changes, conclusive):
     made = plan(machine())
     limited = made.model_copy(update={"frozen": made.frozen.model_copy(update=changes)})
     assert build_record(limited, machine()).conclusive == conclusive
 
 
-def test_what_is_no_evidence_is_not_shared():
+def test_missing_evidence_is_not_shared():
     made = plan(machine())
     for part, changes, why in (
         ("expected", {"evidence": "predicted"}, "predicted"),
@@ -122,7 +122,7 @@ JUDGED = {
 
 
 @pytest.mark.parametrize("kind", JUDGED)
-def test_a_new_field_is_judged_before_it_leaves_the_machine(kind):
+def test_new_fields_are_judged(kind):
     assert set(kind.model_fields) == set(JUDGED[kind].split())
 
 
@@ -130,7 +130,7 @@ def here(**changes: Any) -> Machine:
     return shareable_machine(machine(**changes))
 
 
-def test_the_same_machine_and_work_are_exact_if_the_search_was_whole():
+def test_equal_machines_match_exactly():
     found = compare(record(), here(), workload())
     assert (found.kind, found.distance, found.reasons) == ("exact", 0.0, ())
     assert compare(record(conclusive=False), here(), workload()).kind == "near"
@@ -139,7 +139,7 @@ def test_the_same_machine_and_work_are_exact_if_the_search_was_whole():
     assert compare(record(), here(rates=slower, noisy=True), workload()).kind == "exact"
 
 
-def test_a_hard_key_that_differs_decides_and_is_named():
+def test_hard_keys_decide():
     for change, named in (
         ({"torch": "2.12.1"}, "torch version: 2.13 there, 2.12 here"),
         ({"memory_model": "wsl"}, "operating system's memory model: linux there, wsl here"),
@@ -148,7 +148,7 @@ def test_a_hard_key_that_differs_decides_and_is_named():
         assert (found.kind, found.distance, found.reasons) == ("none", math.inf, (named,))
 
 
-def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same():
+def test_native_trials_need_their_kernel():
     plain = trial(candidate(), 1.8, 42 * GIB)
     only = {"trials": (plain,), "settings": plain.candidate}
     for capability, there, counts in (
@@ -163,7 +163,7 @@ def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same():
         assert counts or found.reasons == (f"trials on cudnn: {there} there, {cudnn} here",)
 
 
-def test_a_library_of_another_version_takes_only_the_trials_that_used_it():
+def test_other_libraries_take_their_trials():
     plain = trial(candidate(), 2.0, 23 * GIB)
     for library, used in (
         ("torchao", {"quantization": "torchao-int8"}),
@@ -179,7 +179,7 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it():
         assert compare_machine(alone, ours).kind == "none"
 
 
-def test_more_memory_than_where_it_was_short_makes_a_prior():
+def test_more_memory_makes_a_prior():
     found = compare(record(machine(budget_bytes=20 * GIB)), here(), workload())
     assert (found.kind, found.reasons) == ("near", ("memory budget: 0.83 times ours",))
     small = (trial(TRIALS[1].candidate, 1.8, 15 * GIB),)

@@ -59,7 +59,7 @@ def names(store: Store) -> set[str]:
     return {file.name for file in store.read() if file.record}
 
 
-def test_push_and_pull_are_a_union_on_s3(s3, tmp_path):
+def test_stores_merge_on_s3(s3, tmp_path):
     test_push_and_pull_are_a_union(s3, tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_push_and_pull_are_a_union(opened, tmp_path):
     assert names(alice) == names(opened()) == {one.name for one in several(5)}
 
 
-def test_bad_files_are_refused_named_and_leave_the_rest_alone(opened, tmp_path):
+def test_bad_files_leave_the_rest(opened, tmp_path):
     good, altered, moved = record(), record(search_seconds=1.0), record(search_seconds=2.0)
     huge = trial(candidate(quantization="torchao-int8"), 2.0, 210 * GIB)
     impossible = record(trials=(TRIALS[1], huge))
@@ -100,7 +100,7 @@ def test_bad_files_are_refused_named_and_leave_the_rest_alone(opened, tmp_path):
     assert len(prune_store(opened())) == 6
 
 
-def test_what_a_crash_left_is_no_record_and_is_written_again(tmp_path):
+def test_crashed_records_are_written_again(tmp_path):
     mine, team = Store(str(tmp_path / "mine")), Store(str(tmp_path / "team"))
     mine.add(made := record())
     whole = Path.write_bytes
@@ -120,7 +120,7 @@ def test_what_a_crash_left_is_no_record_and_is_written_again(tmp_path):
     assert [(file.name, file.problem) for file in team.read()] == [(made.name, "")]
 
 
-def test_prune_deletes_what_a_killed_push_left(tmp_path):
+def test_prune_deletes_what_killed_push_left(tmp_path):
     store = Store(str(tmp_path))
     store.add(record())
     left, fresh = (tmp_path / record().key).with_name(f".a.{16 * '0'}.part"), tmp_path / "kept"
@@ -132,7 +132,7 @@ def test_prune_deletes_what_a_killed_push_left(tmp_path):
     assert (left.exists(), fresh.exists(), names(store)) == (False, True, {record().name})
 
 
-def test_prune_deletes_what_is_superseded_or_named(opened):
+def test_prune_deletes_the_superseded(opened):
     new, old = record(measured_on=date(2026, 5, 1)), record()
     fewer = record(measured_on=date(2026, 6, 1), trials=TRIALS[1:2])
     other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
@@ -150,7 +150,7 @@ def test_prune_deletes_what_is_superseded_or_named(opened):
     assert prune_store(opened(), [new.name[:12]]) == (f"{new.name[:12]} was named",)
 
 
-def test_no_path_outside_the_layout_is_touched(opened):
+def test_no_path_outside_layout_is_touched(opened):
     for key in ("../../etc/passwd", f"../x/{'0' * 64}.json"):
         with pytest.raises(InvalidInput):
             opened().write(key, b"x")
@@ -160,7 +160,7 @@ def test_no_path_outside_the_layout_is_touched(opened):
             list(opened().read([key]))
 
 
-def test_links_and_pipes_are_neither_read_nor_written_through(tmp_path):
+def test_links_and_pipes_are_untouched(tmp_path):
     store, made, outside = Store(str(tmp_path / "store")), record(), tmp_path / "outside"
     outside.mkdir()
     (outside / "secret.json").write_bytes(made.content)
@@ -178,7 +178,7 @@ def test_links_and_pipes_are_neither_read_nor_written_through(tmp_path):
     assert [path.name for path in outside.iterdir()] == ["secret.json"]
 
 
-def test_matches_are_ordered_by_likeness_then_day(tmp_path):
+def test_matches_are_ordered_by_likeness(tmp_path):
     far, near = record(machine(name="NVIDIA L40S")), record(machine(power_limit_watts=400.0))
     old, new = record(), record(measured_on=date(2026, 5, 5))
     store = Store(str(tmp_path / "store"))
@@ -193,7 +193,7 @@ def run(*arguments: object) -> str:
     return result.stdout
 
 
-def test_the_commands_carry_a_record_from_one_machine_to_another(tmp_path, monkeypatch):
+def test_commands_carry_records(tmp_path, monkeypatch):
     monkeypatch.setattr("autotune.records.read_machine", machine)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "alice"))
     user_store().add(made := record())
@@ -211,7 +211,7 @@ def test_the_commands_carry_a_record_from_one_machine_to_another(tmp_path, monke
     assert run("prune", made.name[:8]).endswith("deleted: 1\n")
 
 
-def test_an_address_that_is_none_is_refused_without_its_password():
+def test_bad_addresses_hide_their_password():
     for url in ("nosuch://host/x?token=hunter2", "a:hunter2@host:x", "https:/a:hunter2@host/x", ""):
         with pytest.raises(AutotuneError) as caught:
             run("push", url)

@@ -143,7 +143,7 @@ SECRET = "hunter2"
         ("hunter2", "***"),
     ],
 )
-def test_only_what_cannot_be_a_secret_is_shown(url, shown):
+def test_only_safe_parts_are_shown(url, shown):
     assert describe_url(url) == shown
 
 

@@ -84,7 +84,7 @@ def test_a_failed_process_gives_its_status(monkeypatch, code, expected):
     assert ending(monkeypatch, ChildFailedError("train", {0: failure})) == expected
 
 
-def test_a_signal_preempts_if_a_checkpoint_was_written(tmp_path, monkeypatch):
+def test_signal_preempts_if_checkpoint_was_written(tmp_path, monkeypatch):
     """torch kills processes that take too long to write one."""
     monkeypatch.setattr("os.environ", dict(os.environ))
     stopped, file = SignalException("stopped", signal.SIGTERM), tmp_path / "checkpoint"
@@ -93,7 +93,7 @@ def test_a_signal_preempts_if_a_checkpoint_was_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [MEASURE, COMMAND])
-def test_no_child_imports_from_the_current_folder(tmp_path, command):
+def test_no_child_imports_from_current_folder(tmp_path, command):
     *rooms, module = command[-1].split(".")
     installed, data = tmp_path / "installed", tmp_path / "data"
     for folder, code in ((installed, "import json, threading"), (data, "import os; os._exit(7)")):
@@ -113,7 +113,7 @@ LAUNCHES = "exit(launch(2, ['-c', 'import json, threading, torch'], set))"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [FORKS, LAUNCHES])
-def test_no_trial_or_run_imports_from_the_current_folder(tmp_path, code):
+def test_runs_ignore_the_current_folder(tmp_path, code):
     for name in ("autotune", *sys.stdlib_module_names):
         (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")
     command = [sys.executable, "-P", "-c", f"from autotune.system.process import *; {code}"]

@@ -24,7 +24,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop(NAME, None)
 
 
-def test_a_library_is_loaded_once_when_used(library):
+def test_library_is_loaded_once_when_used(library):
     first, second = lazy_module(NAME), lazy_module(NAME)
     assert NAME not in sys.modules
     assert first.VALUE is second.VALUE is first.VALUE is sys.modules[NAME].VALUE
@@ -33,14 +33,14 @@ def test_a_library_is_loaded_once_when_used(library):
         _ = first.NOTHING
 
 
-def test_an_absent_library_is_the_usual_error():
+def test_absent_library_is_usual_error():
     absent = lazy_module("no_library_has_this_name")
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError, match="no_library_has_this_name"):
             _ = absent.anything
 
 
-def test_two_threads_get_the_whole_of_one(library):
+def test_two_threads_get_whole_of_one(library):
     named, both, seen = lazy_module(NAME), threading.Barrier(2), []
 
     def use() -> None:

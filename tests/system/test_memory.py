@@ -24,7 +24,7 @@ os.wait()
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is mapped")
-def test_a_fork_counts_no_less_than_its_parent():
+def test_forks_count_no_less():
     """A trial is a fork, a training run is not, and one's figures are promised for the other."""
     result = subprocess.run(
         [sys.executable, "-c", A_FORK], capture_output=True, text=True, check=True, timeout=600

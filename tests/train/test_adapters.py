@@ -37,7 +37,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.quick("qwen-image", ("sdxl", "lora"))
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_the_shapes_of_an_adapter_are_known_without_making_it(name, adapter):
+def test_adapter_shapes_are_known_ahead(name, adapter):
     family = get_family(name)
     for targets in ("attention", "all-linear"):
         asked = workload(targets=targets, adapter=adapter, rank=4)
@@ -76,7 +76,7 @@ def test_diffusers_computes_what_was_trained(bench, tmp_path, kind):
     assert loop.evaluate() != pytest.approx(loss, rel=1e-5)
 
 
-def test_layers_are_chosen_by_pattern_and_block():
+def test_patterns_and_blocks_choose_layers():
     family = get_family("qwen-image")
     model = build_on_meta(family, {**family.transformer_config, "num_layers": 4})
     chosen = str(choose_layers(family, model, "to_q,img_mlp.*", "1-2")).replace("\\", "").split("|")
@@ -90,7 +90,7 @@ def test_layers_are_chosen_by_pattern_and_block():
             choose_layers(family, model, targets, blocks)
 
 
-def test_patterns_that_tell_blocks_apart_are_refused(bench):
+def test_uneven_patterns_are_refused(bench):
     config = {**bench.resolved.config, "num_layers": 5}
     deep = dataclasses.replace(bench.resolved, config=config, folder=None)
     with pytest.raises(InvalidInput, match="names different layers in different blocks") as caught:
@@ -113,7 +113,7 @@ def test_dropout_changes_no_evaluation(bench, tmp_path):
         assert loop.evaluate() == pytest.approx(plain.evaluate(), rel=1e-6)
 
 
-def test_interrupted_and_recomputed_dropout_is_the_same(bench, tmp_path):
+def test_interrupted_and_recomputed_dropout_is_same(bench, tmp_path):
     dropping = bench.changed(lora_dropout=0.5)
     plan = dropping.plan(num_steps=3, checkpointing_steps=1)
     whole = values_of(dropping.loop(plan, tmp_path / "whole").optimizer.masters)
@@ -155,7 +155,7 @@ def test_any_format_starts_as_the_same(bench, empty, form, tmp_path):
         torch.testing.assert_close(up @ down * scaling, layer.up @ layer.down * 3.5)
 
 
-def test_another_rank_or_other_layers_are_refused(bench, empty, tmp_path):
+def test_other_ranks_are_refused(bench, empty, tmp_path):
     file, layers = tmp_path / "a.safetensors", layers_of(empty, 3, 3.0)
     write_adapter(file, Adapter(layers, {}), "diffusers")
     with pytest.raises(InvalidInput, match="has rank 3, the plan 2"):
@@ -166,7 +166,7 @@ def test_another_rank_or_other_layers_are_refused(bench, empty, tmp_path):
         starting_values(file, empty, bench.resolved.family)
 
 
-def test_a_run_goes_on_from_anothers_adapter(bench, empty, tmp_path):
+def test_run_goes_on_from_anothers_adapter(bench, empty, tmp_path):
     first, output = layers_of(empty, 2, 2.0), tmp_path / "second"
     write_adapter(tmp_path / "first.safetensors", Adapter(first, {}), "diffusers")
     given = {"from_adapter": str(tmp_path / "first.safetensors"), "adapter_format": "kohya"}

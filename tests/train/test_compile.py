@@ -63,7 +63,7 @@ def test_compiled_blocks_learn_the_same(bench, tmp_path, monkeypatch, checkpoint
 
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("checkpointed", [0, 1, 2])
-def test_buckets_and_captions_compile_a_block_at_most_twice(bench, checkpointed, monkeypatch):
+def test_blocks_compile_at_most_twice(bench, checkpointed, monkeypatch):
     compiled: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -86,7 +86,7 @@ def test_buckets_and_captions_compile_a_block_at_most_twice(bench, checkpointed,
     assert kinds <= len(compiled) <= 2 * kinds
 
 
-def test_a_block_that_recomputes_keeps_its_input_alone_and_leaves_out_its_last_product():
+def test_recomputing_keeps_its_input_only():
     block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).requires_grad_(False)
     given = torch.randn(32, 64, requires_grad=True)
     kept: set[int] = set()
@@ -109,7 +109,7 @@ def test_a_block_that_recomputes_keeps_its_input_alone_and_leaves_out_its_last_p
     assert counter.get_total_flops() == 3 * 2 * 32 * 64 * 256
 
 
-def test_a_block_that_recomputes_drops_out_what_it_dropped_before():
+def test_recomputing_repeats_its_dropout():
     block = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Dropout(0.5)).requires_grad_(False)
     given = torch.randn(32, 64, requires_grad=True)
     out = CompiledBlock(block._call_impl, is_adapted=True).recomputing(given).sum()

@@ -81,7 +81,7 @@ def test_an_overflow_is_counted(half, tmp_path, monkeypatch):
     assert loop.settings == FP16  # no other attention is tried
 
 
-def test_the_scale_recovers_after_steps_without_an_overflow():
+def test_scale_recovers_after_steps_without_overflow():
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = adamw(parameter)
     assert optimizer.scaler
@@ -113,7 +113,7 @@ def test_kills_keep_overflows(half, tmp_path, monkeypatch):
     assert ended.optimizer.numbers() == whole.optimizer.numbers()
 
 
-def test_a_step_that_ran_out_of_memory_can_be_taken_again_with_its_scale():
+def test_failed_steps_keep_their_scale():
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = adamw(parameter)
     optimizer.scale((parameter.float() / 8).sum()).backward()  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def test_a_step_that_ran_out_of_memory_can_be_taken_again_with_its_scale():
 
 
 @pytest.mark.slow
-def test_a_kernel_that_always_overflows_is_replaced(half, tmp_path):
+def test_kernel_that_always_overflows_is_replaced(half, tmp_path):
     def spoil(gradient: Tensor) -> Tensor:
         attention = half.trained.transformer.transformer_blocks[0].attn.processor._attention_backend
         return gradient * (math.inf if attention.value == "native" else 1.0)
@@ -145,7 +145,7 @@ def test_a_kernel_that_always_overflows_is_replaced(half, tmp_path):
     assert "a gradient was not finite at step 8" in loop.warnings[0]
 
 
-def test_activations_that_overflow_are_an_error_at_once(half, tmp_path):
+def test_overflowing_activations_are_an_error(half, tmp_path):
     transformer = half.trained.transformer
     hook = transformer.register_forward_hook(lambda _module, _args, output: (output[0] * 1e9,))
     try:
@@ -156,7 +156,7 @@ def test_activations_that_overflow_are_an_error_at_once(half, tmp_path):
     assert "--pin precision=fp32" in raised.value.hint
 
 
-def test_levels_and_sizes_reach_a_transformer_in_fp16_as_they_are(bench):
+def test_levels_reach_fp16_exactly(bench):
     seen: dict[str, Any] = {}
 
     class Recorder(nn.Module):

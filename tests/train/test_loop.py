@@ -144,7 +144,7 @@ def test_norms_are_those_of_products(rank, inputs, outputs, alpha):
     assert update_norm(LoraLayer(down, up * 0, alpha)) == 0
 
 
-def test_a_step_that_ran_out_between_two_moments_can_be_taken_again():
+def test_half_failed_steps_repeat():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = adamw(parameter)
     # As torch leaves it when there is no room for the rest.
@@ -244,7 +244,7 @@ def test_no_checkpoint_has_nan(bench, tmp_path, monkeypatch):
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("selective", [0, 1])
 @pytest.mark.usefixtures("as_before")
-def test_a_kernel_that_gives_nan_is_replaced(bench, tmp_path, selective):
+def test_kernel_that_gives_nan_is_replaced(bench, tmp_path, selective):
     """Blocks that keep what fused attention returns recompute all of the other one."""
     settings = SETTINGS.changed(checkpointed_blocks=0, selective_blocks=selective)
     plan = planned(bench, settings=settings)
@@ -270,7 +270,7 @@ def test_a_kernel_that_gives_nan_is_replaced(bench, tmp_path, selective):
     torch.testing.assert_close(values_of(loop.model.adapter), undisturbed, rtol=1e-3, atol=1e-5)
 
 
-def test_no_step_runs_while_a_thread_traces(bench, tmp_path):
+def test_no_step_runs_while_thread_traces(bench, tmp_path):
     steps: list[StepFinished] = []
     plan = bench.plan(num_steps=1)
     with ThreadPoolExecutor(1) as thread:

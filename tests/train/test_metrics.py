@@ -19,7 +19,7 @@ DAMAGES = (
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_record_ends_where_the_damage_begins(tmp_path, damage):
+def test_damaged_record_ends_where_damage_begins(tmp_path, damage):
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     first.add(finished_step(1))
     first.close()
@@ -33,7 +33,7 @@ def test_a_damaged_record_ends_where_the_damage_begins(tmp_path, damage):
 # Python would print a traceback.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_there", [True, False])
-def test_curves_that_cannot_be_written_end_no_run(tmp_path, is_there):
+def test_unwritable_curves_end_no_run(tmp_path, is_there):
     """The folder vanishes, or was a file: TensorBoard's thread raises at one of the next points."""
     warnings: list[str] = []
     curves = tmp_path / "tensorboard"
@@ -54,7 +54,7 @@ def test_curves_that_cannot_be_written_end_no_run(tmp_path, is_there):
     assert all("no more curves" in warning for warning in warnings)
 
 
-def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path):
+def test_killed_records_are_continued(tmp_path):
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     for step in (1, 2, 3):
         first.add(finished_step(step))

@@ -58,7 +58,7 @@ def test_ordinary_weights_stay_within_limits(choice, least, most):
     assert most < model_module.MAX_BLOCK_ERROR[WEIGHT_FORMATS[choice].quality]
 
 
-def test_a_block_beyond_the_floor_is_refused_by_name():
+def test_bad_blocks_are_refused():
     bad = QuantizationError(overall=0.04, worst=0.2, worst_block=1)
     with pytest.raises(QualityMissed, match="block 1") as caught:
         require_quality(bad, "high", "torchao-int8")
@@ -67,7 +67,7 @@ def test_a_block_beyond_the_floor_is_refused_by_name():
     require_quality(None, "exact", "none")
 
 
-def test_the_meter_agrees_with_a_plain_comparison():
+def test_meter_agrees_with_plain_comparison():
     layer = blocks()[0][2]
     inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(64))
     before = layer(inputs)
@@ -120,7 +120,7 @@ def test_each_format_trains_and_goes_on(bench, tmp_path, storage):
     assert Image.open(compact.sample(broken)).size == (32, 32)
 
 
-def test_a_run_on_videos_and_images_writes_clips(tmp_path):
+def test_videos_train_and_write_clips(tmp_path):
     data, run, hardware, prompt = tmp_path / "data", tmp_path / "run", machine(), "a red fox"
     write_pictures(data, (32, 32))
     write_video(data / "fox.mp4", 20, size=(32, 32))

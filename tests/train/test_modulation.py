@@ -134,7 +134,7 @@ def test_kills_and_previews_within_a_window(tmp_path, fetches):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_random_weights_are_those_of_resident_layers(bench, precision):
+def test_random_weights_equal_resident_ones(bench, precision):
     losses = []
     random = replace(bench, resolved=replace(bench.resolved, folder=None))
     for settings in (AHEAD, SETTINGS):

@@ -41,7 +41,7 @@ def told(readings: Iterable[MemoryReading], seconds: float = 1.0, **known: Any) 
     return [text for reading in readings for text in monitor.check(reading, seconds, 0.0)]
 
 
-def test_a_leak_is_noticed_once_and_the_budget_once():
+def test_leaks_are_told_once():
     steps = range(watching.WINDOW_STEPS * (watching.NUM_WINDOWS + 3))
     leak = [MemoryReading(8 * 10**8 + step * 2 * 10**5, 10**8) for step in steps]
     assert told(leak, budget_bytes=10**9) == ["memory grows by 0.19 MiB per step"]
@@ -50,13 +50,13 @@ def test_a_leak_is_noticed_once_and_the_budget_once():
     assert "90% of what a run may take" in near[0]
 
 
-def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_more():
+def test_planned_fullness_is_no_alarm():
     planned = {"budget_bytes": 10**9, "planned_bytes": 9 * 10**8}
     assert told([MemoryReading(1, 9 * 10**8)], **planned) == []
     assert "96% of what a run may take" in told([MemoryReading(1, int(9.6 * 10**8))], **planned)[0]
 
 
-def test_steps_several_times_slower_on_a_full_card_are_told_once_with_the_drivers_setting():
+def test_spills_are_told_once():
     (warning,) = told([FULL] * 3 * watching.SPILL_STEPS, seconds=6.0, can_spill=True)
     slow = "steps take 6.0 times what was planned: with 97% of the GPU's memory taken"
     assert warning.startswith(slow)
@@ -72,14 +72,14 @@ def test_slow_steps_are_no_spill(reading, seconds, can_spill):
     assert told([reading] * 3 * watching.SPILL_STEPS, seconds, can_spill=can_spill) == []
 
 
-def test_after_a_fallback_slow_steps_are_no_spill_and_earlier_retries_are_known():
+def test_fallbacks_are_no_spill():
     retried = replace(FULL, allocator_retries=2)
     monitor = Monitor(CPU, planned_seconds=1.0, can_spill=True, read=lambda: retried)
     monitor.restart()
     assert [monitor.check(retried, 6.0, 0.0) for _ in range(9)] == [[]] * 9
 
 
-def test_reserved_memory_that_grows_is_told_and_what_grows_once_is_not():
+def test_growing_reserves_are_told():
     def reserved(until: int) -> list[MemoryReading]:
         steps = range(watching.WINDOW_STEPS * (watching.NUM_WINDOWS + 2))
         return [MemoryReading(0, 0, GIB + min(step, until) * 2**20, 0, 0.8) for step in steps]
@@ -103,7 +103,7 @@ def test_only_some_drivers_spill(memory_kind, system, can_spill):
         assert (monitor.planned_seconds < math.inf) == (evidence == "measured")
 
 
-def test_a_run_warns_of_retries_once_records_them_and_goes_on(bench, tmp_path):
+def test_retries_are_recorded_and_survived(bench, tmp_path):
     readings = iter([ROOMY, *[replace(FULL, allocator_retries=1)] * 9])
     monitor = Monitor(CPU, read=lambda: next(readings))
     loop = bench.loop(bench.plan(num_steps=2), tmp_path, monitor=monitor)
@@ -113,7 +113,7 @@ def test_a_run_warns_of_retries_once_records_them_and_goes_on(bench, tmp_path):
     assert (row.step, row.reserved_bytes, row.allocator_retries) == (2, 20 * GIB, 1)
 
 
-def test_spikes_of_the_gradient_are_counted_over_all_starts():
+def test_spikes_count_over_all_starts():
     monitor = Monitor(CPU)
     for _ in range(watching.MIN_SPIKE_STEPS - 1):
         monitor.add_gradient(1.0)
@@ -139,7 +139,7 @@ def test_noise_is_no_leak(level, noise):
     assert growth(level + one for one in noise) == 0.0 or is_large
 
 
-def test_memory_that_a_preview_raises_once_is_no_leak():
+def test_previews_are_no_leak():
     windows, last = range(watching.NUM_WINDOWS), watching.NUM_WINDOWS - 1
     assert growth(950 + window + 30 * (window >= last) for window in windows) == 0.0
     assert growth(950 + 10 * window for window in windows) == 10 / watching.WINDOW_STEPS
@@ -148,7 +148,7 @@ def test_memory_that_a_preview_raises_once_is_no_leak():
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a phase's peak"
 )
-def test_a_phase_inside_another_counts_its_memory_apart():
+def test_nested_phases_count_apart():
     monitor = Monitor(CPU)
     with monitor.phase("outer"), monitor.phase("inner"):
         block = b"x" * (300 * 2**20)
@@ -157,14 +157,14 @@ def test_a_phase_inside_another_counts_its_memory_apart():
     assert inner - outer > 200 * 2**20
 
 
-def test_a_phase_took_no_less_than_its_steps_told():
+def test_phases_take_what_steps_told():
     monitor = Monitor(CPU)
     with monitor.phase("training"):
         monitor.check(MemoryReading(held_bytes=2**50, peak_bytes=0), 1.0, 0.0)
     assert monitor.peaks["training"].host_bytes == 2**50
 
 
-def test_only_memory_that_runs_out_is_told_as_that():
+def test_only_short_memory_is_told_so():
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError("cannot allocate")):
         with pytest.raises(AutotuneError, match="memory ran out") as told, reraise_oom():
             raise error
@@ -223,7 +223,7 @@ def test_a_short_host_gets_a_checkpoint(bench, tmp_path, available):
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
-def test_a_listener_cancels_a_run_in_a_thread(bench, tmp_path):
+def test_listener_cancels_run_in_thread(bench, tmp_path):
     def cancel(event: StepFinished) -> None:
         raise KeyboardInterrupt
 
@@ -241,7 +241,7 @@ def test_loading_on_a_short_host_ends(bench, tmp_path, available):
         bench.train(plan)
 
 
-def test_a_shortage_that_a_library_hides_is_told(available):
+def test_shortage_that_library_hides_is_told(available):
     def read() -> None:
         available.write_text(str(SHORT))
         try:
@@ -253,7 +253,7 @@ def test_a_shortage_that_a_library_hides_is_told(available):
         read()
 
 
-def test_a_thread_is_told_of_a_shortage(available):
+def test_thread_is_told_of_shortage(available):
     with ThreadPoolExecutor() as threads:
         assert threads.submit(_wait_for_shortage, available).result() is not None
 
@@ -267,19 +267,19 @@ def _wait_for_shortage(available: Path) -> str | None:
     return watchdog.stop_reason
 
 
-def test_the_guard_holds_no_torch_in_a_short_memory():
+def test_guard_imports_no_torch():
     code = "import sys, autotune.train.watchdog; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_guard_whose_run_is_gone_spares_who_adopted_it(available):
+def test_orphaned_guards_spare_the_adopter(available):
     available.write_text("1")
     gone = str(os.getppid())
     ended = subprocess.run([*watchdog.COMMAND, gone, "10", "5"], timeout=60, check=False)
     assert ended.returncode == 0
 
 
-def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available):
+def test_stuck_runs_are_killed(available):
     command = [sys.executable, "-c", STUCK, json.dumps(watchdog.COMMAND), str(available)]
     stuck = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert stuck.returncode == -signal.SIGKILL

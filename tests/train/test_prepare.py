@@ -23,7 +23,7 @@ def planned(storage: str = "none", **settings: object) -> TrainingPlan:
 
 
 @pytest.mark.parametrize("part", ["text_encoder_device", "vae_device"])
-def test_the_gpu_that_encodes_must_be_another_one_with_room(part):
+def test_encoding_gpus_need_room(part):
     sizes = {"total_memory_bytes": 24 * 10**9, "budget_bytes": 22 * 10**9}
     gpu = EncoderGpu(name="x", needed_bytes=10**10, **sizes)
     plan, here = planned(), builders.hardware()
@@ -53,7 +53,7 @@ def test_the_gpu_that_encodes_must_be_another_one_with_room(part):
         ({"storage": "bnb-nf4"}, "quantization.bnb-nf4"),
     ],
 )
-def test_what_does_not_work_here_is_named(settings, closed):
+def test_missing_capabilities_are_named(settings, closed):
     capability = Capability(name=closed, available=False, reason="package: not there")
     here = builders.hardware().model_copy(update={"capabilities": (capability,)})
     (misfit,) = hardware_misfits(planned(**settings), here)
@@ -63,20 +63,20 @@ def test_what_does_not_work_here_is_named(settings, closed):
 
 
 @pytest.mark.parametrize("name", ["quantization", "attention", "optimizer", "batch_memory"])
-def test_an_unknown_name_is_refused_rather_than_taken_for_another(name):
+def test_unknown_names_are_refused(name):
     (misfit,) = hardware_misfits(planned(**{name: "newer"}), builders.hardware())
     assert name in misfit
     assert "'newer'" in misfit
 
 
-def test_another_gpu_is_told_in_one_line():
+def test_other_gpus_fit_in_one_line():
     here = builders.hardware(compute_capability=(9, 0), budget_bytes=8 * builders.GIB)
     here = here.changed(device=here.device.changed(name="NVIDIA H100 PCIe"))
     expected = "it was made for NVIDIA GeForce RTX 4090, not for NVIDIA H100 PCIe"
     assert hardware_misfits(planned(), here) == (expected,)
 
 
-def test_a_plan_fits_under_another_driver_and_not_under_another_major_version_of_cuda():
+def test_drivers_fit_cuda_majors_do_not():
     here, plan = builders.hardware(), make_plan()
     same = {"fingerprint": here.fingerprint, "match_keys": here.match_keys}
     hardware = plan.frozen.hardware.changed(**same)
@@ -91,7 +91,7 @@ def test_a_plan_fits_under_another_driver_and_not_under_another_major_version_of
     assert "CUDA major version" in misfit
 
 
-def test_without_a_gpu_a_plan_for_one_has_one_misfit():
+def test_cpus_have_one_misfit():
     plan, gpu = make_plan(), builders.hardware()
     hardware = plan.frozen.hardware.changed(device_name="RTX 4090", match_keys=gpu.match_keys)
     plan = seal(plan.job, plan.frozen.changed(hardware=hardware))
@@ -102,7 +102,7 @@ def test_without_a_gpu_a_plan_for_one_has_one_misfit():
 @pytest.mark.parametrize(
     ("side_px", "more", "fits"), [(1024, 40, True), (1024, 41, False), (128, 1, False)]
 )
-def test_a_caption_may_be_a_little_longer(side_px, more, fits):
+def test_caption_may_be_little_longer(side_px, more, fits):
     bucket = Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=4)
     work = builders.workload(buckets=(bucket,), max_text_tokens=64)
     plan = planned()
@@ -112,7 +112,7 @@ def test_a_caption_may_be_a_little_longer(side_px, more, fits):
     assert (data_misfits(plan, context) == ()) == fits
 
 
-def test_a_host_with_too_little_memory_for_its_processes_does_not_fit():
+def test_short_hosts_do_not_fit():
     plan, here = planned(), builders.hardware()
     expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes // 4)
     several = plan.frozen.hardware.changed(num_processes=4, strategy="ddp")

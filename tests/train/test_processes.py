@@ -89,7 +89,7 @@ def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) 
 
 
 @pytest.mark.slow
-def test_processes_started_here_learn_what_one_learns(bench, tmp_path):
+def test_local_processes_learn_as_one(bench, tmp_path):
     output = tmp_path / "two"
     plan = bench.plan(num_processes=2, num_steps=24, output=str(output), checkpointing_steps=10)
     save_plan(plan, tmp_path / "plan.yaml")
@@ -130,7 +130,7 @@ def test_two_nodes_learn_what_one_learns(bench, tmp_path):
     assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
 
 
-def test_sharded_weights_learn_what_one_process_learns(bench, tmp_path):
+def test_sharded_weights_learn_as_one(bench, tmp_path):
     plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=3)
     two = Nodes(tmp_path, plan)
     assert two.finish(two.start()) == [0, 0], two.log()
@@ -138,7 +138,7 @@ def test_sharded_weights_learn_what_one_process_learns(bench, tmp_path):
 
 
 @pytest.mark.slow
-def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench, tmp_path):
+def test_stopped_shards_resume_as_one(bench, tmp_path):
     plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=12, checkpointing_steps=10)
     two = Nodes(tmp_path, plan)
     stopped = two.start()
@@ -151,7 +151,7 @@ def test_sharded_weights_stopped_and_resumed_are_those_of_one(bench, tmp_path):
 
 
 @pytest.mark.slow
-def test_sharded_weights_are_measured_on_held_out_images(bench, tmp_path):
+def test_shards_are_validated(bench, tmp_path):
     before = bench.loop(bench.plan(num_steps=2), tmp_path / "before")
     earlier, held_out = save(before, tmp_path / "earlier.safetensors"), tmp_path / "held-out"
     begun = replace(bench, initial=values_of(bench.trained.adapter))
@@ -182,7 +182,7 @@ def test_a_process_that_hangs_is_noticed(bench, tmp_path):
     started[1].kill()
 
 
-def test_another_number_of_processes_than_planned_is_refused(bench, tmp_path):
+def test_other_process_counts_are_refused(bench, tmp_path):
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
         init_distributed(bench.plan(num_processes=2).frozen.hardware, CPU)
     output = str(tmp_path)
@@ -192,9 +192,7 @@ def test_another_number_of_processes_than_planned_is_refused(bench, tmp_path):
         prepare(bench.plan(num_processes=4, output=output), bench.hardware, resume=False)
 
 
-def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_takes_it(
-    monkeypatch, capfd, tmp_path
-):
+def test_launcher_looks_for_room_first(monkeypatch, capfd, tmp_path):
     plan = planned()
     needed = plan.frozen.expected.run_memory_bytes
     free, full = (builders.hardware(budget_bytes=size) for size in (needed, needed - 1))

@@ -49,9 +49,7 @@ def best_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.quick("cosine")
 @pytest.mark.parametrize("schedule", ["cosine", "plateau"])
-def test_any_row_of_kills_ends_in_the_same_bits_and_measurements(
-    bench, tmp_path, monkeypatch, schedule
-):
+def test_any_kills_end_alike(bench, tmp_path, monkeypatch, schedule):
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", 4)
     job = {"num_steps": STEPS, "lr_scheduler": schedule, "caption_dropout": 0.1}
     job |= {"validation": "40%", "validation_every": 2, "keep_best": True}
@@ -80,7 +78,7 @@ def test_any_row_of_kills_ends_in_the_same_bits_and_measurements(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "state", "run", "part"])
-def test_a_damaged_checkpoint_is_left_out_for_the_one_before(tmp_path, damage):
+def test_damaged_checkpoints_are_left_out(tmp_path, damage):
     told: list[str] = []
     with Checkpoints(tmp_path, "sha256:1", keep_last=9) as checkpoints:
         for step in (1, 2):
@@ -108,7 +106,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(tmp_path, damage):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_checkpoint_is_of_the_step_in_its_content(tmp_path):
+def test_checkpoints_are_what_they_hold(tmp_path):
     with Checkpoints(tmp_path, "key", keep_last=9) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, {"a": torch.full((9,), float(step))}, {})
@@ -121,7 +119,7 @@ def test_a_checkpoint_is_of_the_step_in_its_content(tmp_path):
     assert list(list_checkpoints(tmp_path)) == [1, 2]
 
 
-def test_a_run_whose_output_folder_is_deleted_says_so_and_keeps_its_adapter(bench, tmp_path):
+def test_deleted_outputs_keep_the_adapter(bench, tmp_path):
     def delete(event: object) -> None:
         if event.step == 2:
             shutil.rmtree(tmp_path / "run")
@@ -134,7 +132,7 @@ def test_a_run_whose_output_folder_is_deleted_says_so_and_keeps_its_adapter(benc
     assert load_plan(tmp_path / "run" / RUN_PLAN_FILE).digest == plan.digest
 
 
-def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(tmp_path):
+def test_damaged_runs_never_start_over(tmp_path):
     with Checkpoints(tmp_path, "key", keep_last=2) as checkpoints:
         checkpoints.save(1, {"a": torch.ones(9)}, {})
         checkpoints.finish()
@@ -145,20 +143,20 @@ def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(tmp_path):
     assert "to start over, delete" in caught.value.hint
 
 
-def test_a_checkpoint_of_another_job_is_refused(bench, tmp_path):
+def test_checkpoint_of_another_job_is_refused(bench, tmp_path):
     bench.loop(bench.plan(num_steps=1), tmp_path)
     with pytest.raises(InvalidInput, match="another plan, job or data"):
         bench.loop(bench.plan(num_steps=1, seed=4), tmp_path)
 
 
-def test_a_run_with_a_constant_rate_can_be_made_longer(bench, tmp_path):
+def test_constant_rates_can_go_longer(bench, tmp_path):
     bench.loop(bench.plan(num_steps=1), tmp_path / "longer")
     longer = bench.loop(bench.plan(num_steps=2), tmp_path / "longer")
     assert longer.first_step == 1
     assert same(longer, bench.loop(bench.plan(num_steps=2), tmp_path / "whole"))
 
 
-def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench, tmp_path):
+def test_signal_finishes_step_and_writes_checkpoint(bench, tmp_path):
     number, plan = signal.SIGTERM, bench.plan(num_steps=4)
 
     def stop(event: StepFinished) -> None:
@@ -193,7 +191,7 @@ def test_a_full_disk_ends_it(bench, tmp_path, monkeypatch):
     assert list(list_checkpoints(tmp_path / "checkpoints")) == [1]
 
 
-def test_newest_and_every_mth_checkpoint_are_kept(tmp_path):
+def test_newest_checkpoints_are_kept(tmp_path):
     with Checkpoints(tmp_path, "key", keep_last=2, keep_every=3) as checkpoints:
         for step in range(1, 8):
             checkpoints.save(step, {"a": torch.ones(1)}, {})
@@ -255,7 +253,7 @@ def test_other_base_weights_are_refused(bench, tmp_path):
         prepare(bench.plan(model=str(other), output=str(output)), bench.hardware, resume=True)
 
 
-def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench, tmp_path):
+def test_prevented_previews_are_made_later(bench, tmp_path):
     plan = bench.plan(num_steps=3, checkpointing_steps=1, preview_every=2)
     previews: list[int] = []
 
@@ -267,7 +265,7 @@ def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench, tmp_path):
     assert previews == [2]
 
 
-def test_what_a_killed_run_left_half_written_is_removed(bench, tmp_path):
+def test_half_written_files_are_removed(bench, tmp_path):
     folders = [tmp_path / name for name in ("", "previews", "checkpoints")]
     parts = [folder / ".file.0123456789abcdef.part" for folder in folders]
     for part in parts:

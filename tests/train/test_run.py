@@ -70,7 +70,7 @@ def test_a_bad_adapter_is_refused(bench, run, tmp_path, damage):
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_curves_previews_trace_and_sheet_are_written(run):
+def test_curves_previews_and_sheets_are_written(run):
     folder, _ = run
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -96,7 +96,7 @@ def test_curves_previews_trace_and_sheet_are_written(run):
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 
-def test_report_judges_the_adapter_and_names_memory_by_phase(run):
+def test_report_judges_the_adapter(run):
     folder, report = run
     assert RunReport.model_validate_json((folder / "report.json").read_text()) == report
     names = {phase.name for phase in report.phases}
@@ -113,7 +113,7 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run):
     assert "24 layers, all moved, all finite" in text
 
 
-def test_sampling_swaps_the_blocks_that_the_plan_swaps(bench, run, tmp_path, monkeypatch):
+def test_sampling_swaps_blocks_that_plan_swaps(bench, run, tmp_path, monkeypatch):
     settings = SETTINGS.changed(swapped_blocks=1, checkpointed_blocks=1)
     save_plan(bench.plan(settings=settings), tmp_path / "run-plan.yaml")
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
@@ -145,7 +145,7 @@ def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_of_previews_are_encoded_once_for_all_starts(bench, run, tmp_path, monkeypatch):
+def test_preview_prompts_are_encoded_once(bench, run, tmp_path, monkeypatch):
     monkeypatch.delattr(Encoders, "_load_text_encoder")
     job = {"num_steps": 1, "preview_prompts": PROMPTS, "caption_dropout": 0.1}
     assert bench.train(bench.plan(output=str(tmp_path), **job)).num_steps == 1
@@ -154,7 +154,7 @@ def test_prompts_of_previews_are_encoded_once_for_all_starts(bench, run, tmp_pat
     assert first == again
 
 
-def test_a_large_preview_is_tiled_then_halved(bench, monkeypatch):
+def test_large_preview_is_tiled_then_halved(bench, monkeypatch):
     bucket = bench.plan().frozen.workload.largest_bucket.changed(width_px=512, height_px=512)
     told: list[str] = []
     tried: list[tuple[int, bool]] = []
@@ -192,7 +192,7 @@ def test_a_run_drops_previews(bench, tmp_path, monkeypatch):
     assert "the run goes on without previews" in report.warnings[0]
 
 
-def test_no_file_of_a_run_holds_a_caption(bench, tmp_path):
+def test_no_file_of_run_holds_caption(bench, tmp_path):
     bench.train(bench.plan(num_steps=1, output=str(tmp_path), preview_prompts=None))
     facts = Image.open(tmp_path / "sample_with_adapter.png").text
     assert facts["prompt"] == "the first caption"
@@ -213,7 +213,7 @@ def test_the_adapter_is_saved(bench, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_signal_after_the_last_step_ends_at_once(bench, tmp_path):
+def test_late_signals_end_at_once(bench, tmp_path):
     plan = bench.plan(num_steps=2, output=str(tmp_path), preview_prompts=PROMPTS[:1])
 
     def stop(phase: str) -> None:
@@ -293,7 +293,7 @@ def test_dropped_captions_need_masks(bench, tmp_path):
         padding("_native_flash", 0.1)
 
 
-def test_a_run_killed_after_its_last_step_is_only_finished(bench, tmp_path):
+def test_ended_runs_are_only_finished(bench, tmp_path):
     plan = bench.plan(num_steps=2, output=str(tmp_path))
     whole = bench.train(plan)
     weights = (tmp_path / ADAPTER_FILE).read_bytes()

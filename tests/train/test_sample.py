@@ -12,7 +12,7 @@ def sheet(prompt: str) -> Image.Image:
     return make_sheet([preview], [(red, red)])
 
 
-def test_small_pictures_leave_labels_and_long_prompts_whole():
+def test_samples_show_whole_labels():
     long = "a red heart on a green ground " * 6
     first, second = sheet(f"{long}, one"), sheet(f"{long}, two")
     assert ImageChops.difference(first, second).getbbox(), "the end of a prompt is seen"

@@ -37,7 +37,7 @@ def _run(sizes, dtype=torch.float32, steps=2):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2), (3, 1)])
-def test_any_split_of_the_batch_learns_the_same(sizes):
+def test_any_split_of_batch_learns_same(sizes):
     whole, first = _run((4,))
     split, second = _run(sizes)
     for one, other in zip(whole.parameters(), split.parameters(), strict=True):
@@ -79,7 +79,7 @@ def test_bf16_parameters_keep_small_updates():
 
 @given(st.integers(0, 2**31), st.integers(0, 10_000), st.integers(0, 64), st.floats(0.1, 10))
 @settings(max_examples=50)
-def test_draws_depend_on_seed_step_and_place_alone(seed, step, place, shift):
+def test_draws_depend_on_their_place(seed, step, place, shift):
     noise, sigma = Noising(seed, shift).draw(step, place, (3, 1, 2, 2))
     again, same = Noising(seed, shift).draw(step, place, (3, 1, 2, 2))
     assert torch.equal(noise, again)

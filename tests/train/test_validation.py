@@ -28,7 +28,7 @@ def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", DRAWS)
 
 
-def test_without_the_adapter_means_an_adapter_of_zero(bench, tmp_path):
+def test_without_adapter_means_adapter_of_zero(bench, tmp_path):
     loop = bench.loop(bench.plan(num_steps=2, validation="40%"), tmp_path, held_out=2)
     meter = loop.validation.meter
     assert meter
@@ -105,7 +105,7 @@ def test_nan_losses_are_unknown(bench, tmp_path, monkeypatch):
 
 
 @pytest.mark.quick("qwen-image")
-def test_modulations_computed_ahead_give_the_same_losses(family_bench):
+def test_modulations_computed_ahead_give_same_losses(family_bench):
     found = []
     for modulation in ("ahead", "resident"):
         plan = family_bench.plan(settings=AHEAD.changed(modulation=modulation))

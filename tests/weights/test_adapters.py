@@ -74,9 +74,7 @@ def outputs(model, inputs):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_pipeline_loads_every_key_and_gives_the_trained_outputs(
-    trained, tmp_path, caplog, format
-):
+def test_pipelines_give_the_trained_outputs(trained, tmp_path, caplog, format):
     base, model, inputs, cls = trained
     path = tmp_path / "pytorch_lora_weights.safetensors"
     save_adapter(path, state_of(model), INFO)
@@ -95,7 +93,7 @@ def test_a_pipeline_loads_every_key_and_gives_the_trained_outputs(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_layers_of_different_ranks_and_alphas_load_into_a_pipeline(trained, tmp_path, format):
+def test_mixed_ranks_load_into_pipelines(trained, tmp_path, format):
     base, model, inputs, cls = trained
     save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
     adapter = read_adapter(tmp_path / "a.safetensors")
@@ -125,7 +123,7 @@ layers = st.dictionaries(names, parts, min_size=1, max_size=5).filter(
 
 
 @given(layers, st.permutations(FORMATS))
-def test_every_chain_of_conversions_keeps_dtypes_and_what_the_adapter_does(found, chain):
+def test_conversions_keep_the_adapter(found, chain):
     made = {
         name: LoraLayer(torch.randn(rank, 5).to(kind), torch.randn(6, rank).to(kind), alpha)
         for name, (rank, alpha, kind) in found.items()
@@ -157,7 +155,7 @@ def pair(down, up, module="a", **more):
     return {f"{key}.{name}": tensor for name, tensor in parts.items()}
 
 
-def test_a_kohya_file_of_another_program_needs_the_models_names():
+def test_foreign_kohya_files_need_names():
     with pytest.raises(InvalidInput, match="blocks_0_to_q"):
         parse_adapter(FOREIGN, {})
     adapter = parse_adapter(FOREIGN, {}, module_names=["blocks.0", "blocks.0.to_q"])
@@ -181,7 +179,7 @@ def test_a_kohya_file_of_another_program_needs_the_models_names():
         (FOREIGN, {"autotune_modules": "[1]"}, CorruptFile),
     ],
 )
-def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
+def test_unsound_adapters_are_refused(state, metadata, error):
     with pytest.raises(error) as caught:
         parse_adapter(state, metadata)
     assert caught.value.hint
@@ -199,7 +197,7 @@ def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
         ("lora_unet_down_blocks_0_conv1.lora_mid.weight", "LoCon"),
     ],
 )
-def test_another_programs_style_is_refused_by_name(key, told):
+def test_other_styles_are_refused_by_name(key, told):
     with pytest.raises(InvalidInput, match=told) as caught:
         parse_adapter({key: torch.ones(2, 2)}, {})
     assert caught.value.hint
@@ -225,7 +223,7 @@ def test_an_fp8_adapter_is_converted_exactly(to):
         ("double_blocks.0.img_attn.qkv", 3072, "no layer"),
     ],
 )
-def test_layers_that_the_model_lacks_are_not_converted(tmp_path, module, width, told):
+def test_unknown_layers_are_not_converted(tmp_path, module, width, told):
     source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file(source, pair(torch.ones(2, width), torch.ones(width, 2), module))
     with pytest.raises(InvalidInput, match=told):
@@ -259,7 +257,7 @@ def alphas_of(patterns, names):
     return {name: layers[name].alpha for name in names}
 
 
-def test_hundreds_of_alpha_patterns_are_not_tried_on_each_layer():
+def test_many_alpha_patterns_are_fast():
     names = [f"blocks.{number}.attn.to_q" for number in range(2000)]  # took minutes one by one
     expected = {name: float(number + 1) for number, name in enumerate(names)}
     patterns = {f"^{name}".replace(".", r"\."): alpha for name, alpha in expected.items()}
@@ -268,14 +266,14 @@ def test_hundreds_of_alpha_patterns_are_not_tried_on_each_layer():
     assert time.process_time() - started < 3
 
 
-def test_the_first_alpha_pattern_that_ends_a_name_counts():
+def test_first_alpha_pattern_counts():
     patterns = {"^to_q": 9.0, "attn.to_q": 2.0, "to_q": 3.0, "o_q": 4.0}
     found = alphas_of(patterns, ["to_q", "a.attn.to_q", "a.to_q", "a.xto_q"])
     assert found == {"to_q": 9.0, "a.attn.to_q": 2.0, "a.to_q": 3.0, "a.xto_q": 1.0}
 
 
 @pytest.mark.parametrize("to", ["comfyui", "kohya"])
-def test_an_adapter_of_one_of_two_models_is_written_once_its_model_is_told(tmp_path, to):
+def test_ambiguous_adapters_need_their_model(tmp_path, to):
     source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     shared = "transformer_blocks.3.attn.to_out.0"  # of FLUX.1 and Qwen-Image, equally wide
     layer = LoraLayer(torch.ones(2, 3072), torch.ones(3072, 2), 2.0)

@@ -35,7 +35,7 @@ layouts = st.lists(
 
 
 @given(layouts, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3), st.randoms())
-def test_every_sound_header_is_read_back_in_the_order_of_its_bytes(layout, metadata, random):
+def test_sound_headers_are_read_back(layout, metadata, random):
     header, position = {}, 0
     for number, (dtype, shape) in enumerate(layout):
         end = position + math.prod(shape) * DTYPES[dtype][1]
@@ -57,13 +57,13 @@ def test_every_sound_header_is_read_back_in_the_order_of_its_bytes(layout, metad
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_as_a_header_raise_only_typed_errors(noise):
+def test_random_headers_raise_typed_errors(noise):
     with pytest.raises(BadWeights):
         parse(raw_file(noise, bytes(1)))
 
 
 @given(st.integers(0, 10_000), st.integers(0, 255))
-def test_one_changed_byte_gives_a_typed_error_or_a_consistent_file(position, value):
+def test_changed_bytes_stay_consistent(position, value):
     header = {"a": A, "b": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8, 16]}}
     content = bytearray(raw_file(header, bytes(16)))
     text = json.dumps(header)
@@ -107,7 +107,7 @@ def test_one_changed_byte_gives_a_typed_error_or_a_consistent_file(position, val
         b'"shape": [2], "data_offsets": [0, 8]}}',
     ],
 )
-def test_a_header_that_cannot_be_true_is_corrupt(header):
+def test_impossible_headers_are_corrupt(header):
     with pytest.raises(CorruptFile) as caught:
         parse(raw_file(header, bytes(20)))
     assert caught.value.hint
@@ -121,7 +121,7 @@ def test_a_header_that_cannot_be_true_is_corrupt(header):
         ({"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}, 0),
     ],
 )
-def test_a_valid_tensor_that_torch_cannot_hold_is_refused(entry, num_bytes):
+def test_oversized_tensors_are_refused(entry, num_bytes):
     with pytest.raises(CorruptFile, match="torch cannot hold"):
         parse(raw_file({"a": entry}, bytes(num_bytes)))
 
@@ -134,14 +134,14 @@ def test_a_file_cut_anywhere_is_truncated(tmp_path, length):
         read_header(path)
 
 
-def test_a_header_beyond_the_limit_is_refused_before_it_is_read(tmp_path):
+def test_long_headers_are_not_read(tmp_path):
     path = write_raw(tmp_path, "huge.safetensors", raw_file(b"{}", length=MAX_HEADER_BYTES + 1))
     with pytest.raises(CorruptFile):
         read_header(path)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt", ".pth"])
-def test_pickles_are_refused_with_the_way_to_rebuild(tmp_path, suffix):
+def test_pickles_are_refused(tmp_path, suffix):
     with pytest.raises(PickledWeights) as caught:
         read_header(write_raw(tmp_path, "old" + suffix, b"\x80\x04"))
     assert "delete it" in caught.value.hint
@@ -165,7 +165,7 @@ def shards(folder, weight_map):
 GOOD = {"a": f"{STEM}-1.safetensors", "b": f"{STEM}-1.safetensors", "c": f"{STEM}-2.safetensors"}
 
 
-def test_shards_are_one_source_in_reading_order(tmp_path):
+def test_shards_are_one_source(tmp_path):
     source = open_weights(shards(tmp_path, GOOD))
     assert list(source.locations) == ["b", "a", "c"]
 
@@ -173,7 +173,7 @@ def test_shards_are_one_source_in_reading_order(tmp_path):
 @pytest.mark.parametrize(
     "name", ["model.safetensors", f"{STEM}.safetensors", f"{STEM}.fp16.safetensors"]
 )
-def test_a_single_file_is_found_under_each_usual_name(tmp_path, name):
+def test_single_files_are_found(tmp_path, name):
     write_raw(tmp_path, name, raw_file({"a": tensor()}, bytes(2)))
     assert list(open_weights(tmp_path).locations) == ["a"]
     assert list(open_weights(tmp_path / name).locations) == ["a"]
@@ -185,7 +185,7 @@ ELSEWHERE = ["../x", "/etc/passwd", "sub/x", "..\\x", "C:x", "x\0"]
 @pytest.mark.parametrize(
     "shard", [*(f"{name}.safetensors" for name in ELSEWHERE), "x.bin", "", ".."]
 )
-def test_an_index_that_points_elsewhere_is_refused(tmp_path, shard):
+def test_index_that_points_elsewhere_is_refused(tmp_path, shard):
     write_raw(tmp_path.parent, "x.safetensors", raw_file({"a": tensor()}, bytes(2)))
     with pytest.raises(CorruptFile):
         open_weights(shards(tmp_path, {**GOOD, "a": shard}))
@@ -201,6 +201,6 @@ def test_a_damaged_index_is_refused(tmp_path, text):
         open_weights(tmp_path)
 
 
-def test_an_index_that_does_not_match_its_shards_is_refused(tmp_path):
+def test_mismatched_indices_are_refused(tmp_path):
     with pytest.raises(CorruptFile, match="'z'"):
         open_weights(shards(tmp_path, {**GOOD, "z": f"{STEM}-2.safetensors"}))

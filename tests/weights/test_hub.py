@@ -36,7 +36,7 @@ QWEN = [
 ]  # fmt: skip
 
 
-def test_only_the_files_of_the_components_are_chosen():
+def test_only_files_of_components_are_chosen():
     assert set(select_files(QWEN, ["transformer", "tokenizer", "scheduler"])) == {
         "model_index.json",
         "transformer/config.json",
@@ -46,7 +46,7 @@ def test_only_the_files_of_the_components_are_chosen():
     }
 
 
-def test_shards_come_with_their_index_and_without_a_second_precision():
+def test_shards_come_with_their_index():
     variant = [shard.replace(".safetensors", ".fp16.safetensors") for shard in SHARDS]
     index = "text_encoder/model.safetensors.index"
     chosen = select_files([*QWEN, *variant, f"{index}.fp16.json"], ["text_encoder"])
@@ -72,7 +72,7 @@ def test_components_without_readable_weights_are_refused(files, error):
     st.lists(st.sampled_from(QWEN)),
     st.lists(st.sampled_from(["transformer", "vae", "text_encoder", "tokenizer"])),
 )
-def test_whatever_is_missing_the_choice_is_from_the_files_and_never_a_pickle(files, components):
+def test_chosen_files_are_no_pickles(files, components):
     try:
         chosen = select_files(files, components)
     except BadWeights:
@@ -102,7 +102,7 @@ def http_error(kind):
         (errors.HFValidationError("bad"), "owner/name"),
     ],
 )
-def test_each_refusal_of_the_hub_has_its_own_hint(monkeypatch, error, word):
+def test_refusals_have_their_own_hint(monkeypatch, error, word):
     answer(monkeypatch, error)
     with pytest.raises(HubError) as caught:
         fetch("some/repo", components=["vae"])
@@ -127,7 +127,7 @@ def repo(hub, tmp_path):
     return "team/small"
 
 
-def test_only_needed_files_are_downloaded_and_only_once(hub, repo):
+def test_needed_files_are_downloaded_once(hub, repo):
     fetched = fetch(repo, components=["vae"])
     assert fetched.name == COMMIT
     assert sorted(hub.downloads) == ["model_index.json", "vae/config.json", WEIGHTS]
@@ -135,7 +135,7 @@ def test_only_needed_files_are_downloaded_and_only_once(hub, repo):
     assert len(hub.downloads) == 3
 
 
-def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(hub, repo, monkeypatch):
+def test_broken_downloads_end_whole(hub, repo, monkeypatch):
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12)  # whole chunks are kept
     hub.break_once.add(WEIGHTS)
     fetched = fetch(repo, components=["vae"])
@@ -145,7 +145,7 @@ def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(hub, repo, 
     assert ranges == [None, f"bytes={SIZE // 2}-"]
 
 
-def test_a_disk_without_room_is_told_before_anything_is_downloaded(hub, repo, monkeypatch):
+def test_full_disks_are_told_first(hub, repo, monkeypatch):
     room = shutil._ntuple_diskusage(SIZE, 0, SIZE - 1)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
     with pytest.raises(AutotuneError, match="team/small needs") as caught:
@@ -154,16 +154,14 @@ def test_a_disk_without_room_is_told_before_anything_is_downloaded(hub, repo, mo
     assert not hub.downloads
 
 
-def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(hub, repo):
+def test_unaccepted_licenses_are_told_first(hub, repo):
     hub.gated.add(repo)
     with pytest.raises(HubError, match="license"):
         fetch(repo, components=["vae"])
     assert not hub.downloads
 
 
-def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
-    hub, small_pipelines, monkeypatch, capsys
-):
+def test_damaged_files_are_fetched_anew(hub, small_pipelines, monkeypatch, capsys):
     from autotune.cli.app import app
 
     hub.repos["team/small"] = small_pipelines("flux1-dev").folder
@@ -188,7 +186,7 @@ def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
         fetch_whole(str(fetched.folder))
 
 
-def test_a_model_of_an_unknown_name_is_what_its_repository_says(hub, small_pipelines):
+def test_unknown_repositories_tell_their_model(hub, small_pipelines):
     small = small_pipelines("flux1-dev")
     hub.repos["someone/fine-tune"] = small.folder
     model = fetch_model(ModelRef.of("someone/fine-tune"))
@@ -199,9 +197,7 @@ def test_a_model_of_an_unknown_name_is_what_its_repository_says(hub, small_pipel
 
 
 @pytest.mark.parametrize("is_offline", [True, False])
-def test_out_of_reach_a_complete_cache_is_used_and_what_is_missing_named(
-    hub, repo, monkeypatch, is_offline
-):
+def test_complete_caches_serve_offline(hub, repo, monkeypatch, is_offline):
     folder = fetch(repo, components=["vae", "tokenizer"])
     if is_offline:
         answer(monkeypatch, errors.OfflineModeIsEnabled("offline"))

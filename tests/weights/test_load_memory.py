@@ -96,7 +96,7 @@ def peaks_of_cases(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(("storage", "name"), CASES)
-def test_loading_takes_the_final_model_and_a_block(storage, name, peaks_of_cases):
+def test_loading_takes_final_model_and_block(storage, name, peaks_of_cases):
     held = LOADERS[name].overhead_bytes(NUM_BLOCKS * BLOCK_BYTES, shares_memory=False)
     final = round(NUM_BLOCKS * BLOCK_BYTES / 2 * (0.516 if storage == "bnb-nf4" else 1))
     limit = final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)

@@ -36,7 +36,7 @@ def update(found):
     return found.up @ found.down * (found.alpha / found.rank)
 
 
-def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices():
+def test_diffusers_reads_full_single_blocks():
     from diffusers import FluxPipeline
 
     layers = {SINGLE + part: layer(2, WIDTH, WIDTH) for part in QKV}
@@ -55,7 +55,7 @@ def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices():
     assert_same(parse_adapter(tensors, metadata).layers, layers)
 
 
-def test_double_blocks_are_exact_where_diffusers_rounds_alpha_into_the_matrices():
+def test_double_blocks_are_exact():
     from diffusers import FluxPipeline
 
     made = {f"transformer_blocks.2.{part}": layer(4, WIDTH, WIDTH, 6.5) for part in QKV}
@@ -72,14 +72,14 @@ def test_double_blocks_are_exact_where_diffusers_rounds_alpha_into_the_matrices(
         assert (up @ (down @ inputs) - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-def test_parts_that_were_not_trained_do_not_come_back():
+def test_untrained_parts_stay_away():
     layers = {SINGLE + part: layer(2, 8, 8, alpha=3) for part in QKV[1:]}
     joined = join_layers(layers, FLUX1)
     assert joined["single_blocks.3.linear1"].up.shape == (8 * 7, 8)
     assert_same(split_layers(joined, FLUX1), layers)
 
 
-def test_different_ranks_and_alphas_in_one_layer_keep_their_updates():
+def test_mixed_ranks_keep_their_updates():
     layers = {SINGLE + part: layer(rank, 8, 8, alpha) for part, rank, alpha in SHAPES}
     back = split_layers(join_layers(layers, FLUX1), FLUX1)
     assert {name: found.rank for name, found in back.items()} == {
@@ -90,7 +90,7 @@ def test_different_ranks_and_alphas_in_one_layer_keep_their_updates():
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_a_layer_that_was_trained_as_one_is_split_by_rows(rank):
+def test_joined_layers_split_by_rows(rank):
     trained = layer(rank, 8, 24, alpha=5)
     back = split_layers({"double_blocks.0.img_attn.qkv": trained}, FLUX1)
     assert list(back) == [f"transformer_blocks.0.{part}" for part in QKV]
@@ -113,6 +113,6 @@ def test_a_layer_that_was_trained_as_one_is_split_by_rows(rank):
         ([], ""),
     ],
 )
-def test_names_tell_a_model_another_one_or_neither(names, answer):
+def test_names_tell_their_model(names, answer):
     in_blocks = [f"transformer_blocks.{name}" if name[0].isdigit() else name for name in names]
     assert find_class(in_blocks) == answer

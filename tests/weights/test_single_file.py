@@ -45,9 +45,7 @@ def loaded(file, family, like, *, loader="safetensors"):
 
 @pytest.mark.parametrize("family", LAYOUTS)
 @pytest.mark.parametrize("place", ["alone", "in a checkpoint"])
-def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
-    family, place, small_pipelines, tmp_path
-):
+def test_authors_layouts_load_exactly(family, place, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
     state = transformer.state_dict()
     stored = LAYOUTS[family](state)
@@ -60,7 +58,7 @@ def test_a_file_in_the_authors_layout_loads_to_the_very_same_weights(
 
 
 @pytest.mark.parametrize("family", ["flux1-dev", "chroma"])
-def test_norms_may_be_called_as_in_todays_comfyui(family, small_pipelines, tmp_path):
+def test_norms_have_two_names(family, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
     state = transformer.state_dict()
     stored = with_plain_norms(LAYOUTS[family](state))
@@ -70,9 +68,7 @@ def test_norms_may_be_called_as_in_todays_comfyui(family, small_pipelines, tmp_p
 
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("family", ["flux1-dev", "qwen-image"])
-def test_scaled_fp8_loads_as_the_stored_values_times_their_scales(
-    family, newer, small_pipelines, tmp_path
-):
+def test_scaled_fp8_loads_with_scales(family, newer, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
     stored = scaled_fp8(LAYOUTS[family](transformer.state_dict()), newer=newer)
     got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
@@ -108,7 +104,7 @@ CHANGES: dict[str, tuple[Callable[[State], Any], str]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_what_is_not_the_model_is_refused_from_the_header(how, small_pipelines, tmp_path):
+def test_other_models_are_refused(how, small_pipelines, tmp_path):
     transformer = small_pipelines("z-image").transformer
     state, (change, words) = LAYOUTS["z-image"](transformer.state_dict()), CHANGES[how]
     change(state)
@@ -118,9 +114,7 @@ def test_what_is_not_the_model_is_refused_from_the_header(how, small_pipelines, 
     assert caught.value.hint
 
 
-def test_a_header_that_asks_for_endless_rows_is_refused_before_a_marker_is_made(
-    tmp_path, small_pipelines
-):
+def test_endless_rows_are_refused(tmp_path, small_pipelines):
     header = {"x": {"dtype": "F32", "shape": [1 << 40, 0], "data_offsets": [0, 0]}}
     file = write_raw(tmp_path, "model.safetensors", raw_file(header))
     with pytest.raises(ModelMismatch, match="rows"):
@@ -154,7 +148,7 @@ def make(of, seed):
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])
 @pytest.mark.parametrize("of", VAES)
-def test_a_vae_in_its_authors_layout_is_the_model_of_diffusers(of, prefix, tmp_path):
+def test_authors_vaes_load_exactly(of, prefix, tmp_path):
     model, empty = make(of, 0), make(of, 1)
     state = within(VAES[of][2](model.state_dict()), prefix)
     others = {"model.diffusion_model.input_blocks.0.weight": torch.ones(2, 2)} if prefix else {}

@@ -69,7 +69,7 @@ def assert_same_tensors(model, reference):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_real_model_equals_from_pretrained_in_weights_and_outputs(published, loader, dtype):
+def test_models_equal_from_pretrained(published, loader, dtype):
     cls, config, inputs, folder = published
     # A copy, because weights in a map are unaligned, and kernels round otherwise on those.
     reference = copy.deepcopy(cls.from_pretrained(folder, torch_dtype=dtype))
@@ -85,7 +85,7 @@ def test_a_real_model_equals_from_pretrained_in_weights_and_outputs(published, l
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_modules_that_the_class_keeps_in_float32_stay_there(tmp_path, dtype):
+def test_fp32_modules_stay_fp32(tmp_path, dtype):
     from diffusers import WanTransformer3DModel
 
     heads = {"num_attention_heads": 1, "attention_head_dim": 12, "rope_max_seq_len": 32}
@@ -99,7 +99,7 @@ def test_modules_that_the_class_keeps_in_float32_stay_there(tmp_path, dtype):
     assert_same_tensors(model, reference)
 
 
-def test_an_encoder_whose_modules_transformers_renamed_loads_from_its_published_names(tmp_path):
+def test_renamed_encoders_load_published_names(tmp_path):
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     from tests.small.parts import qwen_text_encoder, qwen_tokenizer
@@ -145,7 +145,7 @@ def saved(tmp_path):
     ],
     ids=["drawn", "product", "many", "parameter"],
 )
-def test_what_no_model_computes_is_refused_before_it_takes_memory(compute, monkeypatch):
+def test_endless_computations_are_refused(compute, monkeypatch):
     build_empty(lambda: nn.Linear(1 << 15, 1 << 14))  # reserved, never written
     build_empty(lambda: torch.zeros(1 << 20).expand(1 << 20, -1))  # a view
     monkeypatch.setattr("autotune.weights.stream.MAX_COMPUTED_BYTES", 5 << 19)
@@ -154,7 +154,7 @@ def test_what_no_model_computes_is_refused_before_it_takes_memory(compute, monke
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_ties_buffers_and_plain_attributes_end_up_right(saved, loader):
+def test_ties_and_buffers_end_right(saved, loader):
     original, source = saved
     model = build_empty(Small)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -166,7 +166,7 @@ def test_ties_buffers_and_plain_attributes_end_up_right(saved, loader):
     assert model.first.weight.requires_grad
 
 
-def test_a_tied_weight_may_be_stored_under_either_name(saved, tmp_path):
+def test_tied_weights_have_either_name(saved, tmp_path):
     original, _ = saved
     for dropped in ("tied.weight", "block.0.weight"):
         state = {name: tensor for name, tensor in original.state_dict().items() if name != dropped}
@@ -176,7 +176,7 @@ def test_a_tied_weight_may_be_stored_under_either_name(saved, tmp_path):
         assert_same_tensors(model, original)
 
 
-def test_the_hook_sees_each_module_once_and_whole(saved):
+def test_hook_sees_modules_once(saved):
     seen = []
 
     def look(name, module):
@@ -223,7 +223,7 @@ def test_quantizing_on_arrival_equals_quantizing_afterwards(published, loader):
         (lambda state: state.update(counts=torch.ones(3)), "counts is F32"),
     ],
 )
-def test_files_of_another_model_are_refused_unread(saved, monkeypatch, change, word):
+def test_foreign_files_are_refused_unread(saved, monkeypatch, change, word):
     state = dict(saved[0].state_dict())
     change(state)
     other = saved[1].path / "other.safetensors"
@@ -234,7 +234,7 @@ def test_files_of_another_model_are_refused_unread(saved, monkeypatch, change, w
     assert caught.value.hint
 
 
-def test_a_model_built_wholly_on_meta_is_refused_where_files_cannot_help(saved):
+def test_meta_models_are_refused(saved):
     with torch.device("meta"):
         model = Small()
     with pytest.raises(BadWeights, match=r"table|angles") as caught:
@@ -242,7 +242,7 @@ def test_a_model_built_wholly_on_meta_is_refused_where_files_cannot_help(saved):
     assert "build_empty" in caught.value.hint
 
 
-def test_random_weights_are_complete_repeatable_and_of_sane_scale(published):
+def test_random_weights_are_complete(published):
     cls, config, inputs, _ = published
     models = [build_empty(lambda: cls(**config), dtype=torch.float32) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):

@@ -59,7 +59,7 @@ def test_a_tensor_outlives_stream_and_file(name, tmp_path):
 
 
 @each_loader
-def test_writing_to_a_loaded_tensor_leaves_the_file_alone(name, tmp_path):
+def test_loaded_tensors_leave_files_alone(name, tmp_path):
     path = tmp_path / "a.safetensors"
     save_file(path, {"a": torch.zeros(5000)})
     read_all(open_weights(path), loader=name)["a"].fill_(1)
@@ -68,7 +68,7 @@ def test_writing_to_a_loaded_tensor_leaves_the_file_alone(name, tmp_path):
 
 @each_loader
 @pytest.mark.parametrize("stop_after", [0, None])
-def test_handles_and_buffers_are_released_when_a_stream_is_left_early(name, sharded, stop_after):
+def test_left_streams_release_everything(name, sharded, stop_after):
     before = open_files()
     stream = LOADERS[name].stream(sharded, CPU)
     for count, _ in enumerate(stream):
@@ -82,7 +82,7 @@ def test_handles_and_buffers_are_released_when_a_stream_is_left_early(name, shar
 
 
 @each_loader
-def test_many_tensors_in_small_pieces_are_read_whole(name, tmp_path, monkeypatch):
+def test_small_pieces_are_read_whole(name, tmp_path, monkeypatch):
     for limit, value in (("PIECE_BYTES", 300), ("CHUNK_BYTES", 1000)):
         monkeypatch.setattr(loaders, limit, value)
     tensors = {f"t{i:03}": torch.full((i * 7 % 300,), i, dtype=torch.int32) for i in range(200)}
@@ -92,7 +92,7 @@ def test_many_tensors_in_small_pieces_are_read_whole(name, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("reader", ["stream", "single"])
-def test_a_file_that_shrinks_while_it_is_read_is_truncated(tmp_path, reader):
+def test_shrinking_files_are_truncated(tmp_path, reader):
     path = tmp_path / "a.safetensors"
     save_file(path, {"a": torch.ones(1000)})
     source = open_weights(path)
@@ -101,7 +101,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_truncated(tmp_path, reader):
         read_all(source) if reader == "stream" else read_tensor(*source.locations["a"])
 
 
-def test_nothing_is_held_besides_the_tensor_in_use(tmp_path, monkeypatch):
+def test_one_tensor_is_held(tmp_path, monkeypatch):
     save_file(
         tmp_path / "a.safetensors", {f"t{i}": torch.full((10_000,), float(i)) for i in range(20)}
     )
@@ -120,7 +120,7 @@ def test_nothing_is_held_besides_the_tensor_in_use(tmp_path, monkeypatch):
     assert (peak, len(known)) == (1, 20)
 
 
-def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
+def test_any_layout_is_stored(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     state = {"whole": base, "tied": base, "transposed": base.t(), "row": base[1]}
     state["wide"] = base[:1].expand(2, 4)
@@ -129,7 +129,7 @@ def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
     assert all(loaded[name].equal(tensor) for name, tensor in state.items())
 
 
-def test_a_limit_of_the_system_is_an_error_of_the_system_that_names_the_file(tmp_path):
+def test_system_limits_name_the_file(tmp_path):
     path, limits = tmp_path / "a.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
@@ -153,7 +153,7 @@ def test_equal_content_gives_equal_bytes(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dtype, monkeypatch):
+def test_every_dtype_is_described(tmp_path, every_dtype, monkeypatch):
     monkeypatch.setattr(loaders, "PIECE_ELEMENTS", 3)
     save_file(tmp_path / "a.safetensors", every_dtype, {"who": "me"})
     summary = inspect_weights(tmp_path / "a.safetensors")
