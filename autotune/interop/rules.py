@@ -7,11 +7,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from importlib.resources import files
+from functools import partial
 from typing import Any
-
-import yaml
 
 from autotune.models.family import Family
 from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
@@ -67,13 +64,6 @@ def is_knob(name: str, value: Any = None) -> bool:
     if name == "optimizer" and value != "adamw":
         return False  # it decides what is learned
     return name in Candidate.model_fields or name.startswith("caching.")
-
-
-@cache
-def read_data(name: str) -> Any:
-    """Read a file of the package's own data."""
-    text = (files("autotune.interop") / "data" / f"{name}.yaml").read_text(encoding="utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def number(value: Any, kind: str = "number") -> float:

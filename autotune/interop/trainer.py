@@ -10,11 +10,12 @@ from typing import Any
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.interop import rules, targets
 from autotune.interop.files import ConfigValue
-from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings, read_data
+from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.registry import find_published
 from autotune.plan.prediction import Overheads
+from autotune.system.files import read_table
 
 NAMES = ("ai-toolkit", "musubi", "simpletuner", "diffusers", "sd-scripts", "onetrainer")
 
@@ -175,10 +176,14 @@ def get_trainer(name: str) -> Trainer:
     return trainers()[name]
 
 
+def _read(name: str) -> Any:
+    return read_table(f"interop/data/{name}.yaml")
+
+
 def _load(name: str) -> Trainer:
-    data = _merged(read_data("shared"), read_data(name))
+    data = _merged(_read("shared"), _read(name))
     if base := data.get("extends"):
-        data = _merged(read_data(base), data)
+        data = _merged(_read(base), data)
     words = data["words"]
     accounts = [
         (re.compile(_pattern(key)), words.get(why, why), off.lower(), learned)

@@ -2,12 +2,11 @@
 
 import re
 from functools import cache
-from importlib.resources import files
-
-import yaml
 
 from autotune.models.adapter import target_matcher
 from autotune.models.family import Family
+from autotune.system.files import read_table
+from autotune.weights.names import expand
 
 # Numbers of blocks in a layer's name.
 LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
@@ -15,21 +14,11 @@ LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.
 
 @cache
 def _layers(kind: str, transformer: str) -> frozenset[str]:
-    text = (files("autotune.models") / "layers.yaml").read_text(encoding="utf-8")
-    data = yaml.safe_load(text)
+    data = read_table("models/layers.yaml")
     written = data[kind].get(transformer, "")
     for name, part in data["parts"].items():
         written = written.replace(name, part)
-    return frozenset(layer for one in written.split() for layer in _expand(one))
-
-
-def _expand(text: str) -> list[str]:
-    """`a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
-    inner = re.search(r"\{([^{}]*)\}", text)
-    if inner is None:
-        return [text]
-    parts = (text[: inner.start()] + one + text[inner.end() :] for one in inner[1].split(","))
-    return [name for part in parts for name in _expand(part)]
+    return frozenset(layer for one in written.split() for layer in expand(one))
 
 
 def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:

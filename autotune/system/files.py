@@ -13,12 +13,14 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 import platformdirs
+import yaml
 
 from autotune.errors import InvalidInput
 
@@ -73,6 +75,13 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         why = f"larger than the {max_bytes >> 10:,} KiB that are read of such a file"
         raise OSError(errno.EFBIG, why, str(path))
     return content
+
+
+@cache
+def read_table(path: str) -> Any:
+    """Read a table of the package's own, a YAML file in the folder of a room."""
+    text = (files("autotune") / path).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _new_part(path: Path) -> Path:

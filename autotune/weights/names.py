@@ -1,20 +1,21 @@
 """The names of layers in ComfyUI and kohya's scripts: those of the models' authors.
 
 A layer of the authors may be several of diffusers, in the order of its rows. Both programs' own
-sources, with commits, are in `tests/clients`, which these tables are tested against.
+sources, with commits, are in `tests/clients`, which the tables in `names.yaml` are tested against.
 FLUX's `norm_out` is left out: its rows are in another order there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import AdapterFormat
+from autotune.system.files import read_table
 from autotune.system.lazy import Tensor, torch
 
 Parts = tuple[str, ...]
@@ -67,250 +68,46 @@ def split_number(name: str) -> tuple[str, str]:
     return (BLOCK.sub(r"\1\2#", name, count=1), number[3]) if number else (name, "")
 
 
-def _within(places: Mapping[str, str], layers: Mapping[str, Parts]) -> dict[str, Parts]:
-    return {
-        f"{original}.{layer}": tuple(f"{place}.{part}" for part in parts)
-        for original, place in places.items()
-        for layer, parts in layers.items()
-    }
+def expand(text: str) -> list[str]:
+    """Write `a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
+    inner = re.search(r"\{([^{}]*)\}", text)
+    if inner is None:
+        return [text]
+    parts = (text[: inner.start()] + one + text[inner.end() :] for one in inner[1].split(","))
+    return [name for part in parts for name in expand(part)]
 
 
-def _same(*layers: str) -> dict[str, Parts]:
-    return {layer: (layer,) for layer in layers}
+def _read_layers(written: Mapping[str, str | Mapping[str, str]]) -> dict[str, Parts]:
+    found: dict[str, Parts] = {}
+    for key, value in written.items():
+        if isinstance(value, str):
+            names = expand(key)
+            parts = [part for word in value.split() for part in expand(word)]
+            parts, size = (names, 1) if value == "=" else (parts, len(parts) // len(names))
+            own = (tuple(parts[at * size : (at + 1) * size]) for at in range(len(names)))
+            found |= zip(names, own, strict=True)
+            continue
+        inner, (theirs, ours) = _read_layers(value), map(expand, key.split(" = "))
+        for before, place in zip(theirs, ours, strict=True):
+            for name, own_parts in inner.items():
+                found[before + name] = tuple(place + part for part in own_parts)
+    return found
 
-
-def _one(**names: str) -> dict[str, Parts]:
-    return {original.replace("__", "."): (name,) for original, name in names.items()}
-
-
-def _embedder(
-    original: str, name: str, layers: tuple[object, object] = ("in_layer", "out_layer")
-) -> dict[str, Parts]:
-    first, second = layers
-    return {
-        f"{original}.{first}": (f"{name}.linear_1",),
-        f"{original}.{second}": (f"{name}.linear_2",),
-    }
-
-
-def _feed_forward(first: str, last: str) -> dict[str, Parts]:
-    return {
-        "img_mlp.0": (f"ff.{first}",),
-        "img_mlp.2": (f"ff.{last}",),
-        "txt_mlp.0": (f"ff_context.{first}",),
-        "txt_mlp.2": (f"ff_context.{last}",),
-    }
-
-
-FLUX_ATTENTION: dict[str, Parts] = {
-    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "img_attn.proj": ("attn.to_out.0",),
-    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "txt_attn.proj": ("attn.to_add_out",),
-}
-DOUBLE = {"double_blocks.#": "transformer_blocks.#"}
-SINGLE = {"single_blocks.#": "single_transformer_blocks.#"}
-CHROMA: Mapping[str, Parts] = {
-    **_within(DOUBLE, FLUX_ATTENTION | _feed_forward("net.0.proj", "net.2")),
-    **_within(
-        SINGLE,
-        {"linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), "linear2": ("proj_out",)},
-    ),
-    **_one(img_in="x_embedder", txt_in="context_embedder", final_layer__linear="proj_out"),
-}
-"""Those of FLUX.1 but its modulation and embedders; nobody adapts what Chroma has instead."""
-FLUX1: Mapping[str, Parts] = {
-    **CHROMA,
-    **_within(DOUBLE, {"img_mod.lin": ("norm1.linear",), "txt_mod.lin": ("norm1_context.linear",)}),
-    **_within(SINGLE, {"modulation.lin": ("norm.linear",)}),
-    **_embedder("time_in", "time_text_embed.timestep_embedder"),
-    **_embedder("vector_in", "time_text_embed.text_embedder"),
-    **_embedder("guidance_in", "time_text_embed.guidance_embedder"),
-}
-FLUX2: Mapping[str, Parts] = {
-    **_within(DOUBLE, FLUX_ATTENTION | _feed_forward("linear_in", "linear_out")),
-    **_within(SINGLE, {"linear1": ("attn.to_qkv_mlp_proj",), "linear2": ("attn.to_out",)}),
-    **_embedder("time_in", "time_guidance_embed.timestep_embedder"),
-    **_one(
-        img_in="x_embedder",
-        txt_in="context_embedder",
-        final_layer__linear="proj_out",
-        double_stream_modulation_img__lin="double_stream_modulation_img.linear",
-        double_stream_modulation_txt__lin="double_stream_modulation_txt.linear",
-        single_stream_modulation__lin="single_stream_modulation.linear",
-    ),
-}
-# Two rows of its gated feed-forward part, thrice as wide as the model, where FLUX.1 has four.
-FLUX2_RATIOS = {"img_mlp.0": 6, "txt_mlp.0": 6, "linear1": 9}
-
-WAN: Mapping[str, Parts] = {
-    **{
-        f"blocks.#.{original}.{letter}": (f"blocks.#.{attention}.to_{part}",)
-        for original, attention in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-        for letter, part in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out.0"))
-    },
-    "blocks.#.ffn.0": ("blocks.#.ffn.net.0.proj",),
-    "blocks.#.ffn.2": ("blocks.#.ffn.net.2",),
-    **_embedder("time_embedding", "condition_embedder.time_embedder", (0, 2)),
-    **_embedder("text_embedding", "condition_embedder.text_embedder", (0, 2)),
-    **_one(time_projection__1="condition_embedder.time_proj", head__head="proj_out"),
-}
-KREA2: Mapping[str, Parts] = {
-    **_within(
-        {
-            "blocks.#": "transformer_blocks.#",
-            "txtfusion.layerwise_blocks.#": "text_fusion.layerwise_blocks.#",
-            "txtfusion.refiner_blocks.#": "text_fusion.refiner_blocks.#",
-        },
-        {
-            **{f"attn.w{letter}": (f"attn.to_{letter}",) for letter in "qkv"},
-            "attn.wo": ("attn.to_out.0",),
-            "attn.gate": ("attn.to_gate",),
-            **{f"mlp.{name}": (f"ff.{name}",) for name in ("gate", "up", "down")},
-        },
-    ),
-    **_embedder("tmlp", "time_embed", (0, 2)),
-    **_embedder("txtmlp", "txt_in", (1, 3)),
-    **_one(
-        first="img_in",
-        tproj__1="time_mod_proj",
-        txtfusion__projector="text_fusion.projector",
-        last__linear="final_layer.linear",
-    ),
-}
-
-QWEN_21: Mapping[str, Parts] = {
-    **_within(
-        {"transformer_blocks.#": "transformer_blocks.#"},
-        {
-            **_same("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-            "img_mlp.gate_up": ("img_mlp.gate_layer", "img_mlp.proj"),
-            "img_mlp.out": ("img_mlp.out",),
-        },
-    ),
-    **_same(
-        "img_in",
-        "txt_in.in_layer",
-        "txt_in.out_layer",
-        "time_text_embed.timestep_embedder.linear_1",
-        "time_text_embed.timestep_embedder.linear_2",
-        "modulation.1",
-        "norm_out.linear",
-        "proj_out",
-    ),
-}
-
-UNET_TRANSFORMERS = {
-    **{
-        f"input_blocks.{3 * stage + 1 + i}.1": f"down_blocks.{stage}.attentions.{i}"
-        for stage in (1, 2)
-        for i in (0, 1)
-    },
-    "middle_block.1": "mid_block.attentions.0",
-    **{
-        f"output_blocks.{3 * stage + i}.1": f"up_blocks.{stage}.attentions.{i}"
-        for stage in (0, 1)
-        for i in range(3)
-    },
-}
-UNET_RESNETS = {
-    **{
-        f"input_blocks.{3 * stage + 1 + i}.0": f"down_blocks.{stage}.resnets.{i}"
-        for stage in range(3)
-        for i in (0, 1)
-    },
-    **{f"middle_block.{2 * i}": f"mid_block.resnets.{i}" for i in (0, 1)},
-    **{
-        f"output_blocks.{3 * stage + i}.0": f"up_blocks.{stage}.resnets.{i}"
-        for stage in range(3)
-        for i in range(3)
-    },
-}
-UNET_LAYERS = _same(
-    "proj_in",
-    "proj_out",
-    *(
-        f"transformer_blocks.#.{attention}.{part}"
-        for attention in ("attn1", "attn2")
-        for part in ("to_q", "to_k", "to_v", "to_out.0")
-    ),
-    "transformer_blocks.#.ff.net.0.proj",
-    "transformer_blocks.#.ff.net.2",
-)
-SDXL: Mapping[str, Parts] = {
-    **_within(UNET_TRANSFORMERS, UNET_LAYERS),
-    **_within(UNET_RESNETS, {"emb_layers.1": ("time_emb_proj",)}),
-    **_embedder("time_embed", "time_embedding", (0, 2)),
-    **_embedder("label_emb.0", "add_embedding", (0, 2)),
-}
-"""Blocks of the published UNet, with two layers per stage; its convolutions are left out."""
-
-SD3: Mapping[str, Parts] = {
-    **_within(
-        {"joint_blocks.#": "transformer_blocks.#"},
-        {
-            "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-            "x_block.attn.proj": ("attn.to_out.0",),
-            "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
-            "x_block.attn2.proj": ("attn2.to_out.0",),
-            "x_block.mlp.fc1": ("ff.net.0.proj",),
-            "x_block.mlp.fc2": ("ff.net.2",),
-            "x_block.adaLN_modulation.1": ("norm1.linear",),
-            "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-            "context_block.attn.proj": ("attn.to_add_out",),
-            "context_block.mlp.fc1": ("ff_context.net.0.proj",),
-            "context_block.mlp.fc2": ("ff_context.net.2",),
-            "context_block.adaLN_modulation.1": ("norm1_context.linear",),
-        },
-    ),
-    **_embedder("t_embedder.mlp", "time_text_embed.timestep_embedder", (0, 2)),
-    **_embedder("y_embedder.mlp", "time_text_embed.text_embedder", (0, 2)),
-    **_one(context_embedder="context_embedder", final_layer__linear="proj_out"),
-}
-SD3_SWAPPED = frozenset({"joint_blocks.#.context_block.adaLN_modulation.1"})
-"""In the last block, whose text ends there: it has no gates and no feed-forward part."""
 
 FLUX1_CLASS, CHROMA_CLASS = "FluxTransformer2DModel", "ChromaTransformer2DModel"
 SD3_CLASS = "SD3Transformer2DModel"
+_TABLE = read_table("weights/names.yaml")
 LAYOUTS: Mapping[str, Layout] = {
-    "Flux2Transformer2DModel": Layout(FLUX2, FLUX2_RATIOS),
-    FLUX1_CLASS: Layout(FLUX1, {}),
-    CHROMA_CLASS: Layout(CHROMA, {}),
-    "WanTransformer3DModel": Layout(WAN, {}),
-    "Krea2Transformer2DModel": Layout(KREA2, {}),
-    "QwenImage21Transformer2DModel": Layout(QWEN_21, {}, kohya_has_own_names=False),
-    SD3_CLASS: Layout(SD3, {}, SD3_SWAPPED),
-    "UNet2DConditionModel": Layout(SDXL, {}),
+    name: Layout(
+        _read_layers(written),
+        _TABLE["width_ratios"].get(name, {}),
+        frozenset(_TABLE["swapped"].get(name, ())),
+        kohya_has_own_names=name not in _TABLE["diffusers_in_kohya"],
+    )
+    for name, written in _TABLE["layers"].items()
 }
-KEPT_NAMES = frozenset(
-    {
-        "QwenImageTransformer2DModel",
-        "Kandinsky5Transformer3DModel",
-        "ZImageTransformer2DModel",
-        "LTX2VideoTransformer3DModel",
-    }
-)
-"""Classes whose layers ComfyUI and kohya's scripts call as diffusers does, or understand so."""
-NOT_READ_BY: Mapping[AdapterFormat, tuple[str, frozenset[str]]] = {
-    "diffusers": (
-        "ComfyUI",
-        frozenset({"UNet2DConditionModel", "WanTransformer3DModel", "LTX2VideoTransformer3DModel"}),
-    ),
-    "comfyui": (
-        "diffusers",
-        frozenset(
-            {
-                "UNet2DConditionModel",
-                SD3_CLASS,
-                "Kandinsky5Transformer3DModel",
-                "QwenImage21Transformer2DModel",
-            }
-        ),
-    ),
-    "kohya": ("ComfyUI", frozenset({"ZImageTransformer2DModel", "QwenImage21Transformer2DModel"})),
-}
-"""The other program to which people take files of a format, and whose layers it does not find in
-them, or not all; told from its own loader in `tests/clients`."""
+KEPT_NAMES = frozenset(_TABLE["diffusers_in_both"])
+NOT_READ_BY: Mapping[AdapterFormat, tuple[str, Sequence[str]]] = _TABLE["not_read_by"]
 NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38  # of Stable Diffusion 3.5 Large
 
 
