@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from autotune.plan.job import TimestepSampling
+from autotune.system.files import read_table
 from autotune.system.lazy import nn
 
 Config = Mapping[str, Any]  # constructor arguments of a model
@@ -142,15 +144,25 @@ class PublishedModel:
 
     hub_id: str
     name: str  # its short name: for the family's first model that of the family
-    config: Config  # arguments that build its transformer without downloading anything
-    parts: Parts
+    # Arguments that build its transformer without downloading anything.
+    config: Config = field(default_factory=dict)
+    parts: Parts = Parts()
     num_parameters: int = 0  # of the transformer; 0 if it is not stated
     license: str = ""
     source: str = ""  # where the size is published that the transformer was compared with
     note: str = ""  # advice for whoever trains it
 
-    def variant(
-        self, hub_id: str, name: str, *, note: str = "", source: str = ""
-    ) -> PublishedModel:
-        """Return another model of the same architecture and license."""
-        return replace(self, hub_id=hub_id, name=name, note=note, source=source)
+
+@cache
+def published_models(family: str) -> tuple[PublishedModel, ...]:
+    """Read the models of one of autotune's own families."""
+    rows = _with_tuples(read_table("models/published.yaml")["families"][family])
+    return tuple(PublishedModel(**{**row, "parts": Parts(**row["parts"])}) for row in rows)
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_with_tuples, value))
+    if isinstance(value, dict):
+        return {name: _with_tuples(each) for name, each in value.items()}
+    return value

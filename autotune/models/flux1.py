@@ -26,20 +26,6 @@ from autotune.system.lazy import Tensor, nn, torch
 TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
 BLOCK = r"(single_)?transformer_blocks\.\d+"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
-DEV = facts.PublishedModel(
-    "black-forest-labs/FLUX.1-dev",
-    "flux1-dev",
-    {"guidance_embeds": True},
-    facts.Parts((123_060_480, 4_762_310_656), "AutoencoderKL", latents.FLUX_VAE),
-    num_parameters=11_901_408_320,
-    license="flux-1-dev-non-commercial-license",
-    source="the configuration on the hub",
-)
-KONTEXT = DEV.variant(
-    "black-forest-labs/FLUX.1-Kontext-dev",
-    "flux1-kontext",
-    source="flux-dev-kontext in src/flux/util.py of black-forest-labs/flux@57ce405: as flux-dev",
-)
 
 
 class Flux1Dev(latents.ImageLatents, Family):
@@ -48,7 +34,7 @@ class Flux1Dev(latents.ImageLatents, Family):
     name = "flux1-dev"
     aliases = {"flux-dev": "flux1-dev", "flux": "flux1-dev"}
     fine_tunes = ("flux 1 krea dev", "flux 1 fill dev")
-    models: ClassVar[tuple[facts.PublishedModel, ...]] = (DEV,)
+    models = facts.published_models(name)
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = (*COMPONENTS, "text_encoder_2", "tokenizer_2")
@@ -130,7 +116,7 @@ class Flux1Kontext(Flux1Dev):
 
     name = "flux1-kontext"
     aliases = {"kontext": "flux1-kontext", "flux-kontext": "flux1-kontext"}
-    models = (KONTEXT,)
+    models = facts.published_models(name)
     pipeline_class = "FluxKontextPipeline"
     max_controls = 1
     defaults = replace(
@@ -153,34 +139,12 @@ class Flux1Kontext(Flux1Dev):
         }
 
 
-CHROMA = facts.PublishedModel(
-    "lodestones/Chroma1-HD",
-    "chroma",
-    {},
-    facts.Parts((4_762_310_656,), "AutoencoderKL", latents.FLUX_VAE),
-    num_parameters=8_899_983_424,
-    license="apache-2.0",
-    source=(
-        "chroma_params in src/models/chroma/model.py of lodestone-rock/flow@27991a4; 8.9 billion "
-        "by its card"
-    ),
-)
-
-
 class Chroma(Flux1Dev):
     """Text to image. Prompts have their own length: padding is masked and takes no position."""
 
     name = "chroma"
     aliases = {"chroma1": "chroma", "chroma-hd": "chroma"}
-    models = (
-        CHROMA,
-        CHROMA.variant(
-            "lodestones/Chroma1-Base",
-            "chroma-base",
-            note="trained at 512 px (--resolution 512); chroma at 1,024",
-            source=CHROMA.source,
-        ),
-    )
+    models = facts.published_models(name)
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from autotune.models import facts
 from autotune.models.family import Batch, Family
@@ -12,25 +12,9 @@ from autotune.models.latents import ATTENTION, load_tokenizer, send
 from autotune.system.lazy import Tensor, torch
 
 TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
-DISTILLED = (
-    "distilled to 4 steps without guidance, which training undoes: train on the base model instead"
-)
-HUB = "black-forest-labs/FLUX.2-klein"
 SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
 
 
-def _klein(
-    hub_id: str, name: str, sizes: tuple[int, int, int, int], encoder_parameters: int, **known: Any
-) -> facts.PublishedModel:
-    config = {**dict(zip(SIZES, sizes, strict=True)), "guidance_embeds": False}
-    parts = facts.Parts((encoder_parameters,), "AutoencoderKLFlux2")
-    return facts.PublishedModel(hub_id, name, config, parts, **known)
-
-
-KLEIN = {"num_parameters": 3_875_544_576, "license": "apache-2.0"}
-BASE_4B = _klein(f"{HUB}-base-4B", "flux2-klein", (5, 20, 24, 7680), 4_022_468_096, **KLEIN)
-KLEIN_9B = {"num_parameters": 9_078_581_248, "license": "flux-non-commercial-license"}
-BASE_9B = _klein(f"{HUB}-base-9B", "flux2-klein-9b", (8, 24, 32, 12288), 8_190_735_360, **KLEIN_9B)
 BLOCK = r"transformer_blocks\.\d+"
 SINGLE = r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
 MLP = r"ff(_context)?\.linear_(in|out)"
@@ -41,12 +25,7 @@ class Flux2Klein(Family):
 
     name = "flux2-klein"
     aliases = {"flux": "flux2-klein", "klein": "flux2-klein", "flux2-klein-base": "flux2-klein"}
-    models: ClassVar[tuple[facts.PublishedModel, ...]] = (
-        BASE_4B,
-        BASE_9B,
-        BASE_4B.variant(f"{HUB}-4B", "flux2-klein-4b-distilled", note=DISTILLED),
-        BASE_9B.variant(f"{HUB}-9B", "flux2-klein-9b-distilled", note=DISTILLED),
-    )
+    models = facts.published_models(name)
     pipeline_class = "Flux2KleinPipeline"
     transformer_class = "Flux2Transformer2DModel"
     tiny_config = dict(zip(SIZES, (1, 1, 2, 64), strict=True))
@@ -118,20 +97,7 @@ class Flux2Dev(Flux2Klein):
 
     name = "flux2-dev"
     aliases = {"flux": "flux2-dev"}
-    models = (
-        facts.PublishedModel(
-            "black-forest-labs/FLUX.2-dev",
-            "flux2-dev",
-            {},
-            facts.Parts((24_011_361_280,), "AutoencoderKLFlux2"),
-            num_parameters=32_223_281_152,
-            license="flux-dev-non-commercial-license",
-            source=(
-                "Flux2Params in src/flux2/model.py of black-forest-labs/flux2@ab7cca6, as built "
-                "there"
-            ),
-        ),
-    )
+    models = facts.published_models(name)
     pipeline_class = "Flux2Pipeline"
     defaults = replace(
         Flux2Klein.defaults,

@@ -12,7 +12,6 @@ from typing import Any
 from autotune.errors import InvalidInput
 from autotune.models import facts, family
 from autotune.models.latents import (
-    FLUX_VAE,
     ImageLatents,
     adapted_layers,
     build_empty_pipeline,
@@ -24,13 +23,6 @@ from autotune.system.lazy import Tensor, nn, torch
 
 MAX_TEXT_TOKENS = 512  # length to which the pipelines cut prompts
 POSITIONS = 128  # maximum rows, columns and latent frames of the transformer's rotary embedding
-LITE_CONFIG: facts.Config = {  # constructor arguments that both Lite models share
-    "in_visual_dim": 16,
-    "out_visual_dim": 16,
-    "time_dim": 512,
-    "num_text_blocks": 2,
-}
-TEXT_ENCODERS = (8_292_166_656, 123_060_480)  # parameters of Qwen2.5-VL and of CLIP
 BLOCK = r"(text|visual)_transformer_blocks\.\d+"
 ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
 MLP = r"feed_forward\.(in_layer|out_layer)"
@@ -151,23 +143,7 @@ class Kandinsky5Image(ImageLatents, Kandinsky5):
 
     name = "kandinsky5-image-lite"
     pipeline_class = "Kandinsky5T2IPipeline"
-    models = (
-        facts.PublishedModel(
-            "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
-            "kandinsky5-image-lite",
-            {
-                **LITE_CONFIG,
-                "model_dim": 2560,
-                "ff_dim": 10240,
-                "num_visual_blocks": 50,
-                "axes_dims": (32, 48, 48),
-            },
-            facts.Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
-            num_parameters=6_022_080_576,
-            license="mit",
-            source="the configuration on the hub",
-        ),
-    )
+    models = facts.published_models(name)
     defaults = facts.Defaults(
         timestep_shift=3.0,
         preview_steps=25,
@@ -199,24 +175,7 @@ class Kandinsky5Video(Kandinsky5):
 
     name = "kandinsky5-video-lite"
     pipeline_class = "Kandinsky5T2VPipeline"
-    models = (
-        facts.PublishedModel(
-            "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
-            "kandinsky5-video-lite",
-            {
-                **LITE_CONFIG,
-                "model_dim": 1792,
-                "ff_dim": 7168,
-                "num_visual_blocks": 32,
-                "axes_dims": (16, 24, 24),
-                "visual_cond": True,
-            },
-            facts.Parts(TEXT_ENCODERS, "AutoencoderKLHunyuanVideo"),
-            num_parameters=2_007_702_848,
-            license="mit",
-            source="the configuration on the hub",
-        ),
-    )
+    models = facts.published_models(name)
     frames_per_latent = 4
     max_frames = 4 * (POSITIONS - 1) + 1
     defaults = facts.Defaults(

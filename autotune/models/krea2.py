@@ -13,14 +13,6 @@ from autotune.models.family import Batch, Family, Pixels, Sample, Sizes, Texts
 from autotune.system.lazy import Tensor
 
 MAX_TEXT_TOKENS = 512  # with what follows the prompt in the pipeline's template
-RAW = facts.PublishedModel(
-    "krea/Krea-2-Raw",
-    "krea-2",
-    {},
-    facts.Parts((4_437_815_808,), "AutoencoderKLQwenImage"),
-    num_parameters=12_820_073_036,
-    license="krea-2-community-license-agreement",
-)
 
 
 class Krea2(Family):
@@ -28,15 +20,7 @@ class Krea2(Family):
 
     name = "krea-2"
     aliases = {"krea": "krea-2"}
-    models = (
-        RAW,
-        RAW.variant(
-            "krea/Krea-2-Turbo",
-            "krea-2-turbo",
-            note="distilled to 8 steps without guidance, which training undoes: train on krea-2, "
-            "and use the adapter here, as its makers advise",
-        ),
-    )
+    models = facts.published_models(name)
     pipeline_class = "Krea2Pipeline"
     transformer_class = "Krea2Transformer2DModel"
     tiny_config = {

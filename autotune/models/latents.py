@@ -10,18 +10,6 @@ from typing import Any
 
 from autotune.system.lazy import Tensor, diffusers, torch
 
-FLUX_VAE: Mapping[str, Any] = {  # which Chroma and Kandinsky 5.0 Image use, too
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "sample_size": 1024,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
 # Attention layers of a double-stream block: the image's, then the text's.
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 CONTROL = "control_latents_"  # in a sample, before a number of one digit, so that names sort

@@ -10,72 +10,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from autotune.models.facts import Config, Defaults, Parts, PublishedModel
+from autotune.models.facts import Config, Defaults, published_models
 from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Shapes, unwrap_model
 from autotune.models.latents import adapted_layers, send
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor
 
 TEXT_TOKENS = 1024  # of every prompt: connectors put learned tokens in the place of padding
-FIRST: Config = {"rope_type": "split"}
-LATER: Config = {
-    "rope_type": "split",
-    "use_prompt_embeddings": False,
-    "perturbed_attn": True,
-    "gated_attn": True,
-    "cross_attn_mod": True,
-    "audio_gated_attn": True,
-    "audio_cross_attn_mod": True,
-}
-GEMMA, VAE_CLASS = 12_187_325_040, "AutoencoderKLLTX2Video"
-AUDIO_VAE = 53_248_146  # parameters of diffusers' class by default, as for the vocoders below
-VAE: Config = {
-    "decoder_causal": False,
-    "spatial_compression_ratio": 32,
-    "temporal_compression_ratio": 8,
-}
-LATER_VAE: Config = {
-    **VAE,
-    "block_out_channels": (256, 512, 1024, 1024),
-    "decoder_block_out_channels": (256, 512, 512, 1024),
-    "layers_per_block": (4, 6, 4, 2, 2),
-    "decoder_layers_per_block": (4, 6, 4, 2, 2),
-    "decoder_spatio_temporal_scaling": (True,) * 4,
-    "decoder_inject_noise": (False,) * 5,
-    "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-    "upsample_residual": (False,) * 4,
-    "upsample_factor": (2, 2, 1, 2),
-    "decoder_spatial_padding_mode": "zeros",
-}
-LTX_23 = PublishedModel(
-    "diffusers/LTX-2.3-Diffusers",
-    "ltx-2.3",
-    LATER,
-    Parts((GEMMA, 3_172_227_584), VAE_CLASS, LATER_VAE, AUDIO_VAE + 128_537_448),
-    num_parameters=18_988_838_144,
-    license="ltx-2-community-license-agreement",
-    source=(
-        "ltx_2_3/pytorch/loader.py of tenstorrent/tt-forge-models@3154030: 19 billion; 22 with the "
-        "connectors"
-    ),
-    note="trained here from text to silent clips or images",
-)
-LTX_2 = PublishedModel(
-    "Lightricks/LTX-2",
-    "ltx-2",
-    FIRST,
-    Parts((GEMMA, 1_431_475_200), VAE_CLASS, VAE, AUDIO_VAE + 55_592_802),
-    num_parameters=18_876_174_592,
-    license=LTX_23.license,
-    note=LTX_23.note,
-)
 
 
 class LTX2(Family):
     """Latents of a causal video autoencoder, standardized by channel; one is one token."""
 
     name = "ltx-2.3"
-    models = (LTX_23, LTX_2)
+    models = published_models(name)
     aliases = {"ltx": "ltx-2.3"}
     pipeline_class = "LTX2Pipeline"
     transformer_class = "LTX2VideoTransformer3DModel"

@@ -14,23 +14,6 @@ from autotune.models.family import Batch, Family, Images, Options, Pixels, Sampl
 from autotune.plan.workload import Bucket, TextPadding
 from autotune.system.lazy import Tensor, torch
 
-ORIGINAL = facts.PublishedModel(
-    "Qwen/Qwen-Image",
-    "qwen-image",
-    {},
-    facts.Parts((8_292_166_656,), "AutoencoderKLQwenImage"),
-    num_parameters=20_430_401_088,
-    license="apache-2.0",
-    source="the configuration on the hub; the class's own defaults are that model",
-)
-EDIT, EDIT_PLUS = (
-    ORIGINAL.variant(f"Qwen/Qwen-Image-{hub_name}", name, source=ORIGINAL.source)
-    for hub_name, name in (("Edit", "qwen-image-edit"), ("Edit-2509", "qwen-image-edit-plus"))
-)
-EDIT_2511 = replace(
-    EDIT.variant("Qwen/Qwen-Image-Edit-2511", "qwen-image-edit-2511"),
-    config={"zero_cond_t": True},  # control images count as clean, whatever the noise
-)
 BLOCK = r"transformer_blocks\.\d+"
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
 MODULE = "diffusers.models.transformers.transformer_qwenimage"
@@ -40,10 +23,7 @@ class QwenImage(Family):
     """Text to image. Latents are packed in 2x2 patches; prompts are encoded at their own length."""
 
     name = "qwen-image"
-    models: ClassVar[tuple[facts.PublishedModel, ...]] = (
-        ORIGINAL,
-        ORIGINAL.variant("Qwen/Qwen-Image-2512", "qwen-image-2512"),
-    )
+    models = facts.published_models(name)
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
     # Unused, and gone before a release had it.
@@ -119,7 +99,7 @@ class QwenImageEdit(QwenImage):
     """One control image, some 1,400 tokens of the caption: the encoder sees one megapixel."""
 
     name = "qwen-image-edit"
-    models: ClassVar[tuple[facts.PublishedModel, ...]] = (EDIT,)
+    models = facts.published_models(name)
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
     max_controls = 1
@@ -195,7 +175,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
     name = "qwen-image-edit-plus"
     aliases = {"qwen-image-edit-2509": "qwen-image-edit-plus"}
-    models = (EDIT_PLUS, EDIT_2511)
+    models = facts.published_models(name)
     pipeline_class = "QwenImageEditPlusPipeline"
     max_controls = 3  # the model's card: best with one to three
     defaults = replace(QwenImage.defaults, text_tokens=384)
@@ -209,38 +189,13 @@ class QwenImageEditPlus(QwenImageEdit):
 
 
 SLOT = 2  # latents along each side of what Qwen-Image 2.1 counts as one slot of an image
-QWEN_21 = facts.PublishedModel(
-    "Qwen/Qwen-Image-2.1",
-    "qwen-image-2.1",
-    {},
-    facts.Parts((8_767_123_696,), "AutoencoderKLQwenImage21"),
-    num_parameters=7_115_124_736,
-    license="qwen-research",
-    source=(
-        "transformer/ of Qwen/Qwen-Image-2.1@790c92633540aa0cb11d9abf19eb46d861714758: "
-        "14,230,249,472 bytes of bf16"
-    ),
-    note=(
-        "its guidance is distilled, and there is no other base; Fizgig's authors saw adapters of "
-        "it collapse that were trained long without their training adapter, so look at previews "
-        "often"
-    ),
-)
 
 
 class QwenImage21(Family):
     """Text to image. Prompts are encoded at their own length, and pass through the model at it."""
 
     name = "qwen-image-2.1"
-    models = (
-        QWEN_21,
-        QWEN_21.variant(
-            "Qwen/Qwen-Image-2.1-Turbo",
-            "qwen-image-2.1-turbo",
-            note="distilled to 8 steps, which training undoes: train on qwen-image-2.1, and use "
-            "the adapter here",
-        ),
-    )
+    models = facts.published_models(name)
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")

@@ -7,35 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.models.facts import Config, Defaults, ModulationLayers, Parts, PublishedModel
+from autotune.models.facts import Defaults, ModulationLayers, published_models
 from autotune.models.family import COMPONENTS, Batch, Family
-from autotune.models.latents import ATTENTION, FLUX_VAE, ImageLatents, adapted_layers
+from autotune.models.latents import ATTENTION, ImageLatents, adapted_layers
 from autotune.system.lazy import Tensor
 
 TEXT_TOKENS = 77 + 256  # of both CLIPs side by side, then of T5; the padding is not masked
-LARGE: Config = {
-    "num_layers": 38,
-    "num_attention_heads": 38,
-    "caption_projection_dim": 2432,
-    "pos_embed_max_size": 192,
-    "qk_norm": "rms_norm",
-}
-MEDIUM: Config = {
-    "num_layers": 24,
-    "num_attention_heads": 24,
-    "caption_projection_dim": 1536,
-    "pos_embed_max_size": 384,
-    "qk_norm": "rms_norm",
-    "dual_attention_layers": tuple(range(13)),
-}
-VAE: Config = {**FLUX_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}
-PARTS = Parts((123_650_304, 694_659_840, 4_762_310_656), "AutoencoderKL", VAE)
-HUB, LICENSE = "stabilityai/stable-diffusion-3.5", "stabilityai-ai-community"
-SOURCE = (
-    "stable_diffusion_3_5_fp8 of tenstorrent/tt-forge-models@183b1f5; 8.1 and 2.5 billion with "
-    "tables of positions"
-)
-LARGE_MODEL = PublishedModel(f"{HUB}-large", "sd3.5", LARGE, PARTS, 8_056_627_520, LICENSE, SOURCE)
 BLOCK = r"transformer_blocks\.\d+"
 
 
@@ -44,18 +21,7 @@ class StableDiffusion35(ImageLatents, Family):
 
     name = "sd3.5"
     aliases = {"sd3.5-large": "sd3.5", "stable-diffusion-3.5": "sd3.5"}
-    models = (
-        LARGE_MODEL,
-        PublishedModel(
-            f"{HUB}-medium", "sd3.5-medium", MEDIUM, PARTS, 2_243_171_520, LICENSE, SOURCE
-        ),
-        LARGE_MODEL.variant(
-            f"{HUB}-large-turbo",
-            "sd3.5-turbo",
-            note="distilled to 4 steps without guidance, which training undoes: train on sd3.5, "
-            "and use the adapter here; previews are sampled as sd3.5's",
-        ),
-    )
+    models = published_models(name)
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
     components = (*COMPONENTS, "text_encoder_2", "text_encoder_3", "tokenizer_2", "tokenizer_3")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.models.facts import Config, Defaults, Parts, PublishedModel
+from autotune.models.facts import Config, Defaults, published_models
 from autotune.models.family import COMPONENTS, Batch, Family, Shapes
-from autotune.models.latents import FLUX_VAE, ImageLatents, send
+from autotune.models.latents import ImageLatents, send
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, nn, torch
@@ -20,25 +20,6 @@ ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 MLP = r"ff\.net\.(0\.proj|2)"
 PROJECTIONS = r".*\.attentions\.\d+\.proj_(in|out)"
 TIME = r"(?!mid_block\.resnets\.0).*\.resnets\.\d+\.time_emb_proj"
-UNET: Config = {
-    "sample_size": 128,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "block_out_channels": (320, 640, 1280),
-    "transformer_layers_per_block": (1, 2, 10),
-    "attention_head_dim": (5, 10, 20),
-    "cross_attention_dim": 2048,
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
-}
-VAE_NAMES = ("block_out_channels", "down_block_types", "up_block_types", "layers_per_block")
-VAE: Config = {
-    **{name: FLUX_VAE[name] for name in VAE_NAMES},
-    "sample_size": 1024,
-    "scaling_factor": 0.13025,
-}
 
 
 class StableDiffusionXL(ImageLatents, Family):
@@ -57,16 +38,7 @@ class StableDiffusionXL(ImageLatents, Family):
         "sdxl turbo",
         "sdxl lightning",
     )
-    models = (
-        PublishedModel(
-            "stabilityai/stable-diffusion-xl-base-1.0",
-            "sdxl",
-            UNET,
-            Parts((123_060_480, 694_659_840), "AutoencoderKL", VAE),
-            num_parameters=2_567_463_684,
-            license="openrail++",
-        ),
-    )
+    models = published_models(name)
     pipeline_class = "StableDiffusionXLPipeline"
     denoiser = "unet"
     transformer_class = "UNet2DConditionModel"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models.facts import Config, Defaults, Parts, PublishedModel
+from autotune.models.facts import Config, Defaults, published_models
 from autotune.models.family import Batch, Family, Images, Options
 from autotune.models.latents import adapted_layers
 from autotune.models.noise import FlowMatching, NoiseProcess
@@ -16,32 +16,6 @@ from autotune.system.lazy import Tensor
 TEXT_TOKENS = 512  # of every prompt: the transformer attends to the zeros of padding
 POSITIONS = 1024  # maximum rows, columns and latent frames of the transformer's rotary embedding
 BOUNDARY = 0.875  # share of noise from which one transformer of Wan 2.2 14B denoises
-UMT5 = (5_680_910_336,)  # parameters of UMT5-XXL's encoder
-PARTS = Parts(UMT5, "AutoencoderKLWan")
-VAE_22: Config = {
-    "base_dim": 160,
-    "decoder_base_dim": 256,
-    "z_dim": 48,
-    "is_residual": True,
-    "in_channels": 12,
-    "out_channels": 12,
-    "patch_size": 2,
-    "scale_factor_spatial": 16,
-    "latents_mean": (
-        -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542,
-        0.2813, 0.0891, 0.157, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109,
-        0.2665, -0.2108, -0.2158, 0.2502, -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899,
-        -0.2799, -0.123, -0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.052, 0.3748,
-        0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
-    ),
-    "latents_std": (
-        0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.499, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894,
-        1.0901, 0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146,
-        0.8986, 0.5659, 0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709,
-        0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.06, 0.3943, 0.5537,
-        0.5444, 0.4089, 0.7468, 0.7744,
-    ),
-}  # fmt: skip
 
 
 class Wan(Family):
@@ -77,26 +51,7 @@ class Wan21(Wan):
 
     name = "wan-2.1"
     aliases = {"wan-2.1-1.3b": "wan-2.1"}
-    models = (
-        PublishedModel(
-            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-            "wan-2.1",
-            {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-            PARTS,
-            num_parameters=1_418_996_800,
-            license="apache-2.0",
-            source="wan/configs/wan_t2v_1_3B.py in Wan-Video/Wan2.1@9737cba",
-        ),
-        PublishedModel(
-            "Wan-AI/Wan2.1-T2V-14B-Diffusers",
-            "wan-2.1-14b",
-            {},
-            PARTS,
-            num_parameters=14_288_491_584,
-            license="apache-2.0",
-            source="wan/configs/wan_t2v_14B.py in Wan-Video/Wan2.1@9737cba; 28.6 GB in bf16",
-        ),
-    )
+    models = published_models(name)
     pipeline_config = {"expand_timesteps": None, "boundary_ratio": None}
     defaults = Defaults(
         effective_batch_size=1,
@@ -119,24 +74,7 @@ class Wan22(Wan):
 
     name = "wan-2.2"
     aliases = {"wan-2.2-5b": "wan-2.2"}
-    models = (
-        PublishedModel(
-            "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-            "wan-2.2",
-            {
-                "num_attention_heads": 24,
-                "ffn_dim": 14336,
-                "num_layers": 30,
-                "in_channels": 48,
-                "out_channels": 48,
-            },
-            Parts(UMT5, "AutoencoderKLWan", VAE_22),
-            num_parameters=4_999_787_712,
-            license="apache-2.0",
-            source="wan/configs/wan_ti2v_5B.py in Wan-Video/Wan2.2@42bf4cf",
-            note="trained here from text to clips or images, without a start image",
-        ),
-    )
+    models = published_models(name)
     pipeline_config = {"expand_timesteps": True, "boundary_ratio": None}
     latent_px = 16
     size_multiple_px = 32
@@ -163,21 +101,7 @@ class Wan22HighNoise(Wan):
     expert = "high-noise"
     other_denoisers = ("transformer_2",)
     components = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
-    models = (
-        PublishedModel(
-            "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
-            "wan-2.2-14b",
-            {},
-            PARTS,
-            num_parameters=14_288_491_584,
-            license="apache-2.0",
-            source="wan/configs/wan_t2v_A14B.py in Wan-Video/Wan2.2@42bf4cf; 28.6 GB in fp16 each",
-            note=(
-                "two transformers of this size: a run trains one of them, --expert high-noise "
-                "(default) or low-noise"
-            ),
-        ),
-    )
+    models = published_models(name)
     pipeline_config = {"expand_timesteps": None, "boundary_ratio": BOUNDARY}
     noise = FlowMatching(lowest_share=BOUNDARY)
     defaults = replace(

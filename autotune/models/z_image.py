@@ -5,20 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autotune.models.facts import AttentionLayout, Defaults, Parts, PublishedModel
+from autotune.models.facts import AttentionLayout, Defaults, published_models
 from autotune.models.family import Batch, Family, Sizes, Texts
-from autotune.models.latents import FLUX_VAE, ImageLatents, adapted_layers, load_tokenizer
+from autotune.models.latents import ImageLatents, adapted_layers, load_tokenizer
 from autotune.system.lazy import Tensor, torch
 
 MAX_TEXT_TOKENS = 512  # length to which the pipeline cuts prompts, its template included
-BASE = PublishedModel(
-    "Tongyi-MAI/Z-Image",
-    "z-image",
-    {},
-    Parts((4_022_468_096,), "AutoencoderKL", FLUX_VAE),
-    num_parameters=6_154_908_736,
-    license="apache-2.0",
-)
 
 
 class ZImage(ImageLatents, Family):
@@ -26,15 +18,7 @@ class ZImage(ImageLatents, Family):
 
     name = "z-image"
     aliases = {"z-image-base": "z-image"}
-    models = (
-        BASE,
-        BASE.variant(
-            "Tongyi-MAI/Z-Image-Turbo",
-            "z-image-turbo",
-            note="distilled to 8 steps without guidance, which training undoes: train on z-image, "
-            "and use the adapter here; previews are sampled as z-image's",
-        ),
-    )
+    models = published_models(name)
     pipeline_class = "ZImagePipeline"
     transformer_class = "ZImageTransformer2DModel"
     tiny_config = {

@@ -7,7 +7,6 @@ import torch
 from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.family import Family
 from autotune.models.registry import FAMILIES
-from autotune.models.sdxl import UNET
 from autotune.plan.hardware import Device, HardwareProfile, Host, Versions
 from autotune.plan.workload import Bucket, ModelSpec, Workload
 
@@ -44,7 +43,8 @@ TINY: dict[str, dict[str, Any]] = {
         "pos_embed_max_size": 32, "dual_attention_layers": (0, 1, 2), "qk_norm": "rms_norm",
     },
     "sdxl": {
-        **UNET, "block_out_channels": (32, 64, 64), "transformer_layers_per_block": (1, 2, 5),
+        **FAMILIES["sdxl"].models[0].config, "block_out_channels": (32, 64, 64),
+        "transformer_layers_per_block": (1, 2, 5),
         "attention_head_dim": (1, 2, 2), "norm_num_groups": 8, "cross_attention_dim": 48,
         "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64,
     },

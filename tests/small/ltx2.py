@@ -7,7 +7,6 @@ import diffusers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
 from autotune.models.family import Family
-from autotune.models.ltx2 import LATER, LATER_VAE
 from tests.small.parts import dynamic_scheduler, gemma3, gemma_tokenizer, invert_input_layer
 
 CHANNELS, SOUND_CHANNELS = 32, 8
@@ -30,12 +29,12 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         audio_attention_head_dim=SOUND_WIDTH // 4,
         audio_cross_attention_dim=SOUND_WIDTH,
         num_layers=4,
-        **LATER,
+        **family.models[0].config,
     )
     invert_input_layer(transformer.proj_out, transformer.proj_in.weight)
     return {
         "scheduler": dynamic_scheduler((1024, 0.95), (4096, 2.05), shift_terminal=0.1),
-        "vae": _video_vae(),
+        "vae": _video_vae(family),
         "audio_vae": diffusers.AutoencoderKLLTX2Audio(
             base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16
         ).eval(),
@@ -75,7 +74,7 @@ def _connectors(num_layers: int) -> Any:
     ).eval()
 
 
-def _video_vae() -> Any:
+def _video_vae(family: Family) -> Any:
     small = {
         "latent_channels": CHANNELS,
         "block_out_channels": (8, 16, 32, 32),
@@ -83,4 +82,4 @@ def _video_vae() -> Any:
         "layers_per_block": (1,) * 5,
         "decoder_layers_per_block": (1,) * 5,
     }
-    return diffusers.AutoencoderKLLTX2Video(**{**LATER_VAE, **small}).eval()
+    return diffusers.AutoencoderKLLTX2Video(**{**family.models[0].parts.vae_config, **small}).eval()

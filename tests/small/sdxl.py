@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from autotune.models.family import Family
-from autotune.models.sdxl import UNET
 from tests.small.parts import clip_text_encoder, clip_tokenizer, image_vae
 
 
@@ -27,7 +26,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         "addition_time_embed_dim": 8,
         "projection_class_embeddings_input_dim": 64 + 6 * 8,
     }
-    unet = diffusers.UNet2DConditionModel(**{**UNET, **small})
+    unet = diffusers.UNet2DConditionModel(**{**family.models[0].config, **small})
     _pass_input_through(unet)
     return {
         "vae": image_vae(family),
