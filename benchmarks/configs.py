@@ -4,7 +4,7 @@ eight blocks."""
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.models.facts import published_models
+from autotune.models.facts import family_facts
 
 QWEN = {
     "num_layers": 6,
@@ -76,7 +76,7 @@ MID: Mapping[str, Mapping[str, Any]] = {
         "axes_dims_rope": (16, 24, 24),
     },
     "sdxl": {
-        **published_models("sdxl")[0].config,
+        **family_facts("sdxl")[0][0].config,
         "block_out_channels": (64, 128, 256),
         "transformer_layers_per_block": (1, 2, 4),
         "attention_head_dim": (1, 2, 4),

@@ -154,10 +154,13 @@ class PublishedModel:
 
 
 @cache
-def published_models(family: str) -> tuple[PublishedModel, ...]:
-    """Read the models of one of autotune's own families."""
-    rows = _with_tuples(read_table("models/published.yaml")["families"][family])
-    return tuple(PublishedModel(**{**row, "parts": Parts(**row["parts"])}) for row in rows)
+def family_facts(family: str) -> tuple[tuple[PublishedModel, ...], Defaults, Config]:
+    """Read the models, defaults and tiny configuration of one of autotune's own families."""
+    facts = _with_tuples(read_table("models/facts.yaml")["families"][family])
+    models = tuple(
+        PublishedModel(**{**model, "parts": Parts(**model["parts"])}) for model in facts["models"]
+    )
+    return models, Defaults(**facts["defaults"]), facts["tiny_config"]
 
 
 def _with_tuples(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -32,33 +31,12 @@ class Flux1Dev(latents.ImageLatents, Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
+    models, defaults, tiny_config = facts.family_facts(name)
     aliases = {"flux-dev": "flux1-dev", "flux": "flux1-dev"}
     fine_tunes = ("flux 1 krea dev", "flux 1 fill dev")
-    models = facts.published_models(name)
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = (*COMPONENTS, "text_encoder_2", "tokenizer_2")
-    tiny_config: ClassVar[facts.Config] = {
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "pooled_projection_dim": 32,
-    }
-    defaults = facts.Defaults(
-        text_tokens=TEXT_TOKENS,
-        timestep_shift=3.1582,
-        preview_calls=1,
-        sampling_guidance=3.5,
-        training_guidance=1.0,
-        shift_by_tokens=((256, 0.5), (4096, 1.15)),
-        sources={
-            "rank": "ai-toolkit's example",
-            "learning_rate": "ai-toolkit's example",
-            "timestep_shift": "kohya's guide: exp(1.15), the pipeline's own at 1024 px",
-            "training_guidance": "kohya's guide: 1 in training, one samples with 3.5",
-        },
-    )
     casts_to_weight_dtype = True
     latent_channels = ("in_channels", 64)
     counts_packed = True
@@ -115,15 +93,10 @@ class Flux1Kontext(Flux1Dev):
     """Edits one control image. Training and previews show it in the size of the image."""
 
     name = "flux1-kontext"
+    models, defaults, tiny_config = facts.family_facts(name)
     aliases = {"kontext": "flux1-kontext", "flux-kontext": "flux1-kontext"}
-    models = facts.published_models(name)
     pipeline_class = "FluxKontextPipeline"
     max_controls = 1
-    defaults = replace(
-        Flux1Dev.defaults,
-        sampling_guidance=2.5,
-        sources={**Flux1Dev.defaults.sources, "sampling_guidance": "the model's card"},
-    )
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         from PIL import Image, ImageOps
@@ -143,30 +116,13 @@ class Chroma(Flux1Dev):
     """Text to image. Prompts have their own length: padding is masked and takes no position."""
 
     name = "chroma"
+    models, defaults, tiny_config = facts.family_facts(name)
     aliases = {"chroma1": "chroma", "chroma-hd": "chroma"}
-    models = facts.published_models(name)
     pipeline_class = "ChromaPipeline"
     transformer_class = "ChromaTransformer2DModel"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
     caption_tokenizer = "tokenizer"
     components = COMPONENTS
-    tiny_config = {
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-        "approximator_hidden_dim": 64,
-    }
-    defaults = facts.Defaults(
-        timestep_shift=3.0,
-        preview_steps=40,
-        sampling_guidance=3.0,
-        sources={
-            "timestep_shift": "its scheduler's",
-            "preview_steps": "diffusers' example",
-            "sampling_guidance": "diffusers' example",
-        },
-    )
     pooled_size = None
     masks_padding = True
     target_sets = latents.adapted_layers(BLOCK, latents.ATTENTION, MLP)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,10 @@ class Flux2Klein(Family):
     """Text to image. A single-stream block's attention and MLP are one layer in and one out."""
 
     name = "flux2-klein"
+    models, defaults, tiny_config = facts.family_facts(name)
     aliases = {"flux": "flux2-klein", "klein": "flux2-klein", "flux2-klein-base": "flux2-klein"}
-    models = facts.published_models(name)
     pipeline_class = "Flux2KleinPipeline"
     transformer_class = "Flux2Transformer2DModel"
-    tiny_config = dict(zip(SIZES, (1, 1, 2, 64), strict=True))
-    defaults = facts.Defaults(
-        text_tokens=TEXT_TOKENS,
-        timestep_shift=3.0,
-        sampling_guidance=4.0,
-        sources={"sampling_guidance": "the pipeline's default"},
-    )
     latent_px = 16  # the autoencoder's factor of 8, and 2x2 patches
     patch = 1
     latent_channels = ("in_channels", 128)
@@ -96,18 +88,9 @@ class Flux2Dev(Flux2Klein):
     """Text to image."""
 
     name = "flux2-dev"
+    models, defaults, tiny_config = facts.family_facts(name)
     aliases = {"flux": "flux2-dev"}
-    models = facts.published_models(name)
     pipeline_class = "Flux2Pipeline"
-    defaults = replace(
-        Flux2Klein.defaults,
-        training_guidance=1.0,
-        preview_calls=1,
-        sources={
-            "sampling_guidance": "the pipeline's default",
-            "training_guidance": "musubi-tuner",
-        },
-    )
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         # The chat template is all that the pipeline wants of Pixtral's processor.

@@ -32,15 +32,6 @@ class Kandinsky5(family.Family):
     """Prompts of Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
-    tiny_config = {
-        "model_dim": 128,  # two heads of the published size
-        "ff_dim": 128,
-        "time_dim": 64,
-        "in_text_dim": 64,
-        "in_text_dim2": 32,
-        "num_text_blocks": 1,
-        "num_visual_blocks": 2,
-    }
     components = (*family.COMPONENTS, "text_encoder_2", "tokenizer_2")
     latent_channels = ("in_visual_dim", 4)
     prompt_size = (("in_text_dim", 3584),)
@@ -142,18 +133,8 @@ class Kandinsky5Image(ImageLatents, Kandinsky5):
     """Image Lite, text to image: 50 visual blocks, and FLUX's VAE."""
 
     name = "kandinsky5-image-lite"
+    models, defaults, tiny_config = facts.family_facts(name)
     pipeline_class = "Kandinsky5T2IPipeline"
-    models = facts.published_models(name)
-    defaults = facts.Defaults(
-        timestep_shift=3.0,
-        preview_steps=25,
-        sampling_guidance=3.5,
-        sources={
-            "rank": "SimpleTuner's guide for this model",
-            "learning_rate": "SimpleTuner's guide for this model",
-            "timestep_shift": "SimpleTuner's guide for this model",
-        },
-    )
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
@@ -174,24 +155,10 @@ class Kandinsky5Video(Kandinsky5):
     """Video Lite of 5 seconds, text to video; images train it as well. HunyuanVideo's VAE."""
 
     name = "kandinsky5-video-lite"
+    models, defaults, tiny_config = facts.family_facts(name)
     pipeline_class = "Kandinsky5T2VPipeline"
-    models = facts.published_models(name)
     frames_per_latent = 4
     max_frames = 4 * (POSITIONS - 1) + 1
-    defaults = facts.Defaults(
-        learning_rate=6e-5,
-        effective_batch_size=1,
-        resolution_px=512,
-        timestep_shift=5.0,
-        preview_steps=25,
-        sampling_guidance=5.0,
-        num_frames=121,  # five seconds at 24 frames per second, and the first frame
-        sources={
-            "rank": "musubi-tuner's guide",
-            "learning_rate": "musubi-tuner's guide, for the Pro model",
-            "timestep_shift": "musubi-tuner's guide",
-        },
-    )
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae

@@ -19,31 +19,10 @@ class Krea2(Family):
     """Text to image. Prompts have their own length: padding is masked and takes no position."""
 
     name = "krea-2"
+    models, defaults, tiny_config = facts.family_facts(name)
     aliases = {"krea": "krea-2"}
-    models = facts.published_models(name)
     pipeline_class = "Krea2Pipeline"
     transformer_class = "Krea2Transformer2DModel"
-    tiny_config = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 128,
-        "text_hidden_dim": 64,
-        "num_text_layers": 2,
-        "text_num_attention_heads": 2,
-        "text_num_key_value_heads": 2,
-        "text_intermediate_size": 128,
-    }
-    defaults = facts.Defaults(
-        timestep_shift=2.5,
-        sampling_guidance=4.5,
-        shift_by_tokens=((256, 0.5), (6400, 1.15)),
-        sources={
-            "timestep_shift": "the pipeline's at 1024 px",
-            "preview_steps": "the pipeline's default",
-            "sampling_guidance": "the pipeline's default",
-        },
-    )
     latent_channels = ("in_channels", 64)
     counts_packed = True
     prompt_size = (("num_text_layers", 12), ("text_hidden_dim", 2560))

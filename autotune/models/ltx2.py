@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from autotune.models.facts import Config, Defaults, published_models
+from autotune.models.facts import Config, family_facts
 from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Shapes, unwrap_model
 from autotune.models.latents import adapted_layers, send
 from autotune.plan.workload import Bucket
@@ -23,39 +23,13 @@ class LTX2(Family):
     """Latents of a causal video autoencoder, standardized by channel; one is one token."""
 
     name = "ltx-2.3"
-    models = published_models(name)
+    models, defaults, tiny_config = family_facts(name)
     aliases = {"ltx": "ltx-2.3"}
     pipeline_class = "LTX2Pipeline"
     transformer_class = "LTX2VideoTransformer3DModel"
     components = (*COMPONENTS, "audio_vae", "vocoder", "connectors")
     connectors = ("connectors",)
     decoders = ("vae", "audio_vae", "vocoder")
-    tiny_config = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "attention_head_dim": 128,
-        "cross_attention_dim": 256,
-        "caption_channels": 64,
-        "audio_num_attention_heads": 2,
-        "audio_attention_head_dim": 64,
-        "audio_cross_attention_dim": 128,
-    }
-    defaults = Defaults(
-        effective_batch_size=1,
-        resolution_px=768,
-        text_tokens=TEXT_TOKENS,
-        timestep_shift=7.8,
-        preview_steps=30,
-        sampling_guidance=3.0,
-        preview_calls=4,
-        num_frames=121,
-        shift_by_tokens=((1024, 0.95), (4096, 2.05)),
-        sources={
-            "learning_rate": "the authors' trainer",
-            "timestep_shift": "the authors' trainer, at 4,096 tokens",
-            "sampling_guidance": "the pipeline's default",
-        },
-    )
     latent_px = 32
     patch = 1
     size_multiple_px = 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -23,27 +22,11 @@ class QwenImage(Family):
     """Text to image. Latents are packed in 2x2 patches; prompts are encoded at their own length."""
 
     name = "qwen-image"
-    models = facts.published_models(name)
+    models, defaults, tiny_config = facts.family_facts(name)
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
     # Unused, and gone before a release had it.
     obsolete_config = frozenset({"pooled_projection_dim"})
-    tiny_config: ClassVar[facts.Config] = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 64,
-    }
-    defaults = facts.Defaults(
-        timestep_shift=2.2,
-        preview_steps=20,
-        sampling_guidance=4.0,
-        shift_by_tokens=((256, 0.5), (8192, 0.9)),
-        sources={
-            "rank": "musubi-tuner's guide",
-            "learning_rate": "diffusers' script; musubi-tuner: 5e-5",
-            "timestep_shift": "musubi-tuner's guide",
-        },
-    )
     latent_channels = ("in_channels", 64)
     counts_packed = True
     prompt_size = (("joint_attention_dim", 3584),)
@@ -99,13 +82,11 @@ class QwenImageEdit(QwenImage):
     """One control image, some 1,400 tokens of the caption: the encoder sees one megapixel."""
 
     name = "qwen-image-edit"
-    models = facts.published_models(name)
+    models, defaults, tiny_config = facts.family_facts(name)
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
     max_controls = 1
     max_text_tokens = 3840  # nothing is cut; of 4096 positions a picture's side takes up to 256
-    # Rate and shift as for Qwen-Image: musubi-tuner's guide names one set for both.
-    defaults = replace(QwenImage.defaults, text_tokens=1536)
     condition_area_px: ClassVar[int] = 1024 * 1024  # of images for the text encoder
     picture_prompt: ClassVar[str] = ""  # for each of them, before the caption
 
@@ -174,11 +155,10 @@ class QwenImageEditPlus(QwenImageEdit):
     """One to three control images; the text encoder sees each with 384 x 384 pixels."""
 
     name = "qwen-image-edit-plus"
+    models, defaults, tiny_config = facts.family_facts(name)
     aliases = {"qwen-image-edit-2509": "qwen-image-edit-plus"}
-    models = facts.published_models(name)
     pipeline_class = "QwenImageEditPlusPipeline"
     max_controls = 3  # the model's card: best with one to three
-    defaults = replace(QwenImage.defaults, text_tokens=384)
     condition_area_px = 384 * 384
     picture_prompt = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 
@@ -195,25 +175,10 @@ class QwenImage21(Family):
     """Text to image. Prompts are encoded at their own length, and pass through the model at it."""
 
     name = "qwen-image-2.1"
-    models = facts.published_models(name)
+    models, defaults, tiny_config = facts.family_facts(name)
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")
-    tiny_config = {"num_layers": 2, "num_attention_heads": 2, "context_in_dim": 64}
-    defaults = facts.Defaults(
-        timestep_shift=3.0,
-        preview_steps=40,
-        sampling_guidance=1.0,
-        preview_calls=1,
-        shift_by_tokens=((256, 0.5), (8192, 0.9)),
-        sources={
-            "rank": "musubi-tuner's guide",
-            "learning_rate": "musubi-tuner's guide",
-            "timestep_shift": "musubi-tuner's guide",
-            "preview_steps": "the pipeline's default",
-            "sampling_guidance": "the pipeline's default",
-        },
-    )
     latent_px = 16
     patch = 1
     size_multiple_px = latent_px * SLOT

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.models.facts import Defaults, ModulationLayers, published_models
+from autotune.models.facts import ModulationLayers, family_facts
 from autotune.models.family import COMPONENTS, Batch, Family
 from autotune.models.latents import ATTENTION, ImageLatents, adapted_layers
 from autotune.system.lazy import Tensor
@@ -20,31 +20,11 @@ class StableDiffusion35(ImageLatents, Family):
     """Text to image. Prompts always have the same length."""
 
     name = "sd3.5"
+    models, defaults, tiny_config = family_facts(name)
     aliases = {"sd3.5-large": "sd3.5", "stable-diffusion-3.5": "sd3.5"}
-    models = published_models(name)
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
     components = (*COMPONENTS, "text_encoder_2", "text_encoder_3", "tokenizer_2", "tokenizer_3")
-    tiny_config = {
-        "num_layers": 2,
-        "num_attention_heads": 2,
-        "caption_projection_dim": 128,
-        "joint_attention_dim": 64,
-        "pooled_projection_dim": 32,
-        "dual_attention_layers": (0,),
-    }
-    defaults = Defaults(
-        text_tokens=TEXT_TOKENS,
-        timestep_shift=3.0,
-        sampling_guidance=4.5,
-        sources={
-            "rank": "ai-toolkit's example",
-            "learning_rate": "ai-toolkit's example",
-            "timestep_shift": "its scheduler's, and of Stability-AI/sd3.5@fbf8f48",
-            "preview_steps": "Stability-AI/sd3.5@fbf8f48",
-            "sampling_guidance": "Stability-AI/sd3.5@fbf8f48",
-        },
-    )
     casts_to_weight_dtype = True
     max_side_px = 192 * 16  # of large: medium's table of positions is twice as wide
     pooled_size = ("pooled_projection_dim", 2048)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.models.facts import Config, Defaults, published_models
+from autotune.models.facts import Config, family_facts
 from autotune.models.family import COMPONENTS, Batch, Family, Shapes
 from autotune.models.latents import ImageLatents, send
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
@@ -26,6 +26,7 @@ class StableDiffusionXL(ImageLatents, Family):
     """Text to image; the model's own scheduler says whether it predicts the noise or v."""
 
     name = "sdxl"
+    models, defaults, tiny_config = family_facts(name)
     aliases = {"sdxl-base": "sdxl", "stable-diffusion-xl": "sdxl"}
     fine_tunes = (
         "pony diffusion v6 xl",
@@ -38,33 +39,11 @@ class StableDiffusionXL(ImageLatents, Family):
         "sdxl turbo",
         "sdxl lightning",
     )
-    models = published_models(name)
     pipeline_class = "StableDiffusionXLPipeline"
     denoiser = "unet"
     transformer_class = "UNet2DConditionModel"
     noise = DiscreteDiffusion()
     components = ("unet", *COMPONENTS[1:], "text_encoder_2", "tokenizer_2")
-    tiny_config = {
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        "block_out_channels": (32, 128),
-        "layers_per_block": 1,
-        "transformer_layers_per_block": (1, 1),
-        "attention_head_dim": (1, 2),  # of 64, as published
-        "cross_attention_dim": 64,
-        "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 80,
-    }
-    defaults = Defaults(
-        text_tokens=TEXT_TOKENS,
-        timestep_sampling="uniform",
-        preview_steps=30,
-        sampling_guidance=5.0,
-        sources={
-            "learning_rate": "diffusers' script",
-            "sampling_guidance": "the pipeline's default",
-        },
-    )
     size_multiple_px = 32  # its two stages below the first halve the sides
     latent_channels = ("in_channels", 4)
     prompt_size = (("cross_attention_dim", 1280),)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models.facts import Config, Defaults, published_models
+from autotune.models.facts import Config, family_facts
 from autotune.models.family import Batch, Family, Images, Options
 from autotune.models.latents import adapted_layers
 from autotune.models.noise import FlowMatching, NoiseProcess
@@ -23,7 +22,6 @@ class Wan(Family):
 
     pipeline_class = "WanPipeline"
     transformer_class = "WanTransformer3DModel"
-    tiny_config = {"num_layers": 2, "num_attention_heads": 2, "ffn_dim": 128, "text_dim": 64}
     prompt_size = (("text_dim", 4096),)
     encode_options = {"do_classifier_free_guidance": False, "max_sequence_length": TEXT_TOKENS}
     max_text_tokens = TEXT_TOKENS
@@ -50,69 +48,33 @@ class Wan21(Wan):
     """Wan 2.1, of 1.3B and 14B parameters, at 480p."""
 
     name = "wan-2.1"
+    models, defaults, tiny_config = family_facts(name)
     aliases = {"wan-2.1-1.3b": "wan-2.1"}
-    models = published_models(name)
     pipeline_config = {"expand_timesteps": None, "boundary_ratio": None}
-    defaults = Defaults(
-        effective_batch_size=1,
-        resolution_px=640,
-        text_tokens=TEXT_TOKENS,
-        timestep_shift=3.0,
-        preview_steps=30,
-        sampling_guidance=5.0,
-        frames_per_second=16.0,
-        num_frames=81,  # five seconds at 16 frames per second, and the first frame
-        sources={
-            "timestep_shift": "diffusers' example for 480p",
-            "sampling_guidance": "the pipeline's default",
-        },
-    )
 
 
 class Wan22(Wan):
     """Wan 2.2 of 5B parameters, at 720p: its autoencoder has twice the factor along each side."""
 
     name = "wan-2.2"
+    models, defaults, tiny_config = family_facts(name)
     aliases = {"wan-2.2-5b": "wan-2.2"}
-    models = published_models(name)
     pipeline_config = {"expand_timesteps": True, "boundary_ratio": None}
     latent_px = 16
     size_multiple_px = 32
-    defaults = Defaults(
-        effective_batch_size=1,
-        resolution_px=960,
-        text_tokens=TEXT_TOKENS,
-        timestep_shift=5.0,
-        preview_steps=30,
-        sampling_guidance=5.0,
-        num_frames=121,  # five seconds at 24 frames per second, and the first frame
-        sources={
-            "timestep_shift": "the configuration in Wan-Video/Wan2.2",
-            "sampling_guidance": "the same",
-        },
-    )
 
 
 class Wan22HighNoise(Wan):
     """Wan 2.2 of 14B parameters, at 480p: the transformer for much noise."""
 
     name = "wan-2.2-14b"
+    models, defaults, tiny_config = family_facts(name)
     aliases = {"wan-2.2-a14b": "wan-2.2-14b"}
     expert = "high-noise"
     other_denoisers = ("transformer_2",)
     components = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler")
-    models = published_models(name)
     pipeline_config = {"expand_timesteps": None, "boundary_ratio": BOUNDARY}
     noise = FlowMatching(lowest_share=BOUNDARY)
-    defaults = replace(
-        Wan21.defaults,
-        timestep_shift=12.0,
-        sampling_guidance=4.0,
-        sources={
-            "timestep_shift": "the configuration in Wan-Video/Wan2.2",
-            "sampling_guidance": "the same",
-        },
-    )
 
     def is_pipeline(self, index: Config) -> bool:
         boundary = index.get("boundary_ratio") and BOUNDARY

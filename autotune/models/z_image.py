@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autotune.models.facts import AttentionLayout, Defaults, published_models
+from autotune.models.facts import AttentionLayout, family_facts
 from autotune.models.family import Batch, Family, Sizes, Texts
 from autotune.models.latents import ImageLatents, adapted_layers, load_tokenizer
 from autotune.system.lazy import Tensor, torch
@@ -17,20 +17,10 @@ class ZImage(ImageLatents, Family):
     """Text to image. The transformer takes lists: each prompt of a batch keeps its length."""
 
     name = "z-image"
+    models, defaults, tiny_config = family_facts(name)
     aliases = {"z-image-base": "z-image"}
-    models = published_models(name)
     pipeline_class = "ZImagePipeline"
     transformer_class = "ZImageTransformer2DModel"
-    tiny_config = {
-        "dim": 256,  # two heads of the published size, 128
-        "axes_dims": (32, 48, 48),
-        "n_heads": 2,
-        "n_kv_heads": 2,
-        "n_layers": 2,
-        "n_refiner_layers": 1,
-        "cap_feat_dim": 64,
-    }
-    defaults = Defaults(timestep_shift=3.0, sampling_guidance=4.0)
     prompt_size = (("cap_feat_dim", 2560),)
     encode_options = {"do_classifier_free_guidance": False}
     separates_prompts = True
