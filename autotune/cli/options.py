@@ -115,7 +115,8 @@ class RequestCommand(Command):
         """Return the title under which the help shows an option."""
         if parameter.name not in self.fields:
             return "Options"
-        return re.sub("Fields|Request", "", self._owner(parameter.name).__name__) + " options"
+        words = re.sub("Fields|Request", "", self._owner(parameter.name).__name__)
+        return re.sub("(?<=[a-z])(?=[A-Z])", " ", words).capitalize() + " options"
 
 
 def _parameter(name: str, field: FieldInfo, spelled: Option) -> click.Parameter:

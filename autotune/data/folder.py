@@ -30,6 +30,8 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 METADATA = "metadata.jsonl"
 METADATA_FILES = (METADATA, "metadata.csv")
 OTHER_TEXTS = {".json", ".jsonl", ".csv", ".tsv", ".parquet"}  # that often hold captions
+TEXTS_OF_ONE = {".cap", ".md", ".prompt", ".tag", ".tags", ".text", ".xml", ".yaml", ".yml"}
+"""Endings of what looks like a caption if there is an image of that name."""
 MAX_REPEATS = 1000
 MAX_CAPTIONS = 100
 MAX_METADATA_BYTES = 64 << 20
@@ -273,11 +275,13 @@ def find_captions(contents: Contents, media: Iterable[Media]) -> Captions:
         for name in (one.stem, one.name)
     }
     used, clips = set(files.values()), {one.path for one in media if one.is_clip}
+    named = {fold_name(one.stem) for one in media}
     forms = f"captions are read from NAME.txt, NAME.caption and {' or '.join(METADATA_FILES)}"
     for path in contents.files:
         name, is_caption = contents.name(path), _is_caption(path)
-        is_other = path.suffix.lower() in OTHER_TEXTS and path.name.lower() not in METADATA_FILES
-        of = fold_name(name.removesuffix(path.suffix))
+        of, ending = fold_name(name.removesuffix(path.suffix)), path.suffix.lower()
+        is_other = ending in OTHER_TEXTS and path.name.lower() not in METADATA_FILES
+        is_other = is_other or (ending in TEXTS_OF_ONE and of in named)
         if (is_caption or is_other) and path not in used and of not in captioned:
             message = "there is no image of this name" if is_caption else forms
             if path.parent in clips:

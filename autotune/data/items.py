@@ -15,7 +15,7 @@ from autotune.data import pixels
 from autotune.data.folder import ByName, Captions, Media, Problem
 from autotune.models.family import Family
 from autotune.plan.job import ClipChoice, Crop, LossMask
-from autotune.system.files import read_bounded
+from autotune.system.files import decode_text, read_bounded
 
 QUARTERS = (3, 2, 1)  # of a clip's frames: more lengths would scatter a set
 MIN_SIDE_PX = 32  # smaller images teach nothing at any resolution that these models are trained at
@@ -247,12 +247,12 @@ class ItemReader:
         if file is None:
             return ("",)
         try:
-            return (read_bounded(file, MAX_CAPTION_BYTES).decode("utf-8-sig"),)
+            return (decode_text(read_bounded(file, MAX_CAPTION_BYTES)),)
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
             raise _Unusable("broken", f"its caption {file.name} {reason}") from error
         except UnicodeDecodeError as error:
-            message = f"its caption {file.name} is not UTF-8 text"
+            message = f"its caption {file.name} is not UTF-8 text: save it as UTF-8"
             raise _Unusable("broken", message) from error
 
 

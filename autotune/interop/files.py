@@ -4,7 +4,6 @@ Nothing that a file names is executed. Keys are dotted, the first item of a list
 `[1]`, `[2]`: `config.process[].datasets[1].resolution`.
 """
 
-import codecs
 import json
 import re
 import shlex
@@ -21,7 +20,7 @@ import yaml
 from autotune.errors import InvalidInput, first_line
 from autotune.interop.rules import Values
 from autotune.plan.file import BoundedLoader
-from autotune.system.files import read_bounded
+from autotune.system.files import decode_text, read_bounded
 
 # Far above any real configuration; parsers take time that grows with the square of it.
 MAX_BYTES = 1 << 18
@@ -86,11 +85,12 @@ def read_document(path: Path) -> list[ConfigValue]:
 
 
 def _read_text(path: Path) -> str:
-    """UTF-8, or UTF-16 with its mark, as `>` of Windows PowerShell writes."""
     try:
         content = read_bounded(path, MAX_BYTES)
-        marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        return content.decode("utf-16" if content.startswith(marks) else "utf-8-sig")
+        text = decode_text(content)
+        if "\0" in text:
+            raise UnicodeDecodeError("utf-8", content, content.index(0), len(content), "a NUL")
+        return text
     except UnicodeDecodeError as error:
         usual = "UTF-16LE" if b"\0" in content else "CP1252"
         hint = f"if it is {usual}: iconv -f {usual} -t UTF-8 {path.name} > again{path.suffix}"
@@ -159,7 +159,7 @@ SHELLS = {
         {
             r"(?:rem\b|::).*": "",
             r'set[ \t]+"?(\w+)=(.*?)"?[ \t\r]*$': r'\1="\2"',
-            r'cmd(?:\.exe)?[ \t]+/[ck][ \t]+"(.*)"[ \t\r]*$': r"\1",
+            r'(?:start[ \t]+)?(?:"[^"\n]*"[ \t]+)?cmd(?:\.exe)?[ \t]+/[ck][ \t]+"(.*)"\s*?$': r"\1",
         },
     ),
     "PowerShell": Shell(

@@ -324,9 +324,10 @@ def push_to_hub(folder: Path, repo: str, tell: Callable[[str], None]) -> str:
     if found.report is None or not os.path.lexists(folder / ADAPTER_FILE):
         hint = "finish it first: autotune train --resume"
         raise InvalidInput(f"{folder} holds no finished run", hint=hint)
+    shows_data = found.plan.frozen.workload.num_control_images > 0  # which previews edit
     pictures = [
         (prompt, name)
-        for at, prompt in enumerate(found.plan.job.preview_prompts or ())
+        for at, prompt in enumerate(() if shows_data else found.plan.job.preview_prompts or ())
         if os.path.lexists(folder / (name := comparison_file("with", at)))
     ]
     names = (ADAPTER_FILE, *(name for _, name in pictures))

@@ -321,12 +321,15 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
 
 
 def _difference_text(worth: Worth, expected: Expected, memory: str) -> str:
+    outcome, kind = worth.point.outcome, worth.point.kind
+    if kind == "failed":
+        return outcome.partition(" (")[0]
     text = f"{abs(worth.speed):.0%} {'faster' if worth.speed > 0 else 'slower'}"
     text = "as fast" if text.startswith("0%") else text
     if abs(worth.memory_bytes) > 0.01 * expected.run_memory_bytes:
         more = "more" if worth.memory_bytes > 0 else "less"
         text += f", {memory_text(abs(worth.memory_bytes))} {more} {memory}"
-    return f"{text} ({worth.point.kind})"
+    return f"{text} ({kind if worth.point.runs else outcome})"
 
 
 def every_reason_lines(plan: TrainingPlan) -> list[str]:

@@ -43,6 +43,8 @@ EXPECTED_FIELDS = ("evidence", "step_seconds", "peak_memory_bytes", "process_mem
 ABSURD_NUMBER = re.compile(r"\d{22}|[eE][+-]?(?:\d{3}|[3-9]\d)")
 """A number that measures nothing and that arithmetic might choke on."""
 SPILL_RATIO = 1.02  # peak over total memory: above it the step would have spilled
+MAX_FLOPS, MAX_FLOPS_PER_CORE = 2e16, 1e13  # operations per second of any GPU; of a core of any CPU
+FASTER_THAN_PROBED = 4.0  # products in a step than the fastest that the probe has measured
 
 
 class DamagedRecord(InvalidInput):
@@ -273,14 +275,32 @@ def _find_impossibility(record: Record) -> str | None:
     total_bytes = record.machine.total_memory_bytes or math.inf
     if any((trial.peak_memory_bytes or 0) > SPILL_RATIO * total_bytes for trial in ran):
         return "a trial that ran took more than the device has"
+    least = _min_step_seconds(record)
+    if any(min(trial.step_seconds) < least for trial in ran):
+        return f"a step in less than {least:.2g} s is more than the device can compute"
     own = [trial for trial in ran if trial.candidate == record.settings]
     seconds = [value for trial in own for value in trial.step_seconds]
     peaks = [trial.peak_memory_bytes or 0 for trial in own]
-    promised = record.expected
-    for value, seen in ((promised.step_seconds, seconds), (promised.peak_memory_bytes, peaks)):
+    promised, batches = record.expected, [record.workload.effective_batch_size]
+    for value, seen in (
+        (promised.step_seconds, seconds),
+        (promised.peak_memory_bytes, peaks),
+        (promised.images_per_second * promised.step_seconds, batches),
+    ):
         if not min(seen) * 0.9 <= value <= max(seen) * 1.1:
             return "it promises what its trials did not measure"
     return None
+
+
+def _min_step_seconds(record: Record) -> float:
+    """The time of one operation per weight and patch: of 32 x 32 pixels, and 8 frames."""
+    machine, work, bucket = record.machine, record.workload, record.workload.largest_bucket
+    patches = bucket.width_px * bucket.height_px / 32**2 * (1 + (bucket.num_frames - 1) / 8)
+    operations = work.effective_batch_size * patches * work.model.num_parameters
+    is_cpu = machine.match_keys.get("device_kind") == "cpu"
+    limit = MAX_FLOPS_PER_CORE * machine.logical_cores if is_cpu else MAX_FLOPS
+    probed = (rate.value for rate in machine.rates if rate.name.startswith("matmul."))
+    return operations / min(limit, FASTER_THAN_PROBED * max(probed, default=math.inf))
 
 
 KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")

@@ -134,7 +134,7 @@ def find_matches(here: Machine, workload: Workload, store: Store | None = None) 
 def compare(record: Record, here: Machine, workload: Workload) -> Match:
     """Compare a record with this machine and this work."""
     ours, theirs = workload.model, record.workload.model
-    if ours.architecture != theirs.architecture:
+    if (ours.architecture, ours.num_parameters) != (theirs.architecture, theirs.num_parameters):
         return Match("none", math.inf, (f"architecture: {theirs.name} there, {ours.name} here",))
     machine = compare_machine(record, here)
     if machine.kind == "none":

@@ -1,5 +1,6 @@
 """Writes files atomically, reads untrusted ones within limits, and shows URLs without passwords."""
 
+import codecs
 import errno
 import fcntl
 import os
@@ -64,6 +65,12 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
+
+
+def decode_text(content: bytes) -> str:
+    """Decode UTF-8, or UTF-16 with its mark, as Windows writes it. Raises UnicodeDecodeError."""
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_utf16 else "utf-8-sig")
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 import autotune
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.plan.file import load_plan, save_plan, with_job
+from autotune.plan.file import load_plan, save_plan, seal, with_job
 from autotune.report.files import push_to_hub
 from autotune.weights.hub import require_hub
 from tests.api.test_report import run_folder
@@ -130,9 +130,15 @@ def test_only_what_run_wrote_is_uploaded(hub, run, tmp_path, name, kind):
     assert not hub.files
 
 
-def test_card_shows_prompts_that_were_given(hub, run):
-    job = load_plan(run / "run-plan.yaml").job.changed(preview_prompts=None)
-    save_plan(load_plan(run / "run-plan.yaml").changed(job=job), run / "run-plan.yaml")
+@pytest.mark.parametrize("part", ["a caption as prompt", "pictures of the data as controls"])
+def test_no_preview_that_shows_data_is_uploaded(hub, run, part):
+    plan = load_plan(run / "run-plan.yaml")
+    work = plan.frozen.workload.changed(num_control_images=1)
+    if part == "a caption as prompt":
+        made = plan.changed(job=plan.job.changed(preview_prompts=None))
+    else:
+        made = seal(plan.job, plan.frozen.changed(workload=work))
+    save_plan(made, run / "run-plan.yaml")
     push_to_hub(run, "me/heart", lambda _: None)
     assert set(hub.files) == {"README.md", "pytorch_lora_weights.safetensors"}
     assert b"widget" not in hub.files["README.md"]

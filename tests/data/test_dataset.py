@@ -187,7 +187,7 @@ def test_captions_are_found_in_every_form(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         picture(seed).save(tmp_path / f"{name}.png")
     for name in ("a.caption", "b.png.txt", "C.TXT", "caf\u00e9.txt"):
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, encoding="utf-16" if name == "C.TXT" else "utf-8")
     (tmp_path / "metadata.csv").write_text('file_name,text\nD.png,"in csv, with\nlines"\n')
     line = {"file_name": "f.png", "text": "in train"}
     (tmp_path / "train" / "metadata.jsonl").write_text(json.dumps(line))
@@ -195,12 +195,15 @@ def test_captions_are_found_in_every_form(tmp_path):
     (tmp_path / "a.json").write_text("{}")  # its image has a caption
     (tmp_path / "captions.csv").write_text("image,caption")
     (tmp_path / "e.txt").write_text("of no image")
+    for name in ("README.md", "train/g.tags"):
+        (tmp_path / name).write_text("text")
     dataset = scan_dataset(tmp_path, DatasetOptions(trigger="sks"))
     assert [item.caption for item in dataset.items] == [
         "sks, a.caption", "sks, b.png.txt", "sks, C.TXT", "sks, café.txt",
         "sks, in csv, with lines", "sks, in train", "sks",
     ]  # fmt: skip
-    assert kinds(dataset) == dict.fromkeys(("captions.csv", "e.txt", "train/g.json"), "unread")
+    unread = ("captions.csv", "e.txt", "train/g.json", "train/g.tags")
+    assert kinds(dataset) == dict.fromkeys(unread, "unread")
 
 
 def test_case_tells_captions_apart(tmp_path):

@@ -186,6 +186,8 @@ SCRIPTS = {
   --instance_data_dir="C:\\a b"\r\npause""",
     "b.cmd": f"""cmd /k "activate.bat && {QWEN} --pretrained_model_name_or_path={MODEL} """
     """--instance_data_dir 'C:\\a b'" """.replace("'", '"'),
+    "d.bat": f"""start "x" cmd /k "a && {QWEN} --pretrained_model_name_or_path={MODEL} """
+    """--instance_data_dir 'C:\\a b'" """.replace("'", '"'),
     "c.ps1": f"""# it's mine\n$model = "{MODEL}"\n$env:DATA='C:\\a b'\n.\\venv\\Scripts\\activate
 {QWEN} `\n  --pretrained_model_name_or_path=$model `\n  --instance_data_dir="$env:DATA"\n""",
 }
@@ -218,8 +220,8 @@ def test_other_encodings_are_read_or_named(tmp_path):
     for encoding in ("utf-16", "utf-8-sig"):
         path.write_text(f"{SCRIPTS['c.ps1']}# café", encoding=encoding)
         assert import_config(path).model == MODEL
-    for encoding in ("CP1252", "UTF-16LE"):
-        path.write_text("# \u00e9\u00e9", encoding=encoding)
+    for text, encoding in (("# \u00e9\u00e9", "CP1252"), ("# a", "UTF-16LE")):
+        path.write_text(text, encoding=encoding)
         with pytest.raises(InvalidInput, match="not UTF-8") as refused:
             import_config(path)
         assert f"iconv -f {encoding}" in refused.value.hint

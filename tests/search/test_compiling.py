@@ -10,6 +10,8 @@ from autotune.events import TrialFinished
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import Capability
 from autotune.plan.plan import Reason, TrainingPlan
+from autotune.plan.words import OUTCOMES
+from autotune.report.plan import explain_lines
 from autotune.search.problem import TrialFunction
 from tests import builders
 from tests.events import events_of
@@ -111,8 +113,10 @@ def test_unanswered_checks_count_their_time():
         )
         return (why,)
 
-    frozen = plan_on(run, check_gradients=check).frozen
+    plan = plan_on(run, check_gradients=check)
+    frozen = plan.frozen
     assert not tried
+    assert f"each block: tried: {OUTCOMES['timeout']}" in "\n".join(explain_lines(plan))
     assert frozen.trials[-1].outcome == "timeout"
     before = sum(trial.wall_seconds or 0.0 for trial in frozen.trials[:-1])
     assert frozen.search_seconds >= before + 0.1

@@ -13,6 +13,7 @@ from autotune.share.store import (
     MAX_RECORD_BYTES,
     DamagedRecord,
     Machine,
+    Record,
     architecture_folder,
     build_record,
     name_of,
@@ -72,6 +73,24 @@ def test_other_files_are_no_records():
             parse_record(content, f"{architecture_folder(workload())}/{name}.json")
         assert caught.value.message.isprintable()
         assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("rates", [(), record().machine.rates])
+@pytest.mark.parametrize(("seconds", "factor"), [(1e-6, 1.0), (1.8, 9.0)])
+def test_what_no_device_can_compute_is_refused(kind, rates, seconds, factor):
+    keys = {**record().machine.match_keys, "device_kind": kind}
+    there = record().machine.changed(match_keys=keys, rates=rates)
+
+    def made(seconds: float, factor: float) -> Record:
+        ran = [one.changed(step_seconds=(seconds,) * len(one.step_seconds)) for one in TRIALS]
+        images = factor * workload().effective_batch_size / seconds
+        expected = record().expected.changed(step_seconds=seconds, images_per_second=images)
+        return record(machine=there, trials=tuple(ran), expected=expected)
+
+    assert parse_record(made(1.8, 1.0).content, made(1.8, 1.0).key)
+    with pytest.raises(DamagedRecord, match="cannot be true"):
+        parse_record(made(seconds, factor).content, made(seconds, factor).key)
 
 
 VERIFIED = {"trials": TRIALS[1:2], "records": ("0" * 64,)}

@@ -137,7 +137,8 @@ def test_prune_deletes_the_superseded(opened):
     fewer = record(measured_on=date(2026, 6, 1), trials=TRIALS[1:2])
     other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
     slower = [one.changed(step_seconds=tuple(2 * s for s in one.step_seconds)) for one in TRIALS]
-    expected = old.expected.changed(step_seconds=3.6)
+    images = old.expected.images_per_second / 2
+    expected = old.expected.changed(step_seconds=3.6, images_per_second=images)
     slow = record(measured_on=date(2026, 6, 1), trials=tuple(slower), expected=expected)
     opened().add(new, old, fewer, slow, other)
     assert prune_store(opened(), dry_run=True) == prune_store(opened())
