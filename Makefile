@@ -9,13 +9,14 @@ CUDA_READY := $(CUDA)/.ready
 # Scripts are held to the types of what they call, not to annotations of their own.
 RELAXED := --no-warn-unused-ignores $(addprefix --disable-error-code ,no-untyped-call no-untyped-def type-arg no-any-return)
 
-.PHONY: help setup demo test test-all test-cuda setup-cuda check
+.PHONY: help setup demo test test-all test-cuda setup-cuda check docs
 
 help:
 	@echo "make demo      set up, then walk the whole journey on a small real model (two minutes)"
 	@echo "make test      set up, then run the tests"
 	@echo "make test-all  the same with those that are slow"
 	@echo "make test-cuda set up torch's CUDA build, then run the tests on a stand-in for a GPU"
+	@echo "make docs      set up, then build the site into build/site"
 	@echo "make check     set up, then lint, types and import contracts"
 
 setup: $(READY)
@@ -61,3 +62,7 @@ check: $(READY)
 	@MYPYPATH=.:benchmarks/gpu:benchmarks/gpu/parts $(BIN)/mypy benchmarks/gpu/*.py benchmarks/gpu/parts/*.py
 	@MYPYPATH=.:benchmarks:benchmarks/world $(BIN)/mypy $(RELAXED) benchmarks/*.py benchmarks/world/*.py
 	@$(BIN)/lint-imports
+
+docs: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -73,7 +73,7 @@ def probe(
         InvalidInput: there is no such device.
         AutotuneError: the amount of memory cannot be found out.
 
-    Example:
+    Examples:
         >>> machine = autotune.probe()
         >>> machine.device.name, machine.device.budget_bytes
     """
@@ -87,7 +87,7 @@ def probe(
 def list_gpus() -> tuple[catalog.CatalogGpu, ...]:
     """List the GPUs that can be planned for without owning one, by compute capability.
 
-    Example:
+    Examples:
         >>> [gpu.id for gpu in autotune.list_gpus()]
     """
     return catalog.load_catalog()
@@ -109,7 +109,7 @@ def list_models(
     Raises:
         InvalidInput: the catalog has no such GPU, or the file holds no known model.
 
-    Example:
+    Examples:
         >>> {model.name: model.num_parameters for model in autotune.list_models()}
         >>> [model.name for model in autotune.list_models(file="flux1-dev-fp8.safetensors")]
     """
@@ -161,7 +161,7 @@ def plan(request: PlanRequest) -> TrainingPlan:
         PlanInterrupted: Ctrl-C; its `plan`, which is written to `path`, is the best so far. The
             same call goes on.
 
-    Example:
+    Examples:
         >>> plan = autotune.plan("/models/Qwen-Image", "photos", path="plan.yaml", num_steps=2000)
         >>> plan.frozen.settings.micro_batch_size, plan.frozen.expected.images_per_second
     """
@@ -270,7 +270,7 @@ def check(
         InvalidPlan: the file is not a valid plan.
         InvalidInput: there is no such hardware.
 
-    Example:
+    Examples:
         >>> autotune.check("plan.yaml").misfits
         >>> autotune.check("plan.yaml", hardware="4090").misfits
     """
@@ -295,7 +295,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         InvalidInput: the model, the hardware or a setting does not exist, or settings do not go
             together.
 
-    Example:
+    Examples:
         >>> estimate = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
         >>> estimate.run_memory_bytes
     """
@@ -356,7 +356,7 @@ def compare(request: CompareRequest) -> comparison.Comparison:
     Raises:
         InvalidInput: an argument, the model, the data or the prices cannot be used.
 
-    Example:
+    Examples:
         >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5})
         >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
     """

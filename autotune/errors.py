@@ -217,7 +217,8 @@ def explain_error(error: Exception) -> AutotuneError:
         )
     return AutotuneError(
         f"{type(error).__name__}: {first_line(error) or 'no message'}",
-        hint=f"{BUG}; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
+        hint=f"{BUG}: please report it, with what `autotune bug-report` shows; "
+        "AUTOTUNE_TRACEBACK=1 shows where",
     )
 
 

@@ -131,7 +131,7 @@ def audit(
     Raises:
         InvalidInput: as `import_config` and `plan`.
 
-    Example:
+    Examples:
         >>> found = autotune.audit("train_lora.yaml", hardware="4090")
         >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
     """
@@ -203,7 +203,7 @@ def export_config(
         InvalidInput: the trainer lacks the model, or something that has no such neighbor, or
             anything with `strict`; or a file is there already, unless `overwrite`.
 
-    Example:
+    Examples:
         >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
         >>> exported.files.keys(), exported.differences
     """

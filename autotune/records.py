@@ -45,7 +45,7 @@ def push(url: str, *, create: bool = False) -> Transfer:
     """Copy your records to a team's store; only new ones travel. Raises InvalidInput if there is
     no such folder, unless `create` makes it.
 
-    Example:
+    Examples:
         >>> autotune.records.push("s3://team/records").num_new
     """
     team = Store(url)
@@ -61,7 +61,7 @@ def pull(url: str) -> Transfer:
     """Copy a team's records to your own store; only new ones travel. Raises InvalidInput if there
     are none.
 
-    Example:
+    Examples:
         >>> autotune.records.pull("s3://team/records").num_new
     """
     merged = merge_stores(team := Store(url), user_store())
@@ -80,7 +80,7 @@ def list_records(
     """The sound records of a store, newest first; with `compare_here`, whether each counts on this
     machine.
 
-    Example:
+    Examples:
         >>> records = autotune.records.list_records()
         >>> [(record.device_name, record.step_seconds) for record in records]
     """
@@ -113,7 +113,7 @@ def prune(
     """Delete the named records, or those that are superseded, damaged or impossible; return a line
     for each, with the reason.
 
-    Example:
+    Examples:
         >>> autotune.records.prune(dry_run=True)
     """
     return prune_store(_store(store), names, dry_run=dry_run)
@@ -124,7 +124,7 @@ def verify(store: str | None = None) -> tuple[int, tuple[str, ...]]:
     """Check that every record is whole, unaltered and possible: their number, and a line for each
     that is not. Raises InvalidInput if a store that is named has none.
 
-    Example:
+    Examples:
         >>> count, bad = autotune.records.verify("s3://team/records")
     """
     opened = _store(store)

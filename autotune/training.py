@@ -40,7 +40,7 @@ def check_data(request: CheckDataRequest) -> DataReport:
     Raises:
         InvalidInput: there is no such folder or family.
 
-    Example:
+    Examples:
         >>> report = autotune.check_data("photos")
         >>> report.can_train, report.problems
     """
@@ -81,7 +81,7 @@ def train(request: TrainRequest) -> RunReport:
         AutotuneError: another process of the run failed, memory or disk ran out, or the loss is no
             longer finite.
 
-    Example:
+    Examples:
         >>> autotune.train("plan.yaml", output="first-run").final_loss
         >>> autotune.train(model="qwen-image", data="photos")
     """
@@ -205,7 +205,7 @@ def sample(
         DoesNotFit: the plan was made for another machine.
         AutotuneError: memory ran out.
 
-    Example:
+    Examples:
         >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
         >>> autotune.sample("plan.yaml", "a photo of a dog", count=100, path="class-images/dog.png")
     """

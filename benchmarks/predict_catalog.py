@@ -57,6 +57,7 @@ def predict(model: str, gpu: CatalogGpu) -> dict[str, object] | None:
         "step_seconds": float(f"{expected.step_seconds:.3g}"),
         "time_uncertainty": round(expected.time_uncertainty or 0.0, 2),
         "run_memory_bytes": expected.run_memory_bytes,
+        "host_memory_bytes": expected.host_memory_bytes,
         "settings": plan.frozen.settings.model_dump(mode="json", exclude_defaults=True),
     }
 

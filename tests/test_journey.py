@@ -3,9 +3,12 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import psutil
 import pytest
@@ -86,6 +89,24 @@ def test_report_compares_promise_and_reality(journey):
     assert report["measured_peak_memory_bytes"] == promised_bytes
     # On the same fresh noise: the losses of steps differ mostly by their noise.
     assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
+
+
+def test_bug_report_holds_nothing_private(capfd, journey, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "abcdefghij")
+    result = Path(shutil.copytree(journey.result, tmp_path / "result"))
+    with (result / LOG_FILE).open("a") as log:
+        log.write("read https://me:word@host/x?y=z of /home/somebody/beach.jpg by abcdefghij\n")
+    archive = tmp_path / "bug.zip"
+    process = autotune_here(capfd, "bug-report", result, "-o", archive)
+    assert process.returncode == 0, process.stderr
+    with zipfile.ZipFile(archive) as file:
+        texts = {name: file.read(name).decode() for name in file.namelist()}
+    everything = "\n".join(texts.values())
+    captions = {path.read_text() for path in Path(journey.plan.job.data).glob("*.txt")}
+    private = captions | {"word@", "y=z", "somebody", "beach", "abcdefghij", str(journey.folder)}
+    assert [each for each in private if each in everything] == []
+    assert json.loads(texts["plan.json"])["digest"] == journey.plan.digest
+    assert {"versions.json", "machine.json", "report.json", "run.log"} < set(texts)
 
 
 def test_every_phase_takes_what_plan_promises(journey):

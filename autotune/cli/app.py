@@ -4,7 +4,6 @@ probe ──> plan ──> plan.yaml ──> train
 """
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -23,7 +22,7 @@ from autotune.errors import (  # at the top: without memory nothing is imported
     InvalidInput,
     explain_error,
 )
-from autotune.report.text import printable, wrapped
+from autotune.report.text import printable, without_logins, wrapped
 from autotune.system.process import prepare_process
 
 
@@ -42,7 +41,7 @@ def main() -> None:
     except click.Abort:
         status = INTERRUPTED
     except click.UsageError as error:
-        error.message = _hide_logins(error.message) + _told_here(error)  # type: ignore[misc]
+        error.message = without_logins(error.message) + _told_here(error)  # type: ignore[misc]
         error.show()
         command = error.ctx.command_path if error.ctx else "autotune"
         _exit(error.format_message(), f"{command} --help", error.exit_code)
@@ -51,7 +50,7 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK") or Progress.is_verbose:
-            sys.stderr.write(_hide_logins("".join(traceback.format_exception(error))))
+            sys.stderr.write(without_logins("".join(traceback.format_exception(error))))
         explained = explain_error(error)
         _fail(explained.message, explained.hint, explained.exit_status)
     if status == INTERRUPTED:
@@ -135,40 +134,11 @@ def _repeat_interrupt(lost: Any) -> None:
 
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:
-    message, hint = (_hide_logins(printable(" ".join(text.split()))) for text in (message, hint))
+    message, hint = (without_logins(printable(" ".join(text.split()))) for text in (message, hint))
     for line in (f"error: {message}", f"hint: {hint}"):  # whole lines are easier to find in a log
         shown = wrapped(line, 4) if sys.stderr.isatty() else [line]
         sys.stderr.write("".join(f"{part}\n" for part in shown))
     _exit(message, hint, status)
-
-
-def _hide_logins(text: str) -> str:
-    """`text` with `***` for what may be a password or a token in something like a URL. Takes time
-    in proportion to the text, whatever it is."""
-    return re.sub(r"\S+", lambda word: _hide_login(word[0]), text)
-
-
-def _hide_login(word: str) -> str:
-    if begin := re.search(r"\w:[/\\]+", word):
-        origin, place = word[: begin.end()], word[begin.end() :]
-        if "@" in place:
-            place = f"***@{place.rpartition('@')[2]}"
-        if end := re.search("[?#;]", place):
-            secret = place[end.end() :]
-            after = secret[len(secret.rstrip("\"'),.:")) :]
-            place = place if after == secret else f"{place[: end.start()]}***{after}"
-        word = origin + place
-    return "/".join(map(_hide_short_login, word.split("/"))) if "@" in word else word
-
-
-def _hide_short_login(part: str) -> str:
-    """`***@HOST` for `NAME:PASSWORD@HOST`."""
-    end = max((found.start() for found in re.finditer(r"@(?=\w)", part)), default=0)
-    colon = re.search("[^'\"=]:", part[:end])
-    if colon is None:
-        return part
-    start = max(part.rfind(quote, 0, colon.end()) for quote in "'\"=") + 1
-    return f"{part[:start]}***{part[end:]}"
 
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:

@@ -84,6 +84,28 @@ def doctor(as_json: bool) -> None:
 
 
 @app.command()
+@click.argument("target", type=PATH, required=False, metavar="PLAN|RUN", help="What went wrong.")
+@OUTPUT(help="Write them to this zip archive, to attach to a report.")
+@JSON
+def bug_report(target: Path | None, path: Path | None, as_json: bool) -> None:
+    """Show what explains an error, without captions, folders or passwords; with -o, as an archive.
+
+    Look at it first: --verbose prints all of it.
+    """
+    from autotune.report.bug import bug_report, summary_lines
+
+    texts = bug_report(target, path)
+    shown = (f"--- {name}\n{text}" for name, text in texts.items())
+    print_result(
+        texts, as_json, lambda _: [*shown] if Progress.is_verbose else summary_lines(texts)
+    )
+    if path is not None:
+        print_remark(f"written to {path}")
+    elif not as_json:
+        print_remark("nothing was written; as an archive:", "autotune bug-report -o bug.zip")
+
+
+@app.command()
 @click.option("--hardware", help="Show what fits this GPU, e.g. 4090 (see probe --list).")
 @click.option("--host-memory", help="System RAM of its computer; takes minutes.")
 @click.option(

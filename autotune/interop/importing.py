@@ -90,7 +90,7 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
         InvalidInput: it cannot be read, is no known trainer's, or trains a model that autotune does
             not know.
 
-    Example:
+    Examples:
         >>> config = autotune.import_config("train_lora.yaml")
         >>> [line.meaning for line in config.not_carried]
         >>> plan = autotune.plan(config.model, config.data, **config.options)

@@ -41,7 +41,7 @@ Severity = Literal["blocks", "warning", "note"]  # worst first
 class Finding(Frozen):
     """One thing that will hurt, and what to do about it.
 
-    Example:
+    Examples:
         >>> [finding.fix for finding in autotune.doctor() if finding.severity == "blocks"]
     """
 
@@ -137,7 +137,7 @@ def doctor() -> tuple[Finding, ...]:
 
     Raises AutotuneError if the operating system does not report how much memory there is.
 
-    Example:
+    Examples:
         >>> for finding in autotune.doctor():
         ...     print(finding.severity, finding.what)
     """

@@ -163,7 +163,7 @@ def fetch_model(ref: ModelRef, *, weights: bool = True) -> ResolvedModel:
 class FetchedModel(Frozen):
     """A model of the hub that is on this machine.
 
-    Example:
+    Examples:
         >>> model = autotune.fetch("qwen-image")
         >>> plan = autotune.plan(str(model.folder), "photos")
     """
@@ -195,7 +195,7 @@ def fetch(model: str, *, on_event: OnEvent = log_event) -> FetchedModel:
         AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the
             message says what.
 
-    Example:
+    Examples:
         >>> autotune.fetch("qwen-image").folder
     """
     ref = ModelRef.of(model)

@@ -137,7 +137,7 @@ def plan_text(plan: TrainingPlan) -> str:
 def save_plan(plan: TrainingPlan, path: str | Path) -> None:
     """Write a plan file, whole or not at all.
 
-    Example:
+    Examples:
         >>> autotune.save_plan(autotune.load_plan("plan.yaml"), "copy.yaml")
     """
     write_text_atomic(Path(path), plan_text(plan))
@@ -151,7 +151,7 @@ def load_plan(plan: TrainingPlan | str | Path) -> TrainingPlan:
         InvalidPlan: the file cannot be read, is not a plan, has another schema, or was edited where
             it is frozen.
 
-    Example:
+    Examples:
         >>> plan = autotune.load_plan("plan.yaml")
         >>> plan.job.num_steps, plan.frozen.settings
     """

@@ -59,7 +59,7 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     folder of a single run, else in this folder. Raises InvalidPlan, and InvalidInput without the
     extra `report`, or if something is neither a plan nor a run, or would be replaced.
 
-    Example:
+    Examples:
         >>> autotune.report("first-run", "second-run", path="compared.html")
     """
     if not 1 <= len(subjects) <= MAX_SUBJECTS:

@@ -1,6 +1,7 @@
 """Numbers in short form with units, and lines that fit a terminal."""
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
@@ -133,3 +134,34 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Make each line `printable`."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def without_logins(text: str) -> str:
+    """Return the text with `***` for what may be a password or a token in something like a URL.
+
+    Takes time in proportion to the text, whatever it is.
+    """
+    return re.sub(r"\S+", lambda word: _hide_login(word[0]), text)
+
+
+def _hide_login(word: str) -> str:
+    if begin := re.search(r"\w:[/\\]+", word):
+        origin, place = word[: begin.end()], word[begin.end() :]
+        if "@" in place:
+            place = f"***@{place.rpartition('@')[2]}"
+        if end := re.search("[?#;]", place):
+            secret = place[end.end() :]
+            after = secret[len(secret.rstrip("\"'),.:")) :]
+            place = place if after == secret else f"{place[: end.start()]}***{after}"
+        word = origin + place
+    return "/".join(map(_hide_short_login, word.split("/"))) if "@" in word else word
+
+
+def _hide_short_login(part: str) -> str:
+    # `***@HOST` for `NAME:PASSWORD@HOST`
+    end = max((found.start() for found in re.finditer(r"@(?=\w)", part)), default=0)
+    colon = re.search("[^'\"=]:", part[:end])
+    if colon is None:
+        return part
+    start = max(part.rfind(quote, 0, colon.end()) for quote in "'\"=") + 1
+    return f"{part[:start]}***{part[end:]}"

@@ -301,7 +301,7 @@ def min_required_bytes(
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     """Leave out what keeps more on the host than is left of it; of only such, keep the least."""
     host, number = cost.hardware.host, cost.parallel.num_processes
-    room = _host_room(host.memory_bytes, host.available_memory_bytes)
+    room = host_room(host.memory_bytes, host.available_memory_bytes)
     fitting: list[Candidate] = []
     beyond: dict[Candidate, int] = {}
     for each in space.candidates:
@@ -323,7 +323,8 @@ def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting))
 
 
-def _host_room(total_bytes: int, available_bytes: int) -> int:
+def host_room(total_bytes: int, available_bytes: int) -> int:
+    """Return the bytes that a run may take of a host's memory."""
     return available_bytes - host_floor_bytes("integrated", total_bytes, available_bytes)
 
 
@@ -342,9 +343,9 @@ def _require_host_for_swap(
     if not needed:
         return
     host = cost.hardware.host
-    room = _host_room(host.memory_bytes, host.available_memory_bytes)
+    room = host_room(host.memory_bytes, host.available_memory_bytes)
     sizes = (GIB << exponent for exponent in range(4, 12))
-    enough = min((s for s in sizes if _host_room(s, int(0.9 * s)) > needed), default=needed)
+    enough = min((s for s in sizes if host_room(s, int(0.9 * s)) > needed), default=needed)
     size = f"{enough / GIB:.0f} GiB"
     more = "plan for" if cost.hardware.origin == "catalog" else "close other programs, or use"
     raise NothingFits(

@@ -47,6 +47,7 @@ RESULTS: dict[str, Any] = {
     "import-config": autotune.import_config,
     "export-config": autotune.export_config,
     "audit": autotune.audit,
+    "bug-report": "texts by the names of files",
     "profiles push": records.push,
     "profiles pull": records.pull,
     "profiles list": records.list_records,

@@ -55,13 +55,11 @@ def test_counts_in_docs_are_the_catalogs():
     assert set(re.findall(r"(\d+) GPUs,", text)) == {str(len(list_gpus()))}
 
 
-def test_every_page_is_linked():
-    linked = {
-        Path(target).name
-        for page in PAGES
-        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())
-    }
-    assert {page.name for page in DOCS.glob("*.md")} - linked == set()
+def test_every_page_is_in_the_navigation():
+    pages = re.compile(r"^ +- (?:.*: )?([\w-]+\.md)$", re.MULTILINE)
+    listed = pages.findall((ROOT / "mkdocs.yml").read_text())
+    outside = {"index.md", "contributing.md", "changelog.md"}
+    assert sorted(listed) == sorted({page.name for page in DOCS.glob("*.md")} | outside)
 
 
 def test_every_link_leads_somewhere():

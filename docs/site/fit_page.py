@@ -1,0 +1,80 @@
+"""Makes the page "Will it fit?" of `profiles/predictions.json`.
+
+python docs/site/fit_page.py FILE
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from autotune.api import list_models
+from autotune.machine.catalog import load_catalog, profile_of_gpu
+from autotune.models.registry import FAMILIES
+from autotune.plan.prediction import TIME_EVIDENCE
+from autotune.plan.words import MAIN, setting_text, unusual_settings
+from autotune.report.text import range_text, rough_seconds
+from autotune.search.comparison import USUAL_IMAGES, CatalogPrediction, catalog_predictions
+from autotune.search.problem import host_room
+
+TEMPLATE = Path(__file__).with_name("fit.html")
+RAM_GIB = (16, 32, 64, 128)
+
+
+def render() -> str:
+    """Return the page, which needs no server and loads nothing."""
+    cards = {gpu.id: gpu for gpu in load_catalog()}
+    gpus, models = {}, {}
+    for summary in list_models():
+        defaults = FAMILIES[summary.family].defaults
+        predictions = catalog_predictions(summary.name)
+        steps = defaults.num_steps(USUAL_IMAGES)
+        unit = "a clip" if summary.kind == "video" else "an image"
+        models[summary.name] = {
+            "title": summary.hub_id.partition("/")[2],
+            "license": summary.license,
+            "steps": steps,
+            "found": {
+                each.gpu: _answer(each, steps, defaults.effective_batch_size, unit)
+                for each in predictions
+                if each.step_seconds
+            },
+        }
+        for each in predictions:
+            gpus[each.gpu] = {
+                "title": f"{cards[each.gpu].name.removeprefix('NVIDIA ')}, {each.memory_gb:g} GB",
+                "memory_gb": each.memory_gb,
+                "name": each.gpu.removeprefix("nvidia-"),
+                "memory_bytes": profile_of_gpu(cards[each.gpu]).device.budget_bytes,
+            }
+    sizes = ((gib, gib * 2**30) for gib in RAM_GIB)
+    data = {
+        "models": dict(sorted(models.items())),
+        "gpus": dict(sorted(gpus.items(), key=lambda item: (item[1]["memory_gb"], item[0]))),
+        "ram": {gib: host_room(size, int(0.9 * size)) for gib, size in sizes},
+        "evidence": f"All of it is predicted. {TIME_EVIDENCE}.",
+    }
+    return TEMPLATE.read_text().replace("DATA", json.dumps(data).replace("<", "\\u003c"), 1)
+
+
+def _answer(each: CatalogPrediction, steps: int, batch: int, unit: str) -> dict[str, Any]:
+    assert each.step_seconds is not None
+    assert each.settings is not None
+
+    def told(seconds: float) -> str:
+        return range_text(seconds, each.time_uncertainty, rough_seconds)
+
+    settings = [setting_text("quantization", each.settings.quantization)]
+    settings += unusual_settings(each.settings, MAIN[1:])
+    return {
+        "step": told(each.step_seconds),
+        "image": f"{told(each.step_seconds / batch)} {unit}",
+        "run": told(each.step_seconds * steps),
+        "memory_bytes": each.run_memory_bytes,
+        "host_bytes": each.host_memory_bytes,
+        "settings": f"{each.settings.micro_batch_size} at a time; {'; '.join(settings)}",
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(render())
