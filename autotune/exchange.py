@@ -13,6 +13,7 @@ from autotune.events import OnEvent, StatusChanged
 from autotune.interop import exporting
 from autotune.interop.importing import Audit, ImportedConfig, import_config
 from autotune.interop.trainer import get_trainer
+from autotune.knobs.caching import caching_in
 from autotune.machine.probe import hardware_for
 from autotune.models.family import build_on_meta
 from autotune.models.resolve import read_parts, resolve_model
@@ -162,7 +163,7 @@ def audit(
     predict = partial(estimate_candidate, cost, num_steps=steps)
     written, in_trainer = predict(settings), None
     if read.overheads is not None:
-        caching = exporting.caching_in(read.pins)
+        caching = caching_in(read.pins)
         why = Reason(knob="caching", chosen=caching_text(caching), why="as in the file")
         theirs = cost.with_overheads(read.overheads, (caching, why))
         in_trainer = estimate_candidate(theirs, settings, num_steps=steps)

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from autotune.errors import InvalidInput
 from autotune.interop.files import FILL_IN, WRITERS, ConfigValue
-from autotune.interop.importing import Line, read_settings
+from autotune.interop.importing import read_settings
 from autotune.interop.rules import CannotExpress, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer
-from autotune.knobs.caching import PIN, EncoderSize
+from autotune.knobs.caching import PIN, EncoderSize, caching_in
 from autotune.models.family import Family
 from autotune.models.layers import layers_of
 from autotune.models.registry import FAMILIES, find_published
@@ -22,12 +22,9 @@ from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import Overheads
 from autotune.plan.words import caching_text
-from autotune.plan.workload import ModelSpec, Workload
+from autotune.plan.workload import Learning, ModelSpec, Workload
 
-OF_WORKLOAD = (
-    *("rank", "lora_alpha", "lora_dropout", "targets", "adapted_blocks", "adapter", "ema_decay"),
-    "effective_batch_size",
-)
+OF_WORKLOAD = tuple(name for name in Learning.model_fields if name not in ("quality", "objective"))
 # Names that decide what is learned.
 LEARNING = (
     *("resolution", "num_frames", "clips", *OF_WORKLOAD, "control", "caption", "trigger"),
@@ -92,9 +89,8 @@ def _workload_values(workload: Workload) -> dict[str, Any]:
 
 
 def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -> ExportedConfig:
-    """Write the files of another trainer that do what the plan says, as nearly as it can. Raises
-    InvalidInput if it does not know the model, or would need more memory; if `strict`, also if
-    learning or memory would differ."""
+    """Write files of another trainer that do what the plan says, as nearly as it can. Raises
+    InvalidInput if it would need more memory; if `strict`, also if learning or memory differed."""
     spec = plan.frozen.workload.model
     known = known_model(trainer, spec.family, spec)
     trainer, context = trainer.for_model(known), Context(known.family, spec.num_blocks)
@@ -110,7 +106,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         published = find_published(plan.job.model)
         weights = plan.job.model if published is None else published[1].hub_id
         written |= dict.fromkeys(trainer.weights_keys[:1], weights)
-        read, lines = _read_back(trainer, written, context)
+        read, lines = read_settings(trainer, _as_settings(written), context)
         for need in _find_needs(needed, read, spec.num_blocks):
             raise CannotExpress(need)
     except CannotExpress as error:
@@ -158,16 +154,8 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
             yield f"{name} would be {usual}, not {own}: more memory"
 
 
-def caching_in(values: Values) -> CachingSettings:
-    """Return what values, or pins, say of how captions are encoded."""
-    own = {name.removeprefix(PIN): value for name, value in values.items() if PIN in name}
-    own["text_encoder_streamed"] = str(own.get("text_encoder_streamed")) == "True"
-    return CachingSettings.model_validate(own)
-
-
 def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -> KnownModel:
-    """Find a trainer's model: by its name, else as large a one of the family, else its first.
-    Raises InvalidInput if the trainer does not train the family."""
+    """Find a trainer's model by name, else by size, else its first, else raise InvalidInput."""
     of_family = [one for one in trainer.models if one.family.name == family]
     if not of_family:
         names = ", ".join(dict.fromkeys(one.name for one in trainer.models))
@@ -187,8 +175,8 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
 def write_settings(
     trainer: Trainer, known: KnownModel, values: Values, context: Context, *, is_whole: bool = True
 ) -> dict[str, Any]:
-    """Return values by the trainer's keys, with what is always written; leave out what cannot be
-    expressed, or raise CannotExpress if it `is_whole`."""
+    """Return values by the trainer's keys; leave out what it cannot express, or raise CannotExpress
+    if they are to be whole."""
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
     values = {**values, "data": values.get("data") or FILL_IN}
     for rule in trainer.rules:
@@ -198,18 +186,15 @@ def write_settings(
 
 
 def _write(rule: Rule, values: Values, context: Context) -> Values:
-    """Some parsers take no alpha with a point, and one frame makes no clip."""
     alpha, frames = values.get("lora_alpha"), values.get("num_frames")
-    alpha = int(alpha) if alpha is not None and alpha % 1 == 0 else alpha
-    frames = None if frames == 1 else frames
+    if alpha is not None and alpha % 1 == 0:  # some parsers take none with a point
+        alpha = int(alpha)
+    frames = None if frames == 1 else frames  # one makes no clip
     return rule.write({**values, "lora_alpha": alpha, "num_frames": frames}, context)
 
 
-def _read_back(
-    trainer: Trainer, written: Values, context: Context
-) -> tuple[dict[str, Any], list[Line]]:
-    settings = {key: ConfigValue(key, value, line=1) for key, value in written.items()}
-    return read_settings(trainer, settings, context)
+def _as_settings(written: Values) -> dict[str, ConfigValue]:
+    return {key: ConfigValue(key, value, line=1) for key, value in written.items()}
 
 
 def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
@@ -274,13 +259,11 @@ def _head_lines(
     yield from (f"  {remark}" for remark in remarks)
 
 
-# The values of each knob that a search may take.
-Choices = Mapping[str, tuple[Any, ...]]
+Choices = Mapping[str, tuple[Any, ...]]  # values of each knob that a search may take
 
 
 def overheads_for(trainer: Trainer, job: Job, workload: Workload, choices: Choices) -> Overheads:
-    """Return what a trainer takes of a device beside autotune's ways, with its files for a job. It
-    makes no difference which of the `choices` is taken. Raises InvalidInput as `known_model`."""
+    """Return what a trainer takes of a device with its files for a job, whatever is chosen."""
     known = known_model(trainer, workload.model.family, workload.model)
     table, context = trainer.for_model(known), Context(known.family, workload.model.num_blocks)
     first = {name: values[0] for name, values in choices.items()}
@@ -303,7 +286,8 @@ def inexpressible(
         except CannotExpress:
             return False
         written = {key: v for key, v in own.items() if v is not None and key not in known.lacks}
-        values, lines = _read_back(replace(trainer, rules=(rule,)), written, context)
+        alone = replace(trainer, rules=(rule,))
+        values, lines = read_settings(alone, _as_settings(written), context)
         is_lost = any(kind == "not_carried" for kind, _ in lines)
         return not is_lost and is_equal(name, value, values.get(name, usual.get(name)), context)
 
@@ -324,5 +308,4 @@ def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
     return tuple(name for name in names if ("targets", name) not in lacking)
 
 
-# A job that every micro-batch size divides.
-JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
+JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}  # any micro-batch size divides it

@@ -102,8 +102,8 @@ def _read_text(path: Path) -> str:
 def with_references(
     settings: list[ConfigValue], folder: Path, references: Mapping[str, str], depth: int = 2
 ) -> tuple[list[ConfigValue], list[ConfigValue]]:
-    """Return the settings of the files that are named by `references`, keys with the prefix for
-    that file's keys, then the file's own, which win; and those whose file is missing."""
+    """Return settings of the files that `references` name, with its prefix, before the file's own,
+    which win; and settings whose file is missing."""
     found: list[ConfigValue] = []
     missing: list[ConfigValue] = []
     for setting in settings if depth else ():
@@ -170,7 +170,6 @@ SHELLS = {
 
 
 def _parse_command(shell: Shell, text: str) -> dict[str, Any]:
-    """Options of the last command with any, its `script` and its variables (`env.NAME`)."""
     env: dict[str, str] = {}
     options: dict[str, Any] = {}
     room = 4 * MAX_BYTES
@@ -200,7 +199,7 @@ def _parse_command(shell: Shell, text: str) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
-    """Options before the script belong to its launcher: their names get `launch.` before them."""
+    # Before the script they belong to its launcher, and get `launch.` before their names.
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     options: dict[str, Any] = {}
     if script is not None:
@@ -435,7 +434,6 @@ def _toml_text(values: Values) -> str:
 
 
 def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "") -> str:
-    """Comments, the variables among the settings, then commands with each option on a line."""
     text = SCRIPT_HEAD.format(title=title) + head
     for key, value in values.items():
         if key.startswith("env.") and value:

@@ -52,8 +52,7 @@ class Audit(Frozen):
 
     config: ImportedConfig
     as_written: Estimate  # with autotune's executor
-    # what of the file this card cannot do, one sentence each; the estimate has the usual value
-    breaks: tuple[str, ...]
+    breaks: tuple[str, ...]  # what this card cannot do; the estimate has the usual value
     fastest: Estimate | None  # of settings that learn the same; None if nothing fits
     worth: tuple[SettingWorth, ...]  # of each setting that differs, those that save most first
     in_trainer: Estimate | None = None  # with what the trainer's own program takes of the card
@@ -66,34 +65,25 @@ class Audit(Frozen):
         fastest = self.fastest or self.as_written
         return self.as_written.step_seconds - fastest.step_seconds
 
-    @property
-    def sum_of_step_seconds_saved(self) -> float:
-        """Sum what each difference saves alone: not the whole if settings need each other."""
-        return sum(one.step_seconds_saved for one in self.worth)
-
 
 Settings = Mapping[str, ConfigValue]
-# An account of a setting, with its list: carried, pinned, decided or not_carried.
-Line = tuple[str, ConfigLine]
+Line = tuple[str, ConfigLine]  # carried, pinned, decided or not_carried, and the account
 # What rules raise for a value that makes no sense.
 WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
 
 def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedConfig:
-    """Read another trainer's configuration: what carries over, what becomes a pin, and what does
-    not carry over. Runs nothing of what the file names, and needs none of these programs.
+    """Read another trainer's configuration: what carries over, becomes a pin, or does neither.
 
     Knows ai-toolkit, musubi-tuner, SimpleTuner, sd-scripts and the JSON of its GUI, OneTrainer, and
     command lines of diffusers' scripts; `trainer` says which, if the content does not tell.
 
     Raises:
-        InvalidInput: it cannot be read, is no known trainer's, or trains a model that autotune does
-            not know.
+        InvalidInput: it cannot be read, is no known trainer's, or is for an unknown model.
 
     Examples:
         >>> config = autotune.import_config("train_lora.yaml")
         >>> [line.meaning for line in config.not_carried]
-        >>> plan = autotune.plan(config.model, config.data, **config.options)
     """
     path = Path(path)
     written = files.read_document(path)
@@ -142,8 +132,7 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
 def read_settings(
     trainer: Trainer, settings: Settings, context: Context
 ) -> tuple[dict[str, Any], list[Line]]:
-    """Apply a trainer's rules to settings, with its defaults for those that are absent: values by
-    autotune's names, and an account of each setting."""
+    """Apply a trainer's rules and defaults: values by our names, and an account of each setting."""
     values: dict[str, Any] = dict(trainer.constants)
     lines: list[Line] = []
     for rule in trainer.rules:
@@ -201,7 +190,6 @@ def _value_text(value: Any) -> str:
 
 
 def _flattened(written: Iterable[ConfigValue], trainer: Trainer) -> list[ConfigValue]:
-    """Without sections if they mean nothing to this trainer; keys that it gathers as a list."""
     settings: list[ConfigValue] = []
     for setting in written:
         key = setting.key
@@ -232,7 +220,6 @@ def _find_model(trainer: Trainer, settings: Settings, path: Path) -> KnownModel:
 
 
 def _take_pointless(settings: dict[str, ConfigValue], known: KnownModel) -> list[ConfigValue]:
-    """Take out what does nothing for a model, and call the others as the rules do."""
     own, usual = known.prefix or ("\0", "\0")  # which begins no key
     of_others = [key for key, one in settings.items() if one.key.startswith(usual)]
     found = [settings.pop(key) for key in (*settings,) if key in known.lacks or key in of_others]

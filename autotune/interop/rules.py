@@ -14,10 +14,8 @@ from autotune.models.family import Family
 from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
 from autotune.plan.candidate import Candidate, count_blocks
 
-# Values by the trainer's keys, or by autotune's names.
-Values = Mapping[str, Any]
-# Name under which `read` reports, in a sentence's words, what autotune would do differently.
-LOST = "lost"
+Values = Mapping[str, Any]  # by the trainer's keys, or by autotune's names
+LOST = "lost"  # under which `read` reports, in a sentence's words, what autotune does differently
 MAX_STRIDE = 8
 MIN_SNR_NAMES = ("timestep_sampling", "timestep_shift", "weighting_scheme")
 NO_ARGUMENT = "autotune has no such argument"
@@ -51,12 +49,9 @@ class Rule:
 
     keys: tuple[str, ...]
     names: tuple[str, ...]
-    # from the keys that are present, or have a default; may raise for a value without sense
-    read: Callable[[Values, Context], Values]
-    # from all names to keys; None leaves a key out; raises CannotExpress
-    write: Callable[[Values, Context], Values]
-    # keys that mean the same: the first present wins, and none has its default beside another
-    synonyms: tuple[str, ...] = ()
+    read: Callable[[Values, Context], Values]  # from keys that are present, or have a default
+    write: Callable[[Values, Context], Values]  # from all names; a key is left out if it is None
+    synonyms: tuple[str, ...] = ()  # of which one counts: the first present, else the first default
 
 
 def is_knob(name: str, value: Any = None) -> bool:
@@ -272,8 +267,7 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
 def duration(
     steps: str | None, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
 ) -> Rule:
-    """Relate optimizer steps, or epochs, or if a trainer has no key for steps the epochs that they
-    take; `no_epochs` is written beside steps."""
+    """Relate steps or epochs, without a key for steps the epochs that those take."""
     keys = (steps, epochs) if steps else (epochs,)
 
     def read(values: Values, context: Context) -> Values:
@@ -294,8 +288,8 @@ def duration(
 
 
 def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
-    """Relate the schedule of the learning rate, by `names` that begin with `constant`, and its
-    warm-up in steps; unless `always`, only schedules that are named so have one."""
+    """Relate the rate's schedule, by `names` that begin with `constant`, and its warm-up in steps;
+    unless `always`, only schedules that are named so have one."""
     pairs = (word.partition("=") for word in names.split())
     own_names = {theirs: own or theirs for theirs, _, own in pairs}
     constant = next(iter(own_names))
@@ -362,8 +356,7 @@ def checkpointing(
     key: str, on: str = "", off: str = "", interval: str = "", stride: str = "", families: str = ""
 ) -> Rule:
     """Relate checkpointing of all blocks, none, or the first `interval` of every `stride`; without
-    a stride every `interval`th. `on` and `off` are words for the switch `key`; `families` begin the
-    names of those with such patterns: of others an interval makes several blocks one."""
+    a stride every `interval`th. Of other `families` an interval makes several blocks one."""
     words = {**dict.fromkeys(on.split(), True), **dict.fromkeys(off.split(), False)}
     beginnings = tuple(families.split())
 

@@ -11,32 +11,15 @@ import regex
 
 from autotune.interop import rules
 from autotune.interop.rules import LOST, CannotExpress, Context, Rule, Values
+from autotune.models import layers
 from autotune.models.family import Family
-from autotune.models.layers import (
-    LISTS,
-    convolutions,
-    find_target_set,
-    in_block,
-    layers_of,
-    linear_layers,
-)
-from autotune.weights.names import LAYOUTS
+from autotune.models.layers import in_block, layers_of, linear_layers
+from autotune.weights.names import expand
 
 MAX_BLOCKS = 64  # more than any list of a known model has
 
 
-def _original_name(family: Family, layer: str) -> str:
-    """A layer's name in the code of the model's authors, where several may be one."""
-    layout = LAYOUTS.get(family.transformer_class)
-    return layout.original(layer) if layout and layout.has_layers([layer]) else layer
-
-
-# Of the linear layers and convolutions of a family, those that a trainer adapts by its keys.
-Choose = Callable[[Values, Context], set[str]]
-
-
-def _all_layers(family: Family) -> frozenset[str]:
-    return linear_layers(family) | convolutions(family)
+Choose = Callable[[Values, Context], set[str]]  # of a family's layers, those that keys adapt
 
 
 def _has(name: str, parts: Iterable[str]) -> bool:
@@ -61,13 +44,10 @@ def _targets(
     ways: Callable[[frozenset[str], Context], Iterable[Values]],
     arguments: Sequence[str] = (),
 ) -> Rule:
-    """Relate target sets to `keys`: of the `ways` to write the layers that are wanted, the first
-    that chooses exactly these is taken, else the last. `arguments` are those of `network_args` that
-    the trainer understands."""
-
+    # `arguments`: those of `network_args` that the trainer understands.
     def read(values: Values, context: Context) -> Values:
         chosen = frozenset(choose(values, context))
-        name, difference = find_target_set(context.family, chosen)
+        name, difference = layers.find_target_set(context.family, chosen)
         lost = [f"the nearest set of layers {difference}"] if difference else []
         given = _network_arguments(values) if arguments else {}
         if others := ", ".join(one for one in given if one not in arguments):
@@ -95,15 +75,15 @@ def targets_by_parts(
 
     def name_of(family: Family, layer: str) -> str:
         is_authors = family.transformer_class in authors_code.split()
-        return _original_name(family, layer) if is_authors else layer
+        return layers.original_name(family, layer) if is_authors else layer
 
     def choose(values: Values, context: Context) -> set[str]:
         family, found = context.family, set()
         parts, ignores = values.get(only) or [""], values.get(ignored) or []
         usual = blocks.get(family.transformer_class, ["transformer_blocks"])
         inner = [""] if values.get(inside) is False else usual
-        for layer in _all_layers(family):
-            is_linear = layer not in convolutions(family)
+        for layer in layers.all_layers(family):
+            is_linear = layer not in layers.convolutions(family)
             name = name_of(family, layer)
             is_kind = is_linear or values.get(convolution_rank) or "shortcut" in layer
             is_placed = _has(name, inner) and not _has(name, ignores)
@@ -135,15 +115,15 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
         if isinstance(given, str):
             is_json = given.startswith("[")
             given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
-        ends = given or _of_family(usual, context.family).split()
-        return {layer for layer in _all_layers(context.family) if _ends(layer, ends)}
+        ends = given or expand(_of_family(usual, context.family))
+        return {layer for layer in layers.all_layers(context.family) if _ends(layer, ends)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
-        """A layer whose short name another also has is named for each block."""
         every = linear_layers(context.family)
         found: dict[str, None] = {}
         for name in sorted(wanted):
             end = in_block(name)
+            # By the same end in another place, or within: then it is named for each block.
             is_shared = any(_ends(other, [end]) for other in every - wanted)
             is_shared |= any(f".{end}." in other for other in every)
             numbers = range(MAX_BLOCKS) if is_shared else ()
@@ -160,7 +140,7 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
     def choose(values: Values, context: Context) -> set[str]:
         parts = [part.strip() for part in str(values.get(key) or "").split(",")]
         way = partial(_fits, way="search") if values.get(is_pattern) else _has
-        return {layer for layer in _all_layers(context.family) if way(layer, parts)}
+        return {layer for layer in layers.all_layers(context.family) if way(layer, parts)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         parts = sorted(set(map(in_block, wanted)))
@@ -171,7 +151,7 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
     def in_any_block(layer: str) -> str:
         if layer.startswith("mid_block.resnets."):  # its two are unlike each other
             return re.escape(layer)
-        return re.escape(LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
+        return re.escape(layers.LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
 
     return _targets([key, is_pattern], choose, ways)
 
@@ -188,22 +168,21 @@ def _network_arguments(values: Values) -> dict[str, Any]:
 
 def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule:
     """Relate patterns in `network_args` (musubi's networks/lora.py, `create_modules`). `usual`: by
-    how families' names begin, what is excluded, and what is included unless the file says
-    otherwise. Of the family `everywhere` layers outside the blocks are adapted, too."""
+    how families' names begin, what is excluded and included; `everywhere`: also outside blocks."""
 
     def choose(values: Values, context: Context) -> set[str]:
         family, given = context.family, _network_arguments(values)
         exclude, include = _of_family(usual, family)
         excluded = [exclude, *given.get("exclude_patterns", ())]
         included = given.get("include_patterns", [include])
-        layers = linear_layers(family, in_blocks=family.name != everywhere)
-        names = {layer: _original_name(family, layer) for layer in layers}
+        every = linear_layers(family, in_blocks=family.name != everywhere)
+        names = {layer: layers.original_name(family, layer) for layer in every}
         is_in = {layer for layer, name in names.items() if _fits(name, included)}
         return is_in | {layer for layer, name in names.items() if not _fits(name, excluded)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         family = context.family
-        names = {layer: _original_name(family, layer) for layer in linear_layers(family)}
+        names = {layer: layers.original_name(family, layer) for layer in linear_layers(family)}
         others = {name for layer, name in names.items() if layer not in wanted}
         found = set()
         for name in (names[layer] for layer in wanted):
@@ -217,22 +196,21 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
 
 
 def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
-    """Relate ranks of parts in `network_args`, as sd-scripts has them for FLUX.1; 0 adapts none. Of
-    a UNet it adapts the transformers."""
-    layers = {name: written.split() for name, written in parts.items()}
+    """Relate ranks of parts in `network_args` (sd-scripts, FLUX.1); of a UNet all transformers."""
+    by_part = {name: written.split() for name, written in parts.items()}
 
     def choose(values: Values, context: Context) -> set[str]:
         given = _network_arguments(values)
         if context.is_discrete:
             others = (".resnets.", "samplers.") if given.get("conv_dim") else ()
-            every = _all_layers(context.family)
+            every = layers.all_layers(context.family)
             return {layer for layer in every if _has(layer, (".attentions.", *others))}
-        on = [name for name in layers if given.get(name) != 0]
+        on = [name for name in by_part if given.get(name) != 0]
         return {
             layer
-            for layer in _all_layers(context.family)
+            for layer in layers.all_layers(context.family)
             for part in on
-            if layer != in_block(layer) in layers[part]
+            if layer != in_block(layer) in by_part[part]
             if layer.startswith("single_") == part.startswith("single_")
         }
 
@@ -248,4 +226,4 @@ def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
             yield {"network_args": ["img_mod_dim=0", "txt_mod_dim=0", "single_mod_dim=0"]}
         yield usual
 
-    return _targets(["network_args"], choose, ways, (*layers, "conv_dim", "conv_alpha"))
+    return _targets(["network_args"], choose, ways, (*by_part, "conv_dim", "conv_alpha"))

@@ -32,8 +32,7 @@ class KnownModel:
     fixed: Values = field(default_factory=dict)
     constants: Values = field(default_factory=dict)
     lacks: tuple[str, ...] = ()  # keys that do nothing for it, or that its script refuses
-    # how its keys begin that begin otherwise for other models, and how those do
-    prefix: tuple[str, str] | None = None
+    prefix: tuple[str, str] | None = None  # how its keys begin, and how other models' do
     kept: str = ""  # in addition to the trainer's
     assumes: str = ""  # taken for granted of a file that says no more than `keys`
     note: str = ""  # a difference in what this trainer computes with this model
@@ -46,26 +45,21 @@ class Trainer:
     name: str
     title: str
     version: str  # the commit that its keys were read at
-    # alternatives: keys, in whatever section, and patterns for their values
-    detect: tuple[Mapping[str, str], ...]
+    detect: tuple[Mapping[str, str], ...]  # alternatives: keys of any section, patterns of values
     models: tuple[KnownModel, ...]  # the first of a model is written; all are read
     rules: tuple[Rule, ...]
-    # values for keys that change learning or memory: read if one is absent, always written
-    defaults: Values
+    defaults: Values  # of keys that change learning or memory: read if absent, always written
     fixed: Values  # other keys that are always written
-    # of keys that no rule reads: a pattern, words, the value with which it changes nothing besides
-    # none, false, 0 and an empty text, and whether it changes learning
+    # of keys without a rule: a pattern, words, a value without effect, whether it changes learning
     accounts: tuple[tuple[re.Pattern[str], str, str, bool], ...]
     overheads: Mapping[str, Any]  # what `overheads_of` reads
     root: str = ""  # where its settings begin in the file
     weights_keys: tuple[str, ...] = ()  # they name the weights; the first is written
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # keys in a list of sections, whose values are read as one list: `samples[].prompt`
-    gathered: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()  # keys in lists of sections, read as one: `samples[].prompt`
     # keys that name another file, and the prefix of that file's keys
     references: Mapping[str, str] = field(default_factory=dict)
-    # if sections of the file mean nothing: the beginnings of keys that keep theirs
-    sections_kept: tuple[str, ...] | None = None
+    sections_kept: tuple[str, ...] | None = None  # beginnings of keys, if others mean nothing
     notes: tuple[str, ...] = ()  # what it computes differently whatever its settings are
     constants: Values = field(default_factory=dict)  # learned so, by our names
     # By what a file trains instead of a LoRA: `KEY=PATTERN|PATTERN`, with `!=` for any other value
@@ -213,7 +207,6 @@ def _pattern(key: str) -> str:
 
 
 def _merged(base: Any, own: Any) -> Any:
-    """Mappings by key, lists and texts one after the other."""
     if isinstance(base, dict):
         both = {key: _merged(base[key], own[key]) for key in base.keys() & own.keys()}
         return {**base, **own, **both}
@@ -229,8 +222,7 @@ def _as_read(key: str, value: Any) -> Any:
 
 
 def _known_models(data: Mapping[str, Any]) -> list[KnownModel]:
-    """Under each set of keys words `name=value,value`, a value for each key, or none."""
-    models = []
+    models = []  # under each set of keys words `name=value,value`, a value for each key, or none
     for keys, words in data["models"].items():
         for name, _, values in (word.partition("=") for word in words.split()):
             written = [{"": None, "true": True}.get(one, one) for one in values.split(",")]

@@ -92,6 +92,13 @@ def size_of(
     return EncoderSize(parameters, encoder_element_bytes(precision), vae_bytes, vae_working_bytes)
 
 
+def caching_in(values: Mapping[str, Any]) -> CachingSettings:
+    """Return what values, or pins, say of how captions are encoded."""
+    own = {name.removeprefix(PIN): value for name, value in values.items() if PIN in name}
+    own["text_encoder_streamed"] = str(own.get("text_encoder_streamed")) == "True"
+    return CachingSettings.model_validate(own)
+
+
 def choose_caching(
     context: TuningContext,
     size: EncoderSize,

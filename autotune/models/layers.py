@@ -6,7 +6,7 @@ from functools import cache
 from autotune.models.adapter import target_matcher
 from autotune.models.family import Family
 from autotune.system.files import read_table
-from autotune.weights.names import expand
+from autotune.weights.names import LAYOUTS, expand
 
 # Numbers of blocks in a layer's name.
 LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
@@ -18,7 +18,7 @@ def _layers(kind: str, transformer: str) -> frozenset[str]:
     written = data[kind].get(transformer, "")
     for name, part in data["parts"].items():
         written = written.replace(name, part)
-    return frozenset(layer for one in written.split() for layer in expand(one))
+    return frozenset(expand(written))
 
 
 def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
@@ -33,6 +33,17 @@ def linear_layers(family: Family, *, in_blocks: bool = False) -> frozenset[str]:
 def convolutions(family: Family) -> frozenset[str]:
     """Return names of the convolutions of a family's model."""
     return _layers("convolutions", family.transformer_class)
+
+
+def all_layers(family: Family) -> frozenset[str]:
+    """Return names of the Linear layers and convolutions of a family's model."""
+    return linear_layers(family) | convolutions(family)
+
+
+def original_name(family: Family, layer: str) -> str:
+    """Return a layer's name in the code of the model's authors, where several may be one."""
+    layout = LAYOUTS.get(family.transformer_class)
+    return layout.original(layer) if layout and layout.has_layers([layer]) else layer
 
 
 def layers_of(family: Family, targets: str) -> frozenset[str]:

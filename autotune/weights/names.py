@@ -69,12 +69,11 @@ def split_number(name: str) -> tuple[str, str]:
 
 
 def expand(text: str) -> list[str]:
-    """Write `a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
-    inner = re.search(r"\{([^{}]*)\}", text)
-    if inner is None:
-        return [text]
-    parts = (text[: inner.start()] + one + text[inner.end() :] for one in inner[1].split(","))
-    return [name for part in parts for name in expand(part)]
+    """List the words of a text, `a.{b,c}` as `a.b` and `a.c`, with braces in braces."""
+    while found := re.search(r"(\S*?)\{([^{}]*)\}(\S*)", text):
+        words = " ".join(found[1] + one + found[3] for one in found[2].split(","))
+        text = text[: found.start()] + words + text[found.end() :]
+    return text.split()
 
 
 def _read_layers(written: Mapping[str, str | Mapping[str, str]]) -> dict[str, Parts]:
@@ -82,8 +81,8 @@ def _read_layers(written: Mapping[str, str | Mapping[str, str]]) -> dict[str, Pa
     for key, value in written.items():
         if isinstance(value, str):
             names = expand(key)
-            parts = [part for word in value.split() for part in expand(word)]
-            parts, size = (names, 1) if value == "=" else (parts, len(parts) // len(names))
+            parts = names if value == "=" else expand(value)
+            size = len(parts) // len(names)
             own = (tuple(parts[at * size : (at + 1) * size]) for at in range(len(names)))
             found |= zip(names, own, strict=True)
             continue
