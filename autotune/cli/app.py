@@ -58,39 +58,11 @@ def main() -> None:
     sys.exit(status)
 
 
-OTHER_NAMES = {
-    "train_batch_size": "--batch-size, which is the effective batch; the micro-batch is tuned",
-    "gradient_accumulation_steps": "found by the search; --batch-size is the effective batch",
-    "max_train_steps": "--steps",
-    "num_train_epochs": "--epochs",
-    "max_train_epochs": "--epochs",
-    "network_dim": "--rank",
-    "network_alpha": "--alpha",
-    "lora_rank": "--rank",
-    "lora_alpha": "--alpha",
-    "lora_dropout": "--dropout",
-    "mixed_precision": "--pin precision=bf16 or fp16",
-    "gradient_checkpointing": "found by the search; --pin checkpointed_blocks=NUMBER",
-    "blocks_to_swap": "found by the search; --pin swapped_blocks=NUMBER",
-    "xformers": "found by the search; --pin attention=NAME",
-    "use_8bit_adam": "--optimizer adamw-8bit",
-    "resume_from_checkpoint": "--resume",
-    "pretrained_model_name_or_path": "--model",
-    "instance_data_dir": "--data",
-    "train_data_dir": "--data",
-    "instance_prompt": "--caption",
-    "validation_prompt": "--preview-prompt",
-    "output_dir": "--output of train, --run-output of plan",
-    "report_to": "`report_to` in the plan's job",
-    "lr": "--learning-rate",
-    "frames_per_clip": "--frames",
-}
-"""Our words for options of other trainers."""
-
-
 def _told_here(error: click.UsageError) -> str:
+    from autotune.system.files import read_table
+
     name = error.option_name.lstrip("-") if isinstance(error, click.NoSuchOption) else ""
-    if here := OTHER_NAMES.get(name.replace("-", "_")):
+    if here := read_table("cli/other_names.yaml").get(name.replace("-", "_")):
         return f" Here it is {here}."
     return f" Options have dashes: --{name.replace('_', '-')}." if "_" in name else ""
 

@@ -6,103 +6,21 @@ The names themselves are what `--pin` and the plan's file take.
 from collections.abc import Iterable, Mapping
 
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Choice
+from autotune.system.files import read_table
 
-TITLES: Mapping[str, str] = {
-    "micro_batch_size": "batch size",
-    "checkpointed_blocks": "gradient checkpointing",
-    "selective_blocks": "gradient checkpointing (attention kept)",
-    "swapped_blocks": "block swap",
-    "quantization": "base model",
-    "attention": "attention",
-    "modulation": "modulation",
-    "norm_rope": "norm and RoPE",
-    "compile": "torch.compile",
-    "precision": "precision",
-    "optimizer": "optimizer",
-    "loader": "loader",
-    "allocator": "allocator",
-    "data_workers": "data workers",
-    "batch_memory": "batch memory",
-    "caching": "text encoder",
-}
-"""Titles of a candidate's fields, and of the settings of encoding."""
-FORMATS: Mapping[Choice, str] = {
-    "none": "not quantized",
-    "torchao-int8": "in int8",
-    "torchao-fp8": "in fp8",
-    "int8-matmul": "in int8, computed in int8",
-    "fp8-matmul": "in fp8, computed in fp8",
-    "bnb-nf4": "in NF4",
-}
-VALUES: Mapping[str, Mapping[Choice, str]] = {
-    **{name: {0: "off"} for name in BLOCK_COUNTS},
-    "quantization": FORMATS,
-    "attention": {
-        "native": "PyTorch's choice",
-        "_native_flash": "flash (PyTorch)",
-        "_native_efficient": "memory-efficient (PyTorch)",
-        "_native_cudnn": "cuDNN (PyTorch)",
-        "_native_math": "plain products (PyTorch)",
-        "flash": "flash-attn 2",
-        "flash-3": "flash-attn 3",
-        "flash-4": "flash-attn 4",
-    },
-    "modulation": {"resident": "in the model", "ahead": "computed ahead"},
-    "norm_rope": {"stock": "as in diffusers"},
-    "compile": {"block": "each block"},
-    "allocator": {"expandable": "of expandable segments"},
-    "data_workers": {0: "none"},
-    "batch_memory": {"pinned": "pinned"},
-}
-"""Words for values that are not their names. No two values of a knob share theirs."""
+_WORDS = read_table("plan/words.yaml")
+TITLES: Mapping[str, str] = _WORDS["titles"]
+VALUES: Mapping[str, Mapping[Choice, str]] = _WORDS["values"]
+FORMATS = VALUES["quantization"]
+PHASES: Mapping[str, str] = _WORDS["phases"]
+PARTS: Mapping[str, str] = _WORDS["parts"]
+OUTCOMES: Mapping[str, str] = _WORDS["outcomes"]
+MEMORY: Mapping[str, str] = _WORDS["memory"]
+# Values that save no memory.
 PLAIN: Mapping[str, Choice] = {**dict.fromkeys(BLOCK_COUNTS, 0), "quantization": "none"}
-"""Values that save no memory."""
-UNTOLD = ("allocator", "data_workers", "batch_memory")
-"""Knobs that no two candidates are compared for."""
+UNTOLD = ("allocator", "data_workers", "batch_memory")  # no two candidates are compared for them
+# Settings that other trainers have, too, in the order in which they are told.
 MAIN = ("quantization", *BLOCK_COUNTS, "attention", "compile", "precision")
-"""Settings that other trainers have, too, in the order in which they are told."""
-PHASES = {
-    "load": "loading",
-    "cache": "caching",
-    "train": "training",
-    "preview": "previews",
-    "save": "saving",
-}
-"""Phases of a prediction by the names that rehearsals have."""
-PARTS = {
-    "weight": "base model",
-    "adapter": "adapter",
-    "gradient": "gradients",
-    "optimizer": "optimizer",
-    "saved_activation": "activations",
-    "transient": "temporary",
-    "attention_workspace": "attention",
-    "process_overhead": "process and libraries",
-    "allocator_rounding": "lost to rounding",
-    "matmul": "base model",
-    "attention": "attention",
-    "elementwise": "norms and activations",
-    "dequantization": "converting weights",
-    "convolution": "convolutions",
-    "overhead": "starting operations",
-    "transfer": "block swap",
-    "recompute": "of it recomputing",
-}
-"""Parts of predicted memory and time."""
-OUTCOMES = {
-    "ok": "ran",
-    "oom": "ran out of memory",
-    "host_oom": "ran out of system RAM",
-    "spill": "spilled into system RAM",
-    "timeout": "took too long",
-    "unsupported": "is not supported here",
-    "numerics": "computed wrong numbers",
-    "crash": "crashed",
-    "unpaid": "takes longer to start than it saves",
-    "disturbed": "was slowed down by other programs",
-}
-MEMORY = {"cuda": "VRAM", "mps": "unified memory", "cpu": "system RAM"}
-"""The memory that training takes, by kind of device."""
 
 
 def value_text(name: str, value: Choice, num_blocks: int | None = None) -> str:

@@ -27,6 +27,7 @@ from pydantic import Field, ValidationError
 from autotune.errors import InvalidInput, first_line
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.job import AdapterFormat
+from autotune.system.files import read_table
 from autotune.system.lazy import Tensor, torch
 from autotune.weights.files import CorruptFile
 from autotune.weights.names import (
@@ -56,28 +57,6 @@ PREFIXES: Mapping[str, AdapterFormat] = {
     "lora_unet_": "kohya",
     "lora_transformer_": "kohya",  # OneTrainer's
 }
-FOREIGN: Mapping[str, tuple[str, str]] = {
-    r"lora_te|text_encoder": (
-        "adapts a text encoder, which autotune does not train",
-        "take an adapter of the transformer or UNet alone, as Kohya's scripts train it with "
-        "--network_train_unet_only; or leave these keys out, which changes what it does",
-    ),
-    r"base_model\.model\.": (
-        "has the prefix of PEFT's own `save_pretrained`, which keeps alpha in another file",
-        "load it by `load_lora_adapter` of the diffusers model, and save it by the pipeline's "
-        "`save_lora_weights`",
-    ),
-    r"lycoris_": (
-        "is named by LyCORIS, as SimpleTuner uses it",
-        "train a plain LoRA there: --lora_type standard",
-    ),
-    r"\w*(blocks?|layers)[._]\d": (
-        "has no prefix, so no program's format",
-        "save it by the pipeline's `save_lora_weights`; with alpha equal to rank it is enough to "
-        "begin each key with `transformer.`, of a UNet with `unet.`",
-    ),
-}
-"""Beginnings of other programs' keys, by pattern: what they are, and what to do."""
 UNET_STAGES = ("down_blocks.", "mid_block.", "up_blocks.")
 PARTS: Mapping[str, str] = {
     "lora_A.weight": "down",
@@ -86,16 +65,6 @@ PARTS: Mapping[str, str] = {
     "lora_up.weight": "up",
     "alpha": "alpha",
     "lora_magnitude_vector": "magnitude",
-}
-
-OTHER_KINDS: Mapping[str, str] = {
-    "a LoKr": r"\.lokr_w",
-    "a LoHa": r"\.hada_w",
-    "an OFT": r"\.oft_",
-    "a LoCon with a core matrix": r"\.lora_mid",
-    "ComfyUI's and Kohya's form of a DoRA": r"\.dora_scale$",
-    "a full difference of weights": r"\.diff(_b)?$",
-    "a LoRA with biases": r"\.lora_\w+\.bias$",
 }
 
 EXPORT_AGAIN = "export or train the adapter again"
@@ -222,7 +191,7 @@ def _detect_prefix(state: Mapping[str, Tensor]) -> str:
     for prefix in PREFIXES:
         if state and all(key.startswith(prefix) for key in state):
             return prefix
-    for begin, (what, hint) in FOREIGN.items():
+    for begin, (what, hint) in read_table("weights/names.yaml")["foreign"].items():
         if key := next((key for key in state if re.match(begin, key)), None):
             raise InvalidInput(f"{key!r} {what}", hint=hint)
     unknown = sorted({key.split(".")[0] for key in state})
@@ -237,7 +206,8 @@ def _split_key(key: str) -> tuple[str, str]:
     for suffix, part in PARTS.items():
         if key.endswith("." + suffix):
             return key.removesuffix("." + suffix), part
-    kind = next((kind for kind, parts in OTHER_KINDS.items() if re.search(parts, key)), "no LoRA")
+    others = read_table("weights/names.yaml")["other_kinds"]
+    kind = next((kind for kind, parts in others.items() if re.search(parts, key)), "no LoRA")
     raise InvalidInput(
         f"{key!r} is part of {kind}",
         hint="only LoRA and diffusers' DoRA are understood: train one, or let its program merge "
