@@ -137,8 +137,7 @@ def list_models(
 
 
 def require_gpu(model: str) -> None:
-    """Raise NoGpu, with what the model takes on GPUs of the catalog, if `model` is a published one
-    and this machine certainly has no GPU. Loads no library."""
+    """Raise NoGpu for a published model if this machine certainly has no GPU. Loads no library."""
     found = find_published(model)
     if found is not None and not Path(model).is_dir() and not may_have_gpu():
         raise comparison.NoGpu.build(*found)
@@ -190,9 +189,7 @@ def plan(request: PlanRequest) -> TrainingPlan:
 
 @takes(PlanRequest, "model", "data")
 def list_choices(request: PlanRequest) -> SearchSpace:
-    """List what `plan` with the same arguments could choose, and what it could not and why. Tries
-    nothing.
-    """
+    """List what `plan` could choose, and what it could not and why. Tries nothing."""
     resolved, profile = _resolve_on_hardware(complete(request), tries=False)
     return _space(resolved, profile)
 
@@ -242,7 +239,6 @@ def _space(resolved: ResolvedRequest, profile: HardwareProfile) -> SearchSpace:
 
 
 def _remember(result: "PlanningResult", profile: HardwareProfile, on_event: OnEvent) -> None:
-    """Keep what was measured for later searches; a store that fails costs no plan."""
     if unshareable_reason(result.plan, profile) is not None:
         return
     try:

@@ -160,8 +160,7 @@ OnEvent = Callable[[Event], None]
 
 
 def smooth(before: float, value: float, number: int) -> float:
-    """Return the exponential moving average after the `number`-th value, counted from 1; the first
-    ones are means of what there is."""
+    """Return the moving average after the `number`-th value, counted from 1."""
     share = max(SMOOTHING, 1 / number)
     return (1 - share) * before + share * value
 

@@ -1,6 +1,7 @@
 """Exchange with other programs: their configurations, and their names of weights."""
 
-import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,22 +15,30 @@ from autotune.interop import exporting
 from autotune.interop.importing import Audit, ImportedConfig, import_config
 from autotune.interop.trainer import get_trainer
 from autotune.knobs.caching import caching_in
+from autotune.knobs.knob import TuningContext
+from autotune.knobs.registry import KNOBS, NAMES, why_not_on
+from autotune.knobs.settings import plain_choices
 from autotune.machine.probe import hardware_for
 from autotune.models.family import build_on_meta
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.base import log_event
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate, count_blocks
 from autotune.plan.file import load_plan, with_job
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import AdapterFormat, ModelRef
 from autotune.plan.plan import Reason, TrainingPlan
+from autotune.plan.prediction import Estimate, SettingWorth
 from autotune.plan.request import PlanRequest, make_request
 from autotune.plan.words import caching_text
 from autotune.search.request import ResolvedRequest, complete
+from autotune.search.space import SearchSpace
 from autotune.system.files import write_text_atomic
 from autotune.weights.adapters import NAME_MODEL, read_adapter, require_layers, write_adapter
 from autotune.weights.files import read_header
 from autotune.weights.names import NOT_READ_BY, find_class
 
+# Settings that files seldom name.
+UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
 NOT_OF_PINS = ("path", "max_trials", "search_seconds", "pins")
 
 
@@ -99,8 +108,6 @@ def plan_from_config(
     Raises:
         InvalidInput, NothingFits: as `plan`.
     """
-    from autotune.search.pins import possible_pins
-
     asked: dict[str, Any] = {**config.options, **options}
     data, remarks = _folder_here(config.data), []
     if data is None and config.data is not None:
@@ -110,7 +117,7 @@ def plan_from_config(
     without_pins = {name: value for name, value in asked.items() if name not in NOT_OF_PINS}
     num_blocks = resolve_model(ModelRef.of(config.model)).spec.num_blocks
     choices_of = partial(list_choices, config.model, None, **without_pins)
-    pins, impossible = possible_pins(config.pins, num_blocks, choices_of)
+    pins, impossible = _possible_pins(config.pins, num_blocks, choices_of)
     asked["pins"] = {**pins, **dict(asked.get("pins", {}))}
     made = plan(config.model, data, on_event=on_event, **asked)
     remarks += [
@@ -143,7 +150,6 @@ def audit(
     read = config if isinstance(config, ImportedConfig) else import_config(config)
     from autotune.cost.estimate import estimate as estimate_candidate
     from autotune.cost.predict import CostModel
-    from autotune.search.pins import as_written, worth
     from autotune.search.problem import PlannerBackend
 
     profile = hardware_for(hardware, on_event=on_event)
@@ -157,9 +163,9 @@ def audit(
         profile, resolved.workload, model.family, model.config, read_parts(model)
     )
     made = None
-    with contextlib.suppress(NothingFits):
+    with suppress(NothingFits):
         made = plan(**options, on_event=on_event).frozen.settings
-    settings, breaks = as_written(read.pins, cost.context, made)
+    settings, breaks = _as_written(read.pins, cost.context, made)
     predict = partial(estimate_candidate, cost, num_steps=steps)
     written, in_trainer = predict(settings), None
     if read.overheads is not None:
@@ -173,7 +179,7 @@ def audit(
         in_trainer=in_trainer,
         breaks=breaks,
         fastest=None if made is None else predict(made),
-        worth=() if made is None else worth(predict, written, made),
+        worth=() if made is None else _worth(predict, written, made),
     )
     if not measure:
         return found
@@ -239,5 +245,87 @@ def _require_absent(path: Path, kind: str) -> None:
 
 
 def _folder_here(data: str | None) -> str | None:
-    """The folder of a configuration, if it is on this machine."""
     return data if data is not None and Path(data).expanduser().is_dir() else None
+
+
+def _as_written(
+    pins: Mapping[str, str], context: TuningContext, made: Candidate | None
+) -> tuple[Candidate, tuple[str, ...]]:
+    # And what of them does not work on the card. What pins do not name, and no other trainer tunes,
+    # is as in the plan that was made.
+    total, hardware = context.workload.model.num_blocks, context.hardware
+    written, breaks = Candidate(micro_batch_size=1, checkpointed_blocks=total), []
+    if made is not None:
+        written = written.changed(**{name: getattr(made, name) for name in UNNAMED})
+    knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)
+    for name, names in NAMES.items():
+        if (value := pins.get(name)) is None:
+            continue
+        choice = (
+            count_blocks(value, total) if name in BLOCK_COUNTS else value if names else int(value)
+        )
+        why = why_not_on(hardware.device.kind, hardware.lacks, name, choice)
+        if name in knobs:
+            here = knobs[name].choices(context)
+            why = why or (here.rejected.get(choice) if len(here.admitted) == 1 else None)
+        elif choice not in plain[name]:
+            why = why or "it cannot be had here"
+        if names and choice not in names:
+            why = why or "autotune knows no such value"
+        changed = written if why else written.changed(**{name: choice})
+        if name in knobs:
+            why = why or knobs[name].why_not(changed, context)
+        if why:
+            breaks.append(f"{name} {choice}: {why}")
+        else:
+            written = changed
+    return written, tuple(breaks)
+
+
+def _possible_pins(
+    wanted: Mapping[str, str], num_blocks: int, choices_of: Callable[..., SearchSpace]
+) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    space = choices_of()
+    pins: dict[str, str] = {}
+    impossible: dict[str, tuple[str, str]] = {}
+    for name, written in wanted.items():
+        value, why = str(count_blocks(written, num_blocks)) if name in BLOCK_COUNTS else written, ""
+        if name in space.pinnable:
+            usable: tuple[Any, ...] = (*space.choices[name], *space.pinnable[name])
+            if name in BLOCK_COUNTS:  # the next that needs no more memory
+                value = str(min((n for n in usable if n >= int(value)), default=max(usable)))
+            elif value not in map(str, usable):
+                reasons = {str(one.choice): one.reason for one in space.rejected[name]}
+                why = reasons.get(value, "no such value here")
+        if why:
+            impossible[name] = (value, why)
+        else:
+            pins[name] = value
+    while pins:
+        try:
+            choices_of(pins=pins)
+            break
+        except InvalidInput as error:
+            name, value = pins.popitem()
+            impossible[name] = (value, error.message)
+    return pins, impossible
+
+
+def _worth(
+    estimate: Callable[[Candidate], Estimate], as_written: Estimate, better: Candidate
+) -> tuple[SettingWorth, ...]:
+    # Of each that differs alone; those that cannot go without another are left out.
+    before, found = as_written.prediction, []
+    written = before.candidate
+    for name, value in better:
+        if (own := getattr(written, name)) == value:
+            continue
+        with suppress(InvalidInput):
+            after = estimate(written.changed(**{name: value})).prediction
+            seconds = before.step_seconds - after.step_seconds
+            saved = before.run_memory_bytes - after.run_memory_bytes
+            pair = {"knob": name, "written": own, "better": value}
+            found.append(
+                SettingWorth(**pair, step_seconds_saved=seconds, run_memory_saved_bytes=saved)
+            )
+    return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))

@@ -161,8 +161,6 @@ def _train_here(
 
 
 def _plan_first(request: TrainRequest) -> TrainingPlan:
-    """The plan of the run in the output folder that is resumed, else a new one for what the
-    request says."""
     if (file := Path(request.output) / RUN_PLAN_FILE).exists():
         earlier = with_job(load_plan(file), output=request.output)
         if request.resume:

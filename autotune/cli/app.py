@@ -73,7 +73,6 @@ def _only_predicts(words: Sequence[str]) -> bool:
 
 
 def _with_loudness_first(words: Sequence[str]) -> list[str]:
-    """The arguments with the options of all commands first, wherever they were typed."""
     end = words.index("--") if "--" in words else len(words)
     first: list[str] = []
     others: list[str] = []

@@ -70,7 +70,6 @@ def _walk(context: click.Context, output: Path, no_profiles: bool) -> "ConceptFi
 
 
 def _run(context: click.Context, num_lines: int, *words: object) -> None:
-    """Show a command and the beginning of its answer; run here, where the libraries are loaded."""
     root, answer = context.find_root(), io.StringIO()
     command = _shown(*words)
     with contextlib.nullcontext() if Progress.is_verbose else contextlib.redirect_stdout(answer):
@@ -81,7 +80,6 @@ def _run(context: click.Context, num_lines: int, *words: object) -> None:
 
 
 def _run_alone(num_lines: int, *words: object) -> None:
-    """Do the same in a process of its own, whose memory the plan promised."""
     command = [*PYTHON, "-m", "autotune", *_shown(*words)]
     stdout = (2 if sys.stdout is sys.stderr else None) if Progress.is_verbose else subprocess.PIPE
     process = subprocess.Popen(command, stdout=stdout, text=True)
@@ -95,7 +93,6 @@ def _run_alone(num_lines: int, *words: object) -> None:
 
 
 def _shown(*words: object) -> list[str]:
-    """The command, as loud as the demo itself, but without lines of progress off a terminal."""
     command = [str(word) for word in words]
     print_out(titled_command("$ ", ["autotune", *map(shlex.quote, command)]), style="bold")
     if Progress.is_verbose:

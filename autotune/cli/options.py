@@ -78,7 +78,6 @@ class RequestCommand(Command):
         return parameters
 
     def _owner(self, name: str) -> type:
-        """The class that declares a field, or that declares it anew."""
         return next(c for c in self.request.__mro__ if name in get_annotations(c))
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -158,7 +157,6 @@ def _parameter(name: str, field: FieldInfo, spelled: Option) -> click.Parameter:
 
 
 def _members(kind: Any) -> list[Any]:
-    """The types of a union but None, without what annotates them."""
     if get_origin(kind) is Annotated:
         return _members(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -179,7 +177,6 @@ def _range(kind: type, field: FieldInfo) -> click.ParamType[Any]:
 
 
 def _literal(text: str) -> Any:
-    """A literal of Python such as `(0.9, 0.99)`, or else the text itself."""
     try:
         value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
         return tuple(map(float, value)) if isinstance(value, (list, tuple)) else value

@@ -104,7 +104,6 @@ class EventDisplay:
         self.has_spoken = False
 
     def __call__(self, event: events.Event) -> None:
-        """Show one event; what is not known here is not shown."""
         match event:
             case events.PhaseStarted():
                 self._start_phase(event.name)
@@ -219,7 +218,6 @@ class EventDisplay:
 
 @contextlib.contextmanager
 def show_events(*, is_verbose: bool = False) -> Iterator[EventDisplay]:
-    """A listener that shows what long work tells; verbose with tables, and a line per step off a
-    terminal."""
+    """Show what long work tells; verbose with tables, off a terminal with a line per step."""
     with _bar() as bar:
         yield EventDisplay(bar, is_verbose=is_verbose)

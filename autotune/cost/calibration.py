@@ -44,8 +44,7 @@ DIGITS = 9  # Decimals that are kept: logarithms' last bits differ between CPUs 
 
 
 def features_of(candidate: Candidate) -> tuple[tuple[str, float], ...]:
-    """List a candidate's terms with their weights: the offset, and one per choice that changes how
-    a step runs."""
+    """List a candidate's terms with their weights: the offset, and choices that change a step."""
     num_bytes = 2 if candidate.quantization == "none" else 1
     return _features(
         candidate.compile != "off",

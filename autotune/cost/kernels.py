@@ -213,8 +213,7 @@ def conversion_bytes(operation: Any, inputs: list[torch.Tensor]) -> int:
 
 
 def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
-    """Return an aten operation's scratch memory; (batch, heads, tokens, head dimension) of a
-    query."""
+    """Return an operation's scratch memory; (batch, heads, tokens, head dimension) of a query."""
     if operation not in ACCUMULATES:
         return 0
     batch, heads, tokens, dimension = query_shape

@@ -28,8 +28,7 @@ EMPTY = dict.fromkeys(MemoryBreakdown.model_fields, 0)
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes on the device whatever the batch and checkpointing, and those that other phases
-    need."""
+    """Bytes on the device whatever the batch, and those that other phases need."""
 
     weight_bytes: int
     buffer_bytes: int

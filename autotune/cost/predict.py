@@ -229,8 +229,7 @@ class CostModel:
         )
 
     def prepare(self, candidates: Iterable[Candidate]) -> None:
-        """Find at once what predictions of `candidates` rest on: sooner than one by one, the same
-        bits."""
+        """Find at once what predictions of `candidates` rest on: sooner, and the same bits."""
         alike: dict[tuple[object, ...], list[Candidate]] = {}
         for each in candidates:
             if (each, self.parallel) not in self.tables.steps:

@@ -40,8 +40,7 @@ SCRATCH = 0  # storage number of kernel scratch memory, which lives within one o
 
 @dataclass
 class Segment:
-    """One stretch of a pass, e.g. the forward pass of one block; bytes are relative to its
-    start."""
+    """One stretch of a pass, as a block's forward pass; bytes are relative to its start."""
 
     name: str
     growth_bytes: int = 0  # live at the end minus live at the start

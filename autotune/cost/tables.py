@@ -33,8 +33,7 @@ Step = tuple[trace.ComposedPass, float, dict[str, float]]
 
 
 class PassTables:
-    """Passes of a traced model at a device's rates: every method is pure, and remembers its
-    results."""
+    """Passes of a traced model at a device's rates: pure, and results are remembered."""
 
     def __init__(
         self, model: TracedModel, hardware: HardwareProfile, overheads: Overheads | None = None

@@ -148,8 +148,7 @@ class Rates:
         return max(self.min_kernel_seconds, seconds)
 
     def matmul_rate(self, shape: tuple[int, ...], eight_bits: str = "") -> float:
-        """Return FLOP/s of a product (m, k, n), in 8 bits if measured or by the datasheet's
-        ratio."""
+        """Return FLOP/s of a product (m, k, n), in 8 bits if measured or as in the datasheet."""
         if eight_bits:
             if measured := self._eight_bits[eight_bits]:
                 return _interpolated(tuple(measured), shape)

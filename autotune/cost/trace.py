@@ -276,8 +276,7 @@ class ComposedPasses:
 
 
 class BlockTables:
-    """Tables of a model whose blocks keep all, the output of attention, and their input, in this
-    order."""
+    """Tables of a model whose blocks keep all, attention's output, and their input."""
 
     def __init__(self, tables: Sequence[PassTable], gradients: NDArray[np.float64]) -> None:
         self.num_blocks, self.gradients = len(gradients), gradients

@@ -228,8 +228,7 @@ def make_buckets(
 
 
 def assign_buckets(items: Sequence[Item], buckets: Sequence[Bucket]) -> tuple[int, ...]:
-    """Find for each item the bucket of the closest aspect ratio with its number of frames, else
-    raise InvalidInput. A plan's buckets so fit other data."""
+    """Find each item's bucket of the closest aspect ratio, else raise InvalidInput."""
     chosen = []
     for item in items:
         distances = {
@@ -251,8 +250,7 @@ EXTRA_BATCHES = 1  # queued beyond one per thread, so that one slow batch does n
 
 @dataclass
 class BatchLoader:
-    """Collated micro-batches on the CPU; fields are named as in torch's `DataLoader`. An error
-    while reading is raised in the loop, and leaving it ends the threads."""
+    """Collated micro-batches on the CPU; fields are named as in torch's `DataLoader`."""
 
     read_sample: Callable[..., Sample]
     batch_sampler: Iterable[MicroBatch]

@@ -253,8 +253,7 @@ def make_item_entries(
     with_flipped: bool = False,
     digest: Callable[[Path], str] = file_digest,
 ) -> ItemEntries:
-    """Make the entries of one item in the shape of `bucket`; `digest` is `file_digest`, which the
-    caller may have remember. Raises OSError."""
+    """Make the entries of one item in the shape of `bucket`. Raises OSError."""
     captions = (*item.captions, EMPTY_CAPTION) if with_empty else item.captions
     prompts = [make_prompt_entry(one, item.control_paths, bucket, identity) for one in captions]
     latents = {"latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item)}

@@ -194,7 +194,6 @@ def _read_items(
 def _drop_duplicates(
     items: list[tuple[str, Item]], captioned: Collection[str]
 ) -> tuple[list[tuple[str, Item]], list[Problem]]:
-    """Keep one of items whose files (controls too) have equal bytes: a `captioned` one, if any."""
     entries = []
     for name, item in sorted(items, key=lambda one: one[0] not in captioned):
         paths = (*item.pixel_paths, *item.control_paths)

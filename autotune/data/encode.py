@@ -230,8 +230,7 @@ class EncodedDataset:
     def sample(
         self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False
     ) -> Sample:
-        """Read one sample as a `Draw` names it; with `dropped`, conditioned on the empty caption.
-        Raises AutotuneError if the cache has lost the entry."""
+        """Read one sample; `dropped` has the empty caption. Raises AutotuneError if it is lost."""
         entries = self.entries[index]
         prompt = entries.empty_prompt if dropped else entries.prompts[caption]
         if prompt is None:
@@ -340,7 +339,6 @@ def _plan_entries(
     with_empty: bool,
     flip: bool,
 ) -> tuple[dict[int, ItemEntries], dict[str, Tensor], dict[int, str]]:
-    """Entries of items by index, masks by key, and why an item's files cannot be read."""
     planned: dict[int, ItemEntries] = {}
     failures: dict[int, str] = {}
     masks: dict[str, Tensor] = {}

@@ -211,8 +211,7 @@ def open_pixels(
     *,
     crop: Crop = "center",
 ) -> Tensor:
-    """Read one image, or the frames of one clip, resized and cropped, as float32 (3, frames,
-    height, width) in [-1, 1]. Raises OSError."""
+    """Read an image or a clip, resized and cropped, as fp32 (3, frames, height, width)."""
     import numpy as np
 
     images = read_clip(paths[0], span) if span else map(_open_rgb, paths)
@@ -259,8 +258,7 @@ class _Frame:
 
 
 def read_facts(path: Path) -> VideoFacts:
-    """Describe a video by the times of all frames; only the first is decoded. Raises whatever
-    decoders raise."""
+    """Describe a video by the times of all frames; only the first is decoded."""
     with closing(_frames(path)) as frames:
         first = next(frames, None)
     if first is None:
@@ -388,7 +386,6 @@ def _require_small(frame: Any) -> None:
 
 @contextmanager
 def _open_video(path: Path) -> Iterator[tuple[Any, Any]]:
-    """A container and its first video stream. ffmpeg gets an open file, so that it opens none."""
     import av
 
     _require_regular(path)

@@ -228,9 +228,7 @@ class Demo:
 
 
 def make_demo(output: Path) -> Demo:
-    """Write below `output` a Qwen-Image that was pretrained on a small world, twelve pictures of a
-    shape that it has never seen, and some that it draws itself, as reminders.
-    """
+    """Write below `output` a small Qwen-Image, twelve pictures of a new shape, and reminders."""
     if output.exists() and any(output.iterdir()):
         raise InvalidInput(
             f"the folder {output} is not empty", hint="choose another with --output, or remove it"

@@ -91,7 +91,6 @@ def _read_figure(pixels: Array, contrast: Array, start: int) -> Seen:
 
 
 def _overlaps(coverage: Array, box: tuple[int, int, int, int]) -> dict[str, float]:
-    """Compare what lies in the box, widened to a square, with every shape."""
     left, top, right, bottom = box
     side = max(right - left, bottom - top)
     left, top = left - (side - (right - left)) // 2, top - (side - (bottom - top)) // 2

@@ -13,8 +13,8 @@ from autotune.interop.importing import read_settings
 from autotune.interop.rules import CannotExpress, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer
 from autotune.knobs.caching import PIN, EncoderSize, caching_in
+from autotune.models.adapter import layers_of
 from autotune.models.family import Family
-from autotune.models.layers import layers_of
 from autotune.models.registry import FAMILIES, find_published
 from autotune.plan.base import Frozen
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, count_blocks
@@ -175,8 +175,7 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
 def write_settings(
     trainer: Trainer, known: KnownModel, values: Values, context: Context, *, is_whole: bool = True
 ) -> dict[str, Any]:
-    """Return values by the trainer's keys; leave out what it cannot express, or raise CannotExpress
-    if they are to be whole."""
+    """Return values by the trainer's keys, without what it cannot express unless whole."""
     written = {**trainer.defaults, **trainer.fixed, **known.keys}
     values = {**values, "data": values.get("data") or FILL_IN}
     for rule in trainer.rules:

@@ -390,7 +390,6 @@ def _is_option(key: str) -> bool:
 
 
 def _nest(values: Values) -> dict[str, Any]:
-    """`{"a.b[].c": 1}` as `{"a": {"b": [{"c": 1}]}}`, without what is None."""
     root: dict[str, Any] = {}
     for key, value in values.items():
         if value is None:

@@ -11,9 +11,9 @@ import regex
 
 from autotune.interop import rules
 from autotune.interop.rules import LOST, CannotExpress, Context, Rule, Values
-from autotune.models import layers
+from autotune.models import adapter
+from autotune.models.adapter import in_block, layers_of, linear_layers
 from autotune.models.family import Family
-from autotune.models.layers import in_block, layers_of, linear_layers
 from autotune.weights.names import expand
 
 MAX_BLOCKS = 64  # more than any list of a known model has
@@ -47,7 +47,7 @@ def _targets(
     # `arguments`: those of `network_args` that the trainer understands.
     def read(values: Values, context: Context) -> Values:
         chosen = frozenset(choose(values, context))
-        name, difference = layers.find_target_set(context.family, chosen)
+        name, difference = adapter.find_target_set(context.family, chosen)
         lost = [f"the nearest set of layers {difference}"] if difference else []
         given = _network_arguments(values) if arguments else {}
         if others := ", ".join(one for one in given if one not in arguments):
@@ -75,15 +75,15 @@ def targets_by_parts(
 
     def name_of(family: Family, layer: str) -> str:
         is_authors = family.transformer_class in authors_code.split()
-        return layers.original_name(family, layer) if is_authors else layer
+        return adapter.original_name(family, layer) if is_authors else layer
 
     def choose(values: Values, context: Context) -> set[str]:
         family, found = context.family, set()
         parts, ignores = values.get(only) or [""], values.get(ignored) or []
         usual = blocks.get(family.transformer_class, ["transformer_blocks"])
         inner = [""] if values.get(inside) is False else usual
-        for layer in layers.all_layers(family):
-            is_linear = layer not in layers.convolutions(family)
+        for layer in adapter.all_layers(family):
+            is_linear = layer not in adapter.convolutions(family)
             name = name_of(family, layer)
             is_kind = is_linear or values.get(convolution_rank) or "shortcut" in layer
             is_placed = _has(name, inner) and not _has(name, ignores)
@@ -116,7 +116,7 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
             is_json = given.startswith("[")
             given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
         ends = given or expand(_of_family(usual, context.family))
-        return {layer for layer in layers.all_layers(context.family) if _ends(layer, ends)}
+        return {layer for layer in adapter.all_layers(context.family) if _ends(layer, ends)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         every = linear_layers(context.family)
@@ -140,7 +140,7 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
     def choose(values: Values, context: Context) -> set[str]:
         parts = [part.strip() for part in str(values.get(key) or "").split(",")]
         way = partial(_fits, way="search") if values.get(is_pattern) else _has
-        return {layer for layer in layers.all_layers(context.family) if way(layer, parts)}
+        return {layer for layer in adapter.all_layers(context.family) if way(layer, parts)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         parts = sorted(set(map(in_block, wanted)))
@@ -151,7 +151,7 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
     def in_any_block(layer: str) -> str:
         if layer.startswith("mid_block.resnets."):  # its two are unlike each other
             return re.escape(layer)
-        return re.escape(layers.LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
+        return re.escape(adapter.LISTS.sub(r"\1.NUMBER.", layer)).replace("NUMBER", r"\d+")
 
     return _targets([key, is_pattern], choose, ways)
 
@@ -176,13 +176,13 @@ def targets_by_patterns(usual: Mapping[str, list[str]], everywhere: str) -> Rule
         excluded = [exclude, *given.get("exclude_patterns", ())]
         included = given.get("include_patterns", [include])
         every = linear_layers(family, in_blocks=family.name != everywhere)
-        names = {layer: layers.original_name(family, layer) for layer in every}
+        names = {layer: adapter.original_name(family, layer) for layer in every}
         is_in = {layer for layer, name in names.items() if _fits(name, included)}
         return is_in | {layer for layer, name in names.items() if not _fits(name, excluded)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
         family = context.family
-        names = {layer: layers.original_name(family, layer) for layer in linear_layers(family)}
+        names = {layer: adapter.original_name(family, layer) for layer in linear_layers(family)}
         others = {name for layer, name in names.items() if layer not in wanted}
         found = set()
         for name in (names[layer] for layer in wanted):
@@ -203,12 +203,12 @@ def targets_by_ranks(parts: Mapping[str, str]) -> Rule:
         given = _network_arguments(values)
         if context.is_discrete:
             others = (".resnets.", "samplers.") if given.get("conv_dim") else ()
-            every = layers.all_layers(context.family)
+            every = adapter.all_layers(context.family)
             return {layer for layer in every if _has(layer, (".attentions.", *others))}
         on = [name for name in by_part if given.get(name) != 0]
         return {
             layer
-            for layer in layers.all_layers(context.family)
+            for layer in adapter.all_layers(context.family)
             for part in on
             if layer != in_block(layer) in by_part[part]
             if layer.startswith("single_") == part.startswith("single_")

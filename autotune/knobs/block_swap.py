@@ -203,8 +203,7 @@ def _view(region: Tensor, offset: int, like: Tensor) -> Tensor:
 def offload_on_arrival(
     family: Family, transformer: nn.Module, num_blocks: int, transform: Transform | None
 ) -> Transform:
-    """Return a transform for modules as weights arrive: `transform`, then to the host if
-    swapped."""
+    """Make a transform of modules as they arrive: `transform`, then to the host if swapped."""
     swapped = family.blocks(transformer)[:num_blocks]
     inside = {id(module) for block in swapped for module in block.modules()}
 

@@ -41,8 +41,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class GradientTolerance:
-    """Limit on the error of adapters' gradients, or an optimizer's updates, against the
-    reference's."""
+    """Limit on the error of gradients, or of updates, against the reference's."""
 
     # Run to find out, on a few blocks; choices with the same code share it: 2 blocks prove 40.
     checked_choice: Choice

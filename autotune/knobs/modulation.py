@@ -94,8 +94,7 @@ class ModulationAhead(nn.Module):
 
     @contextmanager
     def collecting(self, family: Family, transformer: nn.Module) -> Iterator[dict[bytes, Tensor]]:
-        """Run no block meanwhile, and collect what the transformer is conditioned on; it gives
-        zeros."""
+        """Run no block meanwhile, and collect what the transformer is conditioned on."""
         blocks = {name: transformer.get_submodule(name) for name in family.block_lists}
         self._collected = {}
         try:
@@ -109,8 +108,7 @@ class ModulationAhead(nn.Module):
                 transformer.set_submodule(name, block)
 
     def hold(self, collected: Mapping[bytes, Tensor], capacity: int) -> None:
-        """Compute a window's rows from conditionings (features,) by key, with room for
-        `capacity`."""
+        """Compute a window's rows from conditionings by key, with room for `capacity`."""
         conditionings = torch.stack(list(collected.values()))
         self._rows = {}
         if self.table is None or len(self.table) < len(conditionings):
@@ -181,7 +179,6 @@ class ModulationAhead(nn.Module):
 
 
 def _keys_of(inputs: Sequence[Tensor], num_items: int) -> list[bytes]:
-    """Bytes of what each item is conditioned on; other inputs tell the embedders a dtype alone."""
     own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
     numbers = torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1)
     return [row.tobytes() for row in numbers.cpu().numpy()]
@@ -195,8 +192,7 @@ def find_modulation_ahead(transformer: nn.Module) -> ModulationAhead | None:
 
 
 def take_layers(family: Family, transformer: nn.Module) -> ModulationAhead:
-    """Replace the modulation layers; `connect` must follow before the transformer runs on a
-    device."""
+    """Replace the modulation layers; `connect` must follow before the transformer runs."""
     assert family.modulation is not None
     layers: list[ModulationLayer] = []
     for activation, name in family.modulation.find(transformer):

@@ -204,8 +204,7 @@ class RotaryTables:
 
 
 def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> list[Tensor | None]:
-    """Return each stream's positions as complex numbers that broadcast; None for one not
-    rotated."""
+    """Return each stream's positions as complex numbers; None for one not rotated."""
     if rotary == "streams":
         image, text = positions
         return [text.unsqueeze(1), image.unsqueeze(1)]

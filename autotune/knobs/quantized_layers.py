@@ -55,8 +55,7 @@ def _in_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def store_rows(
     layer: nn.Linear, dtype: torch.dtype, scales_as: torch.dtype = torch.float32
 ) -> None:
-    """Store the weight of `layer` in `dtype`, and fp32 `scale` (outputs,), rounded to
-    `scales_as`."""
+    """Store the weight of `layer` in `dtype`, with fp32 `scale` (outputs,)."""
     weight = layer.weight.data
     stored = weight.new_empty(weight.shape, dtype=dtype)
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -150,8 +149,7 @@ def quantize_folded(gradient: Tensor, columns: Tensor, dtype: torch.dtype) -> tu
 def unscale(
     sums: Tensor, rows: Tensor, columns: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return `sums * rows * columns + bias`: sums int32 (m, n), rows (m, 1), columns and bias
-    (n,)."""
+    """Return `sums * rows * columns + bias`: (m, n), (m, 1), (n,) and (n,)."""
     out = sums.float().mul_(rows)
     out = out if columns is None else out.mul_(columns)
     return (out if bias is None else out.add_(bias)).to(dtype)
@@ -328,8 +326,7 @@ def quantize_blocks(transformer: nn.Module, family: Family, weight_format: str) 
 
 
 def quantize_inside(blocks: Iterable[nn.Module], weight_format: str) -> Transform | None:
-    """Return what quantizes each Linear inside `blocks` as its weights arrive; None if they
-    stay."""
+    """Return what quantizes each Linear inside `blocks` as it arrives; None for nothing."""
     if not (function := WEIGHT_FORMATS[weight_format].quantize):
         return None
     quantize_layer = resolve_name(function)

@@ -370,8 +370,7 @@ def require_choice(name: str, value: Choice) -> None:
 
 
 def why_not_on(kind: DeviceKind, lacks: Mapping[str, str], name: str, value: Choice) -> str | None:
-    """Tell why a value of a candidate's field does not work at all on a machine that `lacks` such
-    capabilities, for such reasons."""
+    """Tell why a value does not work at all on a machine that `lacks` such capabilities."""
     if value == "pinned" and kind != "cuda":
         return f"only CUDA copies from page-locked memory by itself, this is {kind}"
     if value == "fp16" and kind == "cpu":  # which works, for tests

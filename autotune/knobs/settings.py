@@ -177,8 +177,7 @@ OURS = frozenset(
 
 
 def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
-    """Load the class of a name, or of a `package:Class` that the user has named, or raise
-    InvalidInput."""
+    """Load the class of a name, or of the user's `package:Class`, or raise InvalidInput."""
     if ":" not in name and name not in OPTIMIZERS:
         hint = f"{suggest_nearest(name, OPTIMIZERS)}; or name a class: --optimizer package:Class"
         raise InvalidInput(f"there is no optimizer called {name!r}", hint=hint)

@@ -158,7 +158,6 @@ Found = Iterator[tuple[Severity, str, str, str]]  # the fields of findings
 
 
 def _torch_fix(versions: Versions, gpus: tuple[Gpu, ...]) -> str:
-    """Tell how to install a torch that runs here; 2.13 has cu126, cu129, cu130, cu132 and cpu."""
     capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
     is_outdated = versions.driver is not None and not versions.has("driver", MIN_DRIVERS["12"])
     runs_13 = is_outdated or versions.has("driver", MIN_DRIVERS["13"])  # once it is updated

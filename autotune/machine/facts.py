@@ -170,8 +170,7 @@ def read_versions(reader: Reader) -> Versions:
 
 
 def read_device(reader: Reader, host: Host) -> Device:
-    """Read the device that torch would train on: CUDA if there is one, else MPS, else the CPU.
-    Raises InvalidInput if there is none with the reader's index."""
+    """Read the device that torch would train on, or raise InvalidInput for its index."""
     kind, count = reader.raw("torch:kind"), 1
     kind = kind if kind in ("cuda", "mps") else "cpu"
     if kind == "cuda":

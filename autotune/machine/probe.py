@@ -208,8 +208,7 @@ def save_profile(profile: HardwareProfile, path: Path) -> None:
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
-    """Load a profile that `save_profile` wrote, or `probe --json` printed. Raises InvalidInput if
-    it is damaged or edited."""
+    """Load a profile of `save_profile` or `probe --json`, else raise InvalidInput."""
     hint = "write a new one with `autotune probe`"
     try:
         content = dict(json.loads(files.read_bounded(Path(path), MAX_PROFILE_BYTES)))
@@ -338,8 +337,7 @@ class DeviceLock:
         self._file: TextIO | None = None
 
     def acquire(self) -> None:
-        """Wait for whoever holds the lock, and take it, unless this object has it. Raises
-        AutotuneError if a run holds it, or a search did not end in time."""
+        """Wait for the lock and take it. Raises AutotuneError if a run has it, or too late."""
         if self._file is not None:
             return
         file = _open(self.path)

@@ -302,8 +302,7 @@ class Meter:
         return self.rate(f"host_to_device.{kind}", num_bytes, timings, "B/s")
 
     def disk(self, loader: str, *, cold: bool) -> Rate:
-        """Measure reading a fresh file of weights onto the device: from disk, or the page cache.
-        Raises Unavailable if the loader or the page cache allows no honest measurement."""
+        """Measure reading a fresh file of weights onto the device. Raises Unavailable."""
         reason = LOADERS[loader].why_not(self.device)
         if reason or not hasattr(os, "posix_fadvise"):
             raise Unavailable(reason or "the page cache cannot be bypassed on this system")

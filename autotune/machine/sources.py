@@ -356,7 +356,6 @@ def _content(file: Path) -> str:
 
 
 def _logical_cores(_: int) -> int:
-    """By the process's affinity and the quotas of its control groups."""
     found = (*_limits("cpu", "cpu.max"), *_limits("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
     valid = [numbers for _, numbers in found if len(numbers) == 2 and min(numbers) > 0]
     return max(1, min((usable_cores(), *(quota // period for quota, period in valid))))
@@ -451,7 +450,6 @@ def _disk_free_bytes(_: int) -> int:
 
 
 def _nvidia_cards(_: int) -> int:
-    """NVIDIA display controllers (PCI vendor 0x10de, class 0x03....), with or without a driver."""
     cards = 0
     for device in Path("/sys/bus/pci/devices").iterdir():
         vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))

@@ -170,8 +170,7 @@ class Family(ABC):
         return model
 
     def find_block_lists(self, transformer: nn.Module) -> dict[str, list[nn.Module]]:
-        """Find blocks by the name of what holds them, a list or a block, in the order they run.
-        Those of one list whose weights have the same names and shapes compute alike."""
+        """Find blocks by the name of what holds them, in the order they run."""
         parts = {name: transformer.get_submodule(name) for name in self.block_lists}
         return {
             name: list(part) if isinstance(part, nn.ModuleList) else [part]

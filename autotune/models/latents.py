@@ -51,8 +51,7 @@ def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
 
 @cache
 def image_processor(kind: str) -> Any:
-    """Make a `Qwen2VLProcessor` or `Qwen3VLProcessor` without one of videos, which needs
-    torchvision."""
+    """Make a processor of Qwen's without that of videos, which needs torchvision."""
     import transformers
     from transformers.processing_utils import ProcessorMixin
 

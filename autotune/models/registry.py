@@ -94,8 +94,7 @@ FAMILIES = Families(
 
 
 def find_published(name: str, expert: str | None = None) -> tuple[Family, PublishedModel] | None:
-    """Find the published model of that name, alias or hub id, and its family as it trains `expert`;
-    None if there is none, or several."""
+    """Find the one published model of that name, alias or hub id, and its family for `expert`."""
     known = _published_names()
     same = match_names(name, known)[0]
     if not same:  # what a repository is called without its owner
@@ -109,7 +108,6 @@ def find_published(name: str, expert: str | None = None) -> tuple[Family, Publis
 
 
 def _published_names() -> dict[str, tuple[str, ...]]:
-    """All names of each published model, by the first."""
     return {
         model.name: (
             model.name,

@@ -143,9 +143,7 @@ def resolve_model(ref: ModelRef) -> ResolvedModel:
 
 
 def fetch_model(ref: ModelRef, *, weights: bool = True) -> ResolvedModel:
-    """Download the model's files from the hub, unless it is a folder, and resolve it; without
-    `weights` configurations and tokenizers alone. Raises HubError, MissingWeights or PickledWeights
-    if it cannot be fetched, and is not complete in the local cache."""
+    """Download the model's files from the hub and resolve it; without `weights` texts alone."""
     if not is_on_hub(ref):
         return resolve_model(ref)
     if is_single_file(ref):
@@ -240,8 +238,7 @@ def is_single_file(ref: ModelRef) -> bool:
 
 
 def check_weights(model: ResolvedModel) -> None:
-    """Read the headers of all weights, so that damage shows now, not after an hour of work, else
-    raise InvalidInput."""
+    """Read the headers of all weights, so that damage shows now, else raise InvalidInput."""
     family = model.family
     for part in (*family.decoders, *family.text_encoders, *family.other_denoisers):
         _open_part(model, part)
@@ -251,8 +248,7 @@ def check_weights(model: ResolvedModel) -> None:
 
 
 def read_parts(model: ResolvedModel) -> Parts | None:
-    """Read the models around the transformer from headers and configurations in its folder; without
-    one they are those of the published model, or unknown."""
+    """Read the models around the transformer; without a folder, the published model's."""
     import torch
 
     from autotune.weights.stream import build_empty_component
@@ -420,7 +416,6 @@ def _in_base(family: Family, part_files: Mapping[str, Path]) -> list[str]:
 
 
 def _fetch_base(base: ModelRef, find: FindParts | None) -> Path | None:
-    """Fetch a base's configurations, and with `find` the weights of what it does not find."""
     repo = _parse_name(base)[1]
     try:
         family, revision = _fetch_index(base)

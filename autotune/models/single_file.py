@@ -31,8 +31,7 @@ def open_single_file(path: Path) -> WeightSource:
 
 
 def recognize(source: WeightSource) -> tuple[Found, ...]:
-    """Find the published models of the file's architecture, those that its name fits first.
-    Raises BadWeights if there is none, with what comes nearest."""
+    """Find the published models of a file's architecture, nearest first, or raise BadWeights."""
     found: list[Found] = []
     refusals: dict[str, BadWeights] = {}
     for family in registry.FAMILIES.values():
@@ -129,8 +128,7 @@ def named_expert(name: str, family: Family) -> str | None:
 
 
 def named_parts(file: Path, ref: ModelRef) -> tuple[Path | None, list[Path]]:
-    """Find the VAE and the text encoders that the user named beside a single `file`, else raise
-    MissingWeights."""
+    """Find what the user named beside a single `file`, else raise MissingWeights."""
     named = [("vae", ref.vae)] if ref.vae else []
     named += [("text_encoder", path) for path in ref.text_encoders]
     paths = [Path(os.path.expanduser(path)) for _, path in named]  # noqa: PTH111

@@ -25,8 +25,7 @@ NaturalInt = Field(ge=0, lt=2**63)
 
 
 class Frozen(BaseModel):
-    """Base of every object that flows: immutable, strict, closed to unknown fields, finite
-    numbers only."""
+    """Base of every object that flows: immutable, strict, closed, of finite numbers."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -136,7 +135,6 @@ def image_size(size: int | str | tuple[int, int]) -> tuple[int, int]:
 
 
 def _hours(time: Any) -> Any:
-    """The hours of text such as `2h` or `90 min`; another value as it is."""
     if not isinstance(time, str):
         return time
     match = re.fullmatch(r"\s*(\d{1,6}(?:\.\d+)?)\s*(h|hours?|m|min|minutes?)\s*", time)

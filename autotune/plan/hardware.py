@@ -238,7 +238,6 @@ class HardwareProfile(Frozen):
 
     @model_validator(mode="after")
     def _identify(self) -> Self:
-        """Derive the fingerprint, whatever was passed for it."""
         device, memory = self.device, self.device.total_memory_bytes
         facts: dict[str, object] = {
             "kind": device.kind,

@@ -219,9 +219,7 @@ class JobFields(DataFields, ModelFields):
 
 
 class Job(JobFields):
-    """The user's part of a plan: may be edited or overridden while shapes stay in the planned
-    class.
-    """
+    """The user's part of a plan, to be edited or overridden within the planned class."""
 
     model: PathText
     data: Annotated[PathText | PathTexts | None, BeforeValidator(as_job_data)]
@@ -289,7 +287,6 @@ class Job(JobFields):
 
 
 def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 1) -> int:
-    """Number of pictures of a job: each prompt every so many steps, and at the end with and
-    without the adapter."""
+    """Number of pictures of a job: every so many steps, and a pair for each prompt at the end."""
     rounds = num_steps // every if every else 0
     return num_prompts * (rounds + 2)

@@ -19,8 +19,7 @@ GROUPS = {
 
 
 def import_lines(config: ImportedConfig, *, tells_all: bool = True) -> list[str]:
-    """Tell what becomes of every setting, in groups, with the line that each is on; unless all is
-    wanted, only what is lost and what may be chosen otherwise."""
+    """Tell what becomes of every setting or, unless all is wanted, what is lost."""
     lines = [*wrapped(f"{config.path}: {config.trainer}, {config.model}", 4)]
     for name, title in GROUPS.items():
         group = getattr(config, name)
@@ -39,7 +38,6 @@ def _remarks(title: str, remarks: Sequence[str]) -> list[str]:
 
 
 def _group(group: Sequence[ConfigLine]) -> list[str]:
-    """One line for all settings of the same meaning."""
     has_files = len({one.file for one in group if one.line}) > 1
     alike: dict[str, list[str]] = {}
     for one in group:
@@ -71,8 +69,7 @@ def export_lines(exported: ExportedConfig) -> list[str]:
 
 
 def audit_lines(audit: Audit) -> list[str]:
-    """Show the file as written, the fastest that learns the same, and what each difference is
-    worth."""
+    """Show the file as written, the fastest, and what each difference is worth."""
     config = audit.config
     lines = [f"{config.path} ({config.trainer}) on {audit.as_written.hardware}", _evidence(audit)]
     for title, rows, items in _sections(audit):
@@ -103,7 +100,6 @@ def _evidence(audit: Audit) -> str:
 
 
 def _sections(audit: Audit) -> Iterator[tuple[str, list[list[str]], list[tuple[str, str]]]]:
-    """A title, rows of a table, and items: a key and what is said of it."""
     config = audit.config
     yield "", _comparison(audit), []
     if config.overheads:

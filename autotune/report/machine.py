@@ -117,7 +117,6 @@ def _can(profile: HardwareProfile) -> Callable[[str], bool]:
 
 
 def _speed_text(profile: HardwareProfile) -> str:
-    """The fastest products, beside what the catalog says of such a GPU."""
     found = {
         dtype: max(profile.rates_under(f"matmul.{dtype}.").values(), default=0.0)
         for dtype in ("bf16", "fp16", "fp32")

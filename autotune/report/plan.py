@@ -242,8 +242,7 @@ def _gains_of_memory(plan: TrainingPlan) -> list[str]:
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
-    """Tell where the plan was written, and the command that trains it or writes another trainer's
-    files."""
+    """Tell where the plan was written, and the command that goes on from it."""
     frozen, words = plan.frozen, ["autotune", "train", str(file)]
     words += ["--data", "FOLDER"] if plan.job.data is None else []
     if frozen.workload.num_control_images and plan.job.control is None:

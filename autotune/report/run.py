@@ -129,8 +129,7 @@ def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> 
 
 
 def phase_bytes(phases: Iterable[PhasePeak], process_bytes: int = 0) -> dict[str, int]:
-    """Return the largest memory of each phase: on a GPU the allocator's and the process's own, on
-    a CPU that of the process, libraries included."""
+    """Return the largest memory of each phase, the process's own included."""
     found = {
         p.name: p.host_bytes if p.device_bytes is None else p.device_bytes + process_bytes
         for p in phases

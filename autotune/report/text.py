@@ -56,8 +56,7 @@ def change_text(share: float, digits: int = 0) -> str:
 
 
 def range_text(value: float, uncertainty: float | None, form: Callable[[float], str]) -> str:
-    """Write `7 to 12 s`: a predicted quantity from one standard error of its logarithm below to one
-    above; what was measured has none."""
+    """Write `7 to 12 s`: one standard error of a prediction's logarithm below and above."""
     if uncertainty is None:
         return form(value)
     factor = math.exp(uncertainty)

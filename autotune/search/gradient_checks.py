@@ -123,7 +123,6 @@ def _judge(
 def _kinds_of_computation(
     choices: Mapping[str, Sequence[Choice]],
 ) -> dict[str, tuple[str, GradientTolerance]]:
-    """By capability name, precisions first."""
     found: dict[str, tuple[str, GradientTolerance]] = {}
     for knob, rule_of in GRADIENT_TOLERANCES.items():
         for choice in choices.get(knob, ()):

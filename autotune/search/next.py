@@ -370,7 +370,6 @@ def _taught_by(candidate: Candidate) -> tuple[str, str, int]:
 
 
 def _chance_to_fit(prediction: Prediction, limit: float) -> float:
-    """Probability that the step, which alone is uncertain, stays below `limit` bytes."""
     sigma = max(prediction.memory_uncertainty, 1e-9)
     return _normal_share(math.log(limit / prediction.training.run_memory_bytes) / sigma)
 

@@ -165,7 +165,6 @@ class _Search:
     """Trials, in the order in which listeners and the plan number it."""
 
     def explore(self, warm_start: WarmStart) -> Trials:
-        """Try candidates until no other is worth a trial, and a smaller one to fall back on."""
         problem, study = self.problem, self.study
         sampler = ResidualSearch(
             problem.space,
@@ -201,7 +200,6 @@ class _Search:
     def try_doubtful_again(
         self, sampler: ResidualSearch, trials: Trials, run: TrialFunction
     ) -> Trials:
-        """Repeat what contradicts the others."""
         repeated: set[Candidate] = set()
         while (doubtful := sampler.find_doubtful(trials)) and doubtful.candidate not in repeated:
             repeated.add(doubtful.candidate)

@@ -263,7 +263,6 @@ def _choose_strategy(
 
 
 def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """Without weight formats that alone exceed the budget: they need no trace."""
     budget = cost.budget_bytes
     sizes: dict[str, int] = {}
     for candidate in space.candidates:
@@ -331,8 +330,6 @@ def host_room(total_bytes: int, available_bytes: int) -> int:
 def _require_host_for_swap(
     request: PlanRequest, space: SearchSpace, within: SearchSpace, cost: CostModel
 ) -> None:
-    """Raise NothingFits if what would fit the device needs more of the host than there is."""
-
     def fitting(candidates: Sequence[Candidate]) -> Iterator[Prediction]:
         predictions = map(cost.predict, candidates)
         return (each for each in predictions if each.run_memory_bytes <= cost.budget_bytes)
@@ -476,8 +473,7 @@ def _size_text(bucket: Bucket) -> str:
 def advise_choices(
     space: SearchSpace, cost: CostModel, best: Candidate, step_seconds: float
 ) -> tuple[str, ...]:
-    """Say what a larger effective batch and a looser quality would gain, if much, all other knobs
-    as in `best`."""
+    """Say what a larger batch and a looser quality would gain, all else as in `best`."""
     work, number = cost.workload, cost.parallel.num_processes
     effective, found = work.effective_batch_size, []
     batches = [best.changed(micro_batch_size=effective * factor) for factor in LARGER_BATCHES]
@@ -508,7 +504,6 @@ def advise_choices(
 
 
 def _looser_formats(space: SearchSpace, cost: CostModel) -> list[Choice]:
-    """Weight formats that nothing but the asked quality excludes."""
     (knob,) = (knob for knob in KNOBS if knob.name == "quantization")
     compact = replace(cost.context, workload=cost.workload.changed(quality="compact"))
     barred, admitted = knob.choices(cost.context).rejected, knob.choices(compact).admitted

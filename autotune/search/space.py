@@ -124,7 +124,6 @@ def _enumerate(
     settings: Mapping[str, tuple[Choice]],
     context: TuningContext,
 ) -> tuple[tuple[Candidate, ...], list[tuple[str, Rejected]]]:
-    """Combinations without a conflict; and each value that had one, by knob, in order."""
     candidates = []
     conflicts: dict[tuple[str, Choice, str], None] = {}
     fixed = {knob.name: admitted[knob.name] for knob in KNOBS if not knob.is_composed}
@@ -302,7 +301,6 @@ def block_count_frontier(
 def _without_conflict(
     name: str, numbers: Sequence[int], base: Candidate, context: TuningContext
 ) -> Integers:
-    """Numbers that can go with the other knobs' values, if enough blocks recompute."""
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(BLOCK_COUNTS, 0), **deep, name: 1})
     is_barred = any(knob.why_not(tried, context) for knob in KNOBS)

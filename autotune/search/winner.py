@@ -213,7 +213,6 @@ def _explain_choice(
 
 
 def _others(knob: str, chosen: Choice, space: SearchSpace, scores: Sequence[Score]) -> list[Choice]:
-    """Values that were searched or tried; of numbers, the nearest and farthest."""
     seen = {getattr(score.candidate, knob) for score in scores}
     if knob in COMPOSED:
         numbers = sorted(seen)

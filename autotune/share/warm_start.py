@@ -202,7 +202,6 @@ def _unusable_trials(record: Record, here: Machine) -> dict[int, str]:
 
 
 def _libraries(candidate: Candidate, native_is_cudnn: bool) -> Iterator[str]:
-    """Fields of `Versions` that decide how this candidate alone runs."""
     attention = ATTENTION_BACKENDS.get(candidate.attention)
     for entry in (attention, WEIGHT_FORMATS.get(candidate.quantization)):
         if entry is not None and entry.needs.library is not None:

@@ -55,8 +55,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open an untrusted file: unlike a pipe or a device it ends. Raises OSError if it is not
-    regular."""
+    """Open an untrusted file. Raises OSError unless it is regular: a pipe need never end."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -74,8 +73,7 @@ def decode_text(content: bytes) -> str:
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Read an untrusted file, as `open_regular`; raises OSError, too, if it is larger than the
-    limit."""
+    """Read an untrusted file, as `open_regular`, of no more than `max_bytes`."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -190,8 +188,7 @@ ESCAPE_CHARACTERS = (
 
 
 def describe_url(url: str) -> str:
-    """Show the URL with `***` for its login and all after `?`, `#` or `;`; if unclear, its scheme
-    alone."""
+    """Show the URL with `***` for what may be secret; if unclear, its scheme alone."""
     parts = URL.fullmatch(url)
     if parts is None:
         origin = URL.match(url)

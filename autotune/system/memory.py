@@ -162,8 +162,7 @@ def _look_at_libraries() -> int:
 
 
 def host_peak_bytes() -> int:
-    """Return the peak of `resident_bytes` so far, or since `reset_host_peak`. A fork starts with
-    its parent's."""
+    """Return the peak of `resident_bytes` since `reset_host_peak`; a fork has its parent's."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM:"):
@@ -187,8 +186,7 @@ def device_peak_bytes(device: torch.device) -> int | None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Count the bytes that this process has allocated on `device` now; on CPU its resident
-    memory."""
+    """Count the bytes allocated on `device` now; on a CPU the resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":

@@ -52,8 +52,7 @@ def prepare_process(*, only_predicts: bool = False) -> None:
 
 
 def reveal_packages() -> None:
-    """Let all that is installed be imported again, before code that may need it: an optimizer's,
-    say."""
+    """Let all that is installed be imported again, before code that may need it."""
     for name in UNNEEDED:
         if name in sys.modules and sys.modules[name] is None:
             del sys.modules[name]
@@ -176,8 +175,7 @@ class _Stopped(BaseException):
 
 @contextlib.contextmanager
 def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
-    """Raise Preempted on a signal: for the work after the last step, whose checkpoint is
-    written."""
+    """Raise Preempted on a signal, after the last step and its checkpoint."""
     came: list[str] = []
 
     def stop(name: str) -> None:
@@ -263,8 +261,7 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self | None:
-        """Read the launch of a process with this environment; None if it was started alone. Raises
-        InvalidInput if torchrun's variables are incomplete or contradict each other."""
+        """Read the launch of a process; None if it is alone. Raises InvalidInput."""
         size = environment.get("WORLD_SIZE", "1"), environment.get("RANK", "0")
         if "TORCHELASTIC_RUN_ID" not in environment and size == ("1", "0"):
             return None  # accelerate sets these for a process alone

@@ -82,8 +82,7 @@ def compute_run_key(
 def claim_folder(
     plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: bool = True
 ) -> FileLock:
-    """Create the output folder, or take over a resumed run's, and lock it; without `lock` only
-    check it."""
+    """Create or take over the output folder, and lock it; without `lock` only check it."""
     folder = Path(plan.job.output)
     require_separate_output(plan.job)
     folder_lock = FileLock(folder / LOCK_FILE)

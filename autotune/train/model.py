@@ -140,8 +140,7 @@ def eager_eval(transformer: nn.Module) -> Iterator[None]:
 def load_transformer(
     model: resolve.ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
 ) -> tuple[nn.Module, QuantizationError | None]:
-    """Stream the weights in, quantizing as they load, and measure the error; random without
-    files."""
+    """Stream the weights in, or random ones, quantize them, and measure the error."""
     family, dtype = model.family, torch_dtype(settings.precision)
     if device.type == "cuda":
         # TF32 for what stays in fp32, in trials and training alike.

@@ -231,8 +231,7 @@ class Growth:
         self.floors: list[int] = []
 
     def add(self, num_bytes: int) -> float:
-        """Count a step's reading; return a leak's bytes per step, the median growth of windows'
-        minima."""
+        """Count a step's reading; return a leak's bytes per step, or 0."""
         self.window.append(num_bytes)
         if len(self.window) < WINDOW_STEPS:
             return 0.0

@@ -213,7 +213,6 @@ class AdapterOptimizer:
         self._set_masters([tensors[f"{number:05}.master"] for number in range(len(self.masters))])
 
     def _values(self) -> dict[str, dict[str, Any]]:
-        """List what is kept by parameter, and as `group`; the schedule sets the rate."""
         group, state = dict(self.inner.param_groups[0]), self.inner.state
         for name in ("params", "lr", "initial_lr"):
             group.pop(name, None)

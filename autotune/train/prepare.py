@@ -135,7 +135,6 @@ def prepare(
 def _require_machine(
     plan: TrainingPlan, hardware: HardwareProfile, *, by_keys: bool = False
 ) -> None:
-    """Raise DoesNotFit unless all processes here have their device; `by_keys` ignores memory."""
     launch = current_launch()
     if launch and launch.is_own:  # what started it has looked, and the first may be loading by now
         return
@@ -187,8 +186,7 @@ def require_even_shares(batch: int, num_processes: int) -> None:
 
 
 def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
-    """Raise InvalidInput if the job lacks what an option needs, its family lacks the option, or its
-    optimizer cannot learn at the rate."""
+    """Raise InvalidInput if the job asks for what cannot be, or cannot learn at its rate."""
     usual = usual_learning_rate(optimizer, family.defaults.learning_rate)
     is_known, (low, high) = ":" not in optimizer.name, (usual / SANE_RATES, usual * SANE_RATES)
     if is_known and not low <= job.learning_rate <= high:

@@ -194,7 +194,6 @@ class _Run:
         return trained
 
     def _list_previews(self) -> list[sample.Preview]:
-        """Give each prompt the controls of the item with that caption, or of the first."""
         job, items = self.plan.job, self.prepared.data.training.items
         bucket, steps = self.prepared.workload.largest_bucket, job.preview_steps
         prompts = (items[0].caption,) if job.preview_prompts is None else job.preview_prompts
@@ -212,7 +211,6 @@ class _Run:
         ]
 
     def _encode(self) -> tuple[EncodedDataset, EncodedDataset | None]:
-        """Encode training and held-out data, on each node's first process while others wait."""
         if not self.processes.is_first_of_node:
             self.processes.wait()
         if self.previews:

@@ -241,7 +241,6 @@ class PreviewSampler:
         return self._with_device(shape)
 
     def _with_device(self, model: nn.Module) -> nn.Module:
-        """Give a model on meta a device: pipelines may take theirs from it."""
         kind, device = type(model), property(lambda _: self.device)
         model.__class__ = type(kind.__name__, (kind,), {"device": device})
         return model

@@ -28,8 +28,7 @@ TINY = 1e-9
 
 @dataclass(frozen=True)
 class Noising:
-    """The noise of each image and the weight of its loss (Esser et al. 2024, sections 3.1 and
-    5.3.2)."""
+    """The noise of each image and the weight of its loss (Esser et al. 2024, 3.1 and 5.3.2)."""
 
     seed: int = 0
     # Shift s towards noise, s * t / (1 + (s - 1) * t), or a function from latents' shapes to it.

@@ -222,7 +222,6 @@ def _module_names(bare: Mapping[str, Tensor]) -> tuple[str, ...]:
 def _collect_layers(
     bare: Mapping[str, Tensor], alphas: Mapping[str, float]
 ) -> dict[str, LoraLayer]:
-    """Layers by module name, with alpha from `alphas`, the file, or the rank."""
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in bare.items():
         module, part = _split_key(key)
@@ -379,7 +378,6 @@ def _to_scalar(value: float) -> Tensor:
 
 
 def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, str]:
-    """The configuration with which diffusers builds exactly these layers."""
     rank = mode(layer.rank for layer in layers.values())
     ranks = {f"^{re.escape(name)}": x.rank for name, x in layers.items() if x.rank != rank}
     config = {

@@ -331,8 +331,7 @@ DOWNLOAD_AGAIN = "download the whole pipeline again, in the diffusers layout"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a JSON object from an untrusted model folder. Raises InvalidInput if it asks for more
-    than any model has, or names foreign code."""
+    """Read a JSON object from an untrusted model folder, or raise InvalidInput."""
     hint = (
         "point --model at a folder in the diffusers layout: model_index.json, transformer/, "
         "vae/ and so on"
@@ -398,8 +397,7 @@ def _find_foreign_code(name: str, value: Any) -> str | None:
 
 
 def read_model_index(folder: Path) -> dict[str, Any]:
-    """Read a pipeline's `_class_name` and (library, class) of each component. Raises InvalidInput
-    for an unknown library, or a class that looks for code in the folder."""
+    """Read a pipeline's class and those of its components, or raise InvalidInput."""
     index = read_config(folder / PIPELINE_INDEX)
     for name, entry in index.items():
         if not isinstance(entry, list) or (

@@ -171,7 +171,6 @@ def _make_view(
 def _find_rows(
     part: _Part, kind: str, config: Config, conversion: Conversion | None
 ) -> dict[str, tuple[list[Run], bool]]:
-    """The stored rows of each tensor of the model, and whether they are its columns."""
     tensors = part.tensors
     if conversion is None:
         return {name: ([(name, 0, max((1, *e.shape[:1])))], False) for name, e in tensors.items()}

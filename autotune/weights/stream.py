@@ -349,7 +349,6 @@ class _Filler:
                 tensors.update(dict.fromkeys(tensors))
 
     def finish(self, device: torch.device) -> None:
-        """Move what is in no file, check that all have values, and free what quantizing took."""
         for name, module in self.model.named_modules():
             for leaf in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(leaf)

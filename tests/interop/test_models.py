@@ -10,8 +10,8 @@ import torch
 from autotune.errors import InvalidInput
 from autotune.interop.importing import ImportedConfig, import_config
 from autotune.interop.trainer import trainers
+from autotune.models.adapter import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.models.family import build_on_meta
-from autotune.models.layers import LISTS, convolutions, find_target_set, layers_of, linear_layers
 from autotune.models.registry import FAMILIES
 from autotune.plan.request import PlanRequest
 from autotune.search.request import complete
