@@ -1,4 +1,4 @@
-"""Makes the page "Will it fit?" of `profiles/predictions.json`.
+"""Makes the page "Will it fit?" and the matrix of cards and models, of `profiles/predictions.json`.
 
 python docs/site/fit_page.py FILE
 """
@@ -18,6 +18,17 @@ from autotune.search.comparison import USUAL_IMAGES, CatalogPrediction, catalog_
 from autotune.search.problem import host_room
 
 TEMPLATE = Path(__file__).with_name("fit.html")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu"
+MATRIX = """---
+hide: [toc]
+---
+
+# Models by card: measured, predicted, unsupported
+
+Predicted time of a step with each model's defaults (most: four images of 1,024 px, rank 16), in a
+host with 64 GiB of memory. **Bold**: the model's memory and time were measured on that card, in at
+least one setting ([how far off](evidence.md)). A dash: nothing fits without 4 bits.
+"""
 RAM_GIB = (16, 32, 64, 128)
 
 
@@ -55,6 +66,28 @@ def render() -> str:
         "evidence": f"All of it is predicted. {TIME_EVIDENCE}.",
     }
     return TEMPLATE.read_text().replace("DATA", json.dumps(data).replace("<", "\\u003c"), 1)
+
+
+def matrix() -> str:
+    """Return the page that marks what was measured, is predicted, or does not fit."""
+    measured = set()
+    for file in RESULTS.glob("*/truth-*.jsonl"):
+        rows = map(json.loads, file.read_text().splitlines())
+        card = file.parent.name.rpartition("-")[2]
+        measured |= {(row["model"], card) for row in rows if "model" in row}
+    cards = catalog_predictions("qwen-image")
+    names = [each.gpu.removeprefix("nvidia-").removeprefix("rtx-") for each in cards]
+    lines = [MATRIX, f"| | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
+    for summary in sorted(list_models(), key=lambda each: each.name):
+        found = {each.gpu: each.step_seconds for each in catalog_predictions(summary.name)}
+        cells = []
+        for each, name in zip(cards, names, strict=True):
+            seconds = found.get(each.gpu)
+            text = rough_seconds(seconds) if seconds else "-"
+            is_measured = (summary.name, name.partition("-")[0]) in measured
+            cells.append(f"**{text}**" if is_measured else text)
+        lines.append(f"| {summary.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _answer(each: CatalogPrediction, steps: int, batch: int, unit: str) -> dict[str, Any]:

@@ -34,9 +34,9 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages that are not files of docs/."""
     made = {name: (ROOT / source).read_text() for source, name in OUTSIDE.items()}
-    made["will-it-fit.html"] = runpy.run_path(str(Path(__file__).with_name("fit_page.py")))[
-        "render"
-    ]()
+    fit_page = runpy.run_path(str(Path(__file__).with_name("fit_page.py")))
+    made["will-it-fit.html"] = fit_page["render"]()
+    made["matrix.md"] = fit_page["matrix"]()
     made["plan.schema.json"] = json.dumps(TrainingPlan.model_json_schema(), indent=1)
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
