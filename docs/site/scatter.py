@@ -53,8 +53,8 @@ def draw(title: str, unit: str, drawn: list[Point]) -> str:
         return SIDE * (math.log10(value) - low) / (high - low)
 
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="440" viewBox="0 0 {SIDE + 90} {SIDE + 150}"'
-        f' font-family="sans-serif" font-size="12" fill="#7a808a" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIDE + 90} {SIDE + 150}"'
+        f' width="440" font-family="sans-serif" font-size="12" fill="#7a808a" role="img">',
         f"<title>{title}</title>",
     ]
     for power in range(low, high + 1):

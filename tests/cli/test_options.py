@@ -1,5 +1,10 @@
 """Options are the fields of requests: what was given arrives under their names."""
 
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import click
@@ -84,3 +89,27 @@ def test_every_field_has_an_option():
         assert one.help, one
         commands[path] += [*one.opts, *one.secondary_opts]
     assert all(len(names) == len(set(names)) for names in commands.values())
+
+
+@pytest.mark.parametrize(
+    ("shell", "script"),
+    [
+        ("bash", "{source}; COMP_WORDS=(autotune plan --qua); COMP_CWORD=2; "
+         "_autotune_completion autotune; echo ${{COMPREPLY[*]}}"),
+        ("zsh", "autoload -U compinit; compinit -u -D; {source}; echo $_comps[autotune]"),
+    ],
+)  # fmt: skip
+def test_shells_complete_options_and_values(tmp_path, shell, script):
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    command = tmp_path / "autotune"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m autotune "$@"\n')
+    command.chmod(0o755)
+    source = f'eval "$(_AUTOTUNE_COMPLETE={shell}_source autotune)"'
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [shell, "-c", script.format(source=source)],
+        env={**os.environ, "PATH": path, "HOME": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() in ("--quality", "_autotune_completion"), done.stderr
