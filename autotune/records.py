@@ -5,11 +5,13 @@ user's own.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from autotune.errors import InvalidInput, raise_typed
 from autotune.machine.probe import probe as read_machine
 from autotune.plan.base import Frozen
 from autotune.plan.words import label_of
+from autotune.report.text import memory_text, seconds_text
 from autotune.share.store import (
     Store,
     Transfer,
@@ -20,6 +22,7 @@ from autotune.share.store import (
     workload_class,
 )
 from autotune.share.warm_start import compare_machine
+from autotune.system.files import write_text_atomic
 
 
 class RecordSummary(Frozen):
@@ -104,6 +107,65 @@ def list_records(
             row = row.changed(match=found.kind, reasons=found.reasons)
         rows.append(row)
     return tuple(sorted(rows, key=lambda row: (row.measured_on, row.name), reverse=True))
+
+
+class Submission(Frozen):
+    """A record for everybody's use, and the text of the pull request that brings it."""
+
+    key: str
+    """Its place in the project's repository."""
+    record: str
+    """What travels, as JSON; nothing else does."""
+    pull_request: str
+
+
+@raise_typed
+def submit(name: str = "", path: str | Path | None = None) -> Submission:
+    """Prepare a record of your own for the project: the one whose name begins so, or the newest.
+
+    With `path`, a checkout of the project, the record is written there, and `pull-request.md`
+    beside it. Raises InvalidInput if there is no such record, or more than one.
+
+    Examples:
+        >>> print(autotune.records.submit().record)
+    """
+    known = [(file, file.record) for file in user_store().read() if file.name.startswith(name)]
+    sound = [(file, record) for file, record in known if record]
+    if not name:
+        sound = sorted(sound, key=lambda each: (each[1].measured_on, each[0].name))[-1:]
+    if len(sound) != 1:
+        raise InvalidInput(
+            f"{len(sound)} records have names that begin with {name!r}",
+            hint="see `autotune profiles list`; `autotune plan` makes them",
+        )
+    [(file, record)] = sound
+    expected, device = record.expected, record.machine.device_name
+    rows = (
+        (
+            label_of(trial.candidate),
+            trial.outcome,
+            memory_text(trial.peak_memory_bytes),
+            seconds_text(trial.median_step_seconds),
+        )
+        for trial in record.trials
+    )
+    text = f"""Record: {record.workload.model.family} on {device}
+
+Measured on {record.measured_on} by autotune {record.autotune_version}:
+{workload_class(record.workload)}, {seconds_text(expected.step_seconds)} a step,
+{memory_text(expected.peak_memory_bytes)} of memory in a step.
+
+| trial | outcome | memory | a step |
+|---|---|---|---|
+{chr(10).join(f"| {' | '.join(row)} |" for row in rows)}
+"""
+    made = Submission(
+        key=f"profiles/records/{file.key}", record=file.content.decode(), pull_request=text
+    )
+    if path is not None:
+        Store(str(Path(path) / "profiles" / "records")).write(file.key, file.content)
+        write_text_atomic(Path(path) / "pull-request.md", text)
+    return made
 
 
 @raise_typed

@@ -125,6 +125,22 @@ def pull(url: str, as_json: bool) -> None:
     _print_transfer(records.pull(url), as_json)
 
 
+@profiles.command()
+@click.argument("name", default="", metavar="ID", help="Which record; by default the newest.")
+@OUTPUT(help="Checkout of the project to write it to, with the text of a pull request.")
+@JSON
+def submit(name: str, path: Path | None, as_json: bool) -> None:
+    """Show what a record would tell everybody, and the text of a pull request that brings it."""
+    from autotune import records
+
+    made = records.submit(name, path)
+    print_result(made, as_json, lambda _: [made.record, "", made.pull_request])
+    if path is not None:
+        print_remark(f"written to {path / made.key} and {path / 'pull-request.md'}")
+    else:
+        print_remark("nothing was written; to a checkout of the project:", "-o FOLDER")
+
+
 @profiles.command("list")
 @click.option("--why", is_flag=True, help="Say which count on this machine, and what differs.")
 @STORE

@@ -50,6 +50,7 @@ RESULTS: dict[str, Any] = {
     "bug-report": "texts by the names of files",
     "profiles push": records.push,
     "profiles pull": records.pull,
+    "profiles submit": records.submit,
     "profiles list": records.list_records,
     "profiles prune": "`reasons`, `dry_run`",
     "profiles verify": "`num_records`, `bad`",

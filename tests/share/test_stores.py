@@ -209,6 +209,8 @@ def test_commands_carry_records(tmp_path, monkeypatch):
         run("verify", "--store", "memory://typo")
     (row,) = json.loads(run("list", "--why", "--json"))["items"]
     assert (row["name"], row["match"]) == (made.name, "exact")
+    assert made.content.decode() in run("submit", made.name[:8], "-o", tmp_path / "checkout")
+    assert run("verify", "--store", tmp_path / "checkout/profiles/records").startswith("records: 1")
     assert run("prune", made.name[:8]).endswith("deleted: 1\n")
 
 
