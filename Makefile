@@ -9,10 +9,11 @@ CUDA_READY := $(CUDA)/.ready
 # Scripts are held to the types of what they call, not to annotations of their own.
 RELAXED := --no-warn-unused-ignores $(addprefix --disable-error-code ,no-untyped-call no-untyped-def type-arg no-any-return)
 
-.PHONY: help setup demo test test-all test-cuda setup-cuda check docs
+.PHONY: help setup demo ui test test-all test-cuda setup-cuda check docs
 
 help:
 	@echo "make demo      set up, then walk the whole journey on a small real model (two minutes)"
+	@echo "make ui        set up, then open a page in which the same model is planned for, trained and looked at"
 	@echo "make test      set up, then run the tests"
 	@echo "make test-all  the same with those that are slow"
 	@echo "make test-cuda set up torch's CUDA build, then run the tests on a stand-in for a GPU"
@@ -30,6 +31,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@rm -rf demo
 	@$(BIN)/autotune demo --output demo
+
+ui: $(READY)
+	@test -d demo-ui || $(BIN)/autotune demo --quick --output demo-ui
+	@$(BIN)/autotune ui demo-ui
 
 # Three processes on two cores, since some tests wait; each imports for a quarter of a minute.
 test: $(READY)

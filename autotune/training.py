@@ -187,6 +187,7 @@ def sample(
     count: int = 1,
     seed: int = 0,
     num_steps: int | None = None,
+    strengths: Sequence[float] = (1.0,),
     control: Sequence[str | Path] = (),
     path: str | Path | None = None,
     on_event: OnEvent = log_event,
@@ -194,8 +195,9 @@ def sample(
     """Sample pictures from a trained adapter through the model's stock pipeline; return the files.
 
     `run` is a run's folder; or a plan, whose model is shown without an adapter (for prior
-    preservation). Picture N has the seed `seed` + N. `path` gets a number added if there are
-    several. A video model writes an mp4; to a name that ends otherwise, its first frame as a PNG.
+    preservation). Picture N has the seed `seed` + N, at each of the adapter's `strengths`. `path`
+    gets a number added if there are several, and the strength. A video model writes an mp4; to a
+    name that ends otherwise, its first frame as a PNG.
 
     Raises:
         InvalidInput: the folder holds no trained adapter, or control images do not suit the model.
@@ -210,7 +212,9 @@ def sample(
     on_event(StatusChanged(text="sampling"))
     target = None if path is None else Path(path)
     controls = tuple(map(Path, control))
-    wanted = prepare.SampleRequest(prompt, count, seed, num_steps, controls, target)
+    wanted = prepare.SampleRequest(
+        prompt, count, seed, num_steps, controls, target, tuple(strengths)
+    )
     machine = cache(read_machine)
 
     def require(plan: TrainingPlan) -> None:

@@ -12,7 +12,14 @@ from click.exceptions import Exit
 
 import autotune
 from autotune.cli.options import Commands, RequestCommand
-from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
+from autotune.cli.output import (
+    Progress,
+    print_json,
+    print_out,
+    print_remark,
+    print_result,
+    show_events,
+)
 from autotune.report.text import titled_lines
 from autotune.system.process import is_first_process
 
@@ -160,7 +167,7 @@ def compare(asked: dict[str, Any], as_json: bool) -> None:
 
 
 @app.command(cls=RequestCommand, request="PlanRequest")
-@click.option("--list-knobs", is_flag=True, help="Show what can be chosen, and what not and why.")
+@click.option("--list", "list_knobs", is_flag=True, help="Show what can be chosen, or why not.")
 @JSON
 def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
@@ -291,6 +298,37 @@ def report(subjects: tuple[str, ...], path: Path | None, as_json: bool) -> None:
     print_result({"path": str(written)}, as_json, lambda _: text)
 
 
+@app.command()
+@click.argument(
+    "folders", nargs=-1, type=PATH, metavar="[FOLDER]...", help="What it may read and write; here."
+)
+@click.option(
+    "--host", default="127.0.0.1", metavar="HOST[:PORT]", help="Where to listen; any free port."
+)
+@click.option(
+    "--token",
+    envvar="AUTOTUNE_TOKEN",
+    show_envvar=True,
+    help="Secret of the address; needed if other machines may come in.",
+)
+@JSON
+def ui(folders: tuple[Path, ...], host: str, token: str | None, as_json: bool) -> None:
+    """Open a page for the whole journey in the browser; runs survive it. Ctrl-C ends it."""
+    try:
+        from autotune.cli.server import serve
+    except ModuleNotFoundError as error:
+        hint = "install it: pip install 'lora-autotune[ui]'"
+        raise autotune.AutotuneError(f"the page needs {error.name}", hint=hint) from error
+
+    def tell(text: str) -> None:
+        if as_json and text.startswith("open "):
+            print_json({"address": text.removeprefix("open ")})
+        else:
+            print_remark(text)
+
+    serve([*folders] or [Path()], host, token, tell)
+
+
 @app.command(cls=RequestCommand, request="TrainRequest")
 @JSON
 def train(asked: dict[str, Any], as_json: bool) -> None:
@@ -346,6 +384,14 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     type=PATH,
     metavar="FILE",
     help="Control image of an edit model; repeat for more.",
+)
+@click.option(
+    "--strength",
+    "strengths",
+    multiple=True,
+    type=float,
+    default=[1.0],
+    help="Strength of the adapter; repeat for more.",
 )
 @OUTPUT(help="File, .mp4 for a clip; in RUN or beside PLAN by default.")
 @JSON

@@ -24,14 +24,33 @@ if TYPE_CHECKING:
 @app.command()
 @click.option("--output", type=PATH, default="demo", help="Folder for everything the demo makes.")
 @click.option("--no-profiles", is_flag=True, help="Search even if a record has the answer.")
+@click.option("--quick", is_flag=True, help="Only make model and images, for the page: `ui`.")
 @JSON
 @click.pass_context
-def demo(context: click.Context, output: Path, no_profiles: bool, as_json: bool) -> None:
+def demo(
+    context: click.Context, output: Path, no_profiles: bool, quick: bool, as_json: bool
+) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
+    if quick:
+        _prepare_page(output, as_json=as_json)
+        return
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         found = _walk(context, output, no_profiles)
     if as_json:
         print_result({"output": str(output), "concept_fidelity": asdict(found)}, as_json, str)
+
+
+def _prepare_page(output: Path, *, as_json: bool) -> None:
+    from autotune.cli.jobs import Jobs
+    from autotune.demo.lesson import make_demo
+    from autotune.events import StatusChanged
+
+    with show_events() as show:
+        show(StatusChanged(text="writing a small pipeline and drawing images"))
+        made = make_demo(output)
+    asked = ["--model", "model", "--data", "images", "--resolution", "64", *made.plan_options]
+    Jobs(output).draft(["plan", *asked, "--search-time", "600"])  # fills in the page's form
+    print_result({"output": str(output)}, as_json, lambda _: f"open it: autotune ui {output}")
 
 
 def _walk(context: click.Context, output: Path, no_profiles: bool) -> "ConceptFidelity":

@@ -82,18 +82,22 @@ def export_config(
     is_flag=True,
     help="Also run a few steps of both on this machine; needs the model's files.",
 )
-@click.option("--markdown", is_flag=True, help="Print Markdown, to post.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "markdown"]),
+    default="text",
+    help="Print text, or Markdown to post.",
+)
 @JSON
-def audit(
-    config_file: Path, hardware: str | None, measure: bool, markdown: bool, as_json: bool
-) -> None:
+def audit(config_file: Path, hardware: str | None, measure: bool, form: str, as_json: bool) -> None:
     """Judge another trainer's configuration on a GPU: does it fit, how long does it take, and what
     would other settings gain?"""
     from autotune.report.configs import audit_lines, audit_markdown
 
     with show_events() as show:
         found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
-    if markdown:
+    if form == "markdown":
         print_out(audit_markdown(found))
         return
     print_result(found, as_json, audit_lines)
@@ -142,15 +146,14 @@ def submit(name: str, path: Path | None, as_json: bool) -> None:
 
 
 @profiles.command("list")
-@click.option("--why", is_flag=True, help="Say which count on this machine, and what differs.")
 @STORE
 @JSON
-def list_records(why: bool, store: str | None, as_json: bool) -> None:
-    """List records; with --why, whether each counts here."""
+def list_records(store: str | None, as_json: bool) -> None:
+    """List records; with --verbose, whether each counts on this machine, and what differs."""
     from autotune import records
     from autotune.report.machine import record_list_lines
 
-    found = records.list_records(store, compare_here=why)
+    found = records.list_records(store, compare_here=Progress.is_verbose)
     print_result(found, as_json, lambda _: record_list_lines(found))
 
 

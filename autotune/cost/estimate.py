@@ -162,5 +162,5 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
     for knob in KNOBS:
         if conflict := knob.why_not(candidate, context):
             what = f"{knob.name} cannot be {getattr(candidate, knob.name)} here"
-            hint = "see which settings go together: autotune plan --list-knobs"
+            hint = "see which settings go together: autotune plan --list"
             raise InvalidInput(f"{what}: {conflict}", hint=hint)

@@ -22,9 +22,9 @@ class Candidate(Frozen):
     """Number of blocks, from the first on, that recompute their activations in the backward
     pass."""
     quantization: str = "none"
-    """Weight format of the base model, e.g. none, or another that `plan --list-knobs` shows."""
+    """Weight format of the base model, e.g. none, or another that `plan --list` shows."""
     attention: str = "native"
-    """Attention backend under diffusers' name, e.g. native, or another of `plan --list-knobs`."""
+    """Attention backend under diffusers' name, e.g. native, or another of `plan --list`."""
     precision: Annotated[str, HIDDEN] = "bf16"
     """Compute dtype of the transformer and the adapter."""
     loader: Annotated[str, HIDDEN] = "safetensors"

@@ -66,7 +66,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     earlier: Annotated[TrainingPlan | str | Path | None, Option("--from", metavar="PLAN")] = None
     """Plan again for the same job and settings; other options replace those of this plan."""
     pins: Annotated[KnobValues, Option("--pin", metavar="KNOB=VALUE")] = ()
-    """Fix a setting; `plan --list-knobs` shows its name and values."""
+    """Fix a setting; `plan --list` shows its name and values."""
     exclusions: Annotated[KnobValues, Option("--exclude", metavar="KNOB=VALUE")] = ()
     """Never choose this value of a setting."""
     for_trainer: Annotated[str | None, Option("--for", metavar="TRAINER")] = None
@@ -221,7 +221,7 @@ class CompareRequest(WorkloadRequest, JobFields):
     download_rate: Annotated[MemoryAmount, HIDDEN] = 100_000_000
     """Bytes a second at which the model's files arrive; a folder needs no download."""
     pins: Annotated[KnobValues, Option("--pin", metavar="KNOB=VALUE")] = ()
-    """Fix a setting; `plan --list-knobs` shows its name and values."""
+    """Fix a setting; `plan --list` shows its name and values."""
     exclusions: Annotated[KnobValues, Option("--exclude", metavar="KNOB=VALUE")] = ()
     """Never choose this value of a setting."""
     for_trainer: Annotated[str | None, Option("--for", metavar="TRAINER")] = None

@@ -14,6 +14,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -196,21 +197,34 @@ def _read_comparisons(
 
 
 def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | None:
-    """A small picture, encoded anew: no byte of a file goes into the page as it is."""
+    try:
+        kind, content, size = encode_picture(path, max_side_px, path.stat().st_mtime_ns)
+    except (InvalidInput, OSError) as error:
+        notes.append(f"{path.name} cannot be shown: {first_line(error)}")
+        return None
+    encoded = base64.b64encode(content).decode()
+    return Picture(f"data:image/{kind};base64,{encoded}", *size)
+
+
+@lru_cache(maxsize=256)
+def encode_picture(
+    path: Path, max_side_px: int, changed_at: int
+) -> tuple[str, bytes, tuple[int, int]]:
+    """Make a picture small and encode it anew, so that no byte of a file goes into a page as it is;
+    return its format, bytes and size. `changed_at` tells one version of the file from another.
+    Raises InvalidInput."""
     try:
         with open_image(path) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise OSError(f"it has over {MAX_PIXELS >> 20} megapixels")
             small = to_rgb(image)
     except Exception as error:  # decoders raise anything for damaged files
-        notes.append(f"{path.name} cannot be shown: {first_line(error)}")
-        return None
+        raise InvalidInput(first_line(error), hint="check the file") from error
     small.thumbnail((max_side_px, max_side_px))
     kind = "png" if max(small.size) <= SMALL_SIDE_PX else "jpeg"
     content = io.BytesIO()
     small.save(content, format=kind, quality=85)  # of a PNG there is none
-    encoded = base64.b64encode(content.getvalue()).decode()
-    return Picture(f"data:image/{kind};base64,{encoded}", *small.size)
+    return kind, content.getvalue(), small.size
 
 
 class RunPage:

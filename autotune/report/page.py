@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune.errors import InvalidInput
 from autotune.events import StepFinished, loss_change, smoothed
 from autotune.plan import words
+from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.prediction import TIME_EVIDENCE
 from autotune.plan.workload import GOALS
 from autotune.report import text
-from autotune.report.plan import settings_items
+from autotune.report.plan import job_text, settings_items
 from autotune.report.points import (
     Point,
     find_worths,
@@ -32,6 +33,9 @@ from autotune.report.points import (
 )
 from autotune.report.run import adapter_lines, limit_text, missed_promises, phase_bytes
 from autotune.report.text import change_text, loss_text, memory_text, seconds_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 WIDE_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
 SHOWN_BUDGET = 2.0  # times what is shown: a larger budget is not on the chart's scale
@@ -110,14 +114,11 @@ def has_plotly() -> bool:
     return all(map(find_spec, ("plotly", "jinja2")))
 
 
-def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
-    """Write a page that admits no script but its own, and no request. Raises InvalidInput."""
-    if not has_plotly():
-        hint = "install it: pip install 'lora-autotune[report]'"
-        raise InvalidInput("charts are drawn by plotly, which is not installed", hint=hint)
+def make_templates() -> "Environment":
+    """Return the templates of the report and of the served page; what they show is text, escaped,
+    without control characters."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
     templates = Environment(
         loader=PackageLoader("autotune.report"),
@@ -142,10 +143,22 @@ def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
         "difference": _difference,
         "outcomes": words.OUTCOMES,
     }
+    return templates
+
+
+def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
+    """Write a page that admits no script but its own, and no request. Raises InvalidInput."""
+    if not has_plotly():
+        hint = "install it: pip install 'lora-autotune[report]'"
+        raise InvalidInput("charts are drawn by plotly, which is not installed", hint=hint)
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    templates = make_templates()
     script = f"{get_plotlyjs()}\n{templates.get_template('page.js').render()}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     views = [
-        {"plan": _plan_view(each), "run": _run_view(each) if each.is_run else None}
+        {"plan": plan_view(each), "run": run_view(each) if each.is_run else None}
         for each in subjects
     ]
     return templates.get_template("report.html").render(
@@ -157,7 +170,8 @@ def _difference(promised: float | None, measured: float | None, digits: int = 1)
     return change_text(measured / promised - 1, digits) if measured and promised else "-"
 
 
-def _plan_view(subject: Subject) -> dict[str, Any]:
+def plan_view(subject: Subject) -> dict[str, Any]:
+    """Gather what a page shows of a plan."""
     plan, frozen, points = subject.plan, subject.plan.frozen, points_of(subject.plan)
     work = process_workload(plan)
     expected, forecast = frozen.expected, frozen.forecast
@@ -173,6 +187,7 @@ def _plan_view(subject: Subject) -> dict[str, Any]:
     return {
         "subject": subject,
         "frozen": frozen,
+        "run": job_text(plan),
         "work": work,
         "goal": GOALS[work.objective],
         "num_tried": len({trial.candidate for trial in frozen.trials}),
@@ -218,6 +233,33 @@ def _scatter(points: Sequence[Point], budget: int) -> Part:
     )
 
 
+def trials_chart(trials: Sequence[TrialResult], batch: int) -> Part | None:
+    """Chart the trials of a search that is still going on; None before the first has run."""
+    ran = [
+        (trial.peak_memory_bytes, batch / seconds, trial)
+        for trial in trials
+        if (seconds := trial.median_step_seconds) and trial.peak_memory_bytes
+    ]
+    if not ran:
+        return None
+    fastest = max(speed for _, speed, _ in ran)
+    unit, suffix = _memory_unit([size for size, _, _ in ran])
+    points = [
+        (
+            size / unit,
+            speed,
+            f"{speed:.3g} images/s with {memory_text(size)}: "
+            f"{name_of(trial.candidate.differences(ran[0][2].candidate))}.",
+        )
+        for size, speed, trial in ran
+    ]
+    best = [point for point in points if point[1] == fastest][:1]
+    traces = [_trace("measured", points, "tried"), _trace("chosen", best, "fastest so far")]
+    x = _axis("step memory", [point[0] for point in points], suffix=suffix)
+    title = "Each mark is a trial on this machine: up is faster, left needs less memory."
+    return _chart(title, traces, x, _axis("speed in images/s", [point[1] for point in points]))
+
+
 def _bars(plan: TrainingPlan, measured: dict[str, int], promised: dict[str, int]) -> Part:
     budget = plan.frozen.hardware.budget_bytes
     if not measured and not promised:
@@ -238,7 +280,8 @@ def _bars(plan: TrainingPlan, measured: dict[str, int], promised: dict[str, int]
     return {"rows": rows, "scale": scale, "is_pair": is_pair, "limit": limit, "caption": caption}
 
 
-def _run_view(subject: Subject) -> dict[str, Any]:
+def run_view(subject: Subject) -> dict[str, Any]:
+    """Gather what a page shows of a run."""
     steps, report, plan = subject.steps, subject.report, subject.plan
     expected, titles = plan.frozen.expected, plan.job.preview_titles
     view: dict[str, Any] = {"subject": subject, "report": report, "expected": expected}

@@ -231,7 +231,7 @@ def _pin(name: str, value: str, choices: Choices) -> Choices:
     refused = next((why for choice, why in choices.rejected.items() if str(choice) == value), None)
     if refused:
         raise InvalidInput(
-            f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list-knobs`"
+            f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list`"
         )
     usable = (*choices.admitted, *choices.pinnable)
     pinned = tuple(choice for choice in usable if str(choice) == value)

@@ -341,6 +341,9 @@ def _text_lengths(
     return lengths
 
 
+MAX_STRENGTH = 10.0  # of an adapter: with more nothing is left of the picture
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     """Images to sample from one prompt, each from a seed one higher than the last."""
@@ -354,6 +357,8 @@ class SampleRequest:
     # None for a file in the run's folder or beside the plan; several get numbers. A clip is an
     # .mp4; any other name gets its first frame as a PNG.
     output: Path | None = None
+    # Factors of the adapter's effect: 0 is the model as it is, 1 what was trained.
+    strengths: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -380,6 +385,9 @@ def read_sample_inputs(
     if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
         hint = "name the output folder of `autotune train`"
         raise InvalidInput(f"{run} holds no trained adapter", hint=hint)
+    if not request.strengths or not all(abs(one) <= MAX_STRENGTH for one in request.strengths):
+        hint = f"give one or more from 0 to {MAX_STRENGTH:g}: 1 is the adapter as it was trained"
+        raise InvalidInput("there is no such strength of an adapter", hint=hint)
     missing = [path for path in request.control_paths if not path.is_file()]
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,18 @@ def sample_run(
         sampler.load_adapter(inputs.adapter)
     block_swap.swap_blocks(transformer, model.family, settings.swapped_blocks)
     written = []
-    for number, preview in enumerate(previews, start=1):
-        on_event(StatusChanged(text=f"sampling {number} of {request.count}"))
+    strengths = request.strengths if inputs.adapter else (1.0,)
+    every = list(product(enumerate(previews, start=1), strengths))
+    for at, ((number, preview), strength) in enumerate(every, start=1):
+        on_event(StatusChanged(text=f"sampling {at} of {len(every)}"))
         path = file if request.count == 1 else file.with_stem(f"{file.stem}-{number}")
+        path = path if len(strengths) == 1 else path.with_stem(f"{path.stem}-at-{strength:g}")
+        if inputs.adapter and (strength != 1 or len(strengths) > 1):
+            names = [*sampler.transformer.peft_config]
+            sampler.transformer.set_adapters(names, [strength] * len(names))
         frames = sampler.sample(preview)
         facts = preview.facts(plan, adapter="with" if inputs.adapter else "without")
+        facts |= {"strength": f"{strength:g}"}
         if path.suffix == ".mp4":
             save_clip(frames, path, facts, model.family.defaults.frames_per_second)
         else:

@@ -71,7 +71,7 @@ def test_cudnn_plans_attention_once_a_length():
         ({"checkpointed_blocks": 99}, "5"),
         ({"micro_batch_size": 3}, "2"),
         ({"checkpointed_blocks": 4, "swapped_blocks": 2, "quantization": "int3"}, "bnb-nf4"),
-        ({"swapped_blocks": 2}, "--list-knobs"),
+        ({"swapped_blocks": 2}, "--list"),
     ],
 )
 def test_candidates_that_cannot_be_are_refused(changes, hint):

@@ -13,7 +13,7 @@ INTRODUCTION = """# Compatibility
 Which device, compute capability and library each backend and weight format needs, and what each
 family supports. The page is generated from the tables that the program itself uses. On your
 machine, `autotune probe` says what works and why other things do not, and `autotune plan
---list-knobs` what a search may choose. On GPUs but an H200, which ran it for half an
+--list` what a search may choose. On GPUs but an H200, which ran it for half an
 hour, this is what the code allows.
 """
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from itertools import count
 from pathlib import Path
@@ -189,8 +189,9 @@ def test_matches_are_ordered_by_likeness(tmp_path):
     assert [item.match.kind for item in found.records] == ["exact", "exact", "near", "near"]
 
 
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["profiles", *map(str, arguments)], catch_exceptions=False)
+def run(*arguments: object, before: Sequence[str] = ()) -> str:
+    words = [*before, "profiles", *map(str, arguments)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
     return result.stdout
 
 
@@ -207,7 +208,7 @@ def test_commands_carry_records(tmp_path, monkeypatch):
     assert json.loads(run("verify", "--json")).items() >= {"num_records": 1, "bad": []}.items()
     with pytest.raises(InvalidInput, match="there are no records"):
         run("verify", "--store", "memory://typo")
-    (row,) = json.loads(run("list", "--why", "--json"))["items"]
+    (row,) = json.loads(run("list", "--json", before=["--verbose"]))["items"]
     assert (row["name"], row["match"]) == (made.name, "exact")
     assert made.content.decode() in run("submit", made.name[:8], "-o", tmp_path / "checkout")
     assert run("verify", "--store", tmp_path / "checkout/profiles/records").startswith("records: 1")
