@@ -12,14 +12,7 @@ from click.exceptions import Exit
 
 import autotune
 from autotune.cli.options import Commands, RequestCommand
-from autotune.cli.output import (
-    Progress,
-    print_json,
-    print_out,
-    print_remark,
-    print_result,
-    show_events,
-)
+from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
 from autotune.report.text import titled_lines
 from autotune.system.process import is_first_process
 
@@ -296,37 +289,6 @@ def report(subjects: tuple[str, ...], path: Path | None, as_json: bool) -> None:
     written = autotune.report(*subjects, path=path)
     text = f"written to {written}; open it in a browser"
     print_result({"path": str(written)}, as_json, lambda _: text)
-
-
-@app.command()
-@click.argument(
-    "folders", nargs=-1, type=PATH, metavar="[FOLDER]...", help="What it may read and write; here."
-)
-@click.option(
-    "--host", default="127.0.0.1", metavar="HOST[:PORT]", help="Where to listen; any free port."
-)
-@click.option(
-    "--token",
-    envvar="AUTOTUNE_TOKEN",
-    show_envvar=True,
-    help="Secret of the address; needed if other machines may come in.",
-)
-@JSON
-def ui(folders: tuple[Path, ...], host: str, token: str | None, as_json: bool) -> None:
-    """Open a page for the whole journey in the browser; runs survive it. Ctrl-C ends it."""
-    try:
-        from autotune.cli.server import serve
-    except ModuleNotFoundError as error:
-        hint = "install it: pip install 'lora-autotune[ui]'"
-        raise autotune.AutotuneError(f"the page needs {error.name}", hint=hint) from error
-
-    def tell(text: str) -> None:
-        if as_json and text.startswith("open "):
-            print_json({"address": text.removeprefix("open ")})
-        else:
-            print_remark(text)
-
-    serve([*folders] or [Path()], host, token, tell)
 
 
 @app.command(cls=RequestCommand, request="TrainRequest")

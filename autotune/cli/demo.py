@@ -1,4 +1,4 @@
-"""`autotune demo`: the other commands, one after the other, on a small real pipeline."""
+"""Commands made of the others: `demo` runs them one after the other, `ui` from a page."""
 
 import contextlib
 import io
@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING
 import click
 from click.exceptions import Exit
 
+import autotune
 from autotune.cli.commands import JSON, PATH, app
-from autotune.cli.output import Progress, print_out, print_result, show_events
+from autotune.cli.output import (
+    Progress,
+    print_json,
+    print_out,
+    print_remark,
+    print_result,
+    show_events,
+)
 from autotune.report.text import titled_command, wrapped
 from autotune.system.process import PYTHON
 
@@ -118,3 +126,35 @@ def _shown(*words: object) -> list[str]:
         return ["--progress", Progress.form, "--verbose", *command]
     is_story = Progress.form == "bar" and not sys.stderr.isatty()
     return ["--progress", "none" if is_story else Progress.form, *command]
+
+
+@app.command()
+@click.argument(
+    "folders", nargs=-1, type=PATH, metavar="[FOLDER]...", help="What it may read and write; here."
+)
+@click.option(
+    "--host", default="127.0.0.1", metavar="HOST[:PORT]", help="Where to listen; any free port."
+)
+@click.option(
+    "--token",
+    envvar="AUTOTUNE_TOKEN",
+    show_envvar=True,
+    help="Secret of the address; needed if other machines may come in.",
+)
+@JSON
+def ui(folders: tuple[Path, ...], host: str, token: str | None, as_json: bool) -> None:
+    """Open a page for the whole journey in the browser; runs survive it. Ctrl-C ends it."""
+    try:
+        from autotune.cli import pages  # noqa: F401 - it adds the routes that are served
+        from autotune.cli.server import serve
+    except ModuleNotFoundError as error:
+        hint = "install it: pip install 'lora-autotune[ui]'"
+        raise autotune.AutotuneError(f"the page needs {error.name}", hint=hint) from error
+
+    def tell(text: str) -> None:
+        if as_json and text.startswith("open "):
+            print_json({"address": text.removeprefix("open ")})
+        else:
+            print_remark(text)
+
+    serve([*folders] or [Path()], host, token, tell)

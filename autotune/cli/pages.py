@@ -284,8 +284,8 @@ def _results_of(site: Site, job: Job) -> dict[str, Any]:
     return found
 
 
-def watched(site: Site, asked: Asked) -> tuple[list[Path], Callable[[], bool]]:
-    """The files of a job or a run that change while it works, and whether it is over."""
+@route("/stream", "WATCH")
+def _watched(site: Site, asked: Asked) -> tuple[list[Path], Callable[[], bool]]:
     if found := site.jobs.find(asked.one("job")):
         files = [found.folder / name for name in (EVENTS, ANSWER, EXIT)]
         return files, lambda: found.is_over
@@ -434,8 +434,8 @@ def _undo(site: Site, asked: Asked) -> Response:
     )
 
 
-def upload_target(site: Site, asked: Asked) -> Path:
-    """Where an uploaded file goes. Raises InvalidInput unless it may."""
+@route("/upload", "PUT")
+def _upload_target(site: Site, asked: Asked) -> Path:
     folder, name = site.inside(asked.one("folder")), Path(asked.one("name")).name
     if not name or name.startswith(".") or Path(name).suffix.lower() not in UPLOADED:
         raise InvalidInput(f"{name or 'this'} is neither picture nor caption", hint="upload those")
@@ -443,14 +443,6 @@ def upload_target(site: Site, asked: Asked) -> Path:
     if os.path.lexists(folder / name):
         raise InvalidInput(f"{name} is there already", hint="rename one of the two")
     return target
-
-
-def keep_upload(target: Path, body: bytes) -> Response:
-    """Keep an uploaded file, which must not be there yet."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("xb") as file:
-        file.write(body)
-    return Response(status_code=204)
 
 
 @route("/thumb")

@@ -181,12 +181,15 @@ class Site:
         return Response(text, code, media_type="text/html")
 
 
-Handler = Callable[[Site, Asked], Response]
+Handler = Callable[[Site, Asked], Any]
 ROUTES: list[tuple[str, str, Handler]] = []
 
 
 def route(path: str, method: str = "GET") -> Callable[[Handler], Handler]:
-    """Make a function answer requests; what it raises is shown as what happened and what to do."""
+    """Make a function answer requests; what it raises is shown as what happened and what to do.
+
+    It returns a response; for PUT the file to write, and for WATCH files and whether all is over.
+    """
 
     def add(handler: Handler) -> Handler:
         ROUTES.append((path, method, handler))
@@ -207,50 +210,48 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def build_app(site: Site, origins: Iterable[str], token: str, cookie: str = "autotune") -> Any:
-    """Build the application: every request passes the guard first."""
-    from autotune.cli import pages
+    """Build the application of all routes: every request passes the guard first."""
 
-    def endpoint(handler: Handler) -> Any:
+    def endpoint(method: str, handler: Handler) -> Any:
         async def answer(request: Request) -> Response:
             try:
                 asked = Asked.of(request.url.query)
-                if request.method == "POST":
+                if method == "POST":
                     body = await read_body(request, MAX_FORM_BYTES)
                     asked = Asked.of(body.decode("utf-8", "replace"))
                 asked.update({name: [value] for name, value in request.path_params.items()})
-                return await run_in_threadpool(handler, site, asked)
+                found: Any = await run_in_threadpool(handler, site, asked)
+                if method == "PUT":
+                    body = await read_body(request, MAX_UPLOAD_BYTES)
+                    await run_in_threadpool(_write_new, found, body)
+                    return Response(status_code=204)
+                if method == "WATCH":
+                    return StreamingResponse(_watch(*found), media_type="text/event-stream")
+                made: Response = found
+                return made
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
                 if os.environ.get("AUTOTUNE_TRACEBACK"):
                     traceback.print_exception(error)
-                return show_error(site, request, explain_error(error))
+                return _show_error(site, request, explain_error(error))
 
         return answer
 
-    async def upload(request: Request) -> Response:
-        try:
-            asked = Asked.of(request.url.query)
-            target = pages.upload_target(site, asked)
-            body = await read_body(request, MAX_UPLOAD_BYTES)
-            return await run_in_threadpool(pages.keep_upload, target, body)
-        except Exception as error:
-            return show_error(site, request, explain_error(error))
-
-    async def stream(request: Request) -> Response:
-        try:
-            files, is_over = pages.watched(site, Asked.of(request.url.query))
-        except AutotuneError as error:
-            return show_error(site, request, error)
-        return StreamingResponse(_watch(files, is_over), media_type="text/event-stream")
-
-    routes = [Route(path, endpoint(handler), methods=[way]) for path, way, handler in ROUTES]
-    routes += [Route("/upload", upload, methods=["PUT"]), Route("/stream", stream)]
+    routes = [
+        Route(path, endpoint(method, handler), methods=["GET" if method == "WATCH" else method])
+        for path, method, handler in ROUTES
+    ]
     return Guard(Starlette(routes=routes), origins, token, cookie)
 
 
-def show_error(site: Site, request: Request, error: AutotuneError) -> Response:
-    """Show an error in the page, or in the part of it that asked."""
+def _write_new(target: Path, body: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("xb") as file:
+        file.write(body)
+
+
+def _show_error(site: Site, request: Request, error: AutotuneError) -> Response:
     is_part = "hx-request" in request.headers or request.method == "PUT"
     template = "error_part.html" if is_part else "error.html"
     return site.render(template, 400, error=error, page="")
