@@ -180,8 +180,10 @@ def identify_encoders(
     """Identify encoders by their files, their dtype and what else decides their output."""
     elsewhere = {name: weights_digest(open_weights(path)) for name, path in files.items()}
     base = f"{family.name} {settings} diffusers {version('diffusers')}"
-    vae = _digest_components(model_folder, ("vae",))
-    text = _digest_components(model_folder, ("text_encoder", "tokenizer", "processor"))
+    vae = _digest_components(model_folder, ("vae/",))
+    others = (family.denoiser, *family.other_denoisers, *family.decoders, "scheduler")
+    of_text = (f"{name}/" for name in family.components if name not in others)
+    text = _digest_components(model_folder, tuple(of_text))
     encoder = f"{base} transformers {version('transformers')} {text} {text_settings}".rstrip()
     for name, digest in sorted(elsewhere.items()):
         if name != "vae":

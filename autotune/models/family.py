@@ -242,6 +242,11 @@ class Family(ABC):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
+    def loading_code(self, base: str) -> list[str]:
+        """Return the lines of Python that load the stock pipeline of `base`, an expression."""
+        kind = "DiffusionPipeline"
+        return [f"from diffusers import {kind}", "", f"pipeline = {kind}.from_pretrained({base})"]
+
     def sample_shapes(
         self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
     ) -> Shapes:

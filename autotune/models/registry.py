@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 
 from autotune.errors import InvalidInput, match_names, suggest_nearest
+from autotune.models.anima import Anima
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.flux1 import Chroma, Flux1Dev, Flux1Kontext
@@ -90,6 +91,7 @@ FAMILIES = Families(
     QwenImage21(),
     StableDiffusion35(),
     LTX2(),
+    Anima(),
 )
 
 

@@ -88,6 +88,8 @@ def silence_libraries() -> None:
     for name in NOISY_LOGGERS:
         logger = logging.getLogger(name)
         logger.setLevel(logger.level or logging.ERROR)
+    # They tell of each error in a block, whoever may catch it.
+    logging.getLogger("diffusers.modular_pipelines").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module="|".join((*NOISY_LOGGERS, "autotune")))
 
 

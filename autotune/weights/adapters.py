@@ -358,8 +358,8 @@ def _find_layout(adapter: Adapter, to: AdapterFormat, transformer: str | None) -
     found = known or find_class(adapter.layers)
     if found is None:
         raise InvalidInput(
-            "this adapter may be for FLUX, whose layers other programs name differently, or for "
-            "another model",
+            "this adapter may be for one of several models, whose layers other programs name "
+            "differently",
             hint=NAME_MODEL,
         )
     layout = LAYOUTS.get(found)

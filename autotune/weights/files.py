@@ -201,7 +201,8 @@ def _corrupt(path: Path, reason: str) -> CorruptFile:
 
 
 STEMS = ("diffusion_pytorch_model", "model")  # diffusers' components, then transformers'
-PIPELINE_INDEX = "model_index.json"  # the file that makes a folder or a repository a pipeline
+# The files that make a folder or a repository a pipeline: a classic one, or one of blocks.
+PIPELINE_INDICES = ("model_index.json", "modular_model_index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -367,7 +368,7 @@ def require_bounded(component: Path) -> None:
     config = component / "scheduler_config.json"
     if os.path.lexists(config):
         read_config(config)
-    is_text = component.name.startswith(("tokenizer", "processor"))
+    is_text = re.search("tokenizer|processor", component.name) is not None
     for path in component.iterdir() if is_text else ():
         if path.is_file() and path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise InvalidInput(f"{path} is larger than any tokenizer's files", hint=DOWNLOAD_AGAIN)
@@ -398,7 +399,11 @@ def _find_foreign_code(name: str, value: Any) -> str | None:
 
 def read_model_index(folder: Path) -> dict[str, Any]:
     """Read a pipeline's class and those of its components, or raise InvalidInput."""
-    index = read_config(folder / PIPELINE_INDEX)
+    index = read_config(find_index(folder))
+    for name, entry in index.items():
+        match entry:
+            case [library, kind, {"type_hint": [hinted_library, hinted_kind]}]:  # of blocks
+                index[name] = [library or hinted_library, kind or hinted_kind]
     for name, entry in index.items():
         if not isinstance(entry, list) or (
             entry and all(isinstance(part, int | float) for part in entry)
@@ -427,11 +432,15 @@ def _has_pipelines(name: object) -> bool:
     return any((Path(place) / "pipelines" / name / "__init__.py").is_file() for place in places)
 
 
+def find_index(folder: Path) -> Path:
+    """Find the index of a pipeline's folder; the classic one's place if it has none."""
+    paths = [folder / name for name in PIPELINE_INDICES]
+    return next((path for path in paths if os.path.lexists(path)), paths[0])
+
+
 def component_class(folder: Path, name: str) -> tuple[str, str]:
     """Return (module, class) of a pipeline's component. Raises MissingWeights if it has none."""
     match read_model_index(folder).get(name):
         case [str(library), str(class_name)]:
             return library if library in LIBRARIES else f"diffusers.pipelines.{library}", class_name
-    raise MissingWeights(
-        f"{folder / PIPELINE_INDEX} does not say what {name} is", hint=DOWNLOAD_AGAIN
-    )
+    raise MissingWeights(f"{find_index(folder)} does not say what {name} is", hint=DOWNLOAD_AGAIN)

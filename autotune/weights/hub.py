@@ -26,11 +26,12 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from autotune.errors import first_line, require_free_disk
 from autotune.weights.files import (
     PICKLES,
-    PIPELINE_INDEX,
+    PIPELINE_INDICES,
     STEMS,
     HubError,
     MissingWeights,
     PickledWeights,
+    find_index,
     find_weights,
     read_index,
 )
@@ -142,7 +143,7 @@ def select_files(
 ) -> tuple[str, ...]:
     """Select the files that `components` need. Raises MissingWeights or PickledWeights."""
     present = sorted(set(files))
-    selected = [name for name in present if name == PIPELINE_INDEX]
+    selected = [name for name in present if name in PIPELINE_INDICES]
     for component in components:
         parent = PurePosixPath(component)
         own = [path for path in map(PurePosixPath, present) if path.parent == parent]
@@ -191,18 +192,21 @@ def _is_weightless(component: str) -> bool:
 def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
     """Find that revision's folder in the hub's cache, complete or not, without the network."""
     try:
-        index = huggingface_hub.try_to_load_from_cache(repo, PIPELINE_INDEX, revision=revision)
+        found = [
+            huggingface_hub.try_to_load_from_cache(repo, index, revision=revision)
+            for index in PIPELINE_INDICES
+        ]
     except HFValidationError:
         return None
-    return Path(index).parent if isinstance(index, str) else None
+    return next((Path(index).parent for index in found if isinstance(index, str)), None)
 
 
 def _find_in_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> Path:
     folder = snapshot_in_cache(repo, revision)
     if folder is None:
         raise MissingWeights(
-            f"{PIPELINE_INDEX} of {repo} at {revision} is not in the local cache, and the hub is "
-            "out of reach",
+            f"{' or '.join(PIPELINE_INDICES)} of {repo} at {revision} is not in the local cache, "
+            "and the hub is out of reach",
             hint=f"if a folder was meant, there is none at {repo}; else go online once",
         )
     if missing := missing_files(folder, components, weights=weights):
@@ -217,7 +221,7 @@ def missing_files(
     folder: Path, components: Iterable[str], *, weights: bool = True
 ) -> tuple[str, ...]:
     """List files that `components` need and that a pipeline's folder lacks; reads only indices."""
-    missing = [] if (folder / PIPELINE_INDEX).is_file() else [PIPELINE_INDEX]
+    missing = [] if find_index(folder).is_file() else [PIPELINE_INDICES[0]]
     for component in components:
         own = folder / component
         if _is_weightless(component):

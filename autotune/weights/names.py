@@ -94,7 +94,7 @@ def _read_layers(written: Mapping[str, str | Mapping[str, str]]) -> dict[str, Pa
 
 
 FLUX1_CLASS, CHROMA_CLASS = "FluxTransformer2DModel", "ChromaTransformer2DModel"
-SD3_CLASS = "SD3Transformer2DModel"
+SD3_CLASS, COSMOS_CLASS = "SD3Transformer2DModel", "CosmosTransformer3DModel"
 _TABLE = read_table("weights/names.yaml")
 LAYOUTS: Mapping[str, Layout] = {
     name: Layout(
@@ -114,8 +114,8 @@ def find_class(layers: Iterable[str]) -> str | None:
     """Find the class whose layers, by diffusers' names, these must be.
 
     Empty if of none in LAYOUTS, None if they may be of several: Stable Diffusion 3.5 has all names
-    of FLUX.1's double blocks, Qwen-Image those of its attention. Chroma's layers pass for FLUX.1's,
-    which other programs call the same.
+    of FLUX.1's double blocks, Qwen-Image those of its attention, LTX those of Cosmos's blocks.
+    Chroma's layers pass for FLUX.1's, which other programs call the same.
     """
     names = tuple(layers)
     fitting = [
@@ -126,6 +126,8 @@ def find_class(layers: Iterable[str]) -> str | None:
     numbers = [int(number) for _, number in map(split_number, names) if number]
     if not fitting or not numbers:
         return ""
+    if fitting == [COSMOS_CLASS]:
+        return None
     is_flux = any(name.startswith("single_") for name in names)
     if len(fitting) == 1 and (fitting[0] != FLUX1_CLASS or is_flux):
         return fitting[0]

@@ -17,7 +17,7 @@ from autotune.weights.files import BadWeights, ModelMismatch, TensorEntry, Weigh
 from autotune.weights.tensors import read_tensor
 
 UNET_PREFIX = "model.diffusion_model."
-PREFIXES = (UNET_PREFIX, "diffusion_model.")  # of a DiT or UNet in a checkpoint
+PREFIXES = (UNET_PREFIX, "diffusion_model.", "net.")  # of a DiT or UNet in a checkpoint
 PART_PREFIXES: Mapping[str, tuple[str, ...]] = {  # Stability's and ComfyUI's for other components
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": ("conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer."),
@@ -27,6 +27,7 @@ PART_PREFIXES: Mapping[str, tuple[str, ...]] = {  # Stability's and ComfyUI's fo
         "text_encoders.t5xxl.transformer.",
     ),
     "text_encoder_3": ("text_encoders.t5xxl.transformer.",),
+    "text_conditioner": tuple(f"{each}llm_adapter." for each in (*PREFIXES, "")),  # Anima's
 }
 
 SCALES = (".scale_weight", ".weight_scale")  # of fp8 weights, in ComfyUI's older and newer files
@@ -115,7 +116,8 @@ def first_names(source: WeightSource, kind: str, config: Config) -> set[str]:
 def _read_part(source: WeightSource, prefixes: Iterable[str]) -> _Part:
     """The component with the first of `prefixes` that any name has, or all; reads only scales."""
     (file,) = source.files
-    names = list(file.by_name)
+    others = PART_PREFIXES["text_conditioner"] if prefixes is PREFIXES else ()
+    names = [name for name in file.by_name if not name.startswith(others)]
     used = next((each for each in prefixes if any(name.startswith(each) for name in names)), "")
     used_names = [name for name in names if name.startswith(used)]
     entries = {name.removeprefix(used): file.by_name[name] for name in used_names}

@@ -55,6 +55,10 @@ TINY: dict[str, dict[str, Any]] = {
         "text_num_key_value_heads": 2, "text_intermediate_size": 128,
         "axes_dims_rope": (8, 12, 12),
     },
+    "anima": {
+        "num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 5, "text_embed_dim": 48,
+        "adaln_lora_dim": 16, "rope_scale": (1.0, 4.0, 4.0), "extra_pos_embed_type": None,
+    },
     "qwen-image-2.1": {
         "num_layers": 5, "attention_head_dim": 32, "num_attention_heads": 4, "context_in_dim": 48,
         "axes_dims_rope": (8, 12, 12),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from torch import nn
 
@@ -31,6 +32,15 @@ class Small:
     @property
     def transformer(self) -> Any:
         return getattr(self.pipeline, self.family.denoiser)
+
+    def stock(self) -> Any:
+        """diffusers' own pipeline of the same components."""
+        kind, components = getattr(diffusers, self.family.pipeline_class), self.pipeline.components
+        if not issubclass(kind, diffusers.ModularPipeline):
+            return type(self.pipeline)(**components)
+        stock = kind()
+        stock.update_components(**{n: components[n] for n in stock.pretrained_component_names})
+        return stock
 
     @property
     def bucket(self) -> Bucket:

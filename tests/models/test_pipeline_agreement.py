@@ -8,7 +8,9 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 from PIL import Image
 
 from autotune.models import qwen_image
+from autotune.models.modular import ModularFamily
 from autotune.models.noise import FlowMatching
+from autotune.models.registry import FAMILIES
 from autotune.plan.workload import Bucket
 from tests.kinds import KINDS
 from tests.models.small import CAPTIONS, NO_GUIDANCE, mask_padding
@@ -97,7 +99,7 @@ def _pack(family, pipeline, latents):
         if not family.can_train_clips:
             return given
         return torch.cat([given, torch.zeros_like(given), torch.zeros_like(given[..., :1])], dim=-1)
-    if family.can_train_clips:
+    if family.can_train_clips or isinstance(family, ModularFamily):
         return latents
     if family.name in UNPACKED:
         return latents[:, :, 0] / getattr(pipeline.scheduler, "init_noise_sigma", 1.0)
@@ -119,7 +121,8 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
         options["image"] = images if family.max_controls > 1 else images[0]
     with monkeypatch.context() as patch:
         calls = _calls(small.transformer, patch)
-        pipeline(prompt=CAPTIONS[1], num_inference_steps=3, output_type="latent", **options)
+        kind = "np" if isinstance(family, ModularFamily) else "latent"
+        pipeline(prompt=CAPTIONS[1], num_inference_steps=3, output_type=kind, **options)
     hidden, theirs = calls[1]
     timestep = pipeline.scheduler.timesteps[1]
     assert 100 < timestep < 990
@@ -135,6 +138,19 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
         ours = family.predict(small.transformer, noisy, level[None], family.collate([sample]))
     sign = -1 if family.name == "z-image" else 1  # its pipeline negates what the transformer says
     torch.testing.assert_close(ours, sign * _unpack(family, theirs, shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, family in FAMILIES.items() if isinstance(family, ModularFamily)]
+)
+def test_blocks_called_as_a_pipeline_draw_what_the_stock_pipeline_draws(name, small_pipelines):
+    small = small_pipelines(name)
+    family, bucket, stock = small.family, small.bucket, small.stock()
+    ours = family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=3, seed=4)
+    size = {"width": bucket.width_px, "height": bucket.height_px}
+    how = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(4)}
+    theirs = stock(prompt=CAPTIONS[0], output="images", output_type="pil", **size, **how)
+    assert [each.tobytes() for each in ours] == [each.tobytes() for each in theirs]
 
 
 @pytest.mark.quick(*KINDS)

@@ -17,6 +17,7 @@ from autotune.weights.files import open_weights, read_config
 from autotune.weights.stream import build_empty_component
 from tests.builders import candidate, hardware, workload
 from tests.kinds import KINDS
+from tests.weights.fake_hub import hub_in_this_process
 
 
 @pytest.fixture
@@ -219,3 +220,21 @@ def test_revision_leads_nowhere_out_of_cache(revision):
     for find in (resolve_model, fetch_model):
         with pytest.raises(InvalidInput, match="is not a revision of"):
             find(ModelRef.of(f"Qwen/Qwen-Image@{revision}"))
+
+
+def test_a_pipeline_of_blocks_is_fetched_and_loads_from_its_folder_alone(small_pipelines, tmp_path):
+    small = small_pipelines("anima")
+    repo = shutil.copytree(small.folder, tmp_path / "repo")
+    index = json.loads((repo / "modular_model_index.json").read_text())
+    for entry in index.values():
+        if isinstance(entry, list):  # as saved by who had not loaded it, from elsewhere
+            entry[:2], entry[2]["pretrained_model_name_or_path"] = (None, None), "team/other"
+    (repo / "modular_model_index.json").write_text(json.dumps(index))
+    with hub_in_this_process(tmp_path / "cache") as hub:
+        hub.repos["team/anima"] = repo
+        model = fetch_model(ModelRef.of("team/anima"))
+        assert resolve_model(ModelRef.of("team/anima")) == model
+    check_weights(model)
+    assert model.family.name == "anima"
+    pipeline = model.family.load_pipeline(model.weights)
+    assert all(getattr(pipeline, name) for name in model.family.components)

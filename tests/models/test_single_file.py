@@ -19,6 +19,7 @@ from autotune.models.single_file import named_expert, sort_by_name
 from autotune.plan.job import ModelRef
 from autotune.train.model import load_transformer
 from autotune.weights.files import BadWeights, HubError, PickledWeights
+from autotune.weights.stream import load_component
 from tests.train.small import SETTINGS
 from tests.weights.fake_hub import COMMIT, hub_in_this_process
 from tests.weights.original_layouts import LAYOUTS, State
@@ -49,7 +50,7 @@ def header_only(state: State, file: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", ["flux1-dev", "qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"]
+    "family", ["anima", "flux1-dev", "qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"]
 )
 def test_file_and_base_are_the_folder(family, small_pipelines, tmp_path):
     small = small_pipelines(family)
@@ -65,9 +66,27 @@ def test_file_and_base_are_the_folder(family, small_pipelines, tmp_path):
     assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
+def test_the_conditioner_of_anima_is_read_from_the_file_of_its_transformer(
+    small_pipelines, tmp_path
+):
+    small, name = small_pipelines("anima"), "text_conditioner"
+    shutil.copytree(small.folder, tmp_path / "base")
+    file = in_one_file("anima", tmp_path / "base", tmp_path / "model.safetensors")
+    weights = tmp_path / "base" / name / "diffusion_pytorch_model.safetensors"
+    inside = {f"net.llm_adapter.{key}": each for key, each in load_file(weights).items()}
+    save_file({**load_file(file), **inside}, file)
+    weights.unlink()
+    model = resolve_model(ModelRef(name=str(file), base=str(tmp_path / "base")))
+    assert load_transformer(model, SETTINGS, torch.device("cpu"))
+    found = load_component(model.weights, name, dtype=torch.float32, weights=model.part_files[name])
+    expected = small.pipeline.text_conditioner.state_dict()
+    assert all(torch.equal(each, expected[key]) for key, each in found.state_dict().items())
+
+
 @pytest.mark.quick("flux1-dev")
 @pytest.mark.parametrize(
-    "name", ["flux1-dev", "sd3.5", "sd3.5-medium", "sdxl", "wan-2.1-14b", "z-image", "qwen-image"]
+    "name",
+    ["anima", "flux1-dev", "sd3.5", "sd3.5-medium", "sdxl", "wan-2.1-14b", "z-image", "qwen-image"],
 )
 def test_published_files_are_recognized(name, tmp_path):
     found = find_published(name)

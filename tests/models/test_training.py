@@ -58,7 +58,7 @@ def test_stock_pipelines_load_adapters(small, tmp_path, caplog):
         layers = get_peft_model_state_dict(transformer)
         folder = tmp_path / targets
         save_adapter(folder / "a.safetensors", layers, info, small.family.adapter_component)
-        stock = type(small.pipeline)(**small.pipeline.components)
+        stock = small.stock()
         denoiser = getattr(stock, small.family.denoiser)
         try:
             stock.load_lora_weights(folder / "a.safetensors", adapter_name="learned")

@@ -21,7 +21,13 @@ def write_small_pipeline(family: Family | str, folder: Path, captions: Sequence[
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = module.build_parts(family, captions)
-    getattr(diffusers, family.pipeline_class)(**parts).save_pretrained(folder)
+    kind = getattr(diffusers, family.pipeline_class)
+    if not issubclass(kind, diffusers.ModularPipeline):
+        kind(**parts).save_pretrained(folder)
+        return
+    pipeline = kind()
+    pipeline.update_components(**parts)
+    pipeline.save_pretrained(str(folder), overwrite_modular_index=True)
 
 
 def draw_images(

@@ -75,6 +75,26 @@ WAN = [
 ]
 
 
+COSMOS = [
+    (r"^transformer_blocks", "blocks"),
+    (r"^patch_embed\.proj", "x_embedder.proj.1"),
+    (r"^time_embed\.t_embedder", "t_embedder.1"),
+    (r"^time_embed\.norm", "t_embedding_norm"),
+    (r"^norm_out\.linear_", "final_layer.adaln_modulation."),
+    (r"^proj_out", "final_layer.linear"),
+    (r"\.norm1\.linear_", ".adaln_modulation_self_attn."),
+    (r"\.norm2\.linear_", ".adaln_modulation_cross_attn."),
+    (r"\.norm3\.linear_", ".adaln_modulation_mlp."),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.norm_([qk])\.", r".\1_norm."),
+    (r"\.to_([qkv])\.", r".\1_proj."),
+    (r"\.to_out\.0\.", ".output_proj."),
+    (r"\.ff\.net\.0\.proj", ".mlp.layer1"),
+    (r"\.ff\.net\.2", ".mlp.layer2"),
+]
+
+
 EMBEDDERS = {"timestep": "time", "text": "vector", "guidance": "guidance"}
 FLUX = [
     *(
@@ -230,6 +250,7 @@ LAYOUTS: dict[str, Callable[[State], State]] = {
     "sdxl": sdxl_unet,
     "wan-2.1": lambda state: relaid(state, WAN),
     "z-image": z_image,
+    "anima": lambda state: within(relaid(state, COSMOS), "net."),
 }
 
 
