@@ -181,9 +181,9 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         facts.append(
             ("measured", f"in {len(frozen.trials)} trial{'s' * (len(frozen.trials) > 1)}, {took}")
         )
-    facts += [("assumed", text) for text in assumption_text(plan)]
+    facts += [("assumed", text.removeprefix("assumed: ")) for text in assumption_text(plan)]
     faster = [*_gains_of_memory(plan), *frozen.advice]
-    facts += zip(("faster", *[""] * len(faster)), faster, strict=False)
+    facts += zip(("likely faster", *[""] * len(faster)), faster, strict=False)
     notes = []
     if theirs := frozen.overheads:
         notes.append(f"memory as {theirs.program} takes it, by its source; time as autotune")
@@ -234,11 +234,12 @@ def _gains_of_memory(plan: TrainingPlan) -> list[str]:
     memory = MEMORY[plan.frozen.hardware.device_kind]
     least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
     best = min(beyond, key=lambda alternative: alternative.step_seconds)
-    return [
-        f"{seconds / each.step_seconds:.2f}x the speed with "
-        f"{memory_text(each.run_memory_bytes - budget)} more {memory}"
-        for each in ([least] if least == best else [least, best])
+    gains = [
+        (f"{seconds / each.step_seconds:.2f}x", memory_text(each.run_memory_bytes - budget))
+        for each in (least, best)
     ]
+    further = f", {gains[1][0]} with {gains[1][1]}" * (least != best)
+    return [f"{gains[0][0]} with {gains[0][1]} more {memory}{further}"]
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
@@ -276,8 +277,7 @@ def assumption_text(plan: TrainingPlan) -> list[str]:
     """Tell what the plan takes for granted of a machine that it was not made on."""
     if not (packages := ", ".join(plan.frozen.hardware.assumed)):
         return []
-    later = "nothing was measured, `train` does it here"
-    return [f"assumed: {packages} installed, and as fast as published; {later}"]
+    return [f"assumed: {packages} installed, and as fast as published"]
 
 
 def check_lines(result: CheckResult, plan_file: str, machine: str = "this machine") -> list[str]:

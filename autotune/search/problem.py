@@ -24,7 +24,7 @@ from autotune.plan.hardware import KEY_NAMES, Capability, HardwareProfile, share
 from autotune.plan.job import Job
 from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
-from autotune.plan.words import setting_text
+from autotune.plan.words import value_text
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search import comparison, next
 from autotune.search.gradient_checks import check_gradients
@@ -492,14 +492,11 @@ def advise_choices(
                     best_gain, chosen = gain, candidate
         if chosen is best:
             continue
-        option, why = (
-            f"--batch-size {chosen.micro_batch_size * number}",
-            "it changes what is learned",
-        )
+        option = f"--batch-size {chosen.micro_batch_size * number}, which changes what is learned"
         if bases is formats:
-            stored = setting_text("quantization", chosen.quantization)
-            option, why = f"--quality compact ({stored})", "it is less exact"
-        found.append(f"{best_gain:.2f}x the speed with {option}, as predicted; up to you: {why}")
+            stored = value_text("quantization", chosen.quantization)
+            option = f"--quality compact: {stored}, less exact"
+        found.append(f"{best_gain:.2f}x by {option}")
     return tuple(found)
 
 

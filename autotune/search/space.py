@@ -243,7 +243,7 @@ def _exclude(value: str, choices: Choices) -> Choices:
     # if a rule had settled on the value, those that may be pinned are tried instead
     admitted = tuple(choice for choice in choices.admitted if str(choice) != value)
     pinnable = {choice: why for choice, why in choices.pinnable.items() if str(choice) != value}
-    known = (*choices.admitted, *choices.pinnable)
+    known = (*choices.admitted, *choices.pinnable, *choices.rejected)
     excluded = {choice: "excluded by the user" for choice in known if str(choice) == value}
     rejected = {**choices.rejected, **excluded}
     return Choices(admitted, rejected, pinnable) if admitted else Choices(tuple(pinnable), rejected)

@@ -131,7 +131,7 @@ def test_only_what_run_wrote_is_uploaded(hub, run, tmp_path, name, kind):
 
 
 @pytest.mark.parametrize("part", ["a caption as prompt", "pictures of the data as controls"])
-def test_no_preview_that_shows_data_is_uploaded(hub, run, part):
+def test_no_preview_showing_data_is_uploaded(hub, run, part):
     plan = load_plan(run / "run-plan.yaml")
     work = plan.frozen.workload.changed(num_control_images=1)
     if part == "a caption as prompt":

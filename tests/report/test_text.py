@@ -115,6 +115,12 @@ def test_changed_values_are_the_users():
     assert any("shift 2.2" in line for line in lines[ours:])
 
 
+LONGEST = {
+    "checkpointed_blocks": 20, "selective_blocks": 20, "swapped_blocks": 40,
+    "quantization": "int8-matmul", "attention": "_native_efficient",
+}  # fmt: skip
+
+
 def long_plan(evidence, number):
     """A plan whose names and numbers are as long as they come."""
     frozen = golden_plan("measured").frozen
@@ -136,7 +142,9 @@ def long_plan(evidence, number):
             hardware=hardware,
             workload=frozen.workload.changed(model=model, effective_batch_size=8 * number),
             expected=expected,
+            settings=frozen.settings.changed(**LONGEST),
             caching=CachingSettings(text_encoder_quantization="torchao-int8", vae_device="cpu"),
+            advice=("1.82x by --quality compact: in int8, computed in int8, less exact",) * 2,
         )
     )
 
@@ -145,7 +153,9 @@ def long_plan(evidence, number):
 @pytest.mark.parametrize("number", [1, 8])
 def test_answer_fits_screen_of_80_columns(evidence, number):
     plan = long_plan(evidence, number)
-    lines = [*plan_lines(plan), *train_hint(plan, Path("plan.yaml")).splitlines()]
+    answer = plan_lines(plan)
+    assert len(answer) <= 15
+    lines = [*answer, *train_hint(plan, Path("plan.yaml")).splitlines()]
     explained = explain_lines(plan)
     assert len(explained) <= 15
     assert max(map(len, (*lines, *explained, *every_reason_lines(plan)))) <= 80
@@ -157,10 +167,7 @@ def test_answer_fits_screen_of_80_columns(evidence, number):
 def test_no_answer_is_wider_than_80_columns():
     gpu = "nvidia-rtx-5000-ada-generation-laptop-gpu"
     plans = [long_plan(evidence, 8) for evidence in ("measured", "predicted")]
-    settings = Candidate(
-        micro_batch_size=1, checkpointed_blocks=20, selective_blocks=20, swapped_blocks=40,
-        quantization="int8-matmul",
-    )  # fmt: skip
+    settings = Candidate(micro_batch_size=1, **LONGEST)
     work = plans[0].frozen.workload
     sizes = dict.fromkeys(MemoryBreakdown.model_fields, 999 << 30)
     phase = {"run_memory_bytes": 999 << 30, "allocated_memory_bytes": 999 << 30, "breakdown": sizes}

@@ -92,6 +92,16 @@ def test_larger_batches_keep_settings_that_run(settings):
     assert bool(asked) is ("swapped_blocks" in settings)
 
 
+@pytest.mark.parametrize("excluded", [(), (("quantization", "bnb-nf4"),)])
+def test_excluded_formats_are_not_advised(excluded):
+    hardware = builders.hardware(*CAPABILITIES, "quantization.bnb-nf4")
+    context = builders.context(hardware, builders.workload())
+    cost = FormulaCostModel(hardware, context.workload, context.family)
+    space = build_search_space(context, exclusions=excluded)
+    advice = advise_choices(space, cost, builders.candidate(), 100.0)
+    assert any("--quality compact" in line for line in advice) is not bool(excluded)
+
+
 def planned_seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) -> float:
     """Of a step of the predicted plan."""
     capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")

@@ -78,7 +78,7 @@ def test_other_files_are_no_records():
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("rates", [(), record().machine.rates])
 @pytest.mark.parametrize(("seconds", "factor"), [(1e-6, 1.0), (1.8, 9.0)])
-def test_what_no_device_can_compute_is_refused(kind, rates, seconds, factor):
+def test_impossible_speeds_are_refused(kind, rates, seconds, factor):
     keys = {**record().machine.match_keys, "device_kind": kind}
     there = record().machine.changed(match_keys=keys, rates=rates)
 
