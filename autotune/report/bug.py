@@ -29,7 +29,8 @@ LAST_LINES = 500  # of a log or of metrics
 SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
 # Two or more names with a slash before each, or a drive; what stays is the last name's ending.
 PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\]+[^/\\\s'\",;:)]{1,255})+")
-MEDIA = re.compile(r"[^\s/\\'\"]{1,255}\.(png|jpe?g|webp|gif|mp4|webm|mov|mkv|avi|txt|caption)\b")
+NAME = re.compile(r"[^\s/\\'\",;:()]+")
+MEDIA = re.compile(r"\.(png|jpe?g|webp|gif|mp4|webm|mov|mkv|avi|txt|caption)$", re.IGNORECASE)
 
 
 def bug_report(target: Path | None = None, path: Path | None = None) -> dict[str, str]:
@@ -100,7 +101,12 @@ def _without(private: list[str], text: str) -> str:
     for word in private:
         text = text.replace(word, LEFT_OUT)
     text = re.sub(r"\bhf_\w{8,}|\bAKIA\w{12,}", LEFT_OUT, without_logins(text))
-    return MEDIA.sub(r"*.\1", PATH.sub(LEFT_OUT, text))
+    return NAME.sub(_without_stem, PATH.sub(LEFT_OUT, text))
+
+
+def _without_stem(name: re.Match[str]) -> str:
+    found = MEDIA.search(name[0])
+    return f"*{found[0]}" if found else name[0]
 
 
 def summary_lines(texts: dict[str, str]) -> list[str]:
