@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from autotune import events as events
+    from autotune import records as records
     from autotune.api import check, compare, estimate, list_gpus, list_models, plan, probe
     from autotune.errors import AutotuneError
     from autotune.exchange import audit, export_config
@@ -71,6 +73,8 @@ else:
     }
 
     def __getattr__(name: str) -> object:
+        if name in ("events", "records"):
+            return importlib.import_module(f"autotune.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'autotune' has no attribute {name!r}")
         from autotune.errors import raise_typed

@@ -60,9 +60,6 @@ class PlanNotWritten(AutotuneError):
         self.plan = plan
 
 
-# --- This machine, and what there is to train ----------------------------------------------------
-
-
 def probe(
     *, quick: bool = False, device: int | None = None, on_event: OnEvent = log_event
 ) -> HardwareProfile:
@@ -141,9 +138,6 @@ def require_gpu(model: str) -> None:
     found = find_published(model)
     if found is not None and not Path(model).is_dir() and not may_have_gpu():
         raise comparison.NoGpu.build(*found)
-
-
-# --- Plans ---------------------------------------------------------------------------------------
 
 
 @takes(PlanRequest, "model", "data")
@@ -277,9 +271,6 @@ def check(
         machine = read_machine()
         misfits = fit.hardware_misfits(chosen, machine) + fit.card_misfits(chosen, machine)
     return CheckResult(fits=not misfits, misfits=misfits)
-
-
-# --- Predictions ---------------------------------------------------------------------------------
 
 
 @takes(EstimateRequest, "model")

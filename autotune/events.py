@@ -155,8 +155,7 @@ class PreviewsWritten(Event):
     """Number of steps that had been taken."""
 
 
-OnEvent = Callable[[Event], None]
-"""A listener to the stream."""
+OnEvent = Callable[[Event], None]  # a listener to the stream
 
 
 def smooth(before: float, value: float, number: int) -> float:

@@ -39,7 +39,7 @@ TESTS = {
     "share/warm_start.py": "share",
     "train/step.py": "train/test_step.py train/test_fp16.py train/test_loop.py "
     "models/test_noise.py models/test_experts.py",
-    "knobs/block_swap.py": "knobs/test_block_swap.py train/test_model.py",
+    "knobs/blocks.py": "knobs/test_block_swap.py train/test_model.py",
 }
 # Annotations (`int | None`) alone use it: a mutant fails at the import.
 LEFT_OUT = ("BinaryOperator_BitOr", "NoOp", "Variable")

@@ -3,7 +3,6 @@
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from click.exceptions import Exit
@@ -12,9 +11,6 @@ import autotune
 from autotune.cli.commands import JSON, OUTPUT, PATH, PLAN, app
 from autotune.cli.options import Commands
 from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
-
-if TYPE_CHECKING:
-    from autotune.share.store import Transfer
 
 CONFIG = click.argument(
     "config_file", type=PATH, metavar="FILE", help="A configuration of another trainer."
@@ -114,9 +110,7 @@ def profiles() -> None:
 @JSON
 def push(url: str, create: bool, as_json: bool) -> None:
     """Add your records to a team's store."""
-    from autotune import records
-
-    _print_transfer(records.push(url, create=create), as_json)
+    _print_transfer(autotune.records.push(url, create=create), as_json)
 
 
 @profiles.command()
@@ -124,9 +118,7 @@ def push(url: str, create: bool, as_json: bool) -> None:
 @JSON
 def pull(url: str, as_json: bool) -> None:
     """Add a team's records to your own; only new ones are copied."""
-    from autotune import records
-
-    _print_transfer(records.pull(url), as_json)
+    _print_transfer(autotune.records.pull(url), as_json)
 
 
 @profiles.command()
@@ -135,9 +127,7 @@ def pull(url: str, as_json: bool) -> None:
 @JSON
 def submit(name: str, path: Path | None, as_json: bool) -> None:
     """Show what a record would tell everybody, and the text of a pull request that brings it."""
-    from autotune import records
-
-    made = records.submit(name, path)
+    made = autotune.records.submit(name, path)
     print_result(made, as_json, lambda _: [made.record, "", made.pull_request])
     if path is not None:
         print_remark(f"written to {path / made.key} and {path / 'pull-request.md'}")
@@ -150,10 +140,9 @@ def submit(name: str, path: Path | None, as_json: bool) -> None:
 @JSON
 def list_records(store: str | None, as_json: bool) -> None:
     """List records; with --verbose, whether each counts on this machine, and what differs."""
-    from autotune import records
     from autotune.report.machine import record_list_lines
 
-    found = records.list_records(store, compare_here=Progress.is_verbose)
+    found = autotune.records.list_records(store, compare_here=Progress.is_verbose)
     print_result(found, as_json, lambda _: record_list_lines(found))
 
 
@@ -164,9 +153,7 @@ def list_records(store: str | None, as_json: bool) -> None:
 @JSON
 def prune(names: tuple[str, ...], dry_run: bool, store: str | None, as_json: bool) -> None:
     """Delete the named records, or those that are superseded, damaged or impossible."""
-    from autotune import records
-
-    reasons = records.prune(names, store, dry_run=dry_run)
+    reasons = autotune.records.prune(names, store, dry_run=dry_run)
     lines = [*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}"]
     print_result({"reasons": reasons, "dry_run": dry_run}, as_json, lambda _: lines)
 
@@ -176,16 +163,14 @@ def prune(names: tuple[str, ...], dry_run: bool, store: str | None, as_json: boo
 @JSON
 def verify(store: str | None, as_json: bool) -> None:
     """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
-    from autotune import records
-
-    count, bad = records.verify(store)
+    count, bad = autotune.records.verify(store)
     lines = [*bad, f"records: {count}, bad: {len(bad)}"]
     print_result({"num_records": count, "bad": bad}, as_json, lambda _: lines)
     if bad:
         raise Exit(1)
 
 
-def _print_transfer(transfer: "Transfer", as_json: bool) -> None:
+def _print_transfer(transfer: "autotune.records.Transfer", as_json: bool) -> None:
     for refused in transfer.refused:
         print_remark(f"refused: {refused}")
     counts = f"new: {transfer.num_new}, already there: {transfer.num_present}"

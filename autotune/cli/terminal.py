@@ -21,8 +21,7 @@ from autotune.report import plan as texts
 from autotune.report.run import PAGE_FILE, step_text, validation_text
 from autotune.report.text import memory_text, printable_lines, time_left_text, wrapped
 
-QUIET_SECONDS = 60.0
-"""Longest time between two lines of a training run whose output goes to a file."""
+QUIET_SECONDS = 60.0  # longest time between two lines of a training run whose output goes to a file
 
 
 class PlainConsole(Console):

@@ -308,8 +308,7 @@ def _stand_in_for_practice(
 
 
 def _keeping_weight(x: torch.Tensor, layer: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
-    # Autograd keeps the converted weight for the input's gradient.
-    scale: Any = layer.scale
+    scale: Any = layer.scale  # autograd keeps the converted weight for the input's gradient
     weight = quantized_layers.as_stored(layer.weight).to(dtype) * scale.to(dtype)[:, None]
     # A model that casts to the precision of a weight may have made bytes of it.
     return nn.functional.linear(x if x.is_floating_point() else x.to(dtype), weight, layer.bias)

@@ -19,8 +19,7 @@ from autotune.cost.kernels import DeviceRules, kernel_for, quantize_for_tracing,
 from autotune.cost.recorder import Remembering
 from autotune.errors import InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.attention import token_multiple
-from autotune.knobs.block_swap import region_offsets
-from autotune.knobs.blocks import apply_recomputation
+from autotune.knobs.blocks import apply_recomputation, region_offsets
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, take_layers
 from autotune.knobs.norm_rope import use_kernels
 from autotune.knobs.quantized_layers import torch_dtype

@@ -362,8 +362,6 @@ def _plan_entries(
 
 @dataclass
 class _EntryStore:
-    """Finds, adds and counts entries, and keeps the first `MEMORY_BYTES` in memory."""
-
     cache: Cache
     num_entries: int
     on_progress: OnProgress | None

@@ -62,10 +62,8 @@ PLAN_OPTIONS = (
     *("--targets", "attention+mlp", "--batch-size", "8", "--steps", "300", "--timestep-shift", "1"),
     *("--learning-rate", "4e-3", "--lr-scheduler", "cosine"),
 )
-# Times that each of the twelve is seen per view of the model's own images.
-TAUGHT_REPEATS = 4
-# Of what the model draws itself; more makes training on it exaggerate.
-OWN_GUIDANCE = 2.0
+TAUGHT_REPEATS = 4  # times that each of the twelve is seen per view of the model's own images
+OWN_GUIDANCE = 2.0  # of what the model draws itself; more makes training on it exaggerate
 GUIDANCE = 4.0
 REPORTED_SEED = 1000
 

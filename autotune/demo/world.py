@@ -15,10 +15,8 @@ Array = np.ndarray[Any, Any]
 # Distance in RGB from the ground that makes a figure: half of the faintest pair, pink on sand.
 CONTRAST = 35.0
 MIN_PIXELS = 40
-# Empty columns between two figures.
-GAP_PX = 3
-# Side of the templates that figures are compared with.
-GRID = 48
+GAP_PX = 3  # empty columns between two figures
+GRID = 48  # side of the templates that figures are compared with
 # Overlaps that count as no likeness, as of two different shapes, and as full likeness.
 FLOOR, CEILING = 0.6, 0.92
 
@@ -28,10 +26,8 @@ class Seen:
     """A figure found in an image, with the nearest named color."""
 
     color: str
-    # Intersection over union with each shape.
-    overlaps: dict[str, float]
-    # Across and down, in pixels.
-    center: tuple[float, float]
+    overlaps: dict[str, float]  # intersection over union with each shape
+    center: tuple[float, float]  # across and down, in pixels
     num_pixels: int
 
     @property
@@ -151,8 +147,7 @@ class Figure:
     color: str
     left: float
     top: float
-    # Of its bounding square; in pixels, like its corner.
-    size: float
+    size: float  # of its bounding square; in pixels, like its corner
 
 
 @dataclass(frozen=True)

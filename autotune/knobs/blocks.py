@@ -1,9 +1,16 @@
-"""Runs blocks: the first ones recomputed for their backward pass, and all of them compiled."""
+"""Runs blocks: the first ones recomputed for their backward pass, all compiled, some swapped.
 
+Swapping: each block's weights are copied to the device, all at once, just before its forward pass,
+which also runs when a checkpoint recomputes it, and the next block's meanwhile, on a stream of its
+own. Frozen weights never change, so a block leaves by dropping its copy. The same values meet the
+same kernels: gradients are bit for bit those without swapping.
+"""
+
+import weakref
 from collections import deque
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +18,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from autotune.errors import AutotuneError
 from autotune.models.adapter import find_dropout_layers
 from autotune.models.family import Family
 from autotune.plan.candidate import Choice
+from autotune.weights.stream import Transform
 
 
 def apply_recomputation(
@@ -147,3 +156,202 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
     """With strides of a whole: torch compiles anew for others, even of dimensions of one."""
     is_in_order = tensor.is_contiguous() and 1 not in tensor.shape
     return tensor if is_in_order else tensor.flatten().view(tensor.shape)
+
+
+PAGE_BYTES = 4096
+# Where a tensor may begin in its region: aligned as by CUDA's allocator.
+REGION_ALIGNMENT_BYTES = 256
+
+
+def swap_blocks(transformer: nn.Module, family: Family, num_blocks: int) -> None:
+    """Swap the first `num_blocks`, once per loaded model, to the device where other blocks lie."""
+    if blocks := family.blocks(transformer)[:num_blocks]:
+        on_cuda = (each.device for each in transformer.parameters() if each.is_cuda)
+        BlockSwap(blocks, next(on_cuda, next(transformer.parameters()).device))
+
+
+def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Return where tensors of these bytes begin in a block's region, and the region's bytes."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+    return offsets, end
+
+
+class HostRegion:
+    """Memory that begins at a page, as a tensor of uint8; locked for CUDA as long as it lives."""
+
+    def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
+        self.num_bytes = num_bytes
+        pages = -(-num_bytes // PAGE_BYTES)
+        # No page is shared with another region.
+        whole = torch.empty((pages + 1) * PAGE_BYTES, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE_BYTES
+        self.bytes = whole[start : start + num_bytes]
+        if is_locked:
+            self._lock(pages * PAGE_BYTES)
+
+    def _lock(self, num_bytes: int) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
+        if code:
+            what = f"{num_bytes / 2**20:.0f} MiB of system RAM could not be locked"
+            limit = "raise the limit of locked memory (ulimit -l unlimited)"
+            hint = f"{limit}, or plan with --pin swapped_blocks=0"
+            raise AutotuneError(f"{what} for the GPU (CUDA error {code})", hint=hint)
+        memory = self.bytes  # must outlive its registration
+        # The driver does so when the process ends.
+        weakref.finalize(self, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
+
+
+class HostWeight(NamedTuple):
+    """A frozen parameter whose values wait on the host in one tensor, or in each that it has."""
+
+    module: nn.Module
+    name: str
+    on_host: nn.Parameter
+    offsets: tuple[int, ...]  # where its tensors begin in the block's region
+
+    def put(self, parameter: nn.Parameter) -> None:
+        self.module._parameters[self.name] = parameter
+
+
+class HostBlock(NamedTuple):
+    """The frozen weights of a block in one region, so that one copy brings them all."""
+
+    region: HostRegion
+    weights: tuple[HostWeight, ...]
+
+
+class BlockSwap:
+    """Brings two blocks to the device at most: the one that runs, and the next."""
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.blocks = [_offload_frozen(block, device) for block in blocks]
+        assert all(block.weights for block in self.blocks), "a block has no frozen weights"
+        # When the weights of each block on the device arrived; None if at once.
+        self.arrivals: dict[int, torch.cuda.Event | None] = {}
+        self.last = -1
+        for number, block in enumerate(blocks):
+            _move_trained(block, device)  # an optimizer may look at them before anything runs
+            block.register_forward_pre_hook(partial(self._before_forward, number))
+
+    def _before_forward(self, number: int, block: nn.Module, *_: Any) -> None:
+        # Adapters are added where the weights are: perhaps on the host, at any time.
+        _move_trained(block, self.device)
+        following = self._following(number)
+        for other in [other for other in self.arrivals if other not in (number, following)]:
+            self._evict(other)
+        self._fetch(number)
+        self._await(number)
+        if following is not None:
+            self._fetch(following)
+        self.last = number
+
+    def _following(self, number: int) -> int | None:
+        """Forward passes go up, backward passes down, and without gradients all go up."""
+        begins = number == 0 and (self.last == 0 or not torch.is_grad_enabled())
+        is_forward = number > self.last or begins
+        following = number + (1 if is_forward else -1)
+        return following if 0 <= following < len(self.blocks) else None
+
+    def _fetch(self, number: int) -> None:
+        if number in self.arrivals:
+            return
+        # Memory that is taken now may still be read by what was queued before.
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        host = self.blocks[number].region.bytes
+        # On the running stream, where it will be freed.
+        visiting = torch.empty_like(host, device=self.device)
+        with torch.cuda.stream(self.stream):  # does nothing for None
+            visiting.copy_(host, non_blocking=True)
+        for weight in self.blocks[number].weights:
+            weight.put(_placed(weight.on_host, visiting, weight.offsets))
+        self.arrivals[number] = self.stream.record_event() if self.stream is not None else None
+
+    def _await(self, number: int) -> None:
+        if (event := self.arrivals[number]) is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _evict(self, number: int) -> None:
+        self._await(number)
+        del self.arrivals[number]
+        for weight in self.blocks[number].weights:
+            weight.put(weight.on_host)
+
+
+def _move_trained(block: nn.Module, device: torch.device) -> None:
+    for parameter in block.parameters():
+        if parameter.requires_grad and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+
+
+def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
+    frozen = [
+        (module, name, parameter.detach())
+        for module in block.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not parameter.requires_grad
+    ]
+    parts = [part for _, _, parameter in frozen for part in _parts_of(parameter).values()]
+    offsets, num_bytes = region_offsets(part.nbytes for part in parts)
+    region = HostRegion(num_bytes, is_locked=device.type == "cuda")
+    weights, begin = [], iter(offsets)
+    for module, name, parameter in frozen:
+        own = tuple(next(begin) for _ in _parts_of(parameter))
+        on_host = _placed(parameter, region.bytes, own)
+        copies = _parts_of(on_host.detach())
+        for place, part in _parts_of(parameter).items():
+            copies[place].copy_(part)
+        weights.append(HostWeight(module, name, on_host, own))
+    for module in block.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    for weight in weights:
+        weight.put(weight.on_host)
+    return HostBlock(region, tuple(weights))
+
+
+def _parts_of(tensor: Any) -> dict[str, Tensor]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return {"": tensor}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
+    like = like.detach()
+    pairs = zip(_parts_of(like).items(), offsets, strict=True)
+    parts = {name: _view(region, offset, part) for (name, part), offset in pairs}
+    if "" in parts:
+        return nn.Parameter(parts[""], requires_grad=False)
+    context = like.__tensor_flatten__()[1]
+    whole = type(like).__tensor_unflatten__(parts, context, like.shape, like.stride())
+    return nn.Parameter(whole, requires_grad=False)
+
+
+def _view(region: Tensor, offset: int, like: Tensor) -> Tensor:
+    flat = region[offset : offset + like.nbytes].view(like.dtype)
+    # Those of `like` if it is dense, else contiguous ones.
+    strides = torch.empty_like(like, device="meta").stride()
+    return flat.as_strided(like.shape, strides)
+
+
+def offload_on_arrival(
+    family: Family, transformer: nn.Module, num_blocks: int, transform: Transform | None
+) -> Transform:
+    """Make a transform of modules as they arrive: `transform`, then to the host if swapped."""
+    swapped = family.blocks(transformer)[:num_blocks]
+    inside = {id(module) for block in swapped for module in block.modules()}
+
+    def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
+        replacement = transform(name, module) if transform else None
+        if id(module) in inside:
+            own = replacement or module  # the children of `module` may have no values yet
+            own._apply(lambda each: each.to("cpu"), recurse=own is replacement)  # type: ignore[no-untyped-call]
+        return replacement
+
+    return on_arrival

@@ -282,7 +282,6 @@ class JoinedNormRope:
 
 
 def _joint_mask(image: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """The mask that attention gets, (batch, 1, 1, tokens) if it was given for tokens."""
     mask: Tensor | None = arguments.get("attention_mask")
     prompt = arguments.get("encoder_hidden_states_mask")
     if prompt is not None:

@@ -83,8 +83,6 @@ class Selective(_RecomputationKnob):
 
 
 class _TableKnob(Knob):
-    """A knob whose values are entries of a table."""
-
     table: ClassVar[Mapping[str, Any]]
 
     @property

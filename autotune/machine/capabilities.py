@@ -12,19 +12,11 @@ from typing import Any
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.knobs import attention, formats
 from autotune.knobs.knob import Requirements
-from autotune.plan.hardware import (
-    Capability,
-    Device,
-    HardwareProfile,
-    MemoryKind,
-    Versions,
-    shares_host_memory,
-)
+from autotune.plan import hardware
 
 GIB = 2**30
-OVERRIDES: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent")
-# A desktop takes this much more as windows open.
-DISPLAY_RESERVE_BYTES = GIB
+OVERRIDES: tuple[hardware.MemoryKind, ...] = ("discrete", "integrated", "coherent")
+DISPLAY_RESERVE_BYTES = GIB  # a desktop takes this much more as windows open
 MIN_MARGIN_BYTES = 256 * 2**20
 MAX_SHARED_RESERVE_BYTES = 16 * GIB
 MAX_HOST_RESERVE_BYTES = 4 * GIB
@@ -32,7 +24,7 @@ MAX_HOST_RESERVE_BYTES = 4 * GIB
 
 def classify_memory(
     integrated: bool | None, host_page_tables: bool | None, override: str | None
-) -> tuple[MemoryKind, str]:
+) -> tuple[hardware.MemoryKind, str]:
     """Return the kind and why, from the two attributes of a CUDA device (None: unknown). Raises
     InvalidInput if `override` (AUTOTUNE_MEMORY_KIND) is none of a GPU's kinds of memory."""
     if override:
@@ -57,7 +49,7 @@ def classify_memory(
 
 
 def compute_budget(
-    kind: MemoryKind,
+    kind: hardware.MemoryKind,
     total: int | None,
     free: int | None,
     drives_display: bool | None,
@@ -83,7 +75,7 @@ def compute_budget(
     free_text = "free" if free is not None else "in total (what is free is unknown)"
     why = f"{_gib(available)} {free_text}"
     margin = 0
-    if not shares_host_memory(kind):
+    if not hardware.shares_host_memory(kind):
         margin = max(MIN_MARGIN_BYTES, whole // 50)
         why += f", less a margin of {_gib(margin)}"
     reserved = default_reserve_bytes(kind, whole, drives_display) if reserve is None else reserve
@@ -93,19 +85,21 @@ def compute_budget(
     return max(0, available - margin - reserved), why
 
 
-def device_with_budget(memory_kind: MemoryKind, **facts: Any) -> Device:
+def device_with_budget(memory_kind: hardware.MemoryKind, **facts: Any) -> hardware.Device:
     """Return the device with these facts, fields of `Device`, and the budget that they give."""
     names = ("total_memory_bytes", "free_memory_bytes", "drives_display")
     budget_bytes, why = compute_budget(memory_kind, *map(facts.get, names))
-    return Device(memory_kind=memory_kind, budget_bytes=budget_bytes, budget_reason=why, **facts)
+    return hardware.Device(
+        memory_kind=memory_kind, budget_bytes=budget_bytes, budget_reason=why, **facts
+    )
 
 
 def limit_device(
-    device: Device,
+    device: hardware.Device,
     max_bytes: int | None = None,
     reserve_bytes: int | None = None,
     cap_bytes: int | None = None,
-) -> Device:
+) -> hardware.Device:
     """Return the device with the budget that a user's limits leave: `reserve_bytes` replace the
     default reserve, and `cap_bytes` stand for all its memory."""
     kind, total, free = device.memory_kind, device.total_memory_bytes, device.free_memory_bytes
@@ -124,7 +118,7 @@ def limit_device(
 
 
 def default_reserve_bytes(
-    kind: MemoryKind, total_bytes: int, drives_display: bool | None = None
+    kind: hardware.MemoryKind, total_bytes: int, drives_display: bool | None = None
 ) -> int:
     """Return how much of a memory is left to other processes; see `compute_budget`."""
     if kind == "integrated":
@@ -134,7 +128,7 @@ def default_reserve_bytes(
     return DISPLAY_RESERVE_BYTES if drives_display else 0
 
 
-def host_floor_bytes(kind: MemoryKind, total_bytes: int, available_bytes: int) -> int:
+def host_floor_bytes(kind: hardware.MemoryKind, total_bytes: int, available_bytes: int) -> int:
     """Return how much host memory a trial must leave: half the reserve, at most a quarter."""
     return min(default_reserve_bytes(kind, total_bytes) // 2, available_bytes // 4)
 
@@ -143,7 +137,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-def unmet(needs: Requirements, machine: HardwareProfile) -> str | None:
+def unmet(needs: Requirements, machine: hardware.HardwareProfile) -> str | None:
     """Return the first requirement that the machine does not meet, in words."""
     device = machine.device
     if needs.device_kinds and device.kind not in needs.device_kinds:
@@ -162,7 +156,7 @@ def unmet(needs: Requirements, machine: HardwareProfile) -> str | None:
     return _missing_library(needs, machine)
 
 
-def _missing_library(needs: Requirements, machine: HardwareProfile) -> str | None:
+def _missing_library(needs: Requirements, machine: hardware.HardwareProfile) -> str | None:
     device, versions, library = machine.device, machine.versions, needs.library
     if library is None:
         return None
@@ -174,29 +168,29 @@ def _missing_library(needs: Requirements, machine: HardwareProfile) -> str | Non
     return f"package: needs {library} {minimum}, this is {version}"
 
 
-def _missing_compiler(machine: HardwareProfile) -> str | None:
+def _missing_compiler(machine: hardware.HardwareProfile) -> str | None:
     return None if machine.host.compiler else "no C compiler on PATH: install gcc or clang"
 
 
-def _missing_triton(machine: HardwareProfile) -> str | None:
+def _missing_triton(machine: hardware.HardwareProfile) -> str | None:
     """torch.compile generates GPU code by triton."""
     missing = machine.device.kind == "cuda" and machine.versions.triton is None
     return "package: triton is not installed" if missing else None
 
 
-def _poor_fp16(machine: HardwareProfile) -> str | None:
+def _poor_fp16(machine: hardware.HardwareProfile) -> str | None:
     if has_faulty_fp16(machine.device):
         return "known bug: fp16 gives NaN on GTX 16 cards (pytorch/pytorch#58123)"
     is_cpu = machine.device.kind == "cpu"
     return "hardware: fp16 products are very slow on a CPU" if is_cpu else None
 
 
-def has_faulty_fp16(device: Device) -> bool:
+def has_faulty_fp16(device: hardware.Device) -> bool:
     """Tell if fp16 gives NaN on the card. These cards have no tensor cores either."""
     return "GTX 16" in device.name
 
 
-def _missing_gpu_direct_storage(machine: HardwareProfile) -> str | None:
+def _missing_gpu_direct_storage(machine: hardware.HardwareProfile) -> str | None:
     if machine.host.memory_model not in ("linux", "wsl"):
         return f"needs Linux, this is {machine.host.system}"
     if machine.host.gpu_direct_storage:
@@ -216,7 +210,7 @@ class Rule:
     name: str
     why: str
     needs: Requirements = field(default_factory=Requirements)
-    obstacles: tuple[Callable[[HardwareProfile], str | None], ...] = ()
+    obstacles: tuple[Callable[[hardware.HardwareProfile], str | None], ...] = ()
 
 
 RULES = (
@@ -237,7 +231,7 @@ RULES = (
 )
 
 
-def with_capabilities(machine: HardwareProfile) -> HardwareProfile:
+def with_capabilities(machine: hardware.HardwareProfile) -> hardware.HardwareProfile:
     """Return the profile with every capability, available or not, in the tables' order."""
     found = []
     for rule in RULES:
@@ -250,20 +244,20 @@ def with_capabilities(machine: HardwareProfile) -> HardwareProfile:
     for each in formats.WEIGHT_FORMATS.values():
         found.append((each.capability, each.summary, unmet(each.needs, machine)))
     capabilities = tuple(
-        Capability(name=name, available=why_not is None, reason=why_not or why)
+        hardware.Capability(name=name, available=why_not is None, reason=why_not or why)
         for name, why, why_not in found
     )
     return machine.changed(capabilities=capabilities)
 
 
-def lacks_code(versions: Versions, own: tuple[int, int] | None) -> bool:
+def lacks_code(versions: hardware.Versions, own: tuple[int, int] | None) -> bool:
     """Tell if a torch built with this CUDA has no code for a card of compute capability `own`:
     Thor's is in 13.0 and newer, other Blackwell cards' in 12.8."""
     needed = "13.0" if own is not None and own[0] == 11 else "12.8"
     return own is not None and own >= (10, 0) and not versions.has("cuda_runtime", needed)
 
 
-def without_bf16(device: Device) -> tuple[str, ...]:
+def without_bf16(device: hardware.Device) -> tuple[str, ...]:
     """Return the note on a card that cannot train in bf16, if it is one."""
     own = device.compute_capability
     if device.kind != "cuda" or own is None or own >= BF16:

@@ -319,7 +319,6 @@ def lock_path(device: Device) -> Path:
 
 
 def _card_id(device: Device) -> str:
-    """The GPU's UUID, which is the same whatever CUDA_VISIBLE_DEVICES makes of its index."""
     if device.kind == "cuda":
         with contextlib.suppress(Unavailable, OSError, AttributeError):
             return DriverSource().uuid(device.index)

@@ -137,7 +137,6 @@ def _stored_dtypes(profile: HardwareProfile) -> dict[str, None]:
 
 
 def _product_dtypes(profile: HardwareProfile, *, tried: bool) -> dict[str, None]:
-    """Dtypes of products in 8 bits: those that a search tries, or the others."""
     usable, on_cpu = _usable_formats(profile), profile.device.kind == "cpu"
     found = [each for each in usable if bool(on_cpu and each.slow_on_cpu) is not tried]
     return dict.fromkeys(each.product_dtype for each in found if each.product_dtype)

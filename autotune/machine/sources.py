@@ -318,8 +318,7 @@ def _cpu(_: int) -> str:
 
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# From this size on, a limit of cgroup v1 means that there is none.
-UNLIMITED_BYTES = 1 << 60
+UNLIMITED_BYTES = 1 << 60  # from this size on, a limit of cgroup v1 means that there is none
 
 
 def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...]]]:

@@ -81,8 +81,7 @@ class ModulationLayers:
 
 # 20 images make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples.
 VIEWS_PER_IMAGE = 100
-USUAL_IMAGES = 20
-"""Number of images that a job is assumed to have if there is no data yet."""
+USUAL_IMAGES = 20  # number of images that a job is assumed to have if there is no data yet
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from autotune.models.latents import ATTENTION, load_tokenizer, send
 from autotune.system.lazy import Tensor, torch
 
 TEXT_TOKENS = 512  # of every prompt: the model attends to the padding, too
-SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
 
 
 BLOCK = r"transformer_blocks\.\d+"

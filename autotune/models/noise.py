@@ -25,8 +25,7 @@ class NoiseProcess(ABC):
     """Levels, mixture and target of training. Immutable."""
 
     weightings: ClassVar[tuple[Weighting, ...]]  # weights of the loss that are defined for it
-    # Part of the way from clean to noise that levels are drawn from.
-    lowest_share: float = 0.0
+    lowest_share: float = 0.0  # part of the way from clean to noise that levels are drawn from
     highest_share: float = 1.0
 
     @abstractmethod
@@ -139,6 +138,5 @@ class DiscreteDiffusion(NoiseProcess):
 
 @cache
 def _signal_share(process: DiscreteDiffusion, device: torch.device) -> Tensor:
-    """Share of the signal's variance that is left at each timestep, from diffusers' own tables."""
     table: Tensor = diffusers.DDPMScheduler(**asdict(process)).alphas_cumprod
     return table.to(device)

@@ -294,7 +294,6 @@ def _expand(model: str) -> Path:
 
 
 def _parse_name(ref: ModelRef) -> tuple[tuple[Family, PublishedModel] | None, str, str]:
-    """The published model, if it is one; repository and revision, empty without one."""
     name, at, revision = ref.name.partition("@")
     revision = ref.revision or revision
     # It is joined to the cache's folder, and might leave it.

@@ -13,8 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 SCHEMA_VERSION: Final = 2
 """Version of the plans and records that are written, and the only one that is read."""
 
-MAX_DEPTH = 32
-"""Levels of lists and mappings in a document; real ones have fewer than ten."""
+MAX_DEPTH = 32  # levels of lists and mappings in a document; real ones have fewer than ten
 
 TRIAL_PROTOCOL_VERSION = 1
 """Version of how a trial measures; results of different versions are never compared."""
@@ -43,12 +42,10 @@ class Option:
     flag: str = ""
     """`--steps` or `--flip/--no-flip`; without dashes it stands for an argument: `PLAN`."""
     short: str = ""
-    metavar: str = ""
-    """Name of the value; one with `=` is a name and a value, and may be repeated."""
+    metavar: str = ""  # name of the value; one with `=` is a name and a value, and may be repeated
     envvar: str = ""
     is_required: bool = False
-    is_hidden: bool = False
-    """True if only Python has it."""
+    is_hidden: bool = False  # true if only Python has it
 
 
 HIDDEN = Option(is_hidden=True)

@@ -25,8 +25,7 @@ from autotune.system.files import read_bounded, write_text_atomic
 MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
 
-MAX_NODES = 100_000
-"""Far above any real plan: reading so many takes some seconds."""
+MAX_NODES = 100_000  # far above any real plan: reading so many takes some seconds
 
 HEADER = """\
 # A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.

@@ -51,10 +51,8 @@ SHARE = re.compile(r"\d{1,2}(\.\d{1,6})?%")
 HeldOut = Annotated[PathText, AfterValidator(_share_or_folder)]
 MAX_STEPS = 10**9
 """Years of training on any machine; times of far more are absurd, and of 2^63 would overflow."""
-MAX_PREVIEW_PROMPTS = 4
-"""More would take longer than they tell."""
-PREVIEW_EVERY = 250
-"""Training steps between previews, by default, and between validations."""
+MAX_PREVIEW_PROMPTS = 4  # more would take longer than they tell
+PREVIEW_EVERY = 250  # training steps between previews, by default, and between validations
 
 VALIDATION_DRAWS = 32
 """About how many draws of an image, a noise level and noise the loss on held-out images is the

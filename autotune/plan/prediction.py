@@ -155,8 +155,7 @@ class Estimate(Frozen):
     """Cost of the whole job, in the currency of the price."""
 
 
-MAX_ALTERNATIVES = 512
-"""Maximum number for one plan; autotune records fewer."""
+MAX_ALTERNATIVES = 512  # maximum number for one plan; autotune records fewer
 
 
 class Alternative(Frozen):

@@ -20,8 +20,7 @@ from autotune.plan.base import (
 )
 
 Quality = Literal["exact", "high", "compact"]
-Objective = Literal["throughput", "memory"]
-"""The goal of a search: time or step memory."""
+Objective = Literal["throughput", "memory"]  # the goal of a search: time or step memory
 GOALS: Mapping[Objective, str] = {"throughput": "fastest", "memory": "smallest"}
 """Word for the winner by each, among the settings that run."""
 BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
@@ -223,8 +222,7 @@ class Workload(Learning):
         return self if num_processes == 1 else self.changed(effective_batch_size=batch)
 
 
-NEARLY = 0.95
-"""Share of the largest above which typical shapes and captions count as the largest."""
+NEARLY = 0.95  # share of the largest above which typical shapes and captions count as the largest
 GOLDEN_RATIO = 0.618034
 
 

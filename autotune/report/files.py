@@ -240,7 +240,6 @@ class RunPage:
             on_event(Notice(text=f"no {PAGE_FILE}: {install}", level="warning"))
 
     def __call__(self, event: Event) -> None:
-        """Pass the event on; after previews write the page anew, in `PAGE_SHARE` of the time."""
         self.log(*event.logged)
         self.on_event(event)
         self.has_trained = self.has_trained or isinstance(event, StepFinished)

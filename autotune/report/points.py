@@ -18,8 +18,7 @@ def process_workload(plan: TrainingPlan) -> Workload:
     return plan.frozen.workload.share(plan.frozen.hardware.num_processes)
 
 
-Changes = Mapping[str, Choice]
-"""Differences from the chosen settings, by knob."""
+Changes = Mapping[str, Choice]  # differences from the chosen settings, by knob
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,6 @@ def _key(row: Alternative) -> tuple[tuple[str, Choice], ...]:
 def _best_by_value(
     rows: Sequence[Alternative], fitting: Sequence[Alternative], settings: Mapping[str, Choice]
 ) -> list[Alternative]:
-    """For each other value of each knob the fastest that fits, or the smallest of all."""
     found = []
     for knob in KNOBS:
         own = settings[knob.name]
@@ -208,7 +207,6 @@ def _pareto_front(rows: Sequence[Alternative]) -> list[Alternative]:
 
 
 def _nearest_beyond(beyond: Sequence[Alternative], chosen: Alternative) -> list[Alternative]:
-    """Of what does not fit the nearest to the budget, then some of all others."""
     ordered = sorted(beyond, key=_run_bytes)
     faster = [row for row in ordered if row.step_seconds < chosen.step_seconds]
     nearest = [*faster[:2], *ordered[:2]]

@@ -262,7 +262,6 @@ class ResidualSearch:
         return is_compared and self._alone._expects_no_gain(results, running)
 
     def _pays(self, num_steps: int, results: Results, running: Collection[Candidate]) -> bool:
-        """Tell if another trial is expected to save more of the planned steps than it takes."""
         if self.objective == "memory":
             return False
         best = self._best(results)

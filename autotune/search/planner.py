@@ -155,8 +155,6 @@ def _find_warm_start(
 
 @dataclass(frozen=True)
 class _Search:
-    """Each step takes the trials so far and returns them with its own."""
-
     problem: PlanningProblem
     backend: PlannerBackend
     study: optuna.Study
@@ -211,7 +209,6 @@ class _Search:
         return trials
 
     def try_compiled(self, trials: Trials) -> Trials:
-        """Try the fastest settings compiled, each time in a process that has compiled nothing."""
         problem, backend = self.problem, self.backend
         precisions = problem.space.choices["precision"]
 

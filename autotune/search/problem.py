@@ -389,7 +389,6 @@ def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel
 
 
 def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tuple[str, float]]:
-    """Options with the least memory that a run would need with them."""
     work, family = cost.workload, cost.family
     qualities = get_args(Quality)
     options: list[tuple[str, Workload]] = [
@@ -419,7 +418,6 @@ def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tupl
 
 
 def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -> tuple[float, int]:
-    """Least memory of a run, by whichever strategy its processes take, and the budget."""
     number = cost.parallel.num_processes
     pins = dict(split_pins(request.pin_pairs)[1])
     keeps = pins and cost.resident_encoder_bytes

@@ -185,7 +185,6 @@ def _choose_setting(
 
 
 def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -> dict[Choice, str]:
-    """Those under which gradients here are known to differ from the reference's, and how."""
     wrong = {}
     for value in values if name in GRADIENT_TOLERANCES else ():
         if rule := GRADIENT_TOLERANCES[name](value):
@@ -323,7 +322,6 @@ def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:
 
 
 def _spread(numbers: Integers) -> Integers:
-    """At most `NUM_STEPS` of them, ends included."""
     at = np.unique(np.round(np.linspace(0, len(numbers) - 1, NUM_STEPS)).astype(np.int64))
     chosen: Integers = numbers[at]
     return chosen

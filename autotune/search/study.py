@@ -102,7 +102,6 @@ def open_study(
 
 
 def _load_study(url: str, problem: PlanningProblem) -> Study:
-    """The study with the user's name or, without one, the last if it goes on, else a new one."""
     name, identity = problem.request.study, problem.identity
     with _translate_errors(url, only_reads=True):
         storage = _connect(url)

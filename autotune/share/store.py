@@ -12,7 +12,6 @@ import json
 import math
 import re
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -304,18 +303,7 @@ def _min_step_seconds(record: Record) -> float:
 
 KEY = re.compile(r"[a-z0-9-]{1,60}/[0-9a-f]{64}\.json")
 """Path of a record inside a store; no other path is ever read or written."""
-SAME_SECONDS = 0.05  # relative difference of steps that is noise
 MAX_PUSH_SECONDS = 3600.0  # that writing one record may take
-
-
-class Transfer(Frozen):
-    """Result of a push or a pull."""
-
-    num_new: int
-    num_present: int
-    refused: tuple[str, ...]
-    """Why records were refused, one sentence each, with its name."""
-    target: str  # where the records went
 
 
 @dataclass(frozen=True)
@@ -439,82 +427,3 @@ class Store:
 def user_store() -> Store:
     """Open this user's records: what was planned on this machine and what was pulled."""
     return Store(str(files.data_path("profiles")))
-
-
-def merge_stores(source: Store, target: Store) -> Transfer:
-    """Copy, byte for byte, the sound records that only `source` has; nothing else is read."""
-    there, sizes = target.sizes(), source.sizes()
-    wanted = [key for key, size in sizes.items() if there.get(key) != size]  # or it is cut off
-    num_new, refused = 0, []
-    for file in source.read(wanted):
-        if file.record is None:
-            refused.append(file.problem)
-        else:
-            target.write(file.key, file.content)
-            num_new += 1
-    return Transfer(
-        num_new=num_new,
-        num_present=len(sizes) - len(wanted),
-        refused=tuple(refused),
-        target=target.address,
-    )
-
-
-def prune_store(
-    store: Store, names: Sequence[str] = (), *, dry_run: bool = False
-) -> tuple[str, ...]:
-    """Delete the named records, or else those that are bad or superseded.
-
-    Names may be shortened; one line for each record says why. Raises InvalidInput, with nothing
-    deleted, if a name fits no record or several.
-    """
-    useless = {}
-    for name in names:
-        keys = [key for key in store.sizes() if Path(key).stem.startswith(name.lower())]
-        if len(name) < 4 or len(keys) != 1:
-            raise InvalidInput(
-                f"{len(keys) or 'no'} records begin with {name!r} in {store.address}",
-                hint="`autotune profiles list` shows their names; give at least 4 digits",
-            )
-        useless[keys[0]] = f"{Path(keys[0]).stem[:12]} was named"
-    parts: list[Path] = []
-    if not names:
-        useless, parts = dict(_find_useless(store)), store.find_abandoned_parts()
-    for key in () if dry_run else useless:
-        store.delete(key)
-    for part in () if dry_run else parts:
-        part.unlink(missing_ok=True)
-    return (*useless.values(), *(f"{part.name} was left by a push that died" for part in parts))
-
-
-def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
-    sound = []
-    for file in store.read():
-        if file.record:
-            sound.append((file.record, file))
-        else:
-            yield file.key, file.problem
-    sound.sort(key=lambda pair: (pair[0].measured_on, len(pair[0].trials)), reverse=True)
-    # A newer record of the same machine, versions and work supersedes one of no more trials, none
-    # of which is faster: its date alone says nothing.
-    kept = defaultdict[tuple[object, ...], list[Record]](list)
-    for record, file in sound:
-        machine = record.machine
-        versions = machine.versions.changed(python="", driver=None)
-        size = machine.total_memory_bytes
-        about = (machine.device_name, size, versions, record.workload)
-        best = (1 + SAME_SECONDS) * _best_seconds(record)
-        newer = (
-            other
-            for other in kept[about]
-            if len(record.trials) <= len(other.trials) and _best_seconds(other) <= best
-        )
-        if found := next(newer, None):
-            yield file.key, f"{file.name[:12]} is superseded by {found.name[:12]}"
-        else:
-            kept[about].append(record)
-
-
-def _best_seconds(record: Record) -> float:
-    ran = (trial.median_step_seconds or 0.0 for trial in record.trials if trial.outcome == "ok")
-    return min(ran)

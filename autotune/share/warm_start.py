@@ -60,8 +60,7 @@ class Match(NamedTuple):
     """`exact`: one trial reproduces it; `near`: a prior; `none`: it does not count."""
     distance: float
     """Sum of weights: of each name that differs, of each doubling of a quantity; else infinite."""
-    reasons: tuple[str, ...]
-    """Differences, one line each; the match keys alone if one of them does."""
+    reasons: tuple[str, ...]  # differences, one line each; the match keys alone if one of them does
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,6 @@ def usable_trials(record: Record, here: Machine) -> tuple[TrialResult, ...]:
 
 
 def _unusable_trials(record: Record, here: Machine) -> dict[int, str]:
-    """Position of each trial on a library that differs here, and why it does not count."""
     ours, theirs = here.versions, record.machine.versions
     major, _, minor = (here.match_keys["compute_capability"] or "0.0").partition(".")
     capability = int(major), int(minor)
@@ -340,7 +338,6 @@ class WarmStart:
     def _find_mismatch(
         self, source: MatchedRecord, local: Mapping[Candidate, TrialResult]
     ) -> str | None:
-        """Why the local trial of its winner, if there is one, does not reproduce it."""
         recorded = source.winner
         if recorded is None or recorded.candidate not in local:
             return None

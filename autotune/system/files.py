@@ -135,8 +135,7 @@ def shipped_path(*parts: str) -> Path:
 
 
 PREFIX = "autotune-scratch-"
-# A folder that is younger may not be locked yet.
-MIN_AGE_SECONDS = 60.0
+MIN_AGE_SECONDS = 60.0  # a folder that is younger may not be locked yet
 
 
 def make_scratch_folder(purpose: str) -> "tempfile.TemporaryDirectory[str]":
@@ -180,8 +179,7 @@ def _try_lock(descriptor: int) -> bool:
 URL = re.compile(
     r"(?P<origin>[A-Za-z][\w+.-]*://)(?:(?P<login>[^@/?#;\\]*)@)?(?P<place>[^@?#;\\]*)(?P<rest>[?#;][^@]*)?"
 )
-# Beginning of a URL, or of what was meant to be one.
-SCHEME = re.compile(r"[A-Za-z][\w+.-]+:[/\\]")
+SCHEME = re.compile(r"[A-Za-z][\w+.-]+:[/\\]")  # beginning of a URL, or of what was meant to be one
 ESCAPE_CHARACTERS = (
     "inside a name or a password write @ as %40, / as %2F, ? as %3F, # as %23 and ; as %3B"
 )

@@ -252,14 +252,11 @@ class Launch:
     """This process among those that a launcher started, and where they meet."""
 
     rank: int
-    local_rank: int
-    """Number of this process among those of its node."""
+    local_rank: int  # number of this process among those of its node
     world_size: int
     local_world_size: int
-    endpoint: str
-    """`HOST:PORT` of the first process."""
-    is_own: bool = False
-    """True if autotune started it."""
+    endpoint: str  # `HOST:PORT` of the first process
+    is_own: bool = False  # true if autotune started it
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self | None:

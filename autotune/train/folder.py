@@ -37,8 +37,7 @@ from autotune.weights.files import BadWeights, read_header
 from autotune.weights.names import LoraLayer
 from autotune.weights.tensors import load_file, save_file
 
-# The name that diffusers looks for.
-ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
 CHECKPOINTS = "checkpoints"
 CHECKPOINT_FILE = "checkpoint-{:06}.safetensors"
 CHECKPOINT_PATTERN = re.compile(r"checkpoint-(\d{6,})\.safetensors")
@@ -242,10 +241,8 @@ class Checkpoints:
     folder: Path
     run_key: str
     keep_last: int
-    # Files at multiples of this many steps are never deleted.
-    keep_every: int = 0
-    # Digest of the base weights.
-    weights: str = ""
+    keep_every: int = 0  # files at multiples of this many steps are never deleted
+    weights: str = ""  # digest of the base weights
     _pending: Future[None] | None = None
 
     def __post_init__(self) -> None:

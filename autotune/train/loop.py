@@ -31,8 +31,7 @@ from autotune.train.processes import Processes
 from autotune.train.step import Noising, StepOutcome, make_windows, optimizer_step, to_device
 from autotune.train.validation import HeldOutLoss, Validation
 
-# Effective batches on which the adapter is judged at the end.
-EVALUATION_STEPS = 4
+EVALUATION_STEPS = 4  # effective batches on which the adapter is judged at the end
 
 
 class TrainingLoop:
@@ -60,8 +59,7 @@ class TrainingLoop:
         self.metrics, self.on_event = metrics, on_event
         self.preview, self.stop_reason, self.trace = preview, stop_reason, trace
         self.settings, self.fallbacks = plan.frozen.settings, plan.frozen.fallbacks
-        # As steps call it: wrapped, with several processes.
-        self.network = model.transformer
+        self.network = model.transformer  # as steps call it: wrapped, with several processes
         job = self.job = plan.job
         order = self.order = BatchOrder(
             groups=encoded.groups,
@@ -184,7 +182,6 @@ class TrainingLoop:
         self.on_event(Notice(text=warning, level="warning"))
 
     def _fall_back(self) -> None:
-        """Switch to the next fallback; the step is taken again, with the same images and noise."""
         loaded = reload_key(self.settings)
         fitting = [fallback for fallback in self.fallbacks if reload_key(fallback) == loaded]
         if not fitting:
@@ -365,8 +362,7 @@ CHECK_WEIGHTS = (
     "not finite"
 )
 TRAIN_IN_FP32 = "plan again in fp32: autotune plan --from PLAN --pin precision=fp32"
-# Losses that need a smaller one have gradients that fp16 has no numbers for.
-MIN_LOSS_SCALE = 1.0
+MIN_LOSS_SCALE = 1.0  # losses that need a smaller one have gradients that fp16 has no numbers for
 # Gradients that overflow after eight halvings are more likely wrong than large.
 LOW_LOSS_SCALE = 2.0**8
 # Both take any mask; what they make not finite, no other backend would.

@@ -23,8 +23,7 @@ CURVES = (
 )  # fmt: skip
 
 MAX_LINE_BYTES = 1 << 16
-# Far beyond any measurement; sums of smaller numbers are finite.
-MAX_NUMBER = 1e100
+MAX_NUMBER = 1e100  # far beyond any measurement; sums of smaller numbers are finite
 NUMBERS = attrgetter(*CURVES)
 
 

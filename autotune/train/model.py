@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 from autotune.errors import AutotuneError
 from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel, token_multiple
-from autotune.knobs.block_swap import offload_on_arrival, swap_blocks
-from autotune.knobs.blocks import apply_recomputation, compile_blocks
+from autotune.knobs.blocks import (
+    apply_recomputation,
+    compile_blocks,
+    offload_on_arrival,
+    swap_blocks,
+)
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import take_layers, take_loaded_layers
 from autotune.knobs.norm_rope import use_kernels
@@ -48,8 +52,7 @@ class TrainingModel:
     noise: noise.NoiseProcess
     # None for random weights or without quantization.
     quantization_error: QuantizationError | None = None
-    # Masked sequences are padded to a multiple of it.
-    token_multiple: int = 1
+    token_multiple: int = 1  # masked sequences are padded to a multiple of it
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         return self.family.collate(samples, self.token_multiple)

@@ -19,8 +19,7 @@ from autotune.plan.hardware import Device, shares_host_memory
 from autotune.plan.plan import FrozenPart
 from autotune.system import memory
 
-# Share of the budget above which one fragmented allocation may end a run.
-ALARM_SHARE = 0.85
+ALARM_SHARE = 0.85  # share of the budget above which one fragmented allocation may end a run
 # Runs planned to fill their budget cause a warning only this far above the plan.
 PEAK_TOLERANCE = 1.05
 WINDOW_STEPS = 50
@@ -28,20 +27,15 @@ NUM_WINDOWS = 6
 # Growth over all windows, each higher than the last, that counts as a leak: a process's memory
 # wavers by less.
 LEAK_SHARE = 0.05
-# Spilling to the host makes steps 5 to 20 times slower.
-SPILL_FACTOR = 3.0
+SPILL_FACTOR = 3.0  # spilling to the host makes steps 5 to 20 times slower
 # Share of a card's memory, taken by whomever, above which steps may be slow for want of it.
 NEAR_FULL = 0.9
-# The median counts: one step alone waits for a disk or another program.
-SPILL_STEPS = 5
-# Norms this many times the median of the steps before are spikes.
-SPIKE_FACTOR = 10.0
+SPILL_STEPS = 5  # the median counts: one step alone waits for a disk or another program
+SPIKE_FACTOR = 10.0  # norms this many times the median of the steps before are spikes
 SPIKE_WINDOW = 100
 MIN_SPIKE_STEPS = 20
-# First steps of a start that do not count as steady.
-NUM_WARMUP_STEPS = 2
-# The steps before them allocate and warm up.
-TRACED_STEPS = range(3, 6)
+NUM_WARMUP_STEPS = 2  # first steps of a start that do not count as steady
+TRACED_STEPS = range(3, 6)  # the steps before them allocate and warm up
 RETRIES = "the allocator ran out of memory and started over: steps wait for it, and may fail"
 EXPANDABLE = "grow its segments: autotune plan --from PLAN --pin allocator=expandable"
 MORE_TO_SPARE = "plan again with more to spare: autotune plan --from PLAN --reserve 2GiB"
@@ -51,15 +45,12 @@ MORE_TO_SPARE = "plan again with more to spare: autotune plan --from PLAN --rese
 class MemoryReading:
     """Memory of a device between two steps, as torch's allocator sees it."""
 
-    # By tensors; on a CPU by the process.
-    held_bytes: int
-    # Reserved by the allocator; on a CPU held by the process.
-    peak_bytes: int
+    held_bytes: int  # by tensors; on a CPU by the process
+    peak_bytes: int  # reserved by the allocator; on a CPU held by the process
     reserved_bytes: int | None = None
     # How often the allocator ran out, gave back its reserve, and asked again.
     allocator_retries: int | None = None
-    # Of the card's memory, by this process and others.
-    used_share: float = 0.0
+    used_share: float = 0.0  # of the card's memory, by this process and others
 
 
 def allocator_retries(device: torch.device) -> int:
@@ -99,8 +90,7 @@ class Monitor:
         self.peaks: dict[str, PhasePeak] = {}
         self.seconds: list[float] = []
         self.data_seconds: list[float] = []
-        # In [0, 1].
-        self.utilization: list[float] = []
+        self.utilization: list[float] = []  # in [0, 1]
         self.norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         # In all starts of the run: a few are clipped and forgotten, many mean too high a rate.
         self.num_spikes = self.num_nonfinite = self.num_overflows = 0

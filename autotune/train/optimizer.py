@@ -91,8 +91,7 @@ class AdapterOptimizer:
         self.scaler = self._make_scaler()
         self.ema_decay, self.num_updates = ema_decay, 0
         self.averages = [master.detach().clone() for master in self.masters] if ema_decay else []
-        # Masters whose state is whole.
-        self._stepped = set(self.inner.state)
+        self._stepped = set(self.inner.state)  # masters whose state is whole
 
     def _set_mode(self, *, training: bool) -> None:
         if self.averages_itself:

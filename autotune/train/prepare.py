@@ -40,15 +40,7 @@ from autotune.plan.workload import (
 from autotune.system.files import require_writable
 from autotune.system.lazy import torch
 from autotune.system.process import current_launch
-from autotune.train import folder
-from autotune.train.fit import (
-    card_misfits,
-    data_misfits,
-    hardware_misfits,
-    key_misfits,
-    require_fit,
-    require_model,
-)
+from autotune.train import fit, folder
 from autotune.train.metrics import require_tracker
 from autotune.weights.files import open_weights, read_header, weights_digest
 from autotune.weights.names import can_write
@@ -105,8 +97,7 @@ class PreparedRun:
     workload: Workload
     output: Path
     lock: FileLock
-    # Digest of the transformer's.
-    weights: str
+    weights: str  # digest of the transformer's
 
 
 def prepare(
@@ -118,10 +109,10 @@ def prepare(
     inputs = inputs or read_inputs(plan, resume=resume)
     data, model = inputs.data, inputs.model or read_model(plan)
     job, planned = plan.job, plan.frozen.workload
-    require_model(plan, model)
+    fit.require_model(plan, model)
     request, drops_captions = WorkloadRequest.again(planned), job.caption_dropout > 0
     workload = describe_workload(model, data.whole, request, drops_captions=drops_captions)
-    require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
+    fit.require_fit(fit.data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
     if resume:
         folder.require_same_weights(Path(job.output), weights)
@@ -139,8 +130,10 @@ def _require_machine(
     if launch and launch.is_own:  # what started it has looked, and the first may be loading by now
         return
     local = launch.local_world_size if launch else plan.frozen.hardware.num_processes
-    misfits = key_misfits(plan, hardware) if by_keys else hardware_misfits(plan, hardware, local)
-    require_fit((*misfits, *(() if launch else card_misfits(plan, hardware, local))))
+    misfits = (
+        fit.key_misfits(plan, hardware) if by_keys else fit.hardware_misfits(plan, hardware, local)
+    )
+    fit.require_fit((*misfits, *(() if launch else fit.card_misfits(plan, hardware, local))))
 
 
 def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
@@ -154,7 +147,6 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:
-    """Size the adapter, its best state and all checkpoints, with the optimizer's state."""
     workload, job = plan.frozen.workload, plan.job
     transformer = build_on_meta(model.family, model.config)
     shapes = adapter_shapes(model.family, transformer, workload)
@@ -171,8 +163,7 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     return adapter_bytes * (1 + job.keep_best) + checkpoint_bytes * num_checkpoints
 
 
-# Of caption lengths.
-NUM_QUANTILES = 16
+NUM_QUANTILES = 16  # of caption lengths
 
 
 def require_even_shares(batch: int, num_processes: int) -> None:
@@ -351,8 +342,7 @@ class SampleRequest:
     prompt: str
     count: int = 1
     seed: int = 0
-    # None for the job's.
-    num_steps: int | None = None
+    num_steps: int | None = None  # None for the job's
     control_paths: tuple[Path, ...] = ()
     # None for a file in the run's folder or beside the plan; several get numbers. A clip is an
     # .mp4; any other name gets its first frame as a PNG.

@@ -55,8 +55,7 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
-    # Processes that hold the frozen weights together.
-    num_shards: int = 1
+    num_shards: int = 1  # processes that hold the frozen weights together
     local_rank: int = 0
     # All processes, on the host's network, with a timeout of `MAX_WAIT`.
     waiting_group: "torch.distributed.ProcessGroup | None" = None

@@ -87,8 +87,6 @@ def train(
 
 
 class _Run:
-    """The phases of one run around its loop."""
-
     def __init__(
         self,
         plan: TrainingPlan,

@@ -28,7 +28,7 @@ from autotune.data.encode import Encoders, move_tensors
 from autotune.data.pixels import explain_damage, open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged
-from autotune.knobs import block_swap, modulation
+from autotune.knobs import blocks, modulation
 from autotune.knobs.settings import configure_allocator
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
@@ -41,11 +41,9 @@ from autotune.train.model import load_transformer
 from autotune.train.prepare import SampleInputs
 from autotune.weights.adapters import read_adapter
 
-# Height of a line of labels, as a share of a picture's.
-LINE_SHARE = 1 / 24
+LINE_SHARE = 1 / 24  # height of a line of labels, as a share of a picture's
 MIN_LINE_PX = 12
-# x264's constant rate factor: what is lost cannot be seen.
-CLIP_QUALITY = "18"
+CLIP_QUALITY = "18"  # x264's constant rate factor: what is lost cannot be seen
 LABELS = ("without the adapter", "with the adapter")
 
 
@@ -133,7 +131,7 @@ def sample_run(
     sampler.attach(transformer)
     if inputs.adapter:
         sampler.load_adapter(inputs.adapter)
-    block_swap.swap_blocks(transformer, model.family, settings.swapped_blocks)
+    blocks.swap_blocks(transformer, model.family, settings.swapped_blocks)
     written = []
     strengths = request.strengths if inputs.adapter else (1.0,)
     every = list(product(enumerate(previews, start=1), strengths))
@@ -155,8 +153,7 @@ def sample_run(
     return written
 
 
-# Images with a shorter side are not halved when memory is short.
-MIN_HALVED_SIDE_PX = 256
+MIN_HALVED_SIDE_PX = 256  # images with a shorter side are not halved when memory is short
 # Numbers of each token, or sizes in pixels, that fp16 would round.
 EXACT_INPUTS = ("timestep", "time_ids")
 
@@ -200,8 +197,7 @@ class PreviewSampler:
         # Results of the calls of `encode_prompt`, in order, by prompt and control images.
         self.encoded: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
         self.pipeline: Any = None
-        # Of both sides of previews.
-        self.divisor = 1
+        self.divisor = 1  # of both sides of previews
 
     @property
     def transformer(self) -> Any:

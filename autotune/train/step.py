@@ -22,8 +22,7 @@ from autotune.train.model import TrainingModel
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes
 
-# Keeps quantiles off 0 and 1, where a normal distribution has none.
-TINY = 1e-9
+TINY = 1e-9  # keeps quantiles off 0 and 1, where a normal distribution has none
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class Noising:
         return self._shifted(whole, shape)
 
     def _share_below(self, level: float, shape: Sequence[int]) -> float:
-        """Return the share of draws below a level of flow matching, if the process let all pass."""
         if level in (0.0, 1.0):
             return level
         shift = self.shift(shape) if callable(self.shift) else self.shift
@@ -188,8 +186,7 @@ class ModulationWindows:
     images_per_step: int
     first_position: int
     place: Callable[[Batch], Batch]
-    # A step's share of the time that the newest window took.
-    share_seconds: float = 0.0
+    share_seconds: float = 0.0  # a step's share of the time that the newest window took
     _held: int = -1
 
     @cached_property

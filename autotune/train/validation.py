@@ -23,8 +23,7 @@ from autotune.train import folder, model, monitor, optimizer
 from autotune.train.processes import Processes
 from autotune.train.step import Noising, collect_conditionings, pick_inputs
 
-# After the last step of any run.
-NOISE_STEP = 10**12
+NOISE_STEP = 10**12  # after the last step of any run
 NOT_FINITE = "the loss on held-out images is not finite"
 
 
@@ -96,7 +95,6 @@ class HeldOutLoss:
         return cast("list[float]", losses.tolist())
 
     def _modulations(self) -> contextlib.AbstractContextManager[None]:
-        """Compute the modulations of all draws at once, if they are computed ahead of steps."""
         if (ahead := find_modulation_ahead(self.model.transformer)) is None:
             return contextlib.nullcontext()
         inputs = [pick_inputs(self.model, self.encoded.sample(draw.item)) for draw in self._draws]
@@ -112,8 +110,7 @@ class ValidationHistory:
     base_loss: float
     best_loss: float = math.inf
     best_step: int = 0
-    # None if the last was not finite.
-    final_loss: float | None = None
+    final_loss: float | None = None  # None if the last was not finite
 
     def add(self, step: int, losses: Sequence[float]) -> bool:
         """Count the measurement after `step`; return whether the adapter is the best so far."""

@@ -19,13 +19,11 @@ from autotune.machine.sources import available_bytes, host_available_bytes, memo
 from autotune.plan.hardware import MemoryKind, shares_host_memory
 from autotune.system import process
 
-# Filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor.
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.02  # filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor
 # The kernel takes seconds to return a large process's memory; the rest is another process's.
 MAX_WAIT_SECONDS = 30.0
 MAX_STALL_SECONDS = 1.0
-# Smaller changes are the machine's own.
-NOISE_BYTES = 64 * 2**20
+NOISE_BYTES = 64 * 2**20  # smaller changes are the machine's own
 COMMAND = (*process.PYTHON, "-m", "autotune.train.watchdog")
 HINT = (
     "close other programs, or plan again with more to spare: autotune plan --from PLAN --reserve "

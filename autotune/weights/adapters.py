@@ -47,8 +47,7 @@ from autotune.weights.tensors import load_file, save_file
 
 INFO_KEY = "autotune"
 MODULES_KEY = "autotune_modules"
-# peft's configuration.
-DIFFUSERS_KEY = "lora_adapter_metadata"
+DIFFUSERS_KEY = "lora_adapter_metadata"  # peft's configuration
 
 PREFIXES: Mapping[str, AdapterFormat] = {
     "transformer.": "diffusers",

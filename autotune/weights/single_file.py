@@ -226,7 +226,6 @@ def _read_marker(
 def _join_rows(
     name: str, shape: tuple[int, ...] | None, runs: list[Run], is_transposed: bool, part: _Part
 ) -> TensorView:
-    """The tensor that is made of these rows, in the model's `shape` if it has as many elements."""
     first, num_rows = part.tensors[runs[0][0]], sum(count for _, _, count in runs)
     pieces, factors = [], []
     for stored, row, count in runs:

@@ -306,8 +306,6 @@ def _find_slots(model: nn.Module) -> list[_Slot]:
 
 
 class _Filler:
-    """Puts tensors into their slots and transforms each module once it is complete."""
-
     def __init__(self, model: nn.Module, transform: Transform | None) -> None:
         self.model = model
         self.transform = transform

@@ -13,8 +13,9 @@ from autotune.data.dataset import read_dataset
 from autotune.data.encode import Encoders, encode_dataset
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import read_plan, write_plan
+from autotune.records import merge_stores
 from autotune.search import study
-from autotune.share.store import Store, merge_stores
+from autotune.share.store import Store
 from autotune.train.folder import ADAPTER_FILE, REPORT_FILE
 from autotune.train.metrics import read_metrics
 from benchmarks.faults.strike import Work

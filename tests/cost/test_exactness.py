@@ -9,7 +9,7 @@ from tiny_models import TINY, cpu, workload_of
 from autotune.cost.predict import CostModel
 from autotune.cost.trace import shorten
 from autotune.knobs import modulation
-from autotune.knobs.block_swap import BlockSwap
+from autotune.knobs.blocks import BlockSwap
 from autotune.models.family import denoising_loss
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs.attention import cuda_kernel
-from autotune.knobs.block_swap import BlockSwap
+from autotune.knobs.blocks import BlockSwap
 from autotune.machine.sources import cudnn_version
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import resolve_model

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autotune.knobs import block_swap
-from autotune.knobs.block_swap import BlockSwap
+from autotune.knobs import blocks as block_swap
+from autotune.knobs.blocks import BlockSwap
 from autotune.knobs.norm_rope import KERNELS, NormRopeFunction
 from autotune.knobs.quantized_layers import quantize_inside
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from autotune.knobs.block_swap import swap_blocks
+from autotune.knobs.blocks import swap_blocks
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.adapter import add_adapter
 from autotune.models.family import Batch, build_on_meta, denoising_loss

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.knobs.block_swap import BlockSwap
-from autotune.knobs.blocks import CompiledBlock
+from autotune.knobs.blocks import BlockSwap, CompiledBlock
 from autotune.knobs.knob import TuningContext, gradient_capability
 from autotune.knobs.quantized_layers import quantize_inside
 from autotune.knobs.registry import GRADIENT_TOLERANCES, Quantization

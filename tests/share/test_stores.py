@@ -12,13 +12,12 @@ from click.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.records import merge_stores, prune_store
 from autotune.share.store import (
     MAX_RECORD_BYTES,
     Store,
     architecture_folder,
-    merge_stores,
     name_of,
-    prune_store,
     shareable_machine,
     user_store,
 )

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from autotune.data.encode import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
-from autotune.knobs.block_swap import BlockSwap
+from autotune.knobs.blocks import BlockSwap
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import save_plan
 from autotune.plan.plan import RunReport
