@@ -115,7 +115,7 @@ def bug_report(target: Path | None, path: Path | None, as_json: bool) -> None:
 def models(hardware: str | None, host_memory: str | None, file: Path | None, as_json: bool) -> None:
     """List the models that can be planned and trained; with --hardware, what a GPU is predicted
     to do with each."""
-    from autotune.report.machine import model_lines
+    from autotune.report.predictions import model_lines
 
     with show_events() as show:
         found = autotune.list_models(hardware, file=file, host_memory=host_memory, on_event=show)
@@ -141,7 +141,7 @@ def fetch(model: str, as_json: bool) -> None:
 @JSON
 def estimate(asked: dict[str, Any], as_json: bool) -> None:
     """Predict memory, time and cost of settings that you name; runs and downloads nothing."""
-    from autotune.report.machine import estimate_lines
+    from autotune.report.predictions import estimate_lines
 
     with show_events() as show:
         answer = autotune.estimate(**asked, on_event=show)
@@ -152,7 +152,7 @@ def estimate(asked: dict[str, Any], as_json: bool) -> None:
 @JSON
 def compare(asked: dict[str, Any], as_json: bool) -> None:
     """Predict one job on several GPUs: settings, speed, hours and cost of the finished adapter."""
-    from autotune.report.machine import comparison_lines
+    from autotune.report.predictions import comparison_lines
 
     with show_events() as show:
         found = autotune.compare(**asked, on_event=show)
@@ -166,8 +166,8 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.api import PlanNotWritten, list_choices, require_gpu
     from autotune.plan.file import plan_text
-    from autotune.report.machine import elsewhere_lines
     from autotune.report.plan import knob_lines
+    from autotune.report.predictions import elsewhere_lines
     from autotune.search.comparison import NoGpu
 
     if "model" not in asked and "earlier" not in asked:

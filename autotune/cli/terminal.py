@@ -17,7 +17,8 @@ from rich.text import Text
 from autotune import events
 from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import TrainingPlan
-from autotune.report import plan as texts
+from autotune.report import points as texts
+from autotune.report.plan import job_text
 from autotune.report.run import PAGE_FILE, step_text, validation_text
 from autotune.report.text import memory_text, printable_lines, time_left_text, wrapped
 
@@ -143,7 +144,7 @@ class EventDisplay:
         from autotune.train.folder import PREVIEWS
 
         self.previews = Path(plan.job.output) / PREVIEWS
-        self._print(f"the run        {texts.job_text(plan)}")
+        self._print(f"the run        {job_text(plan)}")
         if has_plotly():
             page = Path(plan.job.output) / PAGE_FILE
             self._print(f"the report     {page}, from the first preview on")

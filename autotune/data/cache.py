@@ -13,15 +13,20 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+from PIL import Image, ImageOps
+
+from autotune.data.dataset import OnProgress
 from autotune.data.items import EMPTY_CAPTION, Item, file_digest
-from autotune.data.pixels import ClipSpan
+from autotune.data.pixels import CENTERING, ClipSpan, UnusableFile, explain_damage, open_mask
 from autotune.errors import AutotuneError, InvalidInput, require_free_disk, reraise_disk_full
 from autotune.models.family import Family
+from autotune.models.resolve import ResolvedModel
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, torch
@@ -304,3 +309,77 @@ def _make_latents_entry(
         flipped=flipped,
     )
     return CacheEntry(key, paths, digests, bucket, span=span, crop=crop, flipped=flipped)
+
+
+MEMORY_BYTES = 512 * 1024**2  # of encoded tensors; others are read from the cache for each batch
+
+
+@dataclass
+class EntryStore:
+    """Finds, adds and counts entries, and keeps the first `MEMORY_BYTES` in memory."""
+
+    cache: Cache
+    num_entries: int
+    on_progress: OnProgress | None
+    in_memory: dict[str, Tensors] = field(default_factory=dict)
+    memory_bytes: int = 0
+    num_done: int = 0
+
+    def find(self, entry: CacheEntry, model: ResolvedModel) -> bool:
+        tensors = self.cache.read(entry.key)
+        if tensors is None or not is_sample_of(model, entry, tensors):
+            return False
+        self._keep(entry.key, tensors)
+        return True
+
+    def add(self, key: str, tensors: Mapping[str, Tensor], *, num_left: int) -> None:
+        plain = to_plain(tensors)
+        self.cache.require_space(self.cache.write(key, plain) * num_left)
+        self._keep(key, plain)
+
+    def _keep(self, key: str, tensors: Tensors) -> None:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self.memory_bytes + size <= MEMORY_BYTES:
+            self.in_memory[key] = tensors
+            self.memory_bytes += size
+        self.count()
+
+    def count(self) -> None:
+        self.num_done += 1
+        if self.on_progress:
+            self.on_progress(self.num_done, self.num_entries)
+
+
+def is_sample_of(model: ResolvedModel, entry: CacheEntry, tensors: Tensors) -> bool:
+    """Tell if tensors are a sample, which a digest does not: by names, shapes and finite values."""
+    prompt = tensors.get("prompt_embeds")
+    num_tokens = prompt.shape[0] if prompt is not None and prompt.ndim else 1
+    shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens)
+    if entry.caption is None:
+        wanted = {"latents": shapes["latents"]}
+    else:
+        wanted = {name: shape for name, shape in shapes.items() if "latents" not in name}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return found == wanted and all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def find_mask(
+    cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, ...]
+) -> tuple[str, Tensor]:
+    """Find or make the mask of an item at (height, width) of its latents, and its key; uint8, 255
+    where all of the loss counts. `path` is the item's own for its alpha channel."""
+    shape, (height, width) = (bucket.width_px, bucket.height_px), size
+    is_alpha, digest = path == item.path, file_digest(path)
+    key = entry_key("mask", file=digest, alpha=is_alpha, size=shape, latents=size, crop=item.crop)
+    stored = cache.read(key)
+    if stored is not None:
+        return key, stored["mask"]
+    try:
+        image = open_mask(path, is_alpha=is_alpha)
+        mask = ImageOps.fit(image, shape, centering=CENTERING[item.crop])
+    except Exception as error:  # decoders raise anything for damaged files
+        raise UnusableFile(f"its mask {path.name}: {explain_damage(error)}") from error
+    # The mean over the pixels of each latent.
+    tensor = torch.from_numpy(np.array(mask.resize((width, height), Image.Resampling.BOX)))
+    cache.write(key, {"mask": tensor})
+    return key, tensor

@@ -6,13 +6,11 @@ check_dataset    before it: reports what training would do, whatever files hold
 
 import hashlib
 import os
-import re
 import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +31,17 @@ from autotune.data.folder import (
     find_unsupported,
     fold_name,
     list_contents,
+    locate_control,
 )
-from autotune.data.items import DEFAULT_OPTIONS, DatasetOptions, Item, ItemReader, file_digest
+from autotune.data.items import (
+    DEFAULT_OPTIONS,
+    DatasetOptions,
+    Item,
+    ItemReader,
+    caption_limit,
+    file_digest,
+    find_cut_captions,
+)
 from autotune.errors import InvalidInput
 from autotune.models.family import Family
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
@@ -131,7 +138,7 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
     for place, kind in ((folder, "data"), (options.control, "control")):
         if place and not place.is_dir():
             raise InvalidInput(f"there is no {kind} folder {place}", hint="check the path")
-    control = _locate_control(folder, options.control) if options.control else None
+    control = locate_control(folder, options.control) if options.control else None
     if control and (options.flip or options.crop != "center"):
         raise InvalidInput(
             "pairs for editing are neither flipped nor cropped at the top",
@@ -164,17 +171,6 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
             problems.append(Problem(file=name, kind="captionless", message="has no caption"))
     usable = tuple(item for _, item in unique if item.caption)
     return Dataset(usable, (*problems, *duplicates), reader.num_unverified)
-
-
-def _locate_control(folder: Path, control: Path) -> Path:
-    """The control folder, spelled below the data folder if it lies there: it holds no data."""
-    data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
-    if data.is_relative_to(inside):
-        raise InvalidInput(
-            f"the control folder {control} holds the data folder {folder}",
-            hint="put control images into a folder of their own",
-        )
-    return folder / inside.relative_to(data) if inside.is_relative_to(data) else control
 
 
 def _read_items(
@@ -370,42 +366,6 @@ def _without_copies(items: Sequence[Item], held_out: Sequence[Item]) -> tuple[It
     return tuple(item for item in items if not any(map(is_copy, item.pixel_paths)))
 
 
-PIECES = re.compile(r"'\w+|\w+|[^\w\s]+")  # of a text, each of which is at least one token
-
-
-def find_cut_captions(
-    items: Sequence[Item], family: Family, folder: Path | None
-) -> tuple[str, ...]:
-    """Find captions that are longer than the model reads: file names, each with its tokens. Without
-    the tokenizer in the model's `folder` words are counted, so that some may be missed."""
-    limit = _caption_limit(family)
-    texts = [max(item.captions, key=len) for item in items]
-    counts = [len(PIECES.findall(text)) for text in texts]
-    if folder and (folder / family.caption_tokenizer).is_dir():
-        from autotune.models.latents import load_tokenizer
-
-        with suppress(Exception):  # a damaged tokenizer raises anything, and is told elsewhere
-            tokenizer = load_tokenizer(folder, family.caption_tokenizer)
-            counts = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]]
-    found = zip(items, counts, strict=True)
-    return tuple(f"{item.path.name} ({count})" for item, count in found if count > limit)
-
-
-def tell_cut_captions(
-    items: Sequence[Item], family: Family, folder: Path | None
-) -> tuple[str, ...]:
-    """Tell in a line, if there is need, how many captions are cut, and which first."""
-    found, limit = find_cut_captions(items, family, folder), _caption_limit(family)
-    named = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-    longer = f"captions are longer than the {limit} tokens that the text encoder reads"
-    text = f"{len(found)} of {len(items)} {longer}, and cut there: {named}"
-    return (text,) if found else ()
-
-
-def _caption_limit(family: Family) -> int:
-    return family.max_caption_tokens or family.max_text_tokens
-
-
 class DataReport(Frozen):
     """Contents of a data folder, and what is wrong with them."""
 
@@ -484,6 +444,6 @@ def check_dataset(
         enlarged=tuple(enlarged),
         cropped=tuple(cropped),
         cut_captions=find_cut_captions(items, family, tokenizers) if family else (),
-        max_caption_tokens=_caption_limit(family) if family else None,
+        max_caption_tokens=caption_limit(family) if family else None,
         caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )

@@ -7,12 +7,9 @@ only if something is missing.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -21,17 +18,17 @@ from autotune.data.cache import (
     Cache,
     CacheEntry,
     EncoderIdentity,
+    EntryStore,
     ItemEntries,
     Tensors,
-    entry_key,
+    find_mask,
     identify_encoders,
     make_item_entries,
-    to_plain,
 )
 from autotune.data.dataset import Dataset, OnProgress
 from autotune.data.folder import Problem
 from autotune.data.items import Item, file_digest
-from autotune.data.pixels import CENTERING, UnusableFile, explain_damage, open_mask, open_pixels
+from autotune.data.pixels import explain_damage, open_pixels
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside, torch_dtype
@@ -43,8 +40,6 @@ from autotune.plan.workload import Bucket
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.weights.files import DOWNLOAD_AGAIN
 from autotune.weights.stream import Transform, cast_as_loaded, load_component
-
-MEMORY_BYTES = 512 * 1024**2  # of encoded tensors; others are read from the cache for each batch
 
 
 class Encoders:
@@ -287,7 +282,7 @@ def encode_dataset(
         encoders, dataset.items, of_items, cache, caption_dropout > 0, flip
     )
     needed = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
-    store = _EntryStore(cache, len(needed), on_progress)
+    store = EntryStore(cache, len(needed), on_progress)
     unreadable = _encode_missing(encoders, store, needed.values())
     for index, of_item in planned.items():
         if keys := of_item.keys & unreadable.keys():
@@ -360,42 +355,8 @@ def _plan_entries(
     return planned, masks, failures
 
 
-@dataclass
-class _EntryStore:
-    cache: Cache
-    num_entries: int
-    on_progress: OnProgress | None
-    in_memory: dict[str, Tensors] = field(default_factory=dict)
-    memory_bytes: int = 0
-    num_done: int = 0
-
-    def find(self, entry: CacheEntry, model: ResolvedModel) -> bool:
-        tensors = self.cache.read(entry.key)
-        if tensors is None or not _is_sample_of(model, entry, tensors):
-            return False
-        self._keep(entry.key, tensors)
-        return True
-
-    def add(self, key: str, tensors: Mapping[str, Tensor], *, num_left: int) -> None:
-        plain = to_plain(tensors)
-        self.cache.require_space(self.cache.write(key, plain) * num_left)
-        self._keep(key, plain)
-
-    def _keep(self, key: str, tensors: Tensors) -> None:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if self.memory_bytes + size <= MEMORY_BYTES:
-            self.in_memory[key] = tensors
-            self.memory_bytes += size
-        self.count()
-
-    def count(self) -> None:
-        self.num_done += 1
-        if self.on_progress:
-            self.on_progress(self.num_done, self.num_entries)
-
-
 def _encode_missing(
-    encoders: Encoders, store: _EntryStore, entries: Iterable[CacheEntry]
+    encoders: Encoders, store: EntryStore, entries: Iterable[CacheEntry]
 ) -> dict[str, str]:
     missing = [entry for entry in entries if not store.find(entry, encoders.model)]
     captions = [entry for entry in missing if entry.caption is not None]
@@ -405,25 +366,12 @@ def _encode_missing(
     return unreadable | _encode_each(encoders, store, pixels)
 
 
-def _is_sample_of(model: ResolvedModel, entry: CacheEntry, tensors: Tensors) -> bool:
-    # a digest tells only that nothing changed since: names and shapes tell a sample
-    prompt = tensors.get("prompt_embeds")
-    num_tokens = prompt.shape[0] if prompt is not None and prompt.ndim else 1
-    shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens)
-    if entry.caption is None:
-        wanted = {"latents": shapes["latents"]}
-    else:
-        wanted = {name: shape for name, shape in shapes.items() if "latents" not in name}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return found == wanted and all(tensor.isfinite().all() for tensor in tensors.values())
-
-
 class _Unreadable(Exception):
     """A file that an entry is made from cannot be decoded."""
 
 
 def _encode_each(
-    encoders: Encoders, store: _EntryStore, entries: Sequence[CacheEntry]
+    encoders: Encoders, store: EntryStore, entries: Sequence[CacheEntry]
 ) -> dict[str, str]:
     unreadable: dict[str, str] = {}
     for number, entry in enumerate(entries, start=1):
@@ -480,25 +428,3 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
             hint="run again when nothing writes there any more: what is cached so far is kept",
         )
     return pixels
-
-
-def find_mask(
-    cache: Cache, item: Item, path: Path, bucket: Bucket, size: tuple[int, ...]
-) -> tuple[str, Tensor]:
-    """Find or make the mask of an item at (height, width) of its latents, and its key; uint8, 255
-    where all of the loss counts. `path` is the item's own for its alpha channel."""
-    shape, (height, width) = (bucket.width_px, bucket.height_px), size
-    is_alpha, digest = path == item.path, file_digest(path)
-    key = entry_key("mask", file=digest, alpha=is_alpha, size=shape, latents=size, crop=item.crop)
-    stored = cache.read(key)
-    if stored is not None:
-        return key, stored["mask"]
-    try:
-        image = open_mask(path, is_alpha=is_alpha)
-        mask = ImageOps.fit(image, shape, centering=CENTERING[item.crop])
-    except Exception as error:  # decoders raise anything for damaged files
-        raise UnusableFile(f"its mask {path.name}: {explain_damage(error)}") from error
-    # The mean over the pixels of each latent.
-    tensor = torch.from_numpy(np.array(mask.resize((width, height), Image.Resampling.BOX)))
-    cache.write(key, {"mask": tensor})
-    return key, tensor

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 from pydantic import BeforeValidator
 
 from autotune.data import pixels
+from autotune.errors import InvalidInput
 from autotune.plan.base import Frozen
 from autotune.plan.file import RUN_PLAN_FILE
 from autotune.system.files import read_bounded
@@ -362,3 +363,14 @@ def _parse_line(row: bytes | dict[str, Any]) -> tuple[str, MetadataLine]:
     if "repeats" in entry and (type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"`repeats` is not a whole number from 1 to {MAX_REPEATS}")
     return entry["file_name"].removeprefix("./"), MetadataLine(tuple(texts), repeats)
+
+
+def locate_control(folder: Path, control: Path) -> Path:
+    """The control folder, spelled below the data folder if it lies there: it holds no data."""
+    data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
+    if data.is_relative_to(inside):
+        raise InvalidInput(
+            f"the control folder {control} holds the data folder {folder}",
+            hint="put control images into a folder of their own",
+        )
+    return folder / inside.relative_to(data) if inside.is_relative_to(data) else control

@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -299,3 +300,40 @@ def _add_trigger(text: str, trigger: str | None) -> str:
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}" if text else trigger
+
+
+PIECES = re.compile(r"'\w+|\w+|[^\w\s]+")  # of a text, each of which is at least one token
+
+
+def find_cut_captions(
+    items: Sequence[Item], family: Family, folder: Path | None
+) -> tuple[str, ...]:
+    """Find captions that are longer than the model reads: file names, each with its tokens. Without
+    the tokenizer in the model's `folder` words are counted, so that some may be missed."""
+    limit = caption_limit(family)
+    texts = [max(item.captions, key=len) for item in items]
+    counts = [len(PIECES.findall(text)) for text in texts]
+    if folder and (folder / family.caption_tokenizer).is_dir():
+        from autotune.models.latents import load_tokenizer
+
+        with suppress(Exception):  # a damaged tokenizer raises anything, and is told elsewhere
+            tokenizer = load_tokenizer(folder, family.caption_tokenizer)
+            counts = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]]
+    found = zip(items, counts, strict=True)
+    return tuple(f"{item.path.name} ({count})" for item, count in found if count > limit)
+
+
+def tell_cut_captions(
+    items: Sequence[Item], family: Family, folder: Path | None
+) -> tuple[str, ...]:
+    """Tell in a line, if there is need, how many captions are cut, and which first."""
+    found, limit = find_cut_captions(items, family, folder), caption_limit(family)
+    named = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    longer = f"captions are longer than the {limit} tokens that the text encoder reads"
+    text = f"{len(found)} of {len(items)} {longer}, and cut there: {named}"
+    return (text,) if found else ()
+
+
+def caption_limit(family: Family) -> int:
+    """Return how many tokens of a caption the text encoder reads."""
+    return family.max_caption_tokens or family.max_text_tokens

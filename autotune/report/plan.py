@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.events import RecordsMatched
-from autotune.plan.candidate import CachingSettings, Candidate, Choice, TrialResult
+from autotune.plan.candidate import CachingSettings, Candidate, Choice
 from autotune.plan.plan import CheckResult, Expected, TrainingPlan
 from autotune.plan.prediction import TIME_EVIDENCE
 from autotune.plan.words import (
     MAIN,
     MEMORY,
-    OUTCOMES,
     PLAIN,
     TITLES,
-    UNTOLD,
     caching_text,
     label_of,
     setting_text,
@@ -26,9 +23,8 @@ from autotune.plan.words import (
     value_text,
 )
 from autotune.plan.workload import Workload
-from autotune.report.points import Worth, find_worths, points_of
+from autotune.report import points
 from autotune.report.text import (
-    capped,
     memory_text,
     printable,
     range_text,
@@ -42,9 +38,6 @@ from autotune.report.text import (
 if TYPE_CHECKING:
     from autotune.search.space import SearchSpace
 
-TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaults"
-SETTINGS_COLUMN = TRIAL_HEADER.index("settings")
-MAX_REASONS = 5
 WORTH_TELLING = 1.05  # gain from more memory that is named
 DENSITIES = {
     "logit_normal": "Stable Diffusion 3's density",
@@ -63,78 +56,6 @@ DIFFERING = {  # titles of differences that are not their names
     "search_seconds": "the search",
     "num_steps": "steps",
 }
-
-
-def trial_text(number: int, max_trials: int, result: TrialResult) -> str:
-    """Tell a trial in one line: `trial 3 of 8: 1.70 s a step, 14.20 GiB`."""
-    of = f" of {max_trials}" if number <= max_trials else ""
-    found = OUTCOMES[result.outcome]
-    if result.outcome == "ok":
-        step, memory = result.median_step_seconds, memory_text(result.peak_memory_bytes)
-        again = " (tried for longer)" * result.confirms
-        found = f"{seconds_text(step)} a step, {memory}{again}"
-    return f"trial {number}{of}: {found}"
-
-
-def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[str]:
-    """Align a trial under TRIAL_HEADER; its settings are those that differ from the first's."""
-    verdict: str = result.outcome
-    if verdict == "ok" and result.confirms:
-        verdict = "confirmed"
-    elif verdict == "ok" and result.candidate.compile != "off":
-        verdict = "compiled"
-    seconds, num_bytes = result.median_step_seconds, result.peak_memory_bytes
-    time, memory = "-" if seconds is None else f"{seconds:.3f}", memory_text(num_bytes)
-    if num_bytes is not None and num_bytes >= 100 * 2**30:  # in at most nine columns
-        memory = f"{num_bytes / 2**30:.{1 if num_bytes < 1000 * 2**30 else 0}f} GiB"
-    values = dict(result.candidate)
-    figures = f"{number:>2} {values['micro_batch_size']:>5} {time:>7} {memory:>9} {verdict:<9}"
-    defaults = {name: field.default for name, field in Candidate.model_fields.items()}
-    known = defaults if number == 1 else dict(first.candidate)
-    untold = ("micro_batch_size", *UNTOLD)
-    told = ((name, value) for name, value in values.items() if name not in untold)
-    differing = (f"{name}={value}" for name, value in told if value != known[name])
-    changed = ", ".join(differing)  # as `--pin` takes them
-    settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
-    return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
-
-
-def records_lines(event: RecordsMatched) -> list[str]:
-    """Tell what earlier measurements contribute."""
-    found = {
-        "exact": "measured before on such a machine: one trial will verify it",
-        "near": f"{event.num_records} of similar machines or work start the search",
-    }
-    texts = [found[event.kind]] if event.kind in found else []
-    texts += capped(event.refused, MAX_REASONS, ": `autotune profiles verify`")
-    return [note_text(text, "records") for text in texts]
-
-
-def note_text(text: str, title: str = "note") -> str:
-    """Align a remark with the lines before the first trial."""
-    return "\n".join(titled_lines([(title, text)]))
-
-
-def knob_lines(space: SearchSpace) -> list[str]:
-    """List the choices of every knob, and exclusions with reasons."""
-    lines = []
-    for name, choices in space.choices.items():
-        lines.append(f"{name}: {_values_text(choices)}")
-        against: dict[tuple[str, str], list[Choice]] = {}
-        for one in space.rejected.get(name, ()):
-            refusal = "not always" if one.choice in choices else "not"
-            word = "to pin" if one.choice in space.pinnable[name] else refusal
-            against.setdefault((word, one.reason), []).append(one.choice)
-        for (word, reason), values in against.items():
-            lines.append(f"    {word} {_values_text(values)}: {reason}")
-    return [part for line in lines for part in wrapped(line, 4)]
-
-
-def _values_text(values: Sequence[Choice]) -> str:
-    numbers = sorted(value for value in values if isinstance(value, int))
-    if len(numbers) == len(values) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, values))
 
 
 def settings_items(plan: TrainingPlan) -> list[tuple[str, str]]:
@@ -292,8 +213,8 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     """Say in one screen which settings mattered most, and what speaks against the others."""
     frozen, memory = plan.frozen, MEMORY[plan.frozen.hardware.device_kind]
     budget = memory_text(frozen.hardware.budget_bytes)
-    by_knob: dict[str, list[Worth]] = {}
-    for worth in find_worths(plan, points_of(plan)):
+    by_knob: dict[str, list[points.Worth]] = {}
+    for worth in points.find_worths(plan, points.points_of(plan)):
         by_knob.setdefault(worth.knob, []).append(worth)
     told: list[tuple[float, str, str]] = []
     for knob, worths in by_knob.items():
@@ -314,12 +235,12 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
             told.append((0.0, reason.knob, reason.why))
     values = dict(zip((*Candidate.model_fields, "caching"), settings_items(plan), strict=True))
     lines = []
-    for _, knob, text in sorted(told, reverse=True)[:MAX_REASONS]:
+    for _, knob, text in sorted(told, reverse=True)[: points.MAX_REASONS]:
         lines += [" ".join(values[knob]), *wrapped(f"    {text}", 0)]
     return lines
 
 
-def _difference_text(worth: Worth, expected: Expected, memory: str) -> str:
+def _difference_text(worth: points.Worth, expected: Expected, memory: str) -> str:
     outcome, kind = worth.point.outcome, worth.point.kind
     if kind == "failed":
         return outcome.partition(" (")[0]
@@ -339,9 +260,9 @@ def every_reason_lines(plan: TrainingPlan) -> list[str]:
         texts += [f"    not {rejected.choice}: {rejected.reason}" for rejected in reason.rejected]
     lines = [part for text in (*texts, *assumption_text(plan)) for part in wrapped(text, 4)]
     if plan.frozen.trials:
-        lines += ["", "trials", TRIAL_HEADER]
+        lines += ["", "trials", points.TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):
-        lines += trial_lines(number, trial, plan.frozen.trials[0])
+        lines += points.trial_lines(number, trial, plan.frozen.trials[0])
         lines += wrapped(f"      {trial.message}") if trial.message else []
     if plan.frozen.fallbacks:
         lines += ["", "if memory is shorter than planned, in this order"]
@@ -479,3 +400,25 @@ def difference_lines(found: Sequence[Difference]) -> list[str]:
         split = [*wrapped(title), *wrapped(f"    {first} -> {second}{times}", 0)]
         lines += [line] if max(map(len, (title, first, second))) <= 22 else split
     return lines or ["the plans do not differ"]
+
+
+def knob_lines(space: SearchSpace) -> list[str]:
+    """List the choices of every knob, and exclusions with reasons."""
+    lines = []
+    for name, choices in space.choices.items():
+        lines.append(f"{name}: {_values_text(choices)}")
+        against: dict[tuple[str, str], list[Choice]] = {}
+        for one in space.rejected.get(name, ()):
+            refusal = "not always" if one.choice in choices else "not"
+            word = "to pin" if one.choice in space.pinnable[name] else refusal
+            against.setdefault((word, one.reason), []).append(one.choice)
+        for (word, reason), values in against.items():
+            lines.append(f"    {word} {_values_text(values)}: {reason}")
+    return [part for line in lines for part in wrapped(line, 4)]
+
+
+def _values_text(values: Sequence[Choice]) -> str:
+    numbers = sorted(value for value in values if isinstance(value, int))
+    if len(numbers) == len(values) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, values))

@@ -1,14 +1,16 @@
-"""Candidates of a plan, measured or predicted, and what each knob is worth among them: pure."""
+"""Candidates of a plan or search, measured or predicted, as points and as lines of text: pure."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autotune.plan.candidate import Choice, counting_trials
+from autotune.events import RecordsMatched
+from autotune.plan.candidate import Candidate, Choice, TrialResult, counting_trials
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.words import OUTCOMES, TITLES, setting_text
+from autotune.plan.words import OUTCOMES, TITLES, UNTOLD, setting_text
 from autotune.plan.workload import Workload
+from autotune.report.text import capped, memory_text, seconds_text, titled_lines, wrapped
 
 MAX_VALUES = 4  # of a knob that are compared: of numbers of blocks there are many
 
@@ -146,3 +148,62 @@ def _other_values(values: list[Choice], current: Choice) -> list[Choice]:
         above = sorted(int(value) for value in others if int(value) > int(current))
         return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))
     return others
+
+
+TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaults"
+
+
+SETTINGS_COLUMN = TRIAL_HEADER.index("settings")
+
+
+MAX_REASONS = 5
+
+
+def trial_text(number: int, max_trials: int, result: TrialResult) -> str:
+    """Tell a trial in one line: `trial 3 of 8: 1.70 s a step, 14.20 GiB`."""
+    of = f" of {max_trials}" if number <= max_trials else ""
+    found = OUTCOMES[result.outcome]
+    if result.outcome == "ok":
+        step, memory = result.median_step_seconds, memory_text(result.peak_memory_bytes)
+        again = " (tried for longer)" * result.confirms
+        found = f"{seconds_text(step)} a step, {memory}{again}"
+    return f"trial {number}{of}: {found}"
+
+
+def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[str]:
+    """Align a trial under TRIAL_HEADER; its settings are those that differ from the first's."""
+    verdict: str = result.outcome
+    if verdict == "ok" and result.confirms:
+        verdict = "confirmed"
+    elif verdict == "ok" and result.candidate.compile != "off":
+        verdict = "compiled"
+    seconds, num_bytes = result.median_step_seconds, result.peak_memory_bytes
+    time, memory = "-" if seconds is None else f"{seconds:.3f}", memory_text(num_bytes)
+    if num_bytes is not None and num_bytes >= 100 * 2**30:  # in at most nine columns
+        memory = f"{num_bytes / 2**30:.{1 if num_bytes < 1000 * 2**30 else 0}f} GiB"
+    values = dict(result.candidate)
+    figures = f"{number:>2} {values['micro_batch_size']:>5} {time:>7} {memory:>9} {verdict:<9}"
+    defaults = {name: field.default for name, field in Candidate.model_fields.items()}
+    known = defaults if number == 1 else dict(first.candidate)
+    untold = ("micro_batch_size", *UNTOLD)
+    told = ((name, value) for name, value in values.items() if name not in untold)
+    differing = (f"{name}={value}" for name, value in told if value != known[name])
+    changed = ", ".join(differing)  # as `--pin` takes them
+    settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
+    return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
+
+
+def records_lines(event: RecordsMatched) -> list[str]:
+    """Tell what earlier measurements contribute."""
+    found = {
+        "exact": "measured before on such a machine: one trial will verify it",
+        "near": f"{event.num_records} of similar machines or work start the search",
+    }
+    texts = [found[event.kind]] if event.kind in found else []
+    texts += capped(event.refused, MAX_REASONS, ": `autotune profiles verify`")
+    return [note_text(text, "records") for text in texts]
+
+
+def note_text(text: str, title: str = "note") -> str:
+    """Align a remark with the lines before the first trial."""
+    return "\n".join(titled_lines([(title, text)]))

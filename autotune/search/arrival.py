@@ -19,7 +19,8 @@ from autotune.plan.plan import FrozenPart, Reason, TrainingPlan
 from autotune.plan.words import caching_text, setting_text
 from autotune.search.expected import build_expectation, planned_hardware
 from autotune.search.next import search_cost_seconds
-from autotune.search.problem import PlannerBackend, TrialFunction
+from autotune.search.problem import PlannerBackend
+from autotune.search.trials import TrialFunction
 from autotune.search.winner import choose_winner, score_trials
 from autotune.system.process import started_by_launcher
 from autotune.train.fit import key_misfits, require_fit, require_model

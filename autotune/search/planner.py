@@ -26,12 +26,12 @@ from autotune.search.next import MIN_GAIN, ResidualSearch, best_seconds, search_
 from autotune.search.problem import (
     PlannerBackend,
     PlanningProblem,
-    TrialFunction,
     advise_choices,
     suggest_relaxation,
 )
 from autotune.search.request import ResolvedRequest
 from autotune.search.study import memoize, open_study, publish_plan, published_plan, run_search
+from autotune.search.trials import TrialFunction
 from autotune.search.winner import Trials
 from autotune.share.store import shareable_machine
 from autotune.share.warm_start import MatchedRecord, WarmStart

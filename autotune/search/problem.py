@@ -4,17 +4,15 @@ others would bring: what would fit if nothing does, what a larger batch or other
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Self, get_args
 
 from autotune.cost.memory import ONE_PROCESS, Parallel
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
-from autotune.machine.capabilities import host_floor_bytes
 from autotune.models.family import Family
 from autotune.models.registry import find_published
 from autotune.models.resolve import ResolvedModel, read_parts
@@ -32,47 +30,23 @@ from autotune.search.request import ResolvedRequest, build_space, split_pins
 from autotune.search.space import (
     SearchSpace,
     block_count_frontier,
+    drop_beyond_host,
+    drop_block_swap,
     drop_values,
     expand_block_counts,
+    host_room,
+    keep_shardable,
 )
-from autotune.search.trials import ProcessTrialRunner
+from autotune.search.trials import TrialFunction, rehearse_in_child_process, run_in_child_processes
 from autotune.share.store import Machine
 from autotune.share.warm_start import StoreMatches, find_matches
 from autotune.system.version import __version__
 from autotune.train.fit import device_misfits
 
-TrialFunction = Callable[[Candidate], TrialResult]
-
 GIB = 2**30
 SMALLER_SIDES = (0.75, 0.5)  # shares of the resolution's side that are tried
 LARGER_BATCHES = (2, 4)  # multiples of the effective batch that are tried
 MIN_GAIN = 1.05  # factor of images per second from which a choice of the user is mentioned
-
-
-def _trial_runner(model: ResolvedModel, cost: CostModel) -> ProcessTrialRunner:
-    return ProcessTrialRunner(
-        cost.hardware,
-        model,
-        cost.workload,
-        budget_bytes=cost.budget_bytes,
-        resident_bytes=cost.resident_encoder_bytes,
-        predict=cost.as_trials_run().predict,
-    )
-
-
-@contextmanager
-def run_in_child_processes(model: ResolvedModel, cost: CostModel) -> Iterator[TrialFunction]:
-    """Run trials in child processes of this machine."""
-    with _trial_runner(model, cost) as runner:
-        yield runner.run
-
-
-def rehearse_in_child_process(
-    model: ResolvedModel, cost: CostModel, candidate: Candidate, max_seconds: float
-) -> TrialResult:
-    """Run a longer trial, through every phase of a run, in a child process."""
-    with _trial_runner(model, cost) as runner:
-        return runner.confirm(candidate, cost.caching, max_seconds)
 
 
 @dataclass(frozen=True)
@@ -297,36 +271,6 @@ def min_required_bytes(
     return min(prediction.run_memory_bytes for prediction in predictions)
 
 
-def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """Leave out what keeps more on the host than is left of it; of only such, keep the least."""
-    host, number = cost.hardware.host, cost.parallel.num_processes
-    room = host_room(host.memory_bytes, host.available_memory_bytes)
-    fitting: list[Candidate] = []
-    beyond: dict[Candidate, int] = {}
-    for each in space.candidates:
-        stays = not each.swapped_blocks and each.modulation != "ahead"
-        if stays or (needed := number * cost.host_memory_bytes(each)) <= room:
-            fitting.append(each)
-        else:
-            beyond[each] = needed
-    if not fitting:  # whatever is pinned takes so much: then as little as can be
-        least = min(beyond.values(), default=0)
-        fitting = [each for each, needed in beyond.items() if needed == least]
-    max_fitting = max((candidate.swapped_blocks for candidate in fitting), default=0)
-    min_beyond = min((candidate.swapped_blocks for candidate in beyond), default=0)
-    why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
-    first = max(max_fitting + 1, min_beyond)
-    dropped: dict[Choice, str] = {
-        k: why for k in space.choices["swapped_blocks"] if beyond and int(k) >= first
-    }
-    return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting))
-
-
-def host_room(total_bytes: int, available_bytes: int) -> int:
-    """Return the bytes that a run may take of a host's memory."""
-    return available_bytes - host_floor_bytes("integrated", total_bytes, available_bytes)
-
-
 def _require_host_for_swap(
     request: PlanRequest, space: SearchSpace, within: SearchSpace, cost: CostModel
 ) -> None:
@@ -351,31 +295,6 @@ def _require_host_for_swap(
         hint=f"{more} a host of {size} (for a GPU by name: --host-memory {size.replace(' ', '')}); "
         f"or {suggest_relaxation(request, within, cost)}",
     )
-
-
-def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
-    """Keep what several processes can use. Raises InvalidInput if blocks must be swapped."""
-    why = "several processes shard the weights instead"
-    swapped = {number: why for number in space.choices["swapped_blocks"] if number}
-    space = drop_values(space, "swapped_blocks", swapped)
-    if not space.candidates:
-        what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
-        raise InvalidInput(what, hint="leave one of them out")
-    return space
-
-
-def keep_shardable(space: SearchSpace) -> SearchSpace:
-    """Keep the weights that several processes can shard; there may be no candidates."""
-    formats, modulations = space.choices["quantization"], space.choices["modulation"]
-    quantized = [name for name in formats if not WEIGHT_FORMATS[str(name)].can_shard]
-    why = "the weights are sharded over the processes, and this format cannot be sharded"
-    space = drop_values(space, "quantization", dict.fromkeys(quantized, why))
-    ahead = [value for value in modulations if value == "ahead"]
-    why = (
-        "when weights are sharded over processes, those that it is computed from are gathered only "
-        "during a pass"
-    )
-    return drop_values(space, "modulation", dict.fromkeys(ahead, why))
 
 
 def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel) -> str:

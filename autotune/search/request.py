@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autotune.data.dataset import Dataset, read_split, tell_cut_captions
-from autotune.data.items import make_options
+from autotune.data.dataset import Dataset, read_split
+from autotune.data.items import make_options, tell_cut_captions
 from autotune.errors import InvalidInput
 from autotune.interop import exporting
 from autotune.interop.trainer import get_trainer

@@ -34,7 +34,8 @@ from autotune.system.files import ESCAPE_CHARACTERS, cache_path, data_path, quot
 
 if TYPE_CHECKING:  # storages are checked before torch is imported
     from autotune.search.next import ResidualSearch, SearchLimits
-    from autotune.search.problem import PlanningProblem, TrialFunction
+    from autotune.search.problem import PlanningProblem
+    from autotune.search.trials import TrialFunction
 
 POLL_SECONDS = 0.5  # between looks at what other workers do
 HEARTBEAT_SECONDS = 10

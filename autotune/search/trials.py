@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
@@ -25,6 +25,7 @@ from typing import Any, Self
 import psutil
 import torch
 
+from autotune.cost.predict import CostModel
 from autotune.events import TrialFinished
 from autotune.knobs.registry import reload_key
 from autotune.knobs.settings import allow_optimizer, check_options, configure_allocator
@@ -41,6 +42,8 @@ from autotune.system.process import fork_server_context
 from autotune.train.monitor import SPILL_FACTOR
 from autotune.train.processes import set_device
 from autotune.train.watchdog import POLL_SECONDS, Watchdog
+
+TrialFunction = Callable[[Candidate], TrialResult]
 
 NUM_STEADY_STEPS = 3  # timed steps of a trial; the median of three shrugs off one disturbance
 TRIAL_TIMEOUT_SECONDS = 600.0  # limit on one trial, loading included
@@ -225,9 +228,8 @@ class ProcessTrialRunner:
         child.process.join(timeout=10)
         code = child.process.exitcode
         if code == -signal.SIGKILL:
-            return worker.Failure(
-                self._host_oom, "killed by the system, most likely out of system RAM"
-            )
+            killed = "killed by the system, most likely out of system RAM"
+            return worker.Failure(self._host_oom, killed)
         with self._log.open("rb") as log:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
@@ -420,3 +422,29 @@ def require_within_cap(limits: MemoryLimits) -> None:
     if (taken := torch.cuda.max_memory_reserved(device)) > limits.cap_bytes:
         amounts = f"{taken / 2**20:,.0f} MiB, {limits.cap_bytes / 2**20:,.0f} MiB may be taken"
         raise MemoryError(f"the allocator took {amounts}")
+
+
+def _trial_runner(model: ResolvedModel, cost: CostModel) -> ProcessTrialRunner:
+    return ProcessTrialRunner(
+        cost.hardware,
+        model,
+        cost.workload,
+        budget_bytes=cost.budget_bytes,
+        resident_bytes=cost.resident_encoder_bytes,
+        predict=cost.as_trials_run().predict,
+    )
+
+
+@contextlib.contextmanager
+def run_in_child_processes(model: ResolvedModel, cost: CostModel) -> Iterator[TrialFunction]:
+    """Run trials in child processes of this machine."""
+    with _trial_runner(model, cost) as runner:
+        yield runner.run
+
+
+def rehearse_in_child_process(
+    model: ResolvedModel, cost: CostModel, candidate: Candidate, max_seconds: float
+) -> TrialResult:
+    """Run a longer trial, through every phase of a run, in a child process."""
+    with _trial_runner(model, cost) as runner:
+        return runner.confirm(candidate, cost.caching, max_seconds)

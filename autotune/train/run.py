@@ -14,8 +14,8 @@ from PIL.Image import Image
 
 from autotune import errors, events
 from autotune.data.cache import Cache, MemoryCache
-from autotune.data.dataset import tell_cut_captions
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset, list_entries
+from autotune.data.items import tell_cut_captions
 from autotune.data.pixels import has_video_decoder
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import configure_allocator

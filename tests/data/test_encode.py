@@ -89,7 +89,7 @@ def test_second_run_encodes_nothing(data, monkeypatch):
 
     first, progress = encode(data, caption_dropout=0.1), []
     for memory_bytes in (0, 10**9):
-        monkeypatch.setattr("autotune.data.encode.MEMORY_BYTES", memory_bytes)
+        monkeypatch.setattr("autotune.data.cache.MEMORY_BYTES", memory_bytes)
         told = {"on_progress": lambda *done: progress.append(done)}
         second = encode(data, load=refuse, caption_dropout=0.1, **told)
         assert bool(second.in_memory) == bool(memory_bytes)

@@ -20,10 +20,10 @@ from autotune.report.machine import (
     PROBLEMS,
     data_report_lines,
     findings_lines,
-    model_lines,
     profile_lines,
     profile_view,
 )
+from autotune.report.predictions import model_lines
 from tests.machine.fleet import MACHINES, machine
 
 

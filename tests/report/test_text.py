@@ -26,7 +26,6 @@ from autotune.plan.prediction import (
 )
 from autotune.plan.words import PHASES
 from autotune.report.configs import audit_lines, import_lines
-from autotune.report.machine import comparison_lines, estimate_lines, model_lines
 from autotune.report.plan import (
     check_lines,
     difference_lines,
@@ -37,8 +36,9 @@ from autotune.report.plan import (
     origin_lines,
     plan_lines,
     train_hint,
-    trial_text,
 )
+from autotune.report.points import trial_text
+from autotune.report.predictions import comparison_lines, estimate_lines, model_lines
 from autotune.report.run import missed_promises, report_lines, result_lines
 from autotune.report.text import range_text, rough_seconds, seconds_text
 from autotune.search.comparison import ComparedGpu, Comparison

@@ -26,7 +26,8 @@ from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Workload
 from autotune.search import planner
-from autotune.search.problem import PlannerBackend, PlanningProblem, TrialFunction
+from autotune.search.problem import PlannerBackend, PlanningProblem
+from autotune.search.trials import TrialFunction
 from autotune.share.store import Machine, Record, shareable_machine
 from autotune.share.warm_start import MatchedRecord, StoreMatches, compare, usable_trials
 from tests import builders

@@ -12,7 +12,7 @@ from autotune.plan.hardware import Capability
 from autotune.plan.plan import Reason, TrainingPlan
 from autotune.plan.words import OUTCOMES
 from autotune.report.plan import explain_lines
-from autotune.search.problem import TrialFunction
+from autotune.search.trials import TrialFunction
 from tests import builders
 from tests.events import events_of
 from tests.search.machines import CAPABILITIES, answer, make_plan, request, surroundings

@@ -10,8 +10,8 @@ import pytest
 from autotune.errors import InvalidInput, NothingFits
 from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
 from autotune.plan.hardware import HardwareProfile
-from autotune.search.problem import PlannerBackend, TrialFunction
-from autotune.search.trials import ProcessTrialRunner
+from autotune.search.problem import PlannerBackend
+from autotune.search.trials import ProcessTrialRunner, TrialFunction
 from autotune.train.fit import hardware_misfits
 from autotune.train.prepare import prepare
 from tests import builders
