@@ -174,10 +174,8 @@ def list_bucket_sizes(
     resolution_px: int, multiple_px: int, max_side_px: int
 ) -> tuple[tuple[int, int], ...]:
     """List (width, height): multiples of `multiple_px` with at most `resolution_px` squared pixels.
-
     For each width the greatest height that fits, in portrait orientation as well, and the greatest
-    square. Raises InvalidInput if the resolution is smaller than one multiple.
-    """
+    square. Raises InvalidInput if the resolution is smaller than one multiple."""
     if resolution_px < multiple_px:
         raise InvalidInput(
             f"a resolution of {resolution_px} px is too small for this model",

@@ -306,10 +306,8 @@ def read_split(
     data: DataPlace, options: DatasetOptions, validation: str | None, seed: int
 ) -> SplitDataset:
     """Read data and hold some images out: a pure function of seed and file names decides which.
-
     `validation` is a share such as `10%`, or a folder, whose images, and equal files elsewhere, are
-    not trained on.
-    """
+    not trained on."""
     dataset = read_dataset(data, options)
     if validation is None:
         return SplitDataset(dataset)

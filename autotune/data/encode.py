@@ -267,13 +267,9 @@ def encode_dataset(
     mask_floor: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> "EncodedDataset":
-    """Encode what the cache lacks, and give access to all.
-
-    An item with an unreadable file is left out and named in `problems`. `mask_floor` is the weight
-    of the loss where a mask is black, and `on_progress` gets (done, total) entries. Raises
-    AutotuneError if the disk is full; what is cached so far is kept. Raises InvalidInput if no
-    image could be read, or pickled caches lie in the cache's folder.
-    """
+    """Encode what the cache lacks, and give access to all; unreadable items are in `problems`.
+    `mask_floor` is the weight of the loss where a mask is black. Raises AutotuneError if the disk
+    is full, InvalidInput if no image could be read or pickles lie in the cache."""
     cache.refuse_pickles()
     cache.remove_stale()
     bucket_indices = assign_buckets(dataset.items, buckets)

@@ -71,10 +71,8 @@ REPORTED_SEED = 1000
 @dataclass(frozen=True)
 class ConceptFidelity:
     """Share of unseen prompts that are followed: 0 not at all, 1 as well as the VAE can show.
-
     `others` are shapes that the model knew. Means of `score_image`, divided by those of drawn
-    scenes that went through the VAE.
-    """
+    scenes that went through the VAE."""
 
     before: float
     after: float
@@ -99,10 +97,8 @@ def unseen_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
 
 
 def known_scenes() -> tuple[list[Scene], list[Scene], list[Scene]]:
-    """Draw known shapes: 48 as reminders, 18 to report, 18 by which rates were chosen.
-
-    Three in four of the 48 have colors and grounds of the twelve, or they would be confused.
-    """
+    """Draw known shapes: 48 as reminders, 18 to report, 18 by which rates were chosen. Three in
+    four of the 48 have colors and grounds of the twelve, or they would be confused."""
     rng = random.Random(7)
     taught = list(product(TAUGHT_COLORS, TAUGHT_GROUNDS))
     others = [pair for pair in product(COLORS, GROUNDS) if pair not in taught]
@@ -178,10 +174,8 @@ def score_images(scenes: Sequence[Scene], images: Sequence[Image.Image]) -> list
 
 
 def judge_lesson(model: Path, result: Path) -> ConceptFidelity:
-    """Judge the reported prompts with and without the adapter in the folder `result`.
-
-    Writes `concept.json` and the picture `concept.png` into that folder.
-    """
+    """Judge the reported prompts with and without the adapter in the folder `result`. Writes
+    `concept.json` and the picture `concept.png` into that folder."""
     new, others = unseen_scenes()[::2], known_scenes()[1]
     scenes = [*new, *others]
     captions = [scene.caption for scene in scenes]

@@ -57,11 +57,9 @@ def read_image(image: Image.Image) -> Reading:
 
 
 def score_image(image: Image.Image, shape: str, color: str, ground: str) -> float:
-    """Score in 0 to 1 how well an image shows one figure.
-
-    Zero if it looks more like another shape; else its overlap between `FLOOR` and `CEILING`, times
-    the share of color and ground that are right.
-    """
+    """Score in 0 to 1 how well an image shows one figure. Zero if it looks more like another shape;
+    else its overlap between `FLOOR` and `CEILING`, times the share of color and ground that are
+    right."""
     reading = read_image(image)
     if not reading.figures:
         return 0.0

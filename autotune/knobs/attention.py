@@ -32,11 +32,9 @@ class AttentionBackend(Entry):
     tolerance_reason: str = "another kernel sums in another order, and rounds other numbers"
 
     def diffusers_name(self) -> Any:
-        """Return the member of diffusers' enumeration that selects this backend.
-
-        The enumeration is closed, so a `function` is added to it through its internals. Raises
-        ValueError if this diffusers has no such backend.
-        """
+        """Return the member of diffusers' enumeration that selects this backend. The enumeration is
+        closed, so a `function` is added to it through its internals. Raises ValueError if this
+        diffusers has no such backend."""
         from diffusers.models import attention_dispatch
 
         names: Any = attention_dispatch.AttentionBackendName
@@ -106,9 +104,7 @@ def cuda_kernel(
 
 def token_multiple(kernel: str) -> int:
     """Return what the number of tokens is padded to a multiple of where a kernel gets a mask.
-
-    cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678).
-    """
+    cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678)."""
     return 128 if kernel == "cudnn" else 1
 
 

@@ -66,10 +66,8 @@ def _keep_attention() -> tuple["_OnAttention", "_OnAttention"]:
 
 
 class _OnAttention:
-    """Sends a block's fused attention operations through `attend`, below autograd.
-
-    The function is replaced by name: a block calls it whichever of torch's backends it runs.
-    """
+    """Sends a block's fused attention operations through `attend`, below autograd. The function is
+    replaced by name: a block calls it whichever of torch's backends it runs."""
 
     def __init__(self, attend: Callable[[Any, Any, Any], Any]) -> None:
         self._mode = _AttentionMode(attend)

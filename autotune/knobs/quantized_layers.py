@@ -276,10 +276,8 @@ def quantize_nf4(layer: nn.Linear) -> nn.Module:
 
 
 def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
-    """Return bitsandbytes' 4-bit parameter, quantized in slices to the bits of the whole.
-
-    On a CPU it takes seven times what it is given for a moment.
-    """
+    """Return bitsandbytes' 4-bit parameter, quantized in slices to the bits of the whole. On a CPU
+    it takes seven times what it is given for a moment."""
     from bitsandbytes import functional as bits
     from bitsandbytes import nn as bnb
 

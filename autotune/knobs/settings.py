@@ -147,11 +147,9 @@ def configure_allocator(choice: Choice) -> None:
 
 
 def encoder_precision(precision: str) -> str:
-    """Return the precision of text encoders and the VAE: fp32 beside a transformer in fp16.
-
-    There activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE
-    (madebyollin/sdxl-vae-fp16-fix).
-    """
+    """Return the precision of text encoders and the VAE: fp32 beside a transformer in fp16. There
+    activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE
+    (madebyollin/sdxl-vae-fp16-fix)."""
     return "fp32" if precision == "fp16" else precision
 
 
@@ -245,10 +243,8 @@ def optimizer_bytes(
     choice: OptimizerChoice, shapes: Mapping[tuple[int, ...], int]
 ) -> tuple[int, int]:
     """Return bytes of the optimizer's state, for so many parameters of each shape, and of a step.
-
     State is measured by a step on two of each shape on the CPU. A step takes one copy of all: what
-    lists of tensors that are updated together need.
-    """
+    lists of tensors that are updated together need."""
     numel = sum(math.prod(shape) * count for shape, count in shapes.items())
     # Two moments and a counter in one fused kernel: measuring would say the same.
     if choice == ADAMW:

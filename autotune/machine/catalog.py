@@ -169,11 +169,8 @@ def _names(gpu: CatalogGpu) -> tuple[str, ...]:
 
 def gpu_named(name: str) -> CatalogGpu:
     """Find the one GPU that `name` or a part of it identifies: `4080`, `RTX 4080`, `4080_super`.
-
-    A card with exactly these words goes before those with more, a Ti, Super or laptop has to be
-    named as such, and of one name in two sizes the first of the list is meant. Raises InvalidInput
-    if no GPU matches, or several do.
-    """
+    Exact words go before more, as of a Ti, and of two sizes the first is meant. Raises
+    InvalidInput."""
     gpus = {gpu.id: gpu for gpu in load_catalog()}
     names = {id_: _names(gpu) for id_, gpu in gpus.items()}
     same, alike = match_names(name, names, SERIES)

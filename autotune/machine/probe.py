@@ -240,11 +240,9 @@ def hardware_for(
     on_event: OnEvent = log_event,
     on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
 ) -> HardwareProfile:
-    """Return the profile to plan with: of this machine, or the one that is named.
-
-    `host_memory` and `assume` describe the host and the packages of a card of the catalog;
-    `on_facts` gets what is read of this machine before anything is measured.
-    """
+    """Return the profile to plan with: of this machine, or the one that is named. `host_memory` and
+    `assume` describe the host and the packages of a card of the catalog; `on_facts` gets what is
+    read of this machine before anything is measured."""
     if isinstance(hardware, HardwareProfile):
         profile = hardware
     elif hardware is not None:

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 
 class LowRankSum(torch.autograd.Function):
-    """`result + scale * x @ down.T @ up.T`, in place of `result`.
-
-    Shapes: result (rows, outputs), x (rows, inputs), down (rank, inputs), up (outputs, rank).
-    """
+    """`result + scale * x @ down.T @ up.T`, in place of `result`. Shapes: result (rows, outputs), x
+    (rows, inputs), down (rank, inputs), up (outputs, rank)."""
 
     @staticmethod
     def forward(

@@ -88,10 +88,7 @@ FLOW_MATCHING = FlowMatching()
 class DiscreteDiffusion(NoiseProcess):
     """noisy = a * clean + s * noise with a^2 + s^2 = 1, from a table of levels (Ho et al. 2020);
     the model predicts the noise (epsilon), or a * noise - s * clean (Salimans and Ho 2022,
-    v-prediction).
-
-    Fields are those of diffusers' schedulers, by default Stable Diffusion's.
-    """
+    v-prediction). Fields are those of diffusers' schedulers, by default Stable Diffusion's."""
 
     prediction_type: Prediction = "epsilon"
     num_train_timesteps: int = 1000

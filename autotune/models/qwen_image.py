@@ -133,10 +133,8 @@ class QwenImageEdit(QwenImage):
         }
 
     def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
-        """Make the pipeline encode control images at the size of training, not at a megapixel.
-
-        A preview then needs the memory that was planned, and sees what the adapter was trained on.
-        """
+        """Make the pipeline encode control images at the size of training, not at a megapixel. A
+        preview then needs the memory that was planned, and sees what the adapter was trained on."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
 
         area_px, stock_size = bucket.width_px * bucket.height_px, stock.calculate_dimensions

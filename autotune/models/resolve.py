@@ -121,11 +121,9 @@ class ResolvedModel:
 
 
 def resolve_model(ref: ModelRef) -> ResolvedModel:
-    """Find out what a model is, from what is on this machine, without the network.
-
-    It may be a folder in the diffusers layout, a single file, a known name, or a hub id; the last
-    two with `@REVISION` for a commit in the hub's cache. Raises InvalidInput for anything else.
-    """
+    """Find out what a model is, from what is on this machine, without the network. It may be a
+    folder in the diffusers layout, a single file, a known name, or a hub id; the last two with
+    `@REVISION` for a commit in the hub's cache. Raises InvalidInput for anything else."""
     if is_single_file(ref):
         return _resolve_single_file(ref, lambda base, _: _locate(base))
     if not is_on_hub(ref):

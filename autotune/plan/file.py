@@ -269,11 +269,7 @@ T = TypeVar("T", bound=Frozen)
 
 
 def read_listing(path: Path, kind: type[T], what: str, hint: str) -> T:
-    """Read an untrusted YAML file that lists something; errors call it `what`, e.g. `data folders`.
-
-    Raises:
-        InvalidInput: it cannot be read, or holds something else.
-    """
+    """Read an untrusted YAML file that lists something, `what` in errors. Raises InvalidInput."""
     try:
         content = yaml.load(read_bounded(path, MAX_FILE_BYTES).decode(), Loader=BoundedLoader)
         return kind.model_validate_json(json.dumps(content))

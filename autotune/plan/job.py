@@ -141,10 +141,8 @@ class DataFields(Frozen):
 
 
 class JobFields(DataFields, ModelFields):
-    """Choices that a user has of a job. What is not given is the family's or as written here.
-
-    Names are those of diffusers' training scripts where they have one.
-    """
+    """Choices that a user has of a job. What is not given is the family's or as written here. Names
+    are those of diffusers' training scripts where they have one."""
 
     output: Annotated[PathText, Option("--run-output")] = "output"
     """Folder that the run writes: adapter, checkpoints, samples and report."""
@@ -249,12 +247,8 @@ class Job(JobFields):
         )
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
-        """Number of optimizer steps if an epoch has so many images: by its epochs if it names any,
-        else `num_steps`.
-
-        Raises:
-            InvalidInput: its epochs are more than `MAX_STEPS` steps.
-        """
+        """Number of optimizer steps if an epoch has so many images: by its epochs if it names any.
+        Raises InvalidInput if they are more than `MAX_STEPS`."""
         if self.num_train_epochs is None:
             return self.num_steps
         num_steps = -(-self.num_train_epochs * images_per_epoch // effective_batch_size)

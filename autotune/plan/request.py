@@ -291,12 +291,8 @@ class Door(Protocol[P, R_co]):
 
 
 def takes(request: Callable[P, T], *positional: str) -> Callable[[Callable[[T], R]], Door[P, R]]:
-    """Make a function of a request one of the request's fields; mypy checks their types.
-
-    Args:
-        request: the class of the request.
-        positional: fields whose values may stand first, without their names.
-    """
+    """Make a function of a request one of its fields, whose types mypy checks; values of
+    `positional` may stand first, without their names."""
 
     def decorate(run: Callable[[T], R]) -> Door[P, R]:
         @functools.wraps(run)
@@ -315,12 +311,8 @@ def takes(request: Callable[P, T], *positional: str) -> Callable[[Callable[[T], 
 
 
 def make_request(request: Any, function: str, values: dict[str, Any]) -> Any:
-    """Return the request with these values; None is as if it were not given.
-
-    Raises:
-        InvalidInput: it has no such field, or a value is out of range.
-        InvalidPlan: a value of the job is.
-    """
+    """Return the request with these values; None is as if it were not given. Raises InvalidInput
+    for an absent field or a value out of range, InvalidPlan if it is of the job."""
     unknown = sorted(values.keys() - request.model_fields.keys())
     if unknown:
         raise InvalidInput(

@@ -326,11 +326,8 @@ def _escaped(text: str) -> str:
 
 def push_to_hub(folder: Path, repo: str, tell: Callable[[str], None]) -> str:
     """Upload a run's adapter, samples and model card, nothing of the data; return the address.
-    `tell` gets the list of files before they leave.
-
-    Raises AutotuneError if a file is a link, or not what its name says, if the hub cannot be
-    reached, or the token may not write there.
-    """
+    `tell` gets the list of files before they leave. Raises AutotuneError if a file is a link, or
+    not what its name says, if the hub cannot be reached, or the token may not write there."""
     found = read_run(folder)
     if found.report is None or not os.path.lexists(folder / ADAPTER_FILE):
         hint = "finish it first: autotune train --resume"

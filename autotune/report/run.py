@@ -116,10 +116,8 @@ def missed_promises(report: RunReport) -> list[str]:
 
 
 def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> str:
-    """Tell what most of a step waits for, and how much of the probed rates the run reached.
-
-    Of its `step_seconds` a step spent `data_seconds` waiting for data, which no forecast knows.
-    """
+    """Tell what most of a step waits for, and how much of the probed rates the run reached. Of its
+    `step_seconds` a step spent `data_seconds` waiting for data, which no forecast knows."""
     if plan.frozen.forecast is None:
         return f"unknown; {data_seconds / (step_seconds or 1.0):.0%} of a step waits for data"
     step_time = plan.frozen.forecast.step_time

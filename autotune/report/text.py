@@ -137,9 +137,7 @@ def printable_lines(text: str) -> str:
 
 def without_logins(text: str) -> str:
     """Return the text with `***` for what may be a password or a token in something like a URL.
-
-    Takes time in proportion to the text, whatever it is.
-    """
+    Takes time in proportion to the text, whatever it is."""
     return re.sub(r"\S+", lambda word: _hide_login(word[0]), text)
 
 

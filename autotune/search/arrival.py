@@ -32,9 +32,7 @@ def load_or_verify(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
     """Return the plan, or the measured one that a trial here makes of it, written beside `file`.
-
-    With sharded weights it stays predicted: a trial has one device. Raises DoesNotFit.
-    """
+    With sharded weights it stays predicted: a trial has one device. Raises DoesNotFit."""
     if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
         return plan
     known = load_verified(file, plan, hardware) if file else None

@@ -147,10 +147,8 @@ def select_gpus(
     max_hours: float | None = None,
     order: ComparisonOrder | None = None,
 ) -> tuple[ComparedGpu, ...]:
-    """Sort those that a job fits within the limits, then those that nothing fits, by name.
-
-    By default the cheapest come first, if any has a price, else the fastest.
-    """
+    """Sort those that a job fits within the limits, then those that nothing fits, by name. By
+    default the cheapest come first, if any has a price, else the fastest."""
     order = order or ("cost" if any(one.cost is not None for one in compared) else "hours")
 
     def rank(one: ComparedGpu) -> tuple[float | str, ...]:
@@ -251,10 +249,8 @@ class ModelSummary(Frozen):
 def summarize_models(
     gpu: str | None = None, predict: Callable[[str], CatalogPrediction] | None = None
 ) -> tuple[ModelSummary, ...]:
-    """Summarize all published models by name; for a GPU of the catalog, the fastest run first.
-
-    What that would do is looked up, unless there is a function that predicts it by a model's name.
-    """
+    """Summarize all published models by name; for a GPU of the catalog, the fastest run first. What
+    that would do is looked up, unless there is a function that predicts it by a model's name."""
     published = [(family, model) for family in FAMILIES.values() for model in family.models]
     planned: dict[str, CatalogPrediction] = {}
     found = []

@@ -54,10 +54,8 @@ def build_expectation(
     job: Job,
     price_per_hour: float | None = None,
 ) -> Expected:
-    """Say what the plan promises of `best`: measured by `trials`, or predicted without any.
-
-    `cost` is of the work of one process, `workload` of all, `price_per_hour` of one device.
-    """
+    """Say what the plan promises of `best`: measured by `trials`, or predicted without any. `cost`
+    is of the work of one process, `workload` of all, `price_per_hour` of one device."""
     cost = cost.with_calibration(trials)
     own = [trial for trial in trials if trial.candidate == best.candidate]
     rehearsals = [trial for trial in own if trial.confirms]

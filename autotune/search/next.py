@@ -101,11 +101,9 @@ class SearchLimits:
 
 
 class ResidualSearch:
-    """Expected improvement of what the objective counts, among what is predicted to fit.
-
-    `priors` gives what records taught; `first` is tried before all others. If `ascending`, trials
-    stay near to what has run: an over-allocation of memory that is the host's hangs it.
-    """
+    """Expected improvement of what the objective counts, among what is predicted to fit. `priors`
+    gives what records taught; `first` is tried before all others. If `ascending`, trials stay near
+    to what has run: an over-allocation of memory that is the host's hangs it."""
 
     def __init__(
         self,

@@ -277,9 +277,7 @@ def freeze_plan(
     warm_start: WarmStart,
 ) -> TrainingPlan:
     """Choose the best of what was tried here or, where nothing could be, of what was predicted.
-
-    Pure: a plan's own trials give it again, byte for byte.
-    """
+    Pure: a plan's own trials give it again, byte for byte."""
     objective, space = problem.workload.objective, problem.space
     request, cost = problem.request, problem.cost.with_calibration(trials)
 

@@ -93,10 +93,8 @@ class PlanningProblem:
         hardware: HardwareProfile,
         backend: PlannerBackend,
     ) -> Self:
-        """Resolve model and data, check gradients, enumerate what may be tried.
-
-        Raises InvalidInput if model or data cannot be used, NothingFits if nothing can be tried.
-        """
+        """Resolve model and data, check gradients, enumerate what may be tried. Raises InvalidInput
+        if model or data cannot be used, NothingFits if nothing can be tried."""
         needs_weights = backend.needs_weights
         if isinstance(asked, PlanRequest):
             asked = ResolvedRequest.build(asked, needs_weights=needs_weights)

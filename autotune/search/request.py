@@ -31,10 +31,7 @@ from autotune.weights.files import BadWeights
 
 def complete(request: PlanRequest) -> PlanRequest:
     """Return the request on top of what an earlier plan was made for, with what follows from it.
-
-    Raises:
-        InvalidInput: it contradicts itself.
-    """
+    Raises InvalidInput if it contradicts itself."""
     request.require_named()
     if ":" in request.optimizer_choice.name and request.optimizer_choice.name != ADAMW.name:
         allow_optimizer(request.optimizer_choice.name)
@@ -134,9 +131,7 @@ class ResolvedRequest:
         on_sound: Callable[[], None] = lambda: None,
     ) -> ResolvedRequest:
         """Read what the request names; with `needs_weights`, also the headers of local weights.
-
-        `on_sound` is called before torch is imported. Raises InvalidInput or InvalidPlan.
-        """
+        `on_sound` is called before torch is imported. Raises InvalidInput or InvalidPlan."""
         for pairs in (request.pin_pairs, request.exclusion_pairs):
             for name, value in split_pins(pairs)[0]:
                 require_choice(name, value)

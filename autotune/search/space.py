@@ -73,10 +73,8 @@ def build_search_space(
     context: TuningContext, pins: Sequence[KnobValue] = (), exclusions: Sequence[KnobValue] = ()
 ) -> SearchSpace:
     """Enumerate what may be tried: a pin leaves one value of a knob, an exclusion takes one away.
-
-    Raises InvalidInput for values that are unknown or do not go together, NothingFits if a knob
-    has none left.
-    """
+    Raises InvalidInput for values that are unknown or do not go together, NothingFits if a knob has
+    none left."""
     for name, value in (*pins, *exclusions):
         require_choice(name, value)
     settings = {

@@ -56,10 +56,8 @@ def open_study(
     problem: PlanningProblem, autotune_version: str, on_event: OnEvent
 ) -> Iterator[Study]:
     """Open the study of a problem: under the user's name, else in a file in the cache folder.
-
     Raises InvalidInput if the URL cannot be used or the study is another search's, AutotuneError if
-    the storage failed.
-    """
+    the storage failed."""
     request, device = problem.request, problem.hardware.device
     key: dict[str, object] = {
         **problem.identity,

@@ -311,9 +311,7 @@ def find_spill(
     cap_bytes: int,
 ) -> str | None:
     """Tell why a trial that ran must have gone beyond the device's memory; None if it has not.
-
-    Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap.
-    """
+    Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap."""
     if result.allocator_retries:
         times = "once" if result.allocator_retries == 1 else f"{result.allocator_retries} times"
         return f"the allocator ran out and started over {times}: a longer run would run out"

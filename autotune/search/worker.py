@@ -255,10 +255,8 @@ class StepRunner:
         self.step_number = 0
 
     def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
-        """Take steps while `needs_another_step` of the steady ones' seconds.
-
-        Memory of compiled settings is that of the graph for the first shape, here the largest.
-        """
+        """Take steps while `needs_another_step` of the steady ones' seconds. Memory of compiled
+        settings is that of the graph for the first shape, here the largest."""
         # The first step allocates the optimizer's state, unless its gradient overflows.
         outcome, first = self.timed_step()
         warmup = [first]

@@ -159,11 +159,9 @@ def _require_harmless(text: str) -> None:
 def build_record(
     plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()
 ) -> Record:
-    """Make what may leave this machine of a plan that was just measured on it.
-
-    `calibration` says for each trial how far it was from its prediction. Raises InvalidInput if the
-    plan is no evidence.
-    """
+    """Make what may leave this machine of a plan that was just measured on it. `calibration` says
+    for each trial how far it was from its prediction. Raises InvalidInput if the plan is no
+    evidence."""
     frozen = plan.frozen
     if reason := unshareable_reason(plan, hardware):
         raise InvalidInput(

@@ -342,10 +342,8 @@ def start_from(path: Path, transformer: nn.Module, family: Family) -> None:
 
 def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[str, Tensor]:
     """Read values for the adapter's parameters, by name, that give the same update as the file.
-
     `transformer` may be on meta. Raises BadWeights, or InvalidInput for another model's, rank's or
-    set's.
-    """
+    set's."""
     modules: dict[str, Any] = dict(transformer.named_modules())
     adapted = {
         name: part for name, part in modules.items() if ADAPTER_NAME in getattr(part, "lora_A", ())

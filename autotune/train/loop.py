@@ -300,11 +300,9 @@ class TrainingLoop:
         )
 
     def _replicate(self) -> None:
-        """Have the processes average gradients, in an order that is the same after resuming.
-
-        DDP searches for layers without a gradient in every step, if there are any; else it sorts
-        its buckets anew after its first backward pass, which is one image's, not a step's.
-        """
+        """Have the processes average gradients, in an order that is the same after resuming. DDP
+        searches for layers without a gradient in every step, if there are any; else it sorts its
+        buckets anew after its first backward pass, which is one image's, not a step's."""
         processes, transformer = self.processes, self.model.transformer
         with eager_eval(transformer):
             has_unused = None in torch.autograd.grad(

@@ -115,10 +115,8 @@ class AdapterOptimizer:
         return self.scaler.scale(loss) if self.scaler else loss
 
     def step(self) -> Tensor:
-        """Clip, update and clear the gradients; return their norm before clipping, unscaled.
-
-        If it is not finite only the scale falls, so that the step can be taken again.
-        """
+        """Clip, update and clear the gradients; return their norm before clipping, unscaled. If it
+        is not finite only the scale falls, so that the step can be taken again."""
         self._take_gradients()
         if self.scaler:
             self.scaler.unscale_(self.inner)

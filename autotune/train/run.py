@@ -51,10 +51,8 @@ def train(
     trace: bool = False,
     inputs: RunInputs | None = None,
 ) -> RunReport:
-    """Train what the plan says; with `resume`, from the newest checkpoint if there is one.
-
-    Resuming a finished run returns its report. `inputs` are what `read_inputs` has read already.
-    """
+    """Train what the plan says; with `resume`, from the newest checkpoint if there is one. Resuming
+    a finished run returns its report. `inputs` are what `read_inputs` has read already."""
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume, inputs=inputs)
     configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated

@@ -118,11 +118,9 @@ def save_adapter(
 def read_adapter(
     path: Path, module_names: Iterable[str] = (), transformer: str | None = None
 ) -> Adapter:
-    """Read an adapter in any of the formats, else raise InvalidInput.
-
-    `module_names` are needed for a kohya file of another program, whose underscores do not say
-    where dots were, and `transformer`, the model's class, for names that several models have.
-    """
+    """Read an adapter in any of the formats, else raise InvalidInput. `module_names` are needed for
+    a kohya file of another program, whose underscores do not say where dots were, and
+    `transformer`, the model's class, for names that several models have."""
     return parse_adapter(*load_file(path), module_names, transformer)
 
 

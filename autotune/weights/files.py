@@ -231,10 +231,8 @@ class WeightSource:
 
 
 def weights_digest(source: WeightSource) -> str:
-    """Hash names, dtypes, shapes and up to 4 KiB from the middle of each tensor.
-
-    It tells models of one architecture apart: training and merging change every tensor.
-    """
+    """Hash names, dtypes, shapes and up to 4 KiB from the middle of each tensor. It tells models of
+    one architecture apart: training and merging change every tensor."""
     digest = hashlib.sha256()
     with ExitStack() as stack:
         opened = {

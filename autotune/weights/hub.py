@@ -69,11 +69,8 @@ def fetch(
     repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True
 ) -> Path:
     """Download `components` of a pipeline, and return its folder, named by the commit, in the
-    hub's cache. Without `weights` only texts are downloaded, enough to plan with. If the hub is out
-    of reach, the cache is used if it is complete.
-
-    Raises HubError, MissingWeights, PickledWeights, or AutotuneError for a disk without room.
-    """
+    cache, which is used alone if it is complete and the hub is out of reach. Without `weights` only
+    texts, enough to plan with. Raises BadWeights, or AutotuneError for a disk without room."""
     components = tuple(components)
     try:
         with _translate_refusals(repo, revision):

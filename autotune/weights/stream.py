@@ -134,10 +134,8 @@ def _move_to_meta(
 
 def from_pretrained_dtypes(model: nn.Module, dtype: torch.dtype) -> DtypePolicy:
     """Give the dtypes of `from_pretrained`: `dtype` unless the class keeps a module in fp32.
-
     diffusers always keeps `_keep_in_fp32_modules`; transformers keeps those for float16 only, and
-    the strict ones for bfloat16 too.
-    """
+    the strict ones for bfloat16 too."""
     fp32_modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     if hasattr(model, "_keep_in_fp32_modules_strict"):
         strict = set(model._keep_in_fp32_modules_strict or ())  # type: ignore[arg-type]
@@ -457,11 +455,9 @@ def load_component(
     weights: Path | None = None,
     casts: bool = True,
 ) -> Any:
-    """Load what `from_pretrained` returns for `folder/name`, streamed onto `device`.
-
-    `weights` is another file or folder that has them, `transform` gets the empty model and returns
-    what to do with each module as it arrives, and without `casts` weights stay as they are stored.
-    """
+    """Load what `from_pretrained` returns for `folder/name`, streamed onto `device`. `weights` is
+    another file or folder that has them, `transform` gets the empty model and returns what to do
+    with each module as it arrives, and without `casts` weights stay as they are stored."""
     model, source, rename = _open(folder, name, weights or folder / name, dtype)
     policy = from_pretrained_dtypes(model, dtype)
     load_into(

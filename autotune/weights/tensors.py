@@ -94,12 +94,9 @@ def _shrunk(file: files.WeightFile) -> files.TruncatedFile:
 
 
 class PreadLoader(Loader):
-    """Positional reads into one fresh buffer per tensor.
-
-    The library's `backend="pread"` holds Python's lock while it reads, takes twice the memory of
-    one tensor, and its buffers start at any multiple of 16 bytes, on which CPU kernels may round
-    differently from run to run.
-    """
+    """Positional reads into one fresh buffer per tensor. The library's `backend="pread"` holds
+    Python's lock while it reads, takes twice the memory of one tensor, and its buffers start at any
+    multiple of 16 bytes, on which CPU kernels may round differently from run to run."""
 
     name = "pread"
 
