@@ -157,4 +157,5 @@ def ui(folders: tuple[Path, ...], host: str, token: str | None, as_json: bool) -
         else:
             print_remark(text)
 
+    Progress.after_interrupt = "what it started goes on: open the page again to see it"
     serve([*folders] or [Path()], host, token, tell)

@@ -58,13 +58,22 @@ FIELDS = {  # of each command, those that the page's forms may fill in
     "plan": (*FIRST, *MORE, "path", "output"),
     "train": ("plan", "output", "num_steps", "preview_prompts", "preview_every", "resume"),
     "sample": ("run_folder", "prompt", "count", "seed", "num_steps", "strengths", "path"),
-    "compare": ("model", "data", "resolution", "num_steps", "quality", "max_cost", "max_hours"),
+    "compare": (
+        "model",
+        "data",
+        "resolution",
+        "num_steps",
+        "quality",
+        "max_cost",
+        "max_hours",
+        "prices",
+    ),
     "audit": ("config_file", "hardware"),
     "weights convert": ("source", "target", "to", "overwrite"),
     "profiles list": (),
 }
 PATHS = {"data", "base", "control", "output", "path", "plan", "run_folder", "config_file"}
-PATHS |= {"source", "target"}
+PATHS |= {"source", "target", "prices"}
 FORMATS = {"diffusers": "diffusers", "comfyui": "ComfyUI", "kohya": "Kohya"}
 
 
@@ -325,8 +334,8 @@ def _show_machine(site: Site, asked: Asked) -> Response:
 
 @lru_cache(maxsize=8)
 def _walk(root: Path, stamp: int) -> dict[str, list[Path]]:
-    """Folders of images and of models, plans and runs below a root, as far as it pays to look."""
-    found: dict[str, list[Path]] = {"data": [], "model": [], "run": [], "plan": []}
+    """Folders of images, models and runs, YAML files and other configurations below a root."""
+    found: dict[str, list[Path]] = {name: [] for name in ("data", "model", "run", "plan", "other")}
     for place, folders, names in islice(os.walk(root), MAX_PLACES):
         here, is_deep = Path(place), len(Path(place).relative_to(root).parts) >= MAX_DEPTH
         folders[:] = [] if is_deep else sorted(n for n in folders if not n.startswith("."))
@@ -340,11 +349,12 @@ def _walk(root: Path, stamp: int) -> dict[str, list[Path]]:
             if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names):
                 found["data"].append(here)
             found["plan"] += [here / n for n in names if n.endswith((".yaml", ".yml"))]
+            found["other"] += [here / n for n in names if n.endswith((".toml", ".json"))]
     return found
 
 
 def places(site: Site, kind: str) -> list[Path]:
-    """The folders of data, models and runs, and the YAML files, that lie in the page's folders."""
+    """What lies in the page's folders, by its kind."""
     found = [path for root in site.roots for path in _walk(root, int(time.time()) // 3)[kind]]
     return list(dict.fromkeys(found))
 
@@ -713,15 +723,18 @@ def _download(site: Site, asked: Asked) -> Response:
 def _show_compare(site: Site, asked: Asked) -> Response:
     jobs = [job for job in site.jobs if job.words[0] == "compare"]
     data = [site.shown(path) for path in places(site, "data")]
-    return site.render(
-        "compare.html", page="compare", models=autotune.list_models(), data=data, jobs=jobs[:10]
-    )
+    values: dict[str, Any] = {"models": autotune.list_models(), "files": _listings(site)}
+    return site.render("compare.html", page="compare", data=data, jobs=jobs[:10], **values)
+
+
+def _listings(site: Site) -> list[str]:
+    return [site.shown(path) for path in places(site, "plan") if not _is_plan(path)]
 
 
 @route("/import")
 def _show_import(site: Site, asked: Asked) -> Response:
     jobs = [job for job in site.jobs if job.words[0] == "audit"]
-    files = [site.shown(path) for path in places(site, "plan") if not _is_plan(path)]
+    files = [*_listings(site), *(site.shown(path) for path in places(site, "other"))]
     gpus = sorted(autotune.list_gpus(), key=lambda gpu: gpu.id)
     return site.render("import.html", page="import", files=files, gpus=gpus, jobs=jobs[:10])
 

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit
 
 import anyio
+import psutil
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -48,6 +49,7 @@ HEADERS = {
 }
 SAFE_METHODS = ("GET", "HEAD")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ANY = ("0.0.0.0", "::")
 
 
 class Guard:
@@ -306,7 +308,9 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
         hint = "choose another address: --host 127.0.0.1:PORT"
         raise InvalidInput(f"cannot listen at {host}: {error.strerror}", hint=hint) from error
     port = listening.getsockname()[1]
-    names = LOOPBACK if not is_open else (*LOOPBACK, name, socket.gethostname(), _own_address())
+    addresses = [one for own in psutil.net_if_addrs().values() for one in own]
+    outer = [one.address for one in addresses if one.family == info[0] and is_open]
+    names = [*LOOPBACK, *([name, socket.gethostname(), *outer] if is_open else [])]
     written = [f"[{one}]" if ":" in one else one for one in names]
     origins = [f"http://{one}:{port}" for one in written]
     app = build_app(site, origins, token, f"autotune-{port}")
@@ -315,16 +319,14 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
             "warning: other machines can reach this page, unencrypted: who has the token sees and "
             f"changes what is in {', '.join(map(str, site.roots))}, and starts runs"
         )
-    shown = f"[{name}]" if ":" in name else _own_address() if is_open else name
-    tell(f"open http://{shown}:{port}/?token={quote(token)}")
+    ways = [one for one in outer if one not in LOOPBACK] if name in ANY else []
+    shown = (ways or [name])[0]
+    tell(f"open http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={quote(token)}")
     settings = uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1
+        app,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
     )
     uvicorn.Server(settings).run(sockets=[listening])
-
-
-def _own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return LOOPBACK[0]
