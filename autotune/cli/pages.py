@@ -385,6 +385,7 @@ def _show_data(site: Site, asked: Asked) -> Response:
         folders=places(site, "data"),
         items=items[at : at + PAGE_SIZE],
         total=len(items),
+        resolution=_last_asked(site).get("resolution", ""),
         captioned=sum(bool(item.caption) for item in items),
         start=at,
         size=PAGE_SIZE,
@@ -398,9 +399,11 @@ def _check_data(site: Site, asked: Asked) -> Response:
     folder = site.inside(asked.one("folder"))
     if not folder.is_dir():
         raise InvalidInput(f"there is no folder {asked.one('folder')}", hint="reload the page")
-    report = autotune.check_data(str(folder), resolution_px=asked.number("resolution", 0) or None)
+    side = asked.number("resolution", 0)
+    report = autotune.check_data(str(folder), resolution_px=side or None)
     ordered = sorted(report.problems, key=lambda one: SEVERITIES.get(one.kind, 3))
-    command = command_text(["data", "check", site.shown(folder)])
+    flags = ["--resolution", str(side)] if side else []
+    command = command_text(["data", "check", *flags, site.shown(folder)])
     words = {name: text.partition(" (")[0] for name, text in PROBLEMS.items()}
     return site.render(
         "check_part.html", report=report, problems=ordered[:200], words=words, command_text=command
@@ -482,14 +485,19 @@ def _show_static(site: Site, asked: Asked) -> Response:
 # --- Plan ----------------------------------------------------------------------------------------
 
 
+def _last_asked(site: Site) -> dict[str, Any]:
+    """The values of the last plan that was asked for: the form and the check start from them."""
+    last = next((job for job in site.jobs if job.words[0] == "plan"), None)
+    return values_of(last.words) if last else {}
+
+
 @route("/plan")
 def _show_plan(site: Site, asked: Asked) -> Response:
     if name := asked.one("file"):
         file = site.inside(name)
         view = plan_view(Subject(file.name, load_plan(file)))
         return site.render("plan_file.html", page="plan", plan=view, file=site.shown(file))
-    last = next((job for job in site.jobs if job.words[0] == "plan"), None)
-    given = values_of(last.words) if last else {}
+    given = _last_asked(site)
     given |= {name: asked.one(name) for name in asked}
     choices = {one.name: one for one in _command("plan").get_params(click.Context(app))}
     fields = {name: _field(choices[name], given.get(name)) for name in FIELDS["plan"]}
