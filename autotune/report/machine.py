@@ -241,12 +241,15 @@ def fetched_lines(model: FetchedModel) -> list[str]:
     verified = f"{model.num_verified} files have the hub's checksums"
     if model.num_verified is None:
         verified = "complete, not verified: the hub is out of reach"
+    at = f"{model.name}@{model.revision}"
     return [
-        f"{model.name} at {model.revision}",
+        *wrapped(at),
         f"family: {model.family}",
-        f"folder: {model.folder}",
+        *with_command("folder:", str(model.folder)),
         f"size: {memory_text(model.size_bytes)}; {verified}",
-        f"next: autotune plan --model {model.name}@{model.revision} --data FOLDER",
+        *with_command(
+            "next:", f"autotune plan --model {model.name}@{model.revision} --data FOLDER"
+        ),
     ]
 
 
@@ -327,7 +330,7 @@ def record_list_lines(rows: Sequence[Any]) -> list[str]:
         numbers = f"{seconds_text(row.step_seconds)}, {memory}"
         lines.append(cut(f"{row.name[:12]}  {row.measured_on}  {row.device_name}"))
         lines.append(cut(f"    {row.family}  {row.work}  {row.num_trials} trials"))
-        lines.append(cut(f"    {row.settings}: {numbers}"))
+        lines += wrapped(f"    {row.settings}: {numbers}", 0)
         if row.match:
             told = f": {'; '.join(row.reasons)}" if row.reasons else ""
             lines += wrapped(f"    {VERDICTS[row.match]}{told}", 4)

@@ -1,6 +1,7 @@
 """Options are the fields of requests: what was given arrives under their names."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,6 +29,17 @@ def asked(monkeypatch: pytest.MonkeyPatch, words: str) -> dict[str, Any]:
     monkeypatch.setattr(command, "callback", lambda **values: got.update(values["asked"]))
     command.main(rest, standalone_mode=False)
     return got
+
+
+def test_no_help_is_cut_or_broken():
+    def helps(command: Any, name: str) -> list[str]:
+        context = click.Context(command, info_name=name, terminal_width=80)
+        below = getattr(command, "commands", {}).items()
+        own = command.get_help(context).splitlines()
+        return own + [line for word, one in below for line in helps(one, f"{name} {word}")]
+
+    lines = helps(app, "autotune")
+    assert [line for line in lines if len(line) > 80 or re.search(r"\w-$", line)] == []
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ from autotune.plan.prediction import (
     SettingWorth,
     StepTime,
 )
-from autotune.plan.words import PHASES
+from autotune.plan.words import PHASES, label_of
+from autotune.records import RecordSummary
 from autotune.report.configs import audit_lines, import_lines
+from autotune.report.machine import data_report_lines, record_list_lines
 from autotune.report.plan import (
     check_lines,
     difference_lines,
@@ -45,6 +47,7 @@ from autotune.search.comparison import ComparedGpu, Comparison
 from tests.interop.test_importing import CONFIGS
 from tests.plan.test_file import make_plan
 from tests.report.page.pages import golden_plan, run_report
+from tests.report.test_machine import REPORT
 
 
 @pytest.mark.slow
@@ -198,6 +201,11 @@ def test_no_answer_is_wider_than_80_columns():
         knob="selective_blocks", written=0, better=40,
         step_seconds_saved=99.9, run_memory_saved_bytes=999 << 30,
     )  # fmt: skip
+    row = RecordSummary(
+        name="0" * 64, measured_on="2026-11-27", device_name=found.hardware, family="qwen-image",
+        work="1024px-1f-r16-attention-b4-exact", settings=label_of(settings), num_trials=512,
+        step_seconds=5e3, peak_memory_bytes=999 << 30, match="near", reasons=("word " * 30,),
+    )  # fmt: skip
     files = [path for path in CONFIGS.iterdir() if not re.search("_(data|bnb)", path.name)]
     configs = [*map(import_config, files)]
     views = [
@@ -207,6 +215,8 @@ def test_no_answer_is_wider_than_80_columns():
         difference_lines(differences(golden_plan(), plans[1])),
         check_lines(CheckResult(fits=False, misfits=("long " * 30,)), "plan.yaml", gpu),
         report_lines(run_report(plans[0])),
+        data_report_lines(REPORT.changed(folder="photos " * 20, enlarged=("long name.png",) * 9)),
+        record_list_lines([row]),
         model_lines(list_models()),
         *(import_lines(config) for config in configs),
     ]
@@ -219,7 +229,9 @@ def test_no_answer_is_wider_than_80_columns():
         )
         for config in configs
     ]  # fmt: skip
-    assert [line for view in views for line in view if len(line) > 80] == []
+    lines = [line for view in views for line in view]
+    assert [line for line in lines if len(line) > 80] == []
+    assert label_of(settings).split()[-1] in " ".join(lines)
 
 
 def test_trial_is_told_in_one_line():

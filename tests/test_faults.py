@@ -1,0 +1,34 @@
+"""Short forms of the campaigns in `benchmarks/faults`, which say how the long ones are run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def rows_of(campaign: str, *words: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", f"benchmarks.faults.{campaign}", *words]
+    told = subprocess.check_output(command, cwd=Path(__file__).parents[1])
+    return [json.loads(line) for line in told.splitlines()]
+
+
+@pytest.mark.parametrize("words", ["kill", "quota vanish clock --work push save"])
+def test_struck_work_ends_as_whole(words):
+    rows = rows_of("strike", *words.split(), "--number", "1")
+    assert [row for row in rows if row["wrong"]] == []
+
+
+def test_long_runs_hold_no_more():
+    pictures, steps = rows_of("soak", "--steps", "400", "--pictures", "50")
+    assert pictures["checked"] == pictures["cached"] == 50
+    assert steps["descriptors"]["per_1000_steps"] == steps["threads"]["per_1000_steps"] == 0
+
+
+def test_fuzzed_readers_raise_typed_errors():
+    pytest.importorskip("atheris")
+    assert [row["reader"] for row in rows_of("fuzz", "--seconds", "5") if row["failed"]] == []
