@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from autotune.interop.files import KEY_PATTERNS, SHELLS
 from autotune.report.text import without_logins
 
 ROOT = Path(__file__).parents[1]
@@ -51,12 +53,16 @@ def test_every_folder_of_modules_is_package():
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-UNITS = *"a1 (", "a:", "a:/", "-a", "_a", "a.", "a/", "//", "a,", "a\n", '"', "a=", "a@"
+UNITS = *"a1 (", "a:", "a:/", "-a", "_a", "a.", "a/", "//", "a,", "a\n", '"', "a=", "a@", "$a", "0."
 USE = re.compile(r"\b([A-Z_]{3,40})\.(match|fullmatch|search|sub|split|find\w+)\(")
 
 
 def uses_of_patterns() -> Iterator[tuple[str, str, str]]:
     """Find all that are written out: its file, the pattern, and the method that meets a text."""
+    tables = [f"(?m){one}" for one in KEY_PATTERNS.values()]
+    for shell in SHELLS.values():
+        tables += [shell.variable, *(rf"(?im)^[ \t]*@?{one}" for one in shell.rewrites)]
+    yield from (("files.py", one, "findall") for one in tables)
     for file in (ROOT / "autotune").rglob("*.py"):
         named: dict[str, str] = {}
         for node in ast.walk(ast.parse(file.read_text())):
@@ -74,17 +80,19 @@ def uses_of_patterns() -> Iterator[tuple[str, str, str]]:
                 yield file.name, named[found[1]], found[2]
 
 
-def test_patterns_are_never_slow():
+@pytest.mark.parametrize("size", [12_000, pytest.param(1 << 20, marks=pytest.mark.slow)])
+def test_patterns_are_never_slow(size):
     """On what a stranger wrote, time that grows with the square of its length has no end."""
     slow = set()
-    for file, pattern, use in uses_of_patterns():
+    for file, pattern, use in sorted(set(uses_of_patterns())):
         if file in ("rules.py", "names.py"):  # they read the package's own tables
             continue
         meets = getattr(re.compile(pattern), use if use.endswith("match") else "findall")
-        for text in (unit * number + "\0" for unit in UNITS for number in (200, 1000, 6000)):
+        sizes, units = sorted({400, 2000, 12_000, size}), UNITS[:: 1 if size < 1 << 20 else 4]
+        for text in (unit * (n // len(unit)) + "\0" for unit in units for n in sizes):
             began = time.process_time()
             meets(text)
-            if time.process_time() - began > 0.1:
+            if time.process_time() - began > 0.1 + 5 * len(text) / 2**20:
                 slow.add((file, pattern))
                 break
     assert slow == set()

@@ -12,7 +12,7 @@ from autotune.data.cache import Cache
 from autotune.data.dataset import read_dataset
 from autotune.data.encode import Encoders, encode_dataset
 from autotune.plan.candidate import CachingSettings
-from autotune.plan.file import read_plan, write_plan
+from autotune.plan.file import load_plan, save_plan
 from autotune.records import merge_stores
 from autotune.search import study
 from autotune.share.store import Store
@@ -44,10 +44,10 @@ def make_works(scratch: Path) -> dict[str, Work]:
     def plan(folder: Path) -> None:
         asked = request("struck", storage=f"sqlite:///{folder}/study.db", max_trials=3)
         with by_formula(num_blocks=12):
-            write_plan(folder / "plan.yaml", make_plan(asked, HARDWARE, backend=surroundings()))
+            save_plan(make_plan(asked, HARDWARE, backend=surroundings()), folder / "plan.yaml")
 
     def planned(folder: Path) -> object:
-        trials = read_plan(folder / "plan.yaml").frozen.trials
+        trials = load_plan(folder / "plan.yaml").frozen.trials
         return sorted(trial.model_dump_json() for trial in trials)
 
     def cache(folder: Path) -> None:
@@ -74,7 +74,7 @@ def make_works(scratch: Path) -> dict[str, Work]:
         shutil.copytree(whole / "run", folder / "run", dirs_exist_ok=True)
         for name in (ADAPTER_FILE, REPORT_FILE, "run-plan.yaml"):
             (folder / "run" / name).unlink()
-        write_plan(folder / "run/run-plan.yaml", bench.plan(**job, output=str(folder / "run")))
+        save_plan(bench.plan(**job, output=str(folder / "run")), folder / "run/run-plan.yaml")
 
     def push(folder: Path) -> None:
         merge_stores(source, Store(str(folder / "team")))
