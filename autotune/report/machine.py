@@ -19,6 +19,7 @@ from autotune.report.text import (
     memory_text,
     seconds_text,
     titled_lines,
+    with_command,
     wrapped,
 )
 
@@ -247,9 +248,7 @@ def fetched_lines(model: FetchedModel) -> list[str]:
         f"family: {model.family}",
         *with_command("folder:", str(model.folder)),
         f"size: {memory_text(model.size_bytes)}; {verified}",
-        *with_command(
-            "next:", f"autotune plan --model {model.name}@{model.revision} --data FOLDER"
-        ),
+        *with_command("next:", f"autotune plan --model {at} --data FOLDER"),
     ]
 
 
