@@ -11,6 +11,8 @@ from pydantic import ValidationError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.events import Notice, OnEvent, Progressed, StatusChanged
+from autotune.interop import exporting
+from autotune.interop.trainer import get_trainer
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import allow_optimizer, plain_choices
@@ -31,7 +33,7 @@ from autotune.plan.base import first_problem, log_event, memory_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import load_plan, save_plan
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import ModelRef
+from autotune.plan.job import Job, ModelRef
 from autotune.plan.plan import CheckResult, TrainingPlan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import CompareRequest, EstimateRequest, PlanRequest, takes
@@ -329,7 +331,14 @@ def estimate(request: EstimateRequest) -> Estimate:
     except ValidationError as error:
         where, why = first_problem(error)
         raise InvalidInput(f"{where}: {why}", hint="give another value") from error
-    cost = CostModel.build(profile, context.workload, family, resolved.config, read_parts(resolved))
+    overheads = None
+    if request.for_trainer is not None:
+        job = Job(model=str(request.model), data=None, num_steps=request.num_steps or 1)
+        chosen = {name: (value,) for name, value in candidate}
+        trainer = get_trainer(request.for_trainer)
+        overheads = exporting.overheads_for(trainer, job, context.workload, chosen)
+    known = family, resolved.config, read_parts(resolved)
+    cost = CostModel.build(profile, context.workload, *known, overheads=overheads)
     return estimate_candidate(
         cost, candidate, num_steps=request.num_steps, price_per_hour=request.price_per_hour
     )

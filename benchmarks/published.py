@@ -1,6 +1,7 @@
 """Predictions against what other trainers publish: a check of sanity, for they are other programs.
 
     python benchmarks/published.py [--csv ../shared/data/published_numbers.csv] [--fresh FILE ...]
+        [--asked ../shared/data/readings_2026-11-25.csv ...]
 
 Rows are chosen by these rules; the first that a row breaks is the reason printed. They were fixed
 before any error was seen, but for what is marked with *: that was found in a program's source after
@@ -39,6 +40,9 @@ Families that were added later (`ADDED`) have these in addition:
 17. * Krea 2 by SimpleTuner adapts by ends of names, and its fused projections keep the three that
     they were made of. LTX-2.3 by SimpleTuner keeps the connectors on the device.
 
+18. * Files that are `--asked` have arguments of `autotune estimate` for what a source does not say.
+19. * Copies of swapped blocks wait as the program's source makes them wait (`Overheads.swap`).
+
 Readings that agree in model, trainer, shape, rank, weight format, checkpointing and value (to 1%)
 are one. Times are of other programs: by the datasheet each takes a factor of its own over the sum
 of its kernels, which is printed; the cost model has one for all (`STEP_OVER_KERNELS`).
@@ -48,6 +52,7 @@ import argparse
 import csv
 import math
 import re
+import shlex
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -65,8 +70,15 @@ from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
-from autotune.plan.prediction import Overheads, Prediction
-from autotune.plan.workload import Bucket, Workload
+from autotune.plan.prediction import (
+    MEMORY_SIGMAS,
+    TIME_SIGMAS,
+    AdapterPractice,
+    Overheads,
+    Prediction,
+    SwapPractice,
+)
+from autotune.plan.workload import Bucket, OptimizerChoice, Workload
 
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",
@@ -105,7 +117,8 @@ ADDED = {
     "Wan 14B T2V": "wan-2.1-14b",
 }
 """Models of families that were added after the rules for `FAMILIES`."""
-NAMES = {**FAMILIES, **ADDED}
+ASKED = ("sdxl", "z-image", "krea-2", "wan-2.1-14b", "wan-2.2-14b", "ltx-2", "ltx-2.3", "flux2-dev")
+NAMES = {**FAMILIES, **ADDED, **{name: name for name in (*ASKED, "z-image-turbo", "qwen-image")}}
 CAPTIONS = {
     ("SimpleTuner", "chroma"): 512,  # chroma/model.py pads to max_sequence_length, under a mask
     ("SimpleTuner", "krea-2"): 512,  # krea2/pipeline.py pads to max_sequence_length, under a mask
@@ -190,6 +203,18 @@ RESERVED = ("peak reserved, first epoch", "peak, training only")
 """Of the programs of `ADDED`: without the context of the process."""
 WITH_VAE = "peak, VAE resident for previews"
 """Of `LATEST`: reserved, with the VAE's weights."""
+FIZGIG = Overheads(  # which comes from musubi-tuner
+    program="Fizgig",
+    version="0d7b7a02",
+    source="src/fizgig/krea2/trainer.py, networks/lora.py",
+    adapter=AdapterPractice(precision="bf16", optimizer_bytes=4, step_bytes=2),
+    swap=SwapPractice(from_pinned=False, copies_back=True, slots="resident"),
+)
+LOCKS_SINCE = "2026-06"
+"""Since then ai-toolkit locks the memory of quantized weights; copies from it were synchronous."""
+ADAFACTOR = {"bmaltais/kohya_ss issue#1288"}
+"""Sources that name an optimizer which steps each tensor by itself, in a comment beside the figure.
+"""
 WHOLE_PIPELINE = {
     "residency": "keep",
     "text_encoder_device": "training",
@@ -225,7 +250,7 @@ def shape_unknown(row: Row) -> bool:
 
 
 def is_older(row: Row) -> bool:
-    return row["model"] not in ADDED
+    return row["model"] not in ADDED and "autotune_args" not in row
 
 
 def keeps_casts(row: Row) -> bool:
@@ -366,13 +391,19 @@ def overheads_of(row: Row, model: str) -> Overheads | None:
     name = next(
         (ours for theirs, ours in TRAINERS.items() if row["trainer"].startswith(theirs)), None
     )
+    if row["trainer"] == "Fizgig" and swapped_of(row):
+        return FIZGIG
     if name is None or "flux_lora_quantization" in row["trainer"]:
         return None
     trainer = get_trainer(name)
     known = next((one for one in trainer.models if one.name == model), None)
+    if known is None and "autotune_args" in row:  # its ways with another model
+        known = trainer.models[0]
     key, values = OPTIMIZERS[name]
     written = {key: values.get(row["optimizer"], row["optimizer"])} if row["optimizer"] else {}
     found = trainer.for_model(known).overheads_of(written, known) if known else None
+    if found and name == "ai-toolkit" and row.get("date", "") < LOCKS_SINCE:
+        found = found.changed(swap=found.swap.changed(from_pinned=False, slots="one"))
     return found.changed(kept=()) if found else None
 
 
@@ -393,9 +424,44 @@ def unique(rows: Iterable[Row]) -> list[Row]:
     return list(seen.values())
 
 
+def as_asked(number: int, row: Row) -> Row:
+    """A row with the arguments of `autotune estimate` for what its source does not state."""
+    words = iter(shlex.split(row["autotune_args"]))
+    given = dict(zip(words, words, strict=True))
+    size = given.get("--micro-batch-size", given["--batch"])
+    swapped = given.get("--swapped-blocks", "")
+    is_oom = row["vram_value"] == "OOM"
+    is_mixed = bool(row["s_per_it"] and re.search("mix|buckets", row["resolution"]))
+    return {
+        **row,
+        "id": f"N{number}",
+        "gpu": row["autotune_hardware"],
+        "resolution": "" if is_mixed else given.get("--resolution", "1024"),
+        "frames": given.get("--frames", ""),
+        "batch": size,
+        "grad_accum": str(int(given["--batch"]) // int(size)),
+        "rank": given.get("--rank", "16"),
+        "targets": given.get("--targets", ""),
+        "base_quant": given.get("--quantization", "none"),
+        "grad_ckpt": "unknown"
+        if "perhaps no gradient checkpointing" in row["notes"]
+        else "none"
+        if given.get("--checkpointing") == "none"
+        else "full",
+        "offload_or_swap": f"swap {swapped} of 99" if swapped else "",
+        "compile": "",
+        "optimizer": "",
+        "vram_value": "" if is_oom else row["vram_value"],
+        "vram_kind": "user reading" if row["vram_value"] else "",
+        "status": "OOM" if is_oom else "ok",
+    }
+
+
 def rows_of(path: Path) -> list[Row]:
     with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    has_arguments = rows and "autotune_args" in rows[0]
+    return [as_asked(*each) for each in enumerate(rows, start=1)] if has_arguments else rows
 
 
 def predicted(row: Row) -> "Reading":
@@ -404,7 +470,8 @@ def predicted(row: Row) -> "Reading":
     model = resolve_model(ModelRef.of(name))
     width, height = resolution_of(row) or (0, 0)
     batch, rank = int(row["batch"]), rank_of(row) or 0
-    hardware = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == GPUS[row["gpu"]]))
+    gpu = next(gpu for gpu in load_catalog() if gpu.id == GPUS[row["gpu"]])
+    hardware = profile_of_gpu(gpu)
     workload = Workload(
         model=model.spec,
         resolution_px=round((width * height) ** 0.5),
@@ -415,6 +482,7 @@ def predicted(row: Row) -> "Reading":
         rank=rank,
         lora_alpha=float(rank),
         targets=targets_of(row),
+        optimizer=OptimizerChoice(name="adamw-8bit" if row["source"] in ADAFACTOR else "adamw"),
         effective_batch_size=batch * int(row["grad_accum"] or 1),
     )
     num_blocks = model.spec.num_blocks
@@ -422,6 +490,7 @@ def predicted(row: Row) -> "Reading":
     candidate = Candidate(
         micro_batch_size=batch,
         checkpointed_blocks=num_blocks if CHECKPOINTING[row["grad_ckpt"]] else 0,
+        precision="bf16" if gpu.bf16_tflops else "fp16",
         quantization=STORAGE[row["base_quant"]],
         swapped_blocks=num_blocks if swapped == -1 else swapped,
     )
@@ -472,14 +541,26 @@ class Reading:
         return self.prediction.step_seconds / value - 1 if value else None
 
     @property
+    def waiting_seconds(self) -> float:
+        """For the host and for copies, which no factor over kernels changes."""
+        time = self.prediction.step_time
+        return time.overhead_seconds + time.transfer_seconds
+
+    @property
+    def kernel_seconds(self) -> float:
+        """The sum of kernels by the datasheet."""
+        return (self.prediction.step_seconds - self.waiting_seconds) / STEP_OVER_KERNELS
+
+    @property
     def over_kernels(self) -> float | None:
         """The published step, by the sum of its kernels and launches by the datasheet."""
-        launching = (
-            self.prediction.step_time.overhead_seconds + self.prediction.step_time.transfer_seconds
-        )
-        kernels = (self.prediction.step_seconds - launching) / STEP_OVER_KERNELS
         value = seconds_of(self.row)
-        return value / (kernels + launching) if value else None
+        return value / (self.kernel_seconds + self.waiting_seconds) if value else None
+
+    def log_error(self, factor: float) -> float:
+        """Logarithm of the published step over what is predicted with a factor over kernels."""
+        value = seconds_of(self.row) or math.nan
+        return math.log(value / (factor * self.kernel_seconds + self.waiting_seconds))
 
     @property
     def left_free(self) -> float:
@@ -583,38 +664,60 @@ def report_factors(readings: Sequence[Reading]) -> None:
         )
 
 
-def report_bands(readings: Sequence[Reading]) -> None:
-    """How many readings lie within the band that is stated (`estimate`), of each program; and
-    what would hold four fifths. Memory was fitted to no reading. Time has one factor that was:
-    here each program has the others'."""
-    for what in ("memory", "time"):
-        ratios: dict[str, list[float]] = defaultdict(list)
-        for one in readings:
-            if what == "memory" and one.memory_error is not None:
-                ratio = abs(math.log1p(one.memory_error)) / one.prediction.memory_band
-            elif what == "time" and one.over_kernels is not None:
-                others = [
-                    r.over_kernels
-                    for r in readings
-                    if r.over_kernels and r.row["trainer"] != one.row["trainer"]
-                ]
-                ratio = (
-                    abs(math.log(one.over_kernels / statistics.median(others)))
-                    / one.prediction.time_uncertainty
-                )
-            else:
-                continue
-            ratios[one.row["trainer"]].append(ratio)
-        for program, found in (
-            *sorted(ratios.items()),
-            ("all", [one for each in ratios.values() for one in each]),
-        ):
-            fifth = sorted(found)[math.ceil(0.8 * len(found)) - 1]
-            within = sum(one <= 1 for one in found)
-            print(
-                f"{what:7}{program:38}{within:3} of {len(found):2} in the band; four fifths within "
-                f"{fifth:.2f} of it"
-            )
+def report_left_out(readings: Sequence[Reading]) -> None:
+    """Errors of each program, family and card with the factor over kernels that all others have;
+    and whether ranges from the others' errors, in sigmas of predictions, hold four fifths."""
+    timed = [one for one in readings if one.over_kernels is not None]
+
+    def sigmas(one: Reading, factor: float = STEP_OVER_KERNELS) -> float:
+        return one.log_error(factor) / one.prediction.stated_time_uncertainty
+
+    groups: dict[str, Callable[[Reading], str]] = {
+        "program": lambda one: one.row["trainer"],
+        "family": lambda one: NAMES[one.row["model"]],
+        "card": lambda one: GPUS[one.row["gpu"]],
+    }
+    for what, group_of in groups.items():
+        print(f"\nstep times, one {what} left out\n")
+        found, held = [], 0
+        for name in sorted(set(map(group_of, timed))):
+            own = [one for one in timed if group_of(one) == name]
+            others = [one for one in timed if group_of(one) != name]
+            factor = statistics.median(one.over_kernels or 0.0 for one in others)
+            low, high = quantiles([sigmas(one, factor) for one in others], 0.1, 0.9)
+            held += sum(low <= sigmas(one, factor) <= high for one in own)
+            errors = [math.expm1(-one.log_error(factor)) for one in own]
+            print(f"{name:44}{summary(errors):>34}  {signed(errors)}")
+            found += errors
+        print(f"{'all':44}{summary(found):>34}  {signed(found)}")
+        print(f"ranges of the others hold {held} of {len(found)}")
+    sizes: dict[tuple[str, ...], float] = {}
+    for one in readings:
+        if one.memory_error is not None and one.row["status"] != "OOM":
+            key = one.row["trainer"], one.row["model"], one.row["vram_value"]
+            score = -math.log1p(one.memory_error) / one.prediction.memory_uncertainty
+            sizes.setdefault(key, score)
+    scores = {
+        "times": ([sigmas(one) for one in timed], TIME_SIGMAS),
+        "sizes": ([*sizes.values()], MEMORY_SIGMAS),
+    }
+    for what, (own, (low, high)) in scores.items():
+        middle = ", ".join(f"{each:+.2f}" for each in quantiles(own, 0.1, 0.5, 0.9))
+        held = sum(low <= each <= high for each in own)
+        print(
+            f"{what}: at 10, 50, 90% {middle} sigmas; the stated range holds {held} of {len(own)}"
+        )
+
+
+def quantiles(values: Iterable[float], *shares: float) -> list[float]:
+    """The nearest values."""
+    known = sorted(values)
+    return [known[round(share * (len(known) - 1))] for share in shares]
+
+
+def signed(errors: Sequence[float]) -> str:
+    """Their median with its sign."""
+    return f"signed {100 * statistics.median(errors):+.1f}%"
 
 
 def summary(errors: Sequence[float]) -> str:
@@ -636,10 +739,12 @@ def main() -> None:
     parser.add_argument(
         "--fresh", type=Path, nargs="*", default=[here / "data" / "fresh_readings.csv"]
     )
+    shared = here / "../../shared/data/readings_2026-11-25.csv"
+    parser.add_argument("--asked", type=Path, nargs="*", default=[shared])
     arguments = parser.parse_args()
     published = rows_of(arguments.csv)
     readings = report("published numbers, older families", [*filter(is_older, published)])
-    for path in arguments.fresh:
+    for path in (*arguments.fresh, *arguments.asked):
         readings += report(path.name, rows_of(path))
     report_factors(readings)
     later = [row for row in published if row["model"] in ADDED]
@@ -653,9 +758,10 @@ def main() -> None:
         report_factors(found)
         readings += found
     steps = [{**row, "vram_value": ""} for row in later]
-    report_factors(report("steps without checkpoints", steps, steps_alone=True))
+    plain = report("steps without checkpoints", steps, steps_alone=True)
+    report_factors(plain)
     print()
-    report_bands(readings)
+    report_left_out([*readings, *plain])
 
 
 if __name__ == "__main__":

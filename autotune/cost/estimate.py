@@ -81,7 +81,7 @@ def job_time(
     forward = cost.tables.forward_seconds(choice)
     defaults, streamed = cost.family.defaults, 0.0
     if cost.family.other_denoisers:  # one works on half of the steps, and crosses the bus in each
-        streamed = model_bytes.weight_bytes / _bus(cost, rates) / 2
+        streamed = model_bytes.weight_bytes / rates.from_pageable / 2
     preview = defaults.preview_steps * defaults.preview_calls * (forward + streamed)
     load = (model_bytes.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
@@ -122,7 +122,7 @@ def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_byt
     computing = flops / (ENCODER_SHARE * rates.matmul_rate((tokens, ENCODER_WIDTH, ENCODER_WIDTH)))
     if not caching.text_encoder_streamed:
         return computing
-    return computing + parameters * element_bytes / _bus(cost, rates)
+    return computing + parameters * element_bytes / rates.from_pageable
 
 
 def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
@@ -130,10 +130,6 @@ def _pixels_seconds(cost: CostModel, rates: Rates, vae: VaeCost) -> float:
     if cost.caching.vae_device == "cpu" and cost.hardware.device.kind != "cpu":
         return vae.encode_flops / host_flops_per_second(cost.hardware.host)
     return vae.encode_bytes_moved / rates.bandwidth
-
-
-def _bus(cost: CostModel, rates: Rates) -> float:
-    return cost.hardware.rate("host_to_device.pageable") or rates.host_to_device
 
 
 def require_divisor(size: int, effective: int) -> None:

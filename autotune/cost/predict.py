@@ -14,7 +14,7 @@ from autotune.cost.kernels import CLASSES, DeviceRules
 from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, Resident, phases_of, with_kept
 from autotune.cost.model import PassChoice, TracedModel, traced_model
 from autotune.cost.tables import PassTables
-from autotune.cost.timing import RECOMPUTED_LAUNCHES
+from autotune.cost.timing import RECOMPUTED_LAUNCHES, swap_seconds
 from autotune.cost.trace import ComposedPasses
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
@@ -23,7 +23,7 @@ from autotune.models.family import Family
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import EncoderGpu, Reason
-from autotune.plan.prediction import Overheads, Prediction, StepTime
+from autotune.plan.prediction import Overheads, Prediction, StepTime, SwapPractice
 from autotune.plan.workload import Workload
 
 # Of the time of elementwise kernels in compiled blocks. Not measured: it decides what is tried.
@@ -31,8 +31,9 @@ ELEMENTWISE_SHARE = 0.6
 LAUNCH_SHARE = 0.4  # share of the launches that is left there
 # Per adapter parameter and step: gradient cast, clipping, AdamW's states, copy back.
 OPTIMIZER_BYTES_MOVED = 52
-# Of fused AdamW, and of others, which step each tensor by itself (8-bit AdamW: 0.4 s for 1,440).
-FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 30
+# Operations of fused AdamW, and of others, which step each tensor by itself (8-bit AdamW: 0.4 s
+# for 1,440).
+FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 21
 
 
 def choice_of(candidate: Candidate) -> PassChoice:
@@ -311,12 +312,14 @@ class CostModel:
             overhead = _idle_seconds(begun, at_first) + later
         exchange = self.parallel.exchange_seconds(self.hardware.device, model_bytes, accumulation)
         transfer = np.maximum(0.0, exchange - computing)
-        # Each block is fetched while the one before it runs, forward and again backward.
-        visits = np.concatenate([[0.0], np.cumsum(model_bytes.block_weight_bytes)])[swapped]
-        arriving = accumulation * visits / rates.host_to_device
-        share, ahead = swapped / len(model_bytes.block_weight_bytes), forward.sum(axis=1)[:, None]
-        for passing in (ahead, computing - ahead):
-            transfer = transfer + np.maximum(0.0, arriving - share * passing)
+        if swapped.any():
+            swap = self.overheads.swap if self.overheads else SwapPractice()
+            bandwidth = rates.host_to_device if swap.from_pinned else rates.from_pageable
+            again = accumulation * recomputing
+            once = forward.sum(axis=1)[:, None] + again
+            computed = np.stack([once - again, again, computing - once]) / accumulation
+            sizes = np.array(model_bytes.block_weight_bytes) / bandwidth
+            transfer = transfer + accumulation * swap_seconds(swap, sizes, swapped, computed)
         if model_bytes.modulation:
             overhead = overhead + self.tables.modulation_seconds(choice)
         return {

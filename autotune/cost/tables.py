@@ -25,8 +25,6 @@ from autotune.plan.prediction import Overheads
 
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
 
-PAGEABLE_SHARE = 0.5  # of the rate from pinned memory, for mapped files: a round figure
-
 
 Step = tuple[trace.ComposedPass, float, dict[str, float]]
 """A pass, bytes that the allocator reserves beyond its peak, and a step's seconds by class."""
@@ -274,9 +272,8 @@ class PassTables:
         if self.model.rules == "cpu":
             moved = (layers.weight_bytes + 3 * rows) / rates.bandwidth
         else:
-            pageable = self.hardware.rate("host_to_device.pageable")
-            bus = pageable or PAGEABLE_SHARE * rates.host_to_device
-            moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
+            # From files that are mapped.
+            moved = layers.weight_bytes / rates.from_pageable + 2 * rows / rates.host_to_device
         return (products + moved) / steps
 
     def typical_shares(self, choice: PassChoice) -> NDArray[np.float64] | float:

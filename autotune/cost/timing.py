@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autotune.cost.kernels import CLASSES, Work
 from autotune.knobs.attention import ATTENTION_BACKENDS, assumed_efficiency
 from autotune.plan.hardware import Datasheet, HardwareProfile, Host
+from autotune.plan.prediction import SwapPractice
 
 REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
@@ -28,6 +32,10 @@ STEP_OVER_KERNELS = 1.15
 # Host time of a bare operation, forward or backward, where no probe measured it: 9 us on an EPYC
 # core, 5 to 7 on newer ones; a published B200 step that waits for its host implies 5.
 LAUNCH_SECONDS = {"cuda": 6e-6, "mps": 6e-6, "cpu": 9e-6}
+# The same beside cards of data centers, which are rented with a part of a virtual machine, whose
+# launches take longer: 16, 24 and 26 us beside three H200. Steps of Z-Image on an H100 that wait
+# for the host imply 15, that of the B200 5: a figure between them.
+RENTED_LAUNCH_SECONDS = 10e-6
 # Of that, what Python and torch take at most; what is beyond it is the driver's. In virtual
 # machines with an H200 a bare operation took 16 and 24 us, while 42 measured steps are predicted
 # 12.4, 11.1, 9.9, 9.6 and 10.6% off with 5 to 9 us of Python (benchmarks/gpu/compare.py).
@@ -49,6 +57,9 @@ UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 EIGHT_BITS = ("int8", "fp8")  # dtypes of 8-bit products
 UNKNOWN_BUS_BANDWIDTH = 1.6e10  # PCIe 3.0 with 16 lanes
+# From memory that is not locked, as a share of the rate from what is, and at most: a thread of the
+# host fills a second buffer (7.0 and 9.0 GB/s beside an H200 whose bus takes 55).
+PAGEABLE_SHARE, MAX_PAGEABLE_BANDWIDTH = 0.5, 8e9
 # From the start of a kernel to the next, where no probe measured it (forums.developer.nvidia.com,
 # thread 233645).
 KERNEL_SECONDS = 3e-6
@@ -91,8 +102,13 @@ class Rates:
         bus = sheet.pcie_bytes_per_second if sheet is not None else None
         pinned = hardware.rate("host_to_device.pinned")
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
+        self.from_pageable = hardware.rate("host_to_device.pageable") or min(
+            PAGEABLE_SHARE * self.host_to_device, MAX_PAGEABLE_BANDWIDTH
+        )
         kind, on_gpu = hardware.device.kind, hardware.device.kind == "cuda"
-        launching = hardware.rate("operation.launch") or LAUNCH_SECONDS[kind]
+        owned = "RTX" in hardware.device.name or hardware.device.memory_kind == "integrated"
+        usual = RENTED_LAUNCH_SECONDS if on_gpu and not owned else LAUNCH_SECONDS[kind]
+        launching = hardware.rate("operation.launch") or usual
         python = min(launching, PYTHON_SECONDS) if on_gpu else launching
         bare = BARE_OPERATIONS[kind]
         self.host_seconds = launching + (bare - 1) * python
@@ -272,6 +288,54 @@ def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple
             kind = "adapter"
         seconds[kind] += count * rates.seconds(item)
     return (*seconds.values(), host)
+
+
+def swap_seconds(
+    swap: SwapPractice,
+    copy_seconds: NDArray[np.float64],
+    swapped: NDArray[np.int64],
+    computed: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Return for how long a micro-batch waits for weights of swapped blocks.
+
+    `copy_seconds` is of each block of the model, `computed` (3, ...) of all blocks in the forward
+    pass, recomputing, and backward.
+    """
+    number = len(copy_seconds)
+    blocks, away = np.arange(number)[:, None, None], np.minimum(swapped, number)
+    slots: int | NDArray[np.int64] = 1 if swap.slots == "one" else 2
+    up = down = blocks < away
+    if swap.slots == "resident":  # all blocks take turns in these places
+        up, slots = blocks >= number - away, np.maximum(1, number - away)
+    elif swap.slots == "two" and not swap.by_layer:  # a pass begins where the last one ended
+        up, down = up & (blocks > 0), down & (blocks < away - 1)
+    seconds = (1 + swap.copies_back) * copy_seconds[:, None, None]
+    rising, falling, (forward, again, backward) = seconds * up, (seconds * down)[::-1], computed
+    passes = [(rising, forward), (falling, again + backward)]
+    if swap.by_layer:
+        passes[1:] = (falling, again), (falling, backward)
+    stalls = [_stalled_seconds(copies, took / number, slots) for copies, took in passes]
+    total: NDArray[np.float64] = np.sum(stalls, axis=0)
+    return total
+
+
+def _stalled_seconds(
+    copies: NDArray[np.float64], computing: NDArray[np.float64], slots: int | NDArray[np.int64]
+) -> NDArray[np.float64]:
+    # Two streams. Copies follow each other, each into the place of the block that ran `slots`
+    # before; a block begins once its own has ended, 0 if it is there.
+    shape = np.broadcast_shapes(copies.shape[1:], computing.shape)
+    ends, copied, stalled = np.zeros((len(copies) + 1, *shape)), np.zeros(shape), np.zeros(shape)
+    for number, copy in enumerate(copies):
+        if isinstance(slots, int):
+            left = ends[max(0, number + 1 - slots)]
+        else:
+            at = np.broadcast_to(np.maximum(0, number + 1 - slots), shape)
+            left = np.take_along_axis(ends, at[None], axis=0)[0]
+        copied = np.where(copy > 0, np.maximum(copied, left) + copy, copied)
+        stalled += np.maximum(0.0, copied - ends[number])
+        ends[number + 1] = np.maximum(ends[number], copied) + computing
+    return stalled
 
 
 def is_thin(shape: tuple[int, ...]) -> bool:

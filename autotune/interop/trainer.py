@@ -146,12 +146,19 @@ class Trainer:
             if precision == "fp32" or (phase, part) not in kept:
                 kept[phase, part] = {"phase": phase, "part": part, "precision": precision}
         formats = data.get("by_format", {}).items()
+        swap = next(rows(data.get("swap", "")), "pinned two").split()
         fields = {
             **{"program": self.name, "version": self.version, "source": data["source"]},
             "adapter": adapter(next(rows(data["adapter"]))),
             "adapter_by_format": {name: adapter(row) for name, row in formats},
             "products": data.get("products", {}),
             "kept": tuple(kept.values()),
+            "swap": {
+                "from_pinned": "pinned" in swap,
+                "copies_back": "back" in swap,
+                "slots": next(word for word in swap if word in ("one", "two", "resident")),
+                "by_layer": "layers" in swap,
+            },
         }
         return Overheads.model_validate(fields)
 

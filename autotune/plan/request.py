@@ -197,6 +197,9 @@ class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
     """Blocks that recompute their activations in the backward pass."""
     optimizer: NamedOptimizer = ADAMW  # type: ignore[assignment]
     """As for plan; adamw by default."""
+    for_trainer: Annotated[str | None, Option("--for", metavar="TRAINER")] = None
+    """Estimate what this trainer takes, with its own ways of adapting, storing and swapping: a name
+    that `export-config --to` takes."""
 
 
 class CompareRequest(WorkloadRequest, JobFields):

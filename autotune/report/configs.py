@@ -133,7 +133,7 @@ def _facts(estimate: Estimate | None) -> dict[str, str]:
     if estimate is None:
         return {"fits": "nothing fits"}
     prediction = estimate.prediction
-    doubt = prediction.time_uncertainty
+    doubt = prediction.stated_time_uncertainty
     neediest = max(prediction.phases, key=lambda phase: phase.run_memory_bytes).name
     times = {
         "a step": estimate.step_seconds,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from autotune.plan.candidate import Candidate
-from autotune.plan.prediction import TIME_EVIDENCE, Estimate
+from autotune.plan.prediction import MEMORY_SIGMAS, TIME_EVIDENCE, Estimate
 from autotune.plan.words import MAIN, MEMORY, PARTS, PHASES, setting_text, unusual_settings
 from autotune.report.plan import data_text, speed_text
 from autotune.report.text import (
@@ -74,7 +74,7 @@ def _settings_lines(candidate: Candidate) -> list[str]:
 def estimate_lines(estimate: Estimate) -> list[str]:
     """Answer as a plan does, then tell memory by phase and part, and time by kind of work."""
     prediction, work, job = estimate.prediction, estimate.workload, estimate.job
-    candidate, doubt = prediction.candidate, prediction.time_uncertainty
+    candidate, doubt = prediction.candidate, prediction.stated_time_uncertainty
     batch, size = work.effective_batch_size, candidate.micro_batch_size
     name, budget = work.model.name.rpartition("/")[2], memory_text(estimate.budget_bytes)
     total = _range_of(job.total_seconds, doubt)
@@ -99,6 +99,7 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         ("memory", f"up to {memory_text(prediction.run_memory_bytes)} of {budget}"),
         (MEMORY["cpu"], f"up to {memory_text(prediction.host_memory_bytes)}"),
         ("speed", speed_text(prediction.step_seconds, doubt, work)),
+        ("limited by", prediction.step_time.limited_by(0.0)),
         ("the run", f"{estimate.num_steps} steps, {total} in all{cost}"),
         ("in it", besides),
         ("uncertain", f"{TIME_EVIDENCE}; nothing has run"),
@@ -106,7 +107,8 @@ def estimate_lines(estimate: Estimate) -> list[str]:
     if not estimate.fits:
         facts.append(("instead", "`autotune plan` with this model and GPU finds what fits"))
     phases = [(PHASES[phase.name], phase.run_memory_bytes) for phase in prediction.phases]
-    training = range_text(prediction.training.run_memory_bytes, prediction.memory_band, memory_text)
+    size, error = prediction.training.run_memory_bytes, prediction.memory_uncertainty
+    training = range_text(size, error, memory_text, MEMORY_SIGMAS)
     return [
         *titled_lines(facts),
         "memory by phase",

@@ -5,6 +5,8 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
+from autotune.plan.prediction import TIME_SIGMAS
+
 WIDTH = 80
 BEYOND_MEASURE = 1e15  # no run takes so many seconds or bytes: a damaged file does
 
@@ -55,12 +57,16 @@ def change_text(share: float, digits: int = 0) -> str:
     return f"{share:+.{digits}%}" if abs(share) < 1e4 else f"{100 * share:+.1e}%"
 
 
-def range_text(value: float, uncertainty: float | None, form: Callable[[float], str]) -> str:
-    """Write `7 to 12 s`: one standard error of a prediction's logarithm below and above."""
+def range_text(
+    value: float,
+    uncertainty: float | None,
+    form: Callable[[float], str],
+    sigmas: tuple[float, float] = TIME_SIGMAS,
+) -> str:
+    """Write `7 to 12 s`: the range of a prediction, in standard errors of its logarithm."""
     if uncertainty is None:
         return form(value)
-    factor = math.exp(uncertainty)
-    low, high = form(value / factor), form(value * factor)
+    low, high = (form(value * math.exp(each * uncertainty)) for each in sigmas)
     if low == high:
         return low
     (first, _, unit), (_, _, same) = low.partition(" "), high.partition(" ")

@@ -18,6 +18,7 @@ from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import Frozen, memory_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.prediction import TIME_SIGMAS
 from autotune.plan.words import TITLES, setting_text
 from autotune.system.files import shipped_path
 
@@ -68,9 +69,8 @@ class ComparedGpu(CatalogPrediction):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def hours_range(self) -> tuple[float, float] | None:
-        """Hours if steps are shorter, and if they are longer, by one sigma of their logarithm."""
-        share = self.time_uncertainty or 0.0
-        low, high = self._total(-share), self._total(share)
+        """Hours if steps are as short, and as long, as the range says that is stated of them."""
+        low, high = (self._total(each * (self.time_uncertainty or 0.0)) for each in TIME_SIGMAS)
         return None if low is None or high is None else (low / 3600, high / 3600)
 
     @computed_field  # type: ignore[prop-decorator]

@@ -93,7 +93,7 @@ def build_expectation(
         process_memory_bytes=max(0, overhead) + kept + (data_bytes if on_host else 0),
         phases=phases,
         host_memory_bytes=None if on_host else max(host, prediction.host_memory_bytes) + data_bytes,
-        time_uncertainty=None if trials else prediction.time_uncertainty,
+        time_uncertainty=None if trials else prediction.stated_time_uncertainty,
         memory_uncertainty=None if trials else prediction.memory_uncertainty,
         other_seconds=round(around.total_seconds, 3),
         price_per_hour=price_per_hour,

@@ -412,6 +412,11 @@ def advise_choices(
             stored = value_text("quantization", chosen.quantization)
             option = f"--quality compact: {stored}, less exact"
         found.append(f"{best_gain:.2f}x by {option}")
+    step_time = cost.predict(best).step_time
+    if step_time.limited_by(0.0) == "host":
+        share = step_time.overhead_seconds / step_seconds
+        less = "--pin compile=block or a larger --batch-size launches less"
+        found.append(f"{share:.0%} of a step waits for launches: {less}")
     return tuple(found)
 
 

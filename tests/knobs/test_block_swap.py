@@ -1,16 +1,20 @@
 """Swapped blocks give the gradients of unswapped ones, and at most two are on the device."""
 
 import weakref
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autotune.cost.timing import swap_seconds
 from autotune.knobs import blocks as block_swap
 from autotune.knobs.blocks import BlockSwap
 from autotune.knobs.norm_rope import KERNELS, NormRopeFunction
 from autotune.knobs.quantized_layers import quantize_inside
+from autotune.plan.prediction import SwapPractice
 
 CPU = torch.device("cpu")
 
@@ -93,6 +97,52 @@ def test_next_block_is_on_its_way():
     forward, backward = order[:5], order[5:]
     assert forward == [(0, {0, 1}), (1, {1, 2}), (2, {2, 3}), (3, {3, 4}), (4, {4})]
     assert backward == [(4, {3, 4}), (3, {2, 3}), (2, {1, 2}), (1, {0, 1}), (0, {0})]
+
+
+class Stream:
+    """A queue of a simulated device: what it ran so far ended at `time`."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.time = max(self.time, other.time)
+
+    def wait_event(self, event: float) -> None:
+        self.time = max(self.time, event)
+
+    def record_event(self) -> float:
+        return self.time
+
+
+@pytest.mark.parametrize("copy_seconds", [0.5, 2.0, 3.5, 8.0])
+@pytest.mark.parametrize("num_swapped", [1, 3, 5])
+def test_copies_wait_as_long_as_is_predicted(monkeypatch, num_swapped, copy_seconds):
+    model, running, visits = Model(), Stream(), [0] * 5
+    swap = BlockSwap(model.blocks[:num_swapped], CPU)
+    swap.stream = Stream()
+
+    @contextmanager
+    def copying(stream):
+        yield
+        stream.time += copy_seconds
+
+    def compute(block, inputs, number):
+        visits[number] += 1
+        running.time += 1.0 if visits[number] % 2 else 3.0  # the latter recomputes
+
+    monkeypatch.setattr(torch.cuda, "stream", copying)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: running)
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *given, n=number: compute(*given, n))
+    gradients(model, num_passes=1)
+    before = running.time
+    gradients(model, num_passes=1)
+    waited = running.time - before - 5 * (1.0 + 3.0)
+    computed = 5 * np.array([1.0, 1.0, 2.0]).reshape(3, 1, 1)
+    copies, swapped = np.full(5, copy_seconds), np.array([[num_swapped]])
+    predicted = swap_seconds(SwapPractice(), copies, swapped, computed)
+    assert waited == pytest.approx(predicted.item())
 
 
 def test_adapter_added_later_is_brought_too(monkeypatch):

@@ -248,8 +248,8 @@ def test_trial_is_told_in_one_line():
 
 
 def test_a_range_names_its_unit_once_and_has_no_more_digits_than_it_knows():
-    assert range_text(9.2, 0.25, rough_seconds) == "7.2 to 12 s"
-    assert range_text(57.0, 0.66, rough_seconds) == "29 s to 1.8 min"
+    assert range_text(9.2, 0.25, rough_seconds) == "8.5 to 11 s"
+    assert range_text(57.0, 1.0, rough_seconds) == "42 s to 1.8 min"
     assert range_text(9.2, None, seconds_text) == "9.200 s"
     assert [*map(rough_seconds, (0.012, 89.0, 95.0, 36000.0))] == [
         "0.012 s",
