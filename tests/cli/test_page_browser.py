@@ -23,6 +23,7 @@ pytest.importorskip("starlette", reason="starlette is not installed")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
 pytestmark = [
+    pytest.mark.timeout(2400),
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here"),
 ]
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 RUN = "/run?folder=runs%2Fplan"
 PAGES = ["/data", "/plan", "/plan?file=plan.yaml", "/train", RUN, "/results", "/machine"]
 PAGES += ["/compare", "/import", "/records"]
-WAIT_MS = 300_000  # on a busy machine
+WAIT_MS = 800_000  # on a busy machine
 
 
 @contextmanager
