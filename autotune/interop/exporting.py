@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from autotune.errors import InvalidInput
-from autotune.interop.files import FILL_IN, WRITERS, ConfigValue
+from autotune.interop.files import FILL_IN, WRITERS
 from autotune.interop.importing import read_settings
-from autotune.interop.rules import CannotExpress, Context, Rule, Values, is_knob
+from autotune.interop.rules import CannotExpress, ConfigValue, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer
 from autotune.knobs.caching import PIN, EncoderSize, caching_in
 from autotune.models.adapter import layers_of

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from autotune.errors import InvalidInput, first_line
-from autotune.interop.rules import Values
+from autotune.interop.rules import ConfigValue, Values
 from autotune.plan.file import BoundedLoader
 from autotune.system.files import decode_text, read_bounded
 
@@ -50,16 +50,6 @@ SCRIPT_HEAD = """\
 # Run it in the folder that holds it, with TRAINER set to the folder that {title} is installed in.
 set -e
 """
-
-
-@dataclass(frozen=True)
-class ConfigValue:
-    """One value of a configuration, and where it is written."""
-
-    key: str
-    value: Any  # a boolean, number or text, a list of them, or None
-    line: int = 0  # from 1; 0 for a trainer's default, which is written nowhere
-    file: str = ""
 
 
 def read_document(path: Path) -> list[ConfigValue]:

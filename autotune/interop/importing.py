@@ -8,8 +8,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.interop import files
-from autotune.interop.files import ConfigValue
-from autotune.interop.rules import LOST, Context, Rule, Values, is_knob
+from autotune.interop.rules import LOST, ConfigValue, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.base import Frozen

@@ -416,3 +416,13 @@ def share_of_blocks(key: str, switch: str = "") -> Rule:
         return {switch: share > 0, key: share or None} if switch else {key: share}
 
     return Rule((key, switch) if switch else (key,), ("swapped_blocks",), read, write)
+
+
+@dataclass(frozen=True)
+class ConfigValue:
+    """One value of a configuration, and where it is written."""
+
+    key: str
+    value: Any  # a boolean, number or text, a list of them, or None
+    line: int = 0  # from 1; 0 for a trainer's default, which is written nowhere
+    file: str = ""

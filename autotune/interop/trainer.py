@@ -9,8 +9,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.interop import rules, targets
-from autotune.interop.files import ConfigValue
-from autotune.interop.rules import MIN_SNR_NAMES, Context, Rule, Values, parse_settings
+from autotune.interop.rules import MIN_SNR_NAMES, ConfigValue, Context, Rule, Values, parse_settings
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.registry import find_published

@@ -25,17 +25,17 @@ from autotune.errors import first_line
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.formats import WEIGHT_FORMATS, WeightFormat
 from autotune.machine.capabilities import BF16
+from autotune.machine.clock import NOISY_ABOVE, BackgroundLoad, is_noisy, spread_of, time_calls
 from autotune.machine.facts import Facts, Reader, integer, positive_number
-from autotune.machine.sources import BackgroundLoad, System, Unavailable
+from autotune.machine.sources import System, Unavailable
 from autotune.plan.hardware import Conditions, DeviceKind, HardwareProfile, Rate
 from autotune.system import files, process
 from autotune.weights.files import open_weights
 from autotune.weights.tensors import LOADERS
 
-MAX_SAMPLES, MAX_DISK_SAMPLES = 25, 5
+MAX_DISK_SAMPLES = 5
 NUM_TENSORS = 8
 PAGE_BYTES = 4096
-NOISY_ABOVE = 0.10  # spread, or drift from first to last measurement, that makes a machine noisy
 HEADS, HEAD_SIZE = 24, 128  # of attention in Qwen-Image and FLUX
 # Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention).
 ATTENTION_FLOPS = 14
@@ -77,52 +77,6 @@ BENCHMARK_SIZES: dict[DeviceKind, BenchmarkSizes] = {
         (256, 512), 4, 2**20, 2**27, 2**26, 0.3, 14.0,
     ),
 }  # fmt: skip
-
-
-def spread_of(seconds: Sequence[float]) -> float:
-    """Return the interquartile range over the median; 0 for less than four, too few to tell."""
-    if len(seconds) < 4:
-        return 0.0
-    first, median, third = statistics.quantiles(seconds, n=4)
-    return (third - first) / median
-
-
-def time_calls(
-    call: Callable[[], object],
-    *,
-    limit_seconds: float,
-    synchronize: Callable[[], None] = lambda: None,
-    setup: Callable[[], None] | None = None,
-    max_samples: int = MAX_SAMPLES,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Time `call`, in seconds, until the limit or `max_samples`, at least once.
-
-    The first call warms up and is dropped, unless it alone took four times the limit. `setup` runs
-    before each call, untimed. Without it, quick calls are grouped into samples of a millisecond:
-    clocks and launches have noise of their own.
-    """
-
-    def sample(repeats: int) -> float:
-        if setup:
-            setup()
-        synchronize()
-        begin = clock()
-        for _ in range(repeats):
-            call()
-        synchronize()
-        return (clock() - begin) / repeats
-
-    first = sample(1)
-    if first >= 4 * limit_seconds:
-        return [first]
-    begin = clock()
-    second = sample(1)
-    repeats = 1 if setup else max(1, min(1000, round(1e-3 / max(second, 1e-9))))
-    seconds = [second] if repeats == 1 else [sample(repeats)]
-    while len(seconds) < max_samples and clock() - begin < limit_seconds:
-        seconds.append(sample(repeats))
-    return seconds
 
 
 def _usable_formats(profile: HardwareProfile) -> list[WeightFormat]:
@@ -376,17 +330,6 @@ class Meter:
 
     def _can(self, capability: str) -> bool:
         return self.profile.capability(capability).available
-
-
-def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:
-    """Tell if timings vary too much, within a measurement or from the first to its repetition.
-    Disks do not count: their readings differ on quiet machines too."""
-    disks = ("disk.", "page_cache.")
-    wide = any(r.spread > NOISY_ABOVE for r in rates if not r.name.startswith(disks))
-    first = next((rate for rate in rates if again is not None and rate.name == again.name), None)
-    if wide or first is None or again is None:
-        return wide
-    return abs(first.value - again.value) > NOISY_ABOVE * (first.value + again.value) / 2
 
 
 CONDITIONS: Facts = {

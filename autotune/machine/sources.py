@@ -323,11 +323,9 @@ UNLIMITED_BYTES = 1 << 60  # from this size on, a limit of cgroup v1 means that 
 
 def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...]]]:
     """(control group, numbers in its `files`) of this process's group and each group above it.
-
     A container sees its own group as the root; a Slurm job or a systemd service is a group further
     down. Under cgroup v1 each controller has its own hierarchy, and a container reads its path as
-    the host sees it.
-    """
+    the host sees it."""
     lines = _content(OWN_CGROUP).splitlines() or ["0::/"]
     for _, names, own in (line.split(":", 2) for line in lines if line.count(":") > 1):
         if names and controller not in names.split(","):
@@ -397,30 +395,8 @@ def host_available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-class BackgroundLoad:
-    """CPU time that other processes take, from the creation of this object until now."""
-
-    def __init__(self) -> None:
-        self._begin = self._times()
-
-    def share(self) -> float:
-        """Return their share of all CPU time, in [0, 1]."""
-        pairs = zip(self._times(), self._begin, strict=True)
-        busy, idle, own = (now - before for now, before in pairs)
-        return max(0.0, busy - own) / max(busy + idle, 1e-9)
-
-    def _times(self) -> tuple[float, float, float]:
-        whole, own = psutil.cpu_times(), psutil.Process().cpu_times()
-        idle = whole.idle + getattr(whole, "iowait", 0.0)
-        # On Linux `user` already holds the guests' time.
-        busy = sum(whole) - idle - getattr(whole, "guest", 0.0) - getattr(whole, "guest_nice", 0.0)
-        return busy, idle, own.user + own.system
-
-
-def _container_free_bytes(_: int) -> int:
-    if limits := memory_limits():
-        return min(left for _, left in limits)
-    raise Unavailable("no limit")
+def _container_free_bytes(_: int) -> object:
+    return _require(min((left for _, left in memory_limits()), default=None), "no limit")
 
 
 def _container(_: int) -> str:
@@ -442,9 +418,8 @@ def _disk_free_bytes(_: int) -> int:
     """Free space for models: in the hub's cache, or the nearest folder above it that exists."""
     from huggingface_hub import constants
 
-    folder = Path(constants.HF_HUB_CACHE).absolute()
-    while not folder.exists():
-        folder = folder.parent
+    cache_folder = Path(constants.HF_HUB_CACHE).absolute()
+    folder = next(each for each in (cache_folder, *cache_folder.parents) if each.exists())
     return shutil.disk_usage(folder).free
 
 

@@ -36,7 +36,7 @@ from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome,
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Workload
-from autotune.search import worker
+from autotune.search import rehearsal, worker
 from autotune.system import files, memory
 from autotune.system.process import fork_server_context
 from autotune.train.monitor import SPILL_FACTOR
@@ -145,7 +145,7 @@ class ProcessTrialRunner:
         self.close_child()  # phases are measured from an empty device on
         common = (self.model, self.workload, candidate, self.device, self.num_steps)
         result = self.send(
-            worker.RehearsalRequest(
+            rehearsal.RehearsalRequest(
                 *common, caching=caching, max_seconds=max_seconds, scratch_folder=self._scratch.name
             )
         )

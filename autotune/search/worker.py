@@ -1,28 +1,19 @@
 """Performs requests in a trial process: real steps of a candidate, or the rehearsal of a run."""
 
-import contextlib
 import math
-import statistics
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
-from autotune.data.cache import Cache
-from autotune.data.encode import Encoders
-from autotune.data.pixels import open_pixels
 from autotune.errors import AutotuneError, first_line, is_out_of_memory
 from autotune.knobs.modulation import find_modulation_ahead
 from autotune.models.family import Batch, Family, Sample
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.candidate import CachingSettings, Candidate, Outcome, TrialResult
+from autotune.plan.candidate import Candidate, Outcome, TrialResult
 from autotune.plan.workload import (
     Bucket,
     Workload,
@@ -31,18 +22,9 @@ from autotune.plan.workload import (
     typical_text_tokens,
 )
 from autotune.system import memory
-from autotune.train.folder import ADAPTER_FILE
-from autotune.train.model import (
-    QualityMissed,
-    TrainingModel,
-    apply_settings,
-    eager_eval,
-    load_model,
-    save_trained,
-)
-from autotune.train.monitor import Monitor, allocator_retries
+from autotune.train.model import QualityMissed, TrainingModel, apply_settings, load_model
+from autotune.train.monitor import allocator_retries
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.sample import Preview, PreviewSampler
 from autotune.train.step import (
     ConditionedImage,
     ModulationWindows,
@@ -59,13 +41,6 @@ MIN_PRUNING_STEPS = 2  # the first after the one measured for memory is cold: up
 MAX_REPEAT_SECONDS = 5.0  # no step is repeated once the timed ones have taken this long
 MAX_OVERFLOWS = 17  # then a loss scale that begins at 2**16 and halves is below 1
 LOSS_STEP = 3  # the steady step whose loss is reported: losses compare however many steps there are
-MIN_REHEARSAL_STEPS, MAX_REHEARSAL_STEPS = 10, 40
-MAX_DRIFT = 0.03  # between the medians of both halves of a rehearsal's steps, relative
-NUM_PREVIEW_STEPS = 2  # memory is the same in each
-RUN_BYTES = 22 << 20
-"""Host memory that only a run has, e.g. the list of the data; 13 to 32 MiB were measured
-(`benchmarks/run_memory.py`)."""
-WORDS_PER_TOKEN = 0.5  # of the rehearsed caption: tokenizers split unusual words
 
 
 class Failure(AutotuneError):
@@ -131,27 +106,6 @@ class TrialRequest:
         if len(seconds) >= MAX_REPEATS * self.num_steps or sum(seconds) >= MAX_REPEAT_SECONDS:
             return False
         return max(middle) - min(middle) > MAX_SPREAD * middle[len(middle) // 2]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RehearsalRequest(TrialRequest):
-    """Every phase of a run; without the model's files only loading, training and saving."""
-
-    caching: CachingSettings
-    max_seconds: float  # training takes no further step after this long
-    scratch_folder: str | None = None
-    """Folder to write in, which the parent removes, however the child ends."""
-
-    def needs_another_step(self, seconds: list[float]) -> bool:
-        if len(seconds) < self.num_steps:
-            return True
-        if sum(seconds) >= self.max_seconds or len(seconds) >= MAX_REHEARSAL_STEPS:
-            return False
-        if len(seconds) < MIN_REHEARSAL_STEPS:
-            return True
-        half = len(seconds) // 2
-        first, second = statistics.median(seconds[:half]), statistics.median(seconds[half:])
-        return abs(second - first) > MAX_DRIFT * first
 
 
 @dataclass
@@ -357,116 +311,5 @@ class StepRunner:
         return None
 
 
-def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
-    """Go through every phase of a run; from training on, each phase's end is reported."""
-    with contextlib.suppress(ImportError):
-        import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
-    device, model = torch.device(request.device), request.model
-    monitor = Monitor(device)
-    trained: TrialResult | None = None
-    caching_error = ""
-
-    @contextlib.contextmanager
-    def phase(name: str) -> Iterator[None]:
-        try:
-            with monitor.phase(name):
-                yield
-        except BaseException as error:
-            error.add_note(f"in the {name} phase")
-            raise
-        if trained:
-            child.report(with_phases(trained))
-
-    def with_phases(result: TrialResult) -> TrialResult:
-        phases = tuple(
-            peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES)
-            for peak in monitor.peaks.values()
-        )
-        host_bytes = next(phase.host_bytes for phase in phases if phase.name == "training")
-        message = result.message or caching_error
-        return result.changed(
-            confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message
-        )
-
-    with tempfile.TemporaryDirectory(
-        prefix="autotune-rehearsal-", dir=request.scratch_folder
-    ) as name:
-        folder, sampler = Path(name), None
-        preview = largest_preview(request, model, folder)
-        if model.folder is not None:
-            try:
-                with phase("caching"):
-                    sampler = rehearse_caching(request, model, preview, folder / "cache")
-            except Exception as error:
-                traceback.print_exc()
-                caching_error = f"{type(error).__name__}: {first_line_with_notes(error)}"
-            if caching_error:  # outside of the handler: the error held what had been loaded
-                del monitor.peaks["caching"]
-                memory.release_memory()
-        with phase("loading"):
-            loaded = load_for_trial(request)
-            if sampler:
-                sampler.attach(loaded.model.transformer)
-        with phase("training"):
-            steps = StepRunner(loaded, request.workload, request.candidate)
-            trained = steps.measure(request.needs_another_step)
-        if sampler:
-            with phase("previews"), eager_eval(loaded.model.transformer):
-                sampler.sample(preview)
-        adapter, work = folder / ADAPTER_FILE, request.workload
-        with phase("saving"):
-            save_trained(adapter, steps.model, steps.optimizer, work, "rehearsal", 1)
-        # Loading the adapter into the pipeline takes more than the preview.
-        if sampler:
-            with phase("previews"), eager_eval(loaded.model.transformer):
-                sampler.compare_adapter(adapter, [preview], lambda *written: None)
-    return with_phases(trained)
-
-
-def largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Preview:
-    """Make a preview in the largest shape, with a caption of about its length."""
-    work, bucket = request.workload, request.workload.largest_bucket
-    size = (bucket.width_px, bucket.height_px)
-    paths = [folder / f"control-{number}.png" for number in range(work.num_control_images)]
-    for path in paths:
-        Image.new("RGB", size, "gray").save(path)
-    tokens = work.max_text_tokens
-    if paths and model.config_folder is not None:  # most of the tokens stand for the control images
-        sizes = [[size] * len(paths)]
-        tokens -= model.family.count_text_tokens(model.config_folder, [""], sizes)[0]
-    caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
-    return Preview(caption, bucket, NUM_PREVIEW_STEPS, 0, tuple(paths))
-
-
-def rehearse_caching(
-    request: RehearsalRequest, model: ResolvedModel, preview: Preview, cache: Path
-) -> PreviewSampler:
-    """Encode a caption and an item of the largest shape, and what the preview needs."""
-    device, settings = torch.device(request.device), request.candidate
-    encoders = Encoders(model, request.caching, device, settings.precision, settings.loader)
-    sampler = PreviewSampler(encoders)
-    sampler.encode_prompts([preview], Cache(cache))
-    _encode_item(model, encoders, preview)
-    encoders.release()
-    return sampler
-
-
-@torch.no_grad()
-def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> None:
-    """In training's order; a function of its own, since what holds the pipeline keeps it."""
-    pipeline, bucket = encoders.load_pipeline(), preview.bucket
-    width, height = bucket.width_px, bucket.height_px
-    controls = [open_pixels((path,), width, height) for path in preview.control_paths]
-    model.family.encode_caption(pipeline, preview.prompt, controls)
-    encoders.release_text()
-    pipeline = encoders.load_pipeline(with_text=False)
-    pixels = torch.zeros(3, bucket.num_frames, height, width, device=pipeline.vae.device)
-    with memory.map_large_buffers():
-        model.family.encode_pixels(pipeline, pixels)
-
-
-TASKS: dict[type, Callable[[Any, ChildState], Any]] = {
-    TrialRequest: run_trial,
-    RehearsalRequest: rehearse,
-}
+TASKS: dict[type, Callable[[Any, ChildState], Any]] = {TrialRequest: run_trial}
 """The function that performs each type of request; what it returns crosses to the parent."""

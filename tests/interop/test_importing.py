@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.interop.files import ConfigValue, read_document
+from autotune.interop.files import read_document
 from autotune.interop.importing import ConfigLine, ImportedConfig, import_config, read_settings
-from autotune.interop.rules import Context
+from autotune.interop.rules import ConfigValue, Context
 from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.registry import FAMILIES
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from autotune.machine import rates
 from autotune.machine.catalog import load_catalog
+from autotune.machine.clock import MAX_SAMPLES, BackgroundLoad, is_noisy, spread_of, time_calls
 from autotune.machine.probe import measure_rates, read_profile
-from autotune.machine.rates import BENCHMARK_SIZES, MAX_SAMPLES, Meter, spread_of, time_calls
-from autotune.machine.sources import BackgroundLoad
+from autotune.machine.rates import BENCHMARK_SIZES, Meter
 from autotune.plan.hardware import Rate
 from tests.builders import BITSANDBYTES
 from tests.machine.fleet import machine
@@ -239,4 +239,4 @@ def test_a_child_that_chatters_is_understood():
 def test_disagreement_is_noise(spread, again, noisy):
     first = Rate(name="r0", value=1.0, unit="s", spread=0.01, num_samples=9)
     found = (first, first.changed(name="r1", spread=spread))
-    assert rates.is_noisy(found, first.changed(value=again)) is noisy
+    assert is_noisy(found, first.changed(value=again)) is noisy

@@ -11,7 +11,8 @@ from autotune.data.encode import Encoders
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings, TrialResult
 from autotune.plan.job import ModelRef
-from autotune.search.worker import Failure, RehearsalRequest, largest_preview, rehearse_caching
+from autotune.search.rehearsal import RehearsalRequest, largest_preview, rehearse_caching
+from autotune.search.worker import Failure
 from tests.search.conftest import FIRST, GIB, workload
 
 PHASES = ["caching", "loading", "training", "previews", "saving"]
