@@ -148,6 +148,9 @@ class JobFields(DataFields, ModelFields):
     """Folder that the run writes: adapter, checkpoints, samples and report."""
     from_adapter: Annotated[PathText | None, Option(metavar="FILE")] = None
     """Start from this adapter of diffusers, ComfyUI or kohya."""
+    training_adapter: Annotated[PathText | None, Option(metavar="FILE")] = None
+    """Frozen adapter that is on in training and off in previews and validation, as people train
+    distilled models."""
     save_dtype: SaveDtype = "bf16"
     """Dtype of the adapter's file; training and checkpoints keep fp32."""
     adapter_format: AdapterFormat = "diffusers"

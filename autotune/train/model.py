@@ -32,6 +32,7 @@ from autotune.plan.workload import Quality, Workload
 from autotune.system.files import cache_path
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import shard_on_arrival
+from autotune.train.training_adapter import TrainingAdapter
 from autotune.weights import adapters, files, stream
 from autotune.weights.stream import DtypePolicy, Transform
 
@@ -66,10 +67,13 @@ def load_model(
     seed: int,
     *,
     shards: int = 1,
+    training_adapter: str | None = None,
 ) -> TrainingModel:
     """Load the transformer, quantized within the quality floor, with adapter and settings."""
     dtype = torch_dtype(settings.precision)
-    transformer, error = load_transformer(model, settings, device, shards=shards)
+    transformer, error = load_transformer(
+        model, settings, device, shards=shards, training_adapter=training_adapter
+    )
     require_quality(error, workload.quality, settings.quantization)
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     swap_blocks(transformer, model.family, settings.swapped_blocks)
@@ -128,12 +132,17 @@ def apply_knobs(
 
 @contextlib.contextmanager
 def eager_eval(transformer: nn.Module) -> Iterator[None]:
-    """Run without dropout and compiled code: other shapes would take a minute to compile anew."""
+    """Run without dropout, training adapter, and compiled code: other shapes would take a minute to
+    compile anew."""
+    frozen: TrainingAdapter | None = getattr(transformer, "training_adapter", None)
     compiled = [(module, module._compiled_call_impl) for module in transformer.modules()]
     try:
         for module, _ in compiled:
             module._compiled_call_impl = None
-        with disable_dropout(transformer):
+        with (
+            disable_dropout(transformer),
+            frozen.off(transformer) if frozen else contextlib.nullcontext(),
+        ):
             yield
     finally:
         for module, code in compiled:
@@ -141,7 +150,12 @@ def eager_eval(transformer: nn.Module) -> Iterator[None]:
 
 
 def load_transformer(
-    model: resolve.ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
+    model: resolve.ResolvedModel,
+    settings: Candidate,
+    device: torch.device,
+    *,
+    shards: int = 1,
+    training_adapter: str | None = None,
 ) -> tuple[nn.Module, QuantizationError | None]:
     """Stream the weights in, or random ones, quantize them, and measure the error."""
     family, dtype = model.family, torch_dtype(settings.precision)
@@ -149,6 +163,7 @@ def load_transformer(
         # TF32 for what stays in fp32, in trials and training alike.
         torch.set_float32_matmul_precision("high")
     transformer = stream.build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
+    frozen = training_adapter and TrainingAdapter(Path(training_adapter), transformer, family)
     policy = stream.from_pretrained_dtypes(transformer, dtype)
     source = None if model.folder is None else model.open_transformer()
     if settings.modulation == "ahead":
@@ -162,6 +177,9 @@ def load_transformer(
         transform = meter.wrap(transform)
     if settings.swapped_blocks:  # after the error is measured on the device
         transform = offload_on_arrival(family, transformer, settings.swapped_blocks, transform)
+    if frozen:
+        transform = frozen.merge_on_arrival(transform)
+        transformer.training_adapter = frozen  # type: ignore[assignment]
     how: Any = {"device": str(device), "dtype_policy": policy, "transform": transform}
     if source is None:
         stream.fill_random(transformer, seed=RANDOM_SEED, **how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,8 +73,8 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     check_job(job, family.with_expert(job.expert), workload.optimizer)
     folder.require_separate_output(job)
     folder.check_folder(plan, resume=resume)
-    if job.from_adapter is not None:
-        read_header(Path(job.from_adapter))
+    for adapter in filter(None, (job.from_adapter, job.training_adapter)):
+        read_header(Path(adapter))
     model = None if resolve.is_fetchable(job.model_ref) else read_model(plan)
     options = make_options(dict(job), family, job.num_frames)
     data = read_split(job.data, options, job.validation, job.seed)
@@ -114,6 +115,9 @@ def prepare(
     workload = describe_workload(model, data.whole, request, drops_captions=drops_captions)
     fit.require_fit(fit.data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
+    if job.training_adapter is not None:  # which is part of what learns
+        content = Path(job.training_adapter).read_bytes()
+        weights = hashlib.sha256(weights.encode() + content).hexdigest()
     if resume:
         folder.require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
@@ -149,6 +153,11 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:
     workload, job = plan.frozen.workload, plan.job
     transformer = build_on_meta(model.family, model.config)
+    if job.training_adapter is not None:
+        from autotune.train.training_adapter import TrainingAdapter
+
+        frozen = TrainingAdapter(Path(job.training_adapter), transformer, model.family)
+        frozen.require_with(plan.frozen.settings, workload, transformer, model.family)
     shapes = adapter_shapes(model.family, transformer, workload)
     adapter_bytes = sum(math.prod(shape) * count for shape, count in shapes.items()) * 4
     if job.from_adapter is not None:  # before any long work

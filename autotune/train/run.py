@@ -182,7 +182,10 @@ class _Run:
         device, shards = self.processes.device, self.processes.num_shards
         settings, seed = self.plan.frozen.settings, self.plan.job.seed
         model, workload = self.prepared.model, self.prepared.workload
-        trained = load_model(model, workload, settings, device, seed, shards=shards)
+        frozen = self.plan.job.training_adapter
+        trained = load_model(
+            model, workload, settings, device, seed, shards=shards, training_adapter=frozen
+        )
         if (started_from := self.plan.job.from_adapter) is not None:
             folder.start_from(Path(started_from), trained.transformer, trained.family)
         if self.previews:
