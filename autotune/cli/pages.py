@@ -35,6 +35,7 @@ from autotune.report.machine import PROBLEMS
 from autotune.report.page import Subject, plan_view, run_view, trials_chart
 from autotune.report.points import trial_text
 from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text
+from autotune.system.files import open_regular
 from autotune.train.folder import ADAPTER_FILE, LOCK_FILE, REPORT_FILE
 from autotune.train.metrics import METRICS_FILE
 
@@ -441,7 +442,12 @@ def _replace_in_captions(site: Site, asked: Asked) -> Response:
 
 @route("/data/undo", "POST")
 def _undo(site: Site, asked: Asked) -> Response:
-    told = f"taken back: {undo_edit(_undo_file(site), site.inside)}"
+    def allow(name: str) -> Path:
+        if Path(name).suffix.lower() not in CAPTION_SUFFIXES:
+            raise InvalidInput(f"{name} is no caption", hint="edit it by hand")
+        return site.inside(name)
+
+    told = f"taken back: {undo_edit(_undo_file(site), allow)}"
     return RedirectResponse(
         f"/data?folder={_quoted(asked.one('folder'))}&told={_quoted(told)}", 303
     )
@@ -517,7 +523,7 @@ def _show_plan(site: Site, asked: Asked) -> Response:
 
 def _is_plan(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return b"frozen:" in file.read(1 << 20)
     except OSError:
         return False
@@ -695,7 +701,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], list[tuple[float, Path]]] = {}
     for path in sorted((folder / "samples").glob("*.png"))[:400]:
         try:
-            with Image.open(path) as image:
+            with open_regular(path) as file, Image.open(file) as image:
                 facts = {**getattr(image, "text", {})}
         except Exception:  # decoders raise anything for damaged files
             continue

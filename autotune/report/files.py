@@ -215,6 +215,7 @@ def encode_picture(
     Raises InvalidInput."""
     try:
         with open_image(path) as image:
+            image.draft("RGB", (2 * max_side_px, 2 * max_side_px))  # a large JPEG is read smaller
             if image.width * image.height > MAX_PIXELS:
                 raise OSError(f"it has over {MAX_PIXELS >> 20} megapixels")
             small = to_rgb(image)

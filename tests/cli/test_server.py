@@ -141,6 +141,8 @@ def test_files_are_served_as_pictures_and_adapters_only(user, site):
     assert user.get("/thumb?path=page.html").status_code == 400
     thumb = user.get("/thumb?path=photos/a.png")
     assert thumb.headers["content-type"] == "image/png"
+    Image.new("RGB", (5000, 4000)).save(site.workspace / "photos" / "camera.jpg")
+    assert user.get("/thumb?path=photos/camera.jpg").status_code == 200
     (site.workspace / "run").mkdir()
     shutil.copy(next(SMALL_WORLD.rglob("*.safetensors")), site.workspace / "run/x.safetensors")
     sent = user.get("/download?path=run/x.safetensors")

@@ -29,8 +29,8 @@ from autotune.report.run import report_lines
 from autotune.train import run as run_module
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.loop import TrainingLoop
-from autotune.train.prepare import prepare
-from autotune.train.sample import Preview, PreviewSampler
+from autotune.train.prepare import SampleRequest, prepare, read_sample_inputs
+from autotune.train.sample import Preview, PreviewSampler, sample_run
 from autotune.weights.tensors import save_file
 from tests.events import notices_to, phases_to
 from tests.search.machines import make_plan
@@ -142,6 +142,12 @@ def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
     expected = family.sample(stock, PROMPT, bucket, num_steps=2, seed=5)[0]
     assert Image.open(bench.sample(run[0])).tobytes() == expected.tobytes()
+    request = SampleRequest(PROMPT, seed=5, output=tmp_path / "x.png", strengths=(0.0, 0.5, 1.0))
+    written = sample_run(read_sample_inputs(run[0], request), bench.hardware, bench.cache)
+    assert [path.name for path in written] == ["x-at-0.png", "x-at-0.5.png", "x-at-1.png"]
+    none, half, full = (Image.open(path).tobytes() for path in written)
+    assert none == plain.tobytes()
+    assert full == expected.tobytes() != half
 
 
 @pytest.mark.slow
