@@ -59,8 +59,8 @@ def read_document(path: Path) -> list[ConfigValue]:
     kind = FORMATS.get(path.suffix.lower()) or ("json" if is_json else "shell")
     try:
         pairs = tuple(_flatten(PARSERS[kind](text)))
-        if kind == "json":  # where switches are often written as text
-            pairs = tuple((key, SWITCHES.get(str(value).lower(), value)) for key, value in pairs)
+        if kind == "json":  # where switches are often written as text, and keys as options
+            pairs = tuple((k.removeprefix("--"), SWITCHES.get(str(v).lower(), v)) for k, v in pairs)
         json.dumps(pairs, ensure_ascii=False, default=str).encode()  # halves of characters
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = first_line(error) if kind != "yaml" else " ".join(str(error).split())
@@ -100,8 +100,7 @@ def with_references(
         if setting.key not in references or not isinstance(setting.value, str):
             continue
         named = Path(setting.value.replace("\\", "/"))
-        paths = (folder / named, named, folder / named.name)
-        there = next(filter(is_file, paths), None)
+        there = next(filter(is_file, (folder / named, named, folder / named.name)), None)
         if there is None:
             missing.append(setting)
             continue
@@ -220,13 +219,6 @@ def _typed(word: str) -> Any:
     return word
 
 
-def _parse_json(text: str) -> Any:
-    data = json.loads(text)
-    if not isinstance(data, dict):
-        return data
-    return {key.removeprefix("--"): value for key, value in data.items()}
-
-
 def _parse_toml(text: str) -> Any:
     if found := LONG_TOML_KEY.search(text):
         raise ValueError(f"a key of too many parts: {found[0][:80]}")
@@ -235,7 +227,7 @@ def _parse_toml(text: str) -> Any:
 
 PARSERS: Mapping[str, Callable[[str], Any]] = {
     "yaml": lambda text: yaml.load(text, Loader=BoundedLoader),
-    **{"toml": _parse_toml, "json": _parse_json},
+    **{"toml": _parse_toml, "json": json.loads},
     **{name: partial(_parse_command, shell) for name, shell in SHELLS.items()},
 }
 

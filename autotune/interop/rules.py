@@ -100,12 +100,6 @@ VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def parse_settings(written: str) -> dict[str, Any]:
-    """Read `a=1 b.c="x" d=["y","z"]` as keys and values, the values in JSON without spaces."""
-    pairs = (one.partition("=") for one in written.split())
-    return {key: json.loads(value) for key, _, value in pairs}
-
-
 def value_table(keys_and_names: str, rows: str) -> Rule:
     """Relate values of several keys that belong together: `keys -> names`, and a row in each line.
 

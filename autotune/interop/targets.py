@@ -18,7 +18,6 @@ from autotune.weights.names import expand
 
 MAX_BLOCKS = 64  # more than any list of a known model has
 
-
 Choose = Callable[[Values, Context], set[str]]  # of a family's layers, those that keys adapt
 
 

@@ -1,5 +1,6 @@
 """The trainers whose configurations are read and written: for each a file of `data/`."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.interop import rules, targets
-from autotune.interop.rules import MIN_SNR_NAMES, ConfigValue, Context, Rule, Values, parse_settings
+from autotune.interop.rules import MIN_SNR_NAMES, ConfigValue, Context, Rule, Values
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.registry import find_published
@@ -220,8 +221,9 @@ def _merged(base: Any, own: Any) -> Any:
 
 
 def _as_read(key: str, value: Any) -> Any:
-    if key in ("defaults", "fixed"):
-        return parse_settings(value)
+    if key in ("defaults", "fixed"):  # `a=1 b.c="x" d=["y","z"]`, in JSON without spaces
+        pairs = (one.partition("=") for one in value.split())
+        return {name: json.loads(written) for name, _, written in pairs}
     if key in ("lacks", "sections_kept", "weights_keys", "gathered"):
         return tuple(value.split())
     return tuple(value) if isinstance(value, list) else value
