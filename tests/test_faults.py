@@ -24,8 +24,8 @@ def test_struck_work_ends_as_whole(words):
 
 
 def test_long_runs_hold_no_more():
-    pictures, steps = rows_of("soak", "--steps", "400", "--pictures", "50")
-    assert pictures["checked"] == pictures["cached"] == 50
+    pictures, steps = rows_of("soak", "--steps", "200", "--pictures", "20")
+    assert pictures["checked"] == pictures["cached"] == 20
     assert steps["descriptors"]["per_1000_steps"] == steps["threads"]["per_1000_steps"] == 0
 
 

@@ -53,9 +53,14 @@ def soak_steps(scratch: Path, num_steps: int) -> None:
         if event.step % 1000 == 0:
             print(rows[-1], file=sys.stderr, flush=True)
 
-    job = {"num_steps": num_steps, "checkpointing_steps": num_steps // 100, "preview_steps": 1}
-    job |= {"preview_every": num_steps // 40, "validation": "40%"}
-    job |= {"validation_every": num_steps // 40, "keep_best": True}
+    job = {
+        "num_steps": num_steps,
+        "checkpointing_steps": max(20, num_steps // 100),
+        "preview_steps": 1,
+    }
+    often = max(100, num_steps // 40)
+    job |= {"preview_every": often, "validation": "40%"}
+    job |= {"validation_every": often, "keep_best": True}
     began = time.monotonic()
     bench.train(bench.plan(**job, output=str(scratch / "run")), steps_to(look))
     late = rows[len(rows) // 2 :]
