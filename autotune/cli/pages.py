@@ -686,6 +686,7 @@ def _show_results(site: Site, asked: Asked) -> Response:
         "results.html",
         page="results",
         runs=runs,
+        marked=chosen,
         chosen=[run_view(reports.read_run(one)) for one in chosen] if len(chosen) > 1 else [],
         folder=folder,
         samples=_samples(folder) if folder else [],
