@@ -409,7 +409,7 @@ def build_on_meta(family: Family, config: Config) -> Any:
     """Build the transformer on the meta device. Raises InvalidInput if its class refuses."""
     from diffusers.models.modeling_utils import no_init_weights
 
-    from autotune.weights.stream import limit_tensors
+    from autotune.weights.empty import limit_tensors
 
     kind = family.transformer_class
     getattr(diffusers, kind)  # an error of this import would not be the configuration's

@@ -249,7 +249,7 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     """Read the models around the transformer; without a folder, the published model's."""
     import torch
 
-    from autotune.weights.stream import build_empty_component
+    from autotune.weights.empty import build_empty_component
 
     family, folder = model.family, model.folder
     if folder is None:

@@ -37,7 +37,8 @@ from autotune.system.version import __version__
 from autotune.train.model import apply_knobs, find_token_multiple
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import to_device
-from autotune.weights.stream import build_empty, cast_as_loaded, fill_random
+from autotune.weights.empty import build_empty
+from autotune.weights.stream import cast_as_loaded, fill_random
 
 MAX_TEXT_TOKENS = 40
 """With the picture's 24 tokens 64: cuDNN's gradients were infinite for masks of 64 modulo 128."""

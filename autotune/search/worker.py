@@ -1,4 +1,4 @@
-"""Performs requests in a trial process: real steps of a candidate, or the rehearsal of a run."""
+"""Performs requests in a trial process: real steps of a candidate; others register theirs."""
 
 import math
 import time

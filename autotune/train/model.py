@@ -34,6 +34,7 @@ from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import shard_on_arrival
 from autotune.train.training_adapter import TrainingAdapter
 from autotune.weights import adapters, files, stream
+from autotune.weights.empty import build_empty
 from autotune.weights.stream import DtypePolicy, Transform
 
 RANDOM_SEED = 0
@@ -162,7 +163,7 @@ def load_transformer(
     if device.type == "cuda":
         # TF32 for what stays in fp32, in trials and training alike.
         torch.set_float32_matmul_precision("high")
-    transformer = stream.build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
+    transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
     frozen = training_adapter and TrainingAdapter(Path(training_adapter), transformer, family)
     policy = stream.from_pretrained_dtypes(transformer, dtype)
     source = None if model.folder is None else model.open_transformer()

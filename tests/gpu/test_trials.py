@@ -61,7 +61,8 @@ def test_stored_weights_are_as_small(hardware, name):
     from autotune.knobs.quantized_layers import quantize_inside
     from autotune.models.registry import get_family
     from autotune.system.memory import tensor_bytes
-    from autotune.weights.stream import build_empty, fill_random
+    from autotune.weights.empty import build_empty
+    from autotune.weights.stream import fill_random
 
     capability = hardware.capability(f"quantization.{name}")
     if not capability.available:

@@ -13,8 +13,8 @@ from autotune.models.registry import FAMILIES
 from autotune.models.resolve import check_weights, fetch_model, read_parts, resolve_model
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.job import ModelRef
+from autotune.weights.empty import build_empty_component
 from autotune.weights.files import open_weights, read_config
-from autotune.weights.stream import build_empty_component
 from tests.builders import candidate, hardware, workload
 from tests.kinds import KINDS
 from tests.weights.fake_hub import hub_in_this_process
@@ -149,7 +149,7 @@ def test_counts_are_allocated_bounded(folder, part, changes):
 
 
 def test_moderate_products_are_stopped(folder, monkeypatch):
-    monkeypatch.setattr("autotune.weights.stream.MAX_TENSORS", 30)
+    monkeypatch.setattr("autotune.weights.empty.MAX_TENSORS", 30)
     write_config(folder, "transformer", num_layers=3)  # no other test has seen it built
     with pytest.raises(InvalidInput, match="over 30 tensors"):
         assert resolve_model(ModelRef.of(folder)).spec

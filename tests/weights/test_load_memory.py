@@ -50,7 +50,7 @@ torch.set_num_threads(1)
 LOAD = """
 import torchao.quantization
 from autotune.knobs.quantized_layers import quantize_inside
-from autotune.weights.stream import build_empty
+from autotune.weights.empty import build_empty
 from autotune.weights.files import open_weights
 from autotune.weights.stream import load_into
 

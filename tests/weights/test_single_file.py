@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from autotune.models.registry import FAMILIES
+from autotune.weights.empty import build_empty
 from autotune.weights.files import BadWeights, ModelMismatch, open_weights
 from autotune.weights.single_file import has_part, view_as, view_part
-from autotune.weights.stream import build_empty, check_source, load_into
+from autotune.weights.stream import check_source, load_into
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.weights.conftest import raw_file, write_raw
 from tests.weights.original_layouts import (

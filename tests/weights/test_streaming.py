@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from autotune.weights.empty import build_empty
 from autotune.weights.files import BadWeights, ModelMismatch, open_weights
 from autotune.weights.stream import (
-    build_empty,
     fill_random,
     from_pretrained_dtypes,
     load_into,
@@ -148,7 +148,7 @@ def saved(tmp_path):
 def test_endless_computations_are_refused(compute, monkeypatch):
     build_empty(lambda: nn.Linear(1 << 15, 1 << 14))  # reserved, never written
     build_empty(lambda: torch.zeros(1 << 20).expand(1 << 20, -1))  # a view
-    monkeypatch.setattr("autotune.weights.stream.MAX_COMPUTED_BYTES", 5 << 19)
+    monkeypatch.setattr("autotune.weights.empty.MAX_COMPUTED_BYTES", 5 << 19)
     with pytest.raises(BadWeights, match="asks for larger tables, more than any model has"):
         build_empty(compute)
 
