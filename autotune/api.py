@@ -336,9 +336,10 @@ def estimate(request: EstimateRequest) -> Estimate:
         job = Job(model=str(request.model), data=None, num_steps=request.num_steps or 1)
         chosen = {name: (value,) for name, value in candidate}
         trainer = get_trainer(request.for_trainer)
-        overheads = exporting.overheads_for(trainer, job, context.workload, chosen)
-    known = family, resolved.config, read_parts(resolved)
-    cost = CostModel.build(profile, context.workload, *known, overheads=overheads)
+        known = trainer, job, context.workload, chosen
+        overheads = exporting.overheads_for(*known, is_exported=False)
+    built = profile, context.workload, family, resolved.config, read_parts(resolved)
+    cost = CostModel.build(*built, overheads=overheads)
     return estimate_candidate(
         cost, candidate, num_steps=request.num_steps, price_per_hour=request.price_per_hour
     )

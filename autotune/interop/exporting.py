@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from autotune.errors import InvalidInput
-from autotune.interop.files import FILL_IN, WRITERS
+from autotune.interop.files import FILL_IN, MUSUBI_SWAP, WRITERS
 from autotune.interop.importing import read_settings
 from autotune.interop.rules import CannotExpress, ConfigValue, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer
@@ -261,13 +261,18 @@ def _head_lines(
 Choices = Mapping[str, tuple[Any, ...]]  # values of each knob that a search may take
 
 
-def overheads_for(trainer: Trainer, job: Job, workload: Workload, choices: Choices) -> Overheads:
-    """Return what a trainer takes of a device with its files for a job, whatever is chosen."""
+def overheads_for(
+    trainer: Trainer, job: Job, workload: Workload, choices: Choices, *, is_exported: bool = True
+) -> Overheads:
+    """Return what a trainer takes of a device with its files for a job, whatever is chosen; by
+    default with options that `export-config` adds."""
     known = known_model(trainer, workload.model.family, workload.model)
     table, context = trainer.for_model(known), Context(known.family, workload.model.num_blocks)
     first = {name: values[0] for name, values in choices.items()}
     values = {**_assumed(context.family), **first, **JOB, **dict(job), **_workload_values(workload)}
-    return table.overheads_of(write_settings(table, known, values, context, is_whole=False), known)
+    written = write_settings(table, known, values, context, is_whole=False)
+    added = MUSUBI_SWAP if is_exported and trainer.name == "musubi" else {}
+    return table.overheads_of({**written, **added}, known)
 
 
 def inexpressible(

@@ -275,6 +275,14 @@ MUSUBI_SCRIPTS = {
 }
 
 
+# Swap as autotune does: blocks only arrive, from locked memory, the next beside the one that runs.
+MUSUBI_SWAP: Values = {
+    "block_swap_h2d_only": True,
+    "block_swap_ring_size": 2,
+    "use_pinned_memory_for_block_swap": True,
+}
+
+
 def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
     name, encoders, flag = MUSUBI_SCRIPTS[values["network_module"].removeprefix("networks.lora_")]
     values, folder = dict(values), str(values["datasets[].image_directory"])
@@ -284,7 +292,7 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
     own = _in_file(values, _is_option)
     stored = [f"--{flag}"] * bool(own.pop(flag, False))
     if values["blocks_to_swap"]:
-        own |= {"block_swap_h2d_only": True, "block_swap_ring_size": 2}
+        own |= MUSUBI_SWAP
     version = values.get("model_version")
     model = ["--model_version", version] if version else []
     paths = [word for encoder in encoders.split() for word in (f"--{encoder}", FILL_IN)]

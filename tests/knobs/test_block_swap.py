@@ -145,6 +145,22 @@ def test_copies_wait_as_long_as_is_predicted(monkeypatch, num_swapped, copy_seco
     assert waited == pytest.approx(predicted.item())
 
 
+@pytest.mark.parametrize(
+    ("ways", "seconds"),
+    [
+        ({"slots": "one"}, 2 * 3 * 1.5),
+        ({"slots": "one", "copies_back": True}, 4 * 3 * 1.5),
+        ({"slots": "one", "by_layer": True}, 3 * 3 * 1.5),
+        ({"slots": "resident"}, 3 * 0.5),  # backward, blocks take longer than copies
+        ({"slots": "resident", "copies_back": True}, 3 * 2.0),
+    ],
+)
+def test_other_programs_wait_by_their_own_ways(ways, seconds):
+    computed = 5 * np.array([1.0, 1.0, 2.0]).reshape(3, 1, 1)
+    waited = swap_seconds(SwapPractice(**ways), np.full(5, 1.5), np.array([[3]]), computed)
+    assert waited.item() == pytest.approx(seconds)
+
+
 def test_adapter_added_later_is_brought_too(monkeypatch):
     """peft puts what it loads where the base weights lie: on the host."""
     model, brought = Model(), []
