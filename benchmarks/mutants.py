@@ -28,17 +28,16 @@ ROOT = Path(__file__).parents[1]
 # The tests that are to notice, those nearest to the module first; together at most a minute.
 TESTS = {
     "cost/memory.py": "cost/test_exactness.py cost interop/test_overheads.py",
-    "cost/timing.py": "cost/test_predict.py cost",
+    "cost/timing.py": "cost/test_kernels.py cost",
     "cost/predict.py": "cost/test_predict.py cost",
-    "cost/calibration.py": "cost/test_calibration.py search/test_search.py cost/test_predict.py",
+    "cost/calibration.py": "cost/test_predict.py search/test_search.py",
     "search/winner.py": "search/test_confirming.py search/test_compiling.py search/test_golden.py "
-    "search/test_search.py search/test_elsewhere.py",
+    "search/test_search.py",
     "plan/file.py": "plan",
     "train/folder.py": "train/test_resume.py train/test_run.py",
     "share/store.py": "share",
     "share/warm_start.py": "share",
-    "train/step.py": "train/test_step.py train/test_fp16.py train/test_loop.py "
-    "models/test_noise.py models/test_experts.py",
+    "train/step.py": "train/test_loop.py models/test_training.py models/test_experts.py",
     "knobs/blocks.py": "knobs/test_block_swap.py train/test_model.py",
 }
 # Annotations (`int | None`) alone use it: a mutant fails at the import.

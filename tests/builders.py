@@ -53,24 +53,15 @@ def hardware(
         {
             "device": Device.model_validate(
                 {
-                    "kind": kind,
-                    "index": 0,
-                    "name": "NVIDIA GeForce RTX 4090",
-                    "compute_capability": compute_capability,
-                    "memory_kind": "discrete",
-                    "memory_kind_reason": "test",
-                    "budget_bytes": budget_bytes,
+                    "kind": kind, "index": 0, "name": "NVIDIA GeForce RTX 4090",
+                    "compute_capability": compute_capability, "memory_kind": "discrete",
+                    "memory_kind_reason": "test", "budget_bytes": budget_bytes,
                     "budget_reason": "test",
                 }
             ),
             "host": Host(
-                cpu="test",
-                logical_cores=2,
-                memory_bytes=64 * GIB,
-                available_memory_bytes=48 * GIB,
-                swap_bytes=0,
-                system="Linux 6.1",
-                memory_model="linux",
+                cpu="test", logical_cores=2, memory_bytes=64 * GIB, available_memory_bytes=48 * GIB,
+                swap_bytes=0, system="Linux 6.1", memory_model="linux",
             ),
             "versions": Versions(
                 python="3.11.7", torch="2.13.0", cuda_runtime="13.0", torchao="0.18.0"
@@ -80,7 +71,7 @@ def hardware(
             ),
             "rates": attention_rates(names),
         }
-    )
+    )  # fmt: skip
 
 
 def attention_rates(capabilities: Iterable[str]) -> tuple[Rate, ...]:
@@ -97,11 +88,8 @@ def workload(**changes: object) -> Workload:
     """Qwen-Image at 512 px, with whatever is said otherwise."""
     values: dict[str, object] = {
         "model": ModelSpec(
-            family="qwen-image",
-            architecture="sha256:0",
-            num_parameters=20_430_401_088,
-            num_blocks=60,
-            name="q",
+            family="qwen-image", architecture="sha256:0", num_parameters=20_430_401_088,
+            num_blocks=60, name="q",
         ),
         "resolution_px": 512,
         "buckets": (Bucket(width_px=512, height_px=512, num_frames=1, num_items=20),),
@@ -111,7 +99,7 @@ def workload(**changes: object) -> Workload:
         "lora_alpha": 16.0,
         "targets": "attention",
         "effective_batch_size": 4,
-    }
+    }  # fmt: skip
     return Workload.model_validate({**values, **changes})
 
 

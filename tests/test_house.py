@@ -1,16 +1,18 @@
-"""Rules for all of the package: places in the contracts on imports, patterns for any text."""
+"""Rules for the whole package: imports, patterns, its wheel, and how far objects walk."""
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 import time
 import tomllib
+import zipfile
 from collections.abc import Iterator
-from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from autotune.interop.files import KEY_PATTERNS, SHELLS
 from autotune.report.text import without_logins
@@ -26,25 +28,6 @@ def test_every_room_has_a_layer():
     assert {name for line in lines for name in line.split(" | ")} == {
         f"autotune.{name}" for name in rooms | modules
     }
-
-
-def test_dependencies_accept_each_others_oldest_versions():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ours = {
-        canonicalize_name(each.name): each for each in map(Requirement, project["dependencies"])
-    }
-    oldest = {
-        name: next(bound.version for bound in each.specifier if bound.operator == ">=")
-        for name, each in ours.items()
-    }
-    refused = [
-        f"{name}: {needed}"
-        for name in ours
-        for needed in map(Requirement, requires(name) or ())
-        if needed.marker is None or needed.marker.evaluate({"extra": ""})
-        if (bound := oldest.get(canonicalize_name(needed.name))) and bound not in needed.specifier
-    ]
-    assert refused == []
 
 
 def test_every_folder_of_modules_is_package():
@@ -105,3 +88,49 @@ def test_messages_hide_logins_in_linear_time():
     assert time.process_time() - began < 10
     hidden = "s3://me:secret@host/a?key=secret, (me:secret@host)"
     assert without_logins(hidden) == "s3://***@host/a***, ***@host)"
+
+
+MAX_BYTES = 15 << 20
+
+
+def test_wheel_holds_the_package_alone(tmp_path):
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "autotune", source / "autotune", ignore=ignored, symlinks=True)
+    shutil.copytree(ROOT / "profiles", source / "profiles")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
+    to = repr(str(tmp_path))
+    build = f"import setuptools.build_meta as b; b.build_wheel({to}); b.build_sdist({to})"
+    command = [sys.executable, "-c", build]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    wheel, sdist = next(tmp_path.glob("*.whl")), next(tmp_path.glob("*.tar.gz"))
+    assert max(wheel.stat().st_size, sdist.stat().st_size) < MAX_BYTES
+    names = set(zipfile.ZipFile(wheel).namelist())
+    with tarfile.open(sdist) as file:
+        sources = {name.partition("/")[2] for name in file.getnames()}
+    shipped = {
+        f"autotune/profiles/{path.relative_to(ROOT / 'profiles')}"
+        for path in (ROOT / "profiles").rglob("*.*")
+    }
+    assert shipped | {"autotune/py.typed"} <= names
+    info = sdist.name.removesuffix(".tar.gz") + ".dist-info"
+    assert f"{info}/licenses/LICENSE" in names
+    assert {name.partition("/")[0] for name in names} == {"autotune", info}
+    assert shipped | {"autotune/py.typed", "LICENSE"} <= sources
+    assert not [name for name in sources if name.startswith(("profiles/", "tests/", "docs/"))]
+
+
+MAX_FILES = {"HardwareProfile": 16, "Candidate": 15, "caption": 5, "model name": 6}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_objects_walk_through_few_files(tmp_path):
+    from benchmarks.walks import as_markdown, trace
+
+    walks = trace(tmp_path)
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert as_markdown(walks) in page, "write them anew: python benchmarks/walks.py --write"
+    assert [kind for kind, files in walks.items() if len(files) > MAX_FILES[kind]] == []

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from autotune.knobs.registry import KNOBS
+from autotune.models.registry import FAMILIES
 from autotune.plan.file import load_plan, save_plan, seal
 from autotune.plan.plan import FrozenPart
 from autotune.report.plan import every_reason_lines
@@ -121,14 +122,6 @@ def test_every_phase_takes_what_plan_promises(journey):
     assert all(0.9 <= ratio <= 1.12 for ratio in ratios.values()), ratios
 
 
-def test_jobs_override_without_planning(capfd, journey, tmp_path):
-    options = ("--steps", 3, "--output", tmp_path, "--json")
-    process = autotune_here(capfd, "train", journey.plan_file, *options)
-    assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout)["num_steps"] == 3
-    assert (tmp_path / "pytorch_lora_weights.safetensors").is_file()
-
-
 def test_other_outputs_are_refused(capfd, journey):
     process = autotune_here(capfd, "train", journey.plan_file)
     assert process.returncode == 2
@@ -195,3 +188,18 @@ def test_no_command_imports_from_current_folder(journey, words):
     """The journey's own plan and run stand in the same folder."""
     process = autotune(*words.replace("RUN", str(journey.result)).split(), folder=journey.hostile)
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen-image"}))  # the journey's
+def test_every_family_walks_the_whole_journey(tmp_path, family):
+    plan, result = tmp_path / "plan.yaml", tmp_path / "result"
+    options = ("--steps", 60, "--search-time", 600, "--run-output", result, "-o", plan)
+    for command in (("plan", *write_small(family, tmp_path), *options), ("train", plan)):
+        process = autotune(*command)
+        assert process.returncode == 0, process.stderr
+    assert load_plan(plan).frozen.expected.evidence == "measured"
+    report = json.loads((result / "report.json").read_text())
+    assert report["verdict"]["num_unmoved"] == report["verdict"]["num_not_finite"] == 0
+    assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
+    assert (result / "sample_with_adapter.png").is_file()

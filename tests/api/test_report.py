@@ -13,7 +13,7 @@ from autotune.events import Event, Notice, PhaseStarted, PreviewsWritten
 from autotune.plan.file import RUN_PLAN_FILE, save_plan, with_job
 from autotune.plan.plan import TrainingPlan
 from autotune.report.files import MAX_PREVIEWS, RunPage, read_run
-from autotune.report.run import LOG_FILE, PAGE_FILE
+from autotune.report.run import PAGE_FILE
 from tests.report.page.pages import FOLDER, HOSTILE, golden_plan, run_report, steps_of
 from tests.report.page.test_page import Outline
 
@@ -46,14 +46,6 @@ def run_folder(folder: Path, plan: TrainingPlan | None = None, *, finished: bool
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return run_folder(tmp_path / "run")
-
-
-def test_plans_and_runs_are_told_apart(run, tmp_path):
-    page = autotune.report(PLAN, run, golden_plan(), path=tmp_path / "page.html")
-    text = page.read_text()
-    assert page == tmp_path / "page.html"
-    for expected in ("measured plan wall.yaml", "run run", "3 compared"):
-        assert expected in text
 
 
 def test_run_page_lies_in_its_folder(run):
@@ -92,15 +84,6 @@ def test_a_killed_run_is_not_damaged(run):
     (run / "report.json").unlink()
     assert read_run(run).notes == []
     assert "no step has been taken yet" in autotune.report(run).read_text()
-
-
-def test_page_replaces_nothing_that_it_shows(run, tmp_path):
-    plan = tmp_path / "plan.yaml"
-    plan.write_bytes(PLAN.read_bytes())
-    with pytest.raises(InvalidInput, match="would replace"):
-        autotune.report(plan, path=plan)
-    assert plan.read_bytes() == PLAN.read_bytes()
-    assert autotune.report(run, path=run / "mine.html").exists()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step-1/state.pt"])
@@ -162,31 +145,3 @@ def test_page_survives_its_own_failure(run):
     assert len(seen) == 4 + 1
     (notice,) = [event for event in seen if isinstance(event, Notice)]
     assert (notice.level, notice.text.startswith("no report.html: ")) == ("warning", True)
-
-
-def test_pages_take_small_share_of_run(run, monkeypatch):
-    now = [0.0]
-    written_at: list[float] = []
-
-    def write(page: RunPage) -> None:
-        written_at.append(now[0])
-        now[0] += 2.0
-
-    monkeypatch.setattr(RunPage, "write", write)
-    page = RunPage(run, lambda event: None, clock=lambda: now[0])
-    while now[0] < 10_000:
-        now[0] += 10.0
-        page(PreviewsWritten(step=25))
-    assert written_at[0] == 10.0
-    assert 40 <= len(written_at) <= 0.01 * now[0] / 2.0
-
-
-def test_log_holds_no_steps(tmp_path: Path) -> None:
-    page = RunPage(tmp_path, lambda event: None)
-    warned = Notice(text="memory ran out", level="warning")
-    for event in (PhaseStarted(name="loading"), *steps_of(2), warned):
-        page(event)
-    lines = (tmp_path / LOG_FILE).read_text().splitlines()
-    assert [line.split(" ", 2)[2] for line in lines] == ["INFO loading", "WARNING memory ran out"]
-    page.folder = tmp_path / "gone"
-    page(warned)

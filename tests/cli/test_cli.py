@@ -2,22 +2,25 @@
 
 import io
 import json
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from PIL import Image
 
 from autotune.cli import terminal
-from autotune.cli.app import _with_loudness_first
+from autotune.cli.app import _with_loudness_first, app
 from autotune.cli.output import Progress
 from autotune.cli.terminal import EventDisplay, PlainConsole, show_events
 from autotune.events import RunStarted, smoothed
-from tests.cli.test_options import app, parameters
 from tests.conftest import autotune_here
-from tests.report.page.pages import FOLDER, golden_plan, steps_of
+from tests.report.page.pages import golden_plan, steps_of
 
 
 def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -30,24 +33,6 @@ def test_help_imports_no_heavy_library():
     told = f"print([name for name in {libraries} if name in sys.modules], file=sys.stderr)"
     code = f"import atexit, sys; from autotune.cli.app import main; atexit.register(lambda: {told})"
     assert python(f"{code}; main()", "--help").stderr.strip() == "[]"
-
-
-def test_interrupt_that_python_drops_comes_again():
-    code = """
-import signal, sys, time, weakref
-from autotune.cli.app import _repeat_interrupt
-
-sys.unraisablehook = _repeat_interrupt
-tensor = type("Tensor", (), {})()
-watched = weakref.ref(tensor, lambda _: signal.raise_signal(signal.SIGINT))
-try:
-    del tensor
-    time.sleep(60)
-except KeyboardInterrupt:
-    print("heard")
-"""
-    process = python(code)
-    assert (process.stdout, process.stderr) == ("heard\n", "")
 
 
 def test_interruption_has_its_own_status(capfd, monkeypatch):
@@ -115,88 +100,6 @@ def test_general_options_may_stand_anywhere(typed, meant):
     assert _with_loudness_first(typed.split()) == meant.split()
 
 
-def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_promise(capfd):
-    plan = golden_plan()
-    steps = [step.changed(epoch=1 + (step.step - 1) // 30) for step in steps_of(100)]
-    with show_events() as show:
-        show(RunStarted(plan=plan))
-        for step in steps:
-            show(step)
-    lines = capfd.readouterr().err.splitlines()
-    assert any("output/report.html, from the first preview on" in line for line in lines)
-    shown = [line for line in lines if re.match(r"\d+/100 ", line)]
-    assert len(shown) == 10
-    assert max(map(len, lines)) <= 80
-    loss = smoothed([step.loss for step in steps[:50]])[-1]
-    promise = plan.frozen.expected.run_memory_bytes / 2**30
-    assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
-
-
-def test_memory_beyond_promise_is_told_once(capfd):
-    plan = golden_plan()
-    more = plan.frozen.expected.run_memory_bytes + 1
-    with show_events() as show:
-        show(RunStarted(plan=plan))
-        for step in steps_of(9):
-            show(step.changed(memory_bytes=more if step.step > 3 else more - 1))
-    told = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
-    assert ["after step 4" in line for line in told] == [True]
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_bar_shows_numbers_whole(monkeypatch, columns):
-    console = PlainConsole(stderr=True)
-    console.width, console.file = columns, io.StringIO()
-    monkeypatch.setattr(terminal, "err", console)
-    bar = terminal._bar()
-    show = EventDisplay(bar)
-    show.promised_bytes = 15 << 30
-    show(steps_of(90, 1000)[-1].changed(epoch=12, gpu_utilization=0.97, gradient_spikes=30))
-    console.print(bar.get_renderable())
-    *_, shown = console.file.getvalue().splitlines()
-    assert "90/1000" in shown
-    assert "GiB" in shown
-    assert len(shown) <= columns
-
-
-def test_spikes_and_the_loss_on_held_out_images_are_shown(capfd):
-    with show_events() as show:
-        for step in steps_of(100):
-            held_out = {"validation_loss": 0.24, "base_validation_loss": 0.25}
-            measured = held_out if step.step == 37 else {}
-            show(step.changed(gradient_spikes=step.step // 40, **measured))
-    lines = capfd.readouterr().err.splitlines()
-    told = "loss on held-out images after step 37: 0.2500 without the adapter, 0.2400 with it"
-    assert f"{told} (-4.0%)" in lines
-    shown = [line for line in lines if re.match(r"\d+/100 ", line)]
-    assert [" spike" in line for line in shown] == [False] * 3 + [True] * 7
-    assert "  1 spike  " in shown[3]
-    assert "  2 spikes" in shown[9]
-
-
-def test_quiet_says_nothing_but_the_answer(capfd):
-    done = autotune_here(capfd, "explain", f"{FOLDER}/wall.yaml", "--quiet")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "all reasons: --all" in done.stdout
-    assert autotune_here(capfd, "--quiet", "models", "--verbose").returncode == 2
-
-
-def test_named_options_exist():
-    others = """--help --upgrade --index-url --install --logdir --nproc-per-node --nnodes --signal
-        --rdzv-backend --rdzv-endpoint --memory --build-arg --ipc --no-deps --rm --runtime --target
-        --network --lora --force-reinstall
-        --user --config --dataset --isolation --storage-driver --pull-never --variant --include"""
-    known = {name for _, one in parameters(app) for name in (*one.opts, *one.secondary_opts)}
-    root = Path(__file__).parents[2]
-    texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
-    foreign = "interop|report/(page|charts)"  # options of other programs, and names of colors
-    texts = [text for text in texts if not re.search(foreign, str(text.relative_to(root)))]
-    pattern = r"(?<![-\w])--[a-z][a-z-]*[a-z]"
-    named = {name for text in texts for name in re.findall(pattern, text.read_text())}
-    assert len(named) > 40
-    assert named - known - {*others.split()} == set()
-
-
 def test_closed_streams_change_no_status():
     code = (
         "import os, sys; from autotune.cli import app as cli; cli.app.main = lambda *_, **__: "
@@ -223,6 +126,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no limit counts what is mapped")
 def test_short_memory_is_no_broken_picture(tmp_path):
     picture = Image.new("RGB", (7_900, 8_000))  # 190 MB when it is decoded
@@ -249,3 +153,128 @@ def test_any_argument_is_no_bug(capfd, words):
     process = autotune_here(capfd, *words)
     assert process.returncode in (1, 2)
     assert "bug in autotune" not in process.stderr
+
+
+def parameters(command: Any, path: str = "") -> list[tuple[str, click.Parameter]]:
+    """All options and arguments of a command and of those below it, with the commands' names."""
+    own = [(path, one) for one in command.get_params(click.Context(command))]
+    below = getattr(command, "commands", {}).items()
+    return own + [one for name, each in below for one in parameters(each, f"{path} {name}")]
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, words: str) -> dict[str, Any]:
+    name, *rest = words.split()
+    command = app.commands[name]
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(command, "callback", lambda **values: got.update(values["asked"]))
+    command.main(rest, standalone_mode=False)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("plan", {}),
+        ("plan --steps 9 -o p.yaml --no-flip", {"num_steps": 9, "path": "p.yaml", "flip": False}),
+        ("plan --data a --data b --clips 3", {"data": ("a", "b"), "clips": 3}),
+        ("plan --pin attention=native", {"pins": (("attention", "native"),)}),
+        ("plan --timestep-shift by_resolution", {"timestep_shift": "by_resolution"}),
+        ("plan --no-profiles --guidance 3", {"use_records": False, "guidance_scale": 3.0}),
+        ("train p.yaml --output o --resume", {"plan": "p.yaml", "output": "o", "resume": True}),
+        ("estimate --model m --checkpointing 7", {"model": "m", "checkpointed_blocks": 7}),
+        ("compare --model m --within 90min", {"model": "m", "max_hours": "90min"}),
+        ("plan --optimizer-option b=(0.9,1)", {"optimizer_options": (("b", (0.9, 1.0)),)}),
+    ],
+)
+def test_given_values_and_no_defaults(monkeypatch, words, values):
+    assert asked(monkeypatch, words) == values
+
+
+def test_every_command_prints_json_if_asked():
+    """`explain` and the like print reasons; none but groups has no answer."""
+    options: dict[str, set[str]] = {}
+    for path, one in parameters(app):
+        options.setdefault(path.strip(), set()).update(one.opts)
+    groups = {"", "data", "profiles", "weights"}
+    assert {path for path, names in options.items() if "--json" not in names} == groups
+
+
+def test_storage_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("AUTOTUNE_STORAGE", "sqlite://")
+    assert asked(monkeypatch, "plan") == {"storage": "sqlite://"}
+
+
+def test_every_field_has_an_option():
+    commands = {path: [] for path, _ in parameters(app)}
+    for path, one in parameters(app):
+        assert one.help, one
+        commands[path] += [*one.opts, *one.secondary_opts]
+    assert all(len(names) == len(set(names)) for names in commands.values())
+
+
+@pytest.mark.parametrize(
+    ("shell", "script"),
+    [
+        ("bash", "{source}; COMP_WORDS=(autotune plan --qua); COMP_CWORD=2; "
+         "_autotune_completion autotune; echo ${{COMPREPLY[*]}}"),
+        ("zsh", "autoload -U compinit; compinit -u -D; {source}; echo $_comps[autotune]"),
+    ],
+)  # fmt: skip
+def test_shells_complete_options_and_values(tmp_path, shell, script):
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    command = tmp_path / "autotune"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m autotune "$@"\n')
+    command.chmod(0o755)
+    source = f'eval "$(_AUTOTUNE_COMPLETE={shell}_source autotune)"'
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [shell, "-c", script.format(source=source)],
+        env={**os.environ, "PATH": path, "HOME": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() in ("--quality", "_autotune_completion"), done.stderr
+
+
+def test_no_help_is_cut_or_broken():
+    def helps(command: Any, name: str) -> list[str]:
+        context = click.Context(command, info_name=name, terminal_width=80)
+        below = getattr(command, "commands", {}).items()
+        own = command.get_help(context).splitlines()
+        return own + [line for word, one in below for line in helps(one, f"{name} {word}")]
+
+    lines = helps(app, "autotune")
+    assert [line for line in lines if len(line) > 80 or re.search(r"\w-$", line)] == []
+
+
+def test_training_shows_whole_lines(capfd):
+    plan = golden_plan()
+    steps = [step.changed(epoch=1 + (step.step - 1) // 30) for step in steps_of(100)]
+    with show_events() as show:
+        show(RunStarted(plan=plan))
+        for step in steps:
+            show(step)
+    lines = capfd.readouterr().err.splitlines()
+    assert any("output/report.html, from the first preview on" in line for line in lines)
+    shown = [line for line in lines if re.match(r"\d+/100 ", line)]
+    assert len(shown) == 10
+    assert max(map(len, lines)) <= 80
+    loss = smoothed([step.loss for step in steps[:50]])[-1]
+    promise = plan.frozen.expected.run_memory_bytes / 2**30
+    assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_bar_shows_numbers_whole(monkeypatch, columns):
+    console = PlainConsole(stderr=True)
+    console.width, console.file = columns, io.StringIO()
+    monkeypatch.setattr(terminal, "err", console)
+    bar = terminal._bar()
+    show = EventDisplay(bar)
+    show.promised_bytes = 15 << 30
+    show(steps_of(90, 1000)[-1].changed(epoch=12, gpu_utilization=0.97, gradient_spikes=30))
+    console.print(bar.get_renderable())
+    *_, shown = console.file.getvalue().splitlines()
+    assert "90/1000" in shown
+    assert "GiB" in shown
+    assert len(shown) <= columns

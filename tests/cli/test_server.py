@@ -72,7 +72,7 @@ def test_nothing_is_shown_without_the_cookie(stranger, path):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1", "", "127.0.0.2"]
 )
-def test_other_names_of_this_server_are_refused(user, host):
+def test_other_host_names_are_refused(user, host):
     """A site whose name points here (DNS rebinding) would be of the same origin."""
     assert user.get("/data", headers={"host": host}).status_code == 421
 
@@ -123,7 +123,7 @@ def test_no_path_leads_out(user, site, name):
     assert user.put("/upload", params={"folder": name, "name": "c.png"}).status_code == 400
 
 
-def test_links_inside_a_data_folder_lead_nowhere(user, site, tmp_path):
+def test_links_in_data_lead_nowhere(user, site, tmp_path):
     folder = site.workspace / "photos"
     Image.new("RGB", (80, 80)).save(folder / "c.png")
     (folder / "c.txt").symlink_to(tmp_path / "outside" / "secret.txt")
@@ -135,7 +135,7 @@ def test_links_inside_a_data_folder_lead_nowhere(user, site, tmp_path):
     assert (tmp_path / "outside" / "secret.txt").read_text() == "hidden words"
 
 
-def test_files_are_served_as_pictures_and_adapters_only(user, site):
+def test_only_pictures_and_adapters_are_served(user, site):
     (site.workspace / "page.html").write_text("<script>1</script>")
     assert user.get("/download?path=page.html").status_code == 400
     assert user.get("/thumb?path=page.html").status_code == 400
@@ -234,7 +234,7 @@ def test_captions_are_edited_and_taken_back(user, site):
     assert user.post("/data/undo", data={"folder": "photos"}).status_code == 400
 
 
-def test_forms_become_the_command_that_is_shown(user, site):
+def test_forms_become_the_shown_command(user, site):
     asked = {
         "command": "plan",
         "model": "flux1-dev",
@@ -279,7 +279,7 @@ def test_an_open_address_needs_a_token(tmp_path):
             serve([tmp_path], "0.0.0.0:0", token, print)
 
 
-def test_plans_are_shown_and_others_are_refused(user, site):
+def test_only_plans_are_shown(user, site):
     from autotune.plan.file import save_plan
 
     save_plan(golden_plan(), site.workspace / "plan.yaml")
@@ -295,7 +295,7 @@ def wait_for(job: Any, *states: str) -> None:
         time.sleep(0.1)
 
 
-def test_jobs_outlive_their_server_and_wait_for_each_other(tmp_path):
+def test_jobs_outlive_their_server(tmp_path):
     jobs = Jobs(tmp_path)
     first = jobs.start(["probe", "--list"], is_queued=True)
     assert is_locked(first.folder / "lock")
@@ -311,7 +311,7 @@ def test_jobs_outlive_their_server_and_wait_for_each_other(tmp_path):
     assert {path for path, way, _ in ROUTES if way == "POST"} >= {"/jobs/{name}/stop"}
 
 
-def test_a_job_that_waits_is_stopped_at_once(tmp_path):
+def test_waiting_jobs_stop_at_once(tmp_path):
     import fcntl
 
     jobs = Jobs(tmp_path)

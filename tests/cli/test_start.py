@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from tests.api.test_report import PLAN, run_folder
@@ -15,56 +16,9 @@ from tests.share.examples import record
 from tests.train.small import write_model_and_images
 
 CONFIG = Path(__file__).parents[1] / "interop" / "configs" / "ai_toolkit.yaml"
+DONE, WRONG = yaml.safe_load((Path(__file__).parent / "commands.yaml").read_text()).values()
 HEAVY = {"torch", "diffusers", "transformers", "peft", "torchao", "optuna", "scipy", "plotly"}
 
-DONE = {
-    "--version": "autotune 0",
-    "doctor --json": "severity",
-    "probe --list": "nvidia-h200-sxm",
-    "models --hardware 4090": "qwen-image",
-    "explain plan.yaml": "all reasons: --all",
-    "diff plan.yaml plan.yaml": "do not differ",
-    "report finished plan.yaml -o page.html": "page.html",
-    "profiles list --store store": "RTX 4090",
-    "profiles verify --store store": "records",
-    "import-config config.yaml": "ai-toolkit",
-    "weights inspect --quick adapter.safetensors": "lora_A",
-    "data check images --resolution 32": "usable",
-}
-"""Commands that do their work without, and a word of what they print."""
-
-WRONG = {
-    "train garbage.yaml": "not YAML",
-    "train newer.yaml": "has schema 99",
-    "train plan.yaml --model model --data nope": "there is no data folder nope",
-    "train plan.yaml --model model --data bare": "have no caption",
-    "train plan.yaml --model half --data images": "it has no transformer/",
-    "train plan.yaml --model cut --data images": "is cut off",
-    "train plan.yaml --model model --data images --output images/run": "lies in the data folder",
-    "train plan.yaml --model model --data images --output finished": "holds",
-    "train plan.yaml --model model --data images --from-adapter nope.st": "nope.st does not exist",
-    "train plan.yaml --optimizer lion": "not for lion",
-    "plan --model model --data images --frames 5": "qwen-image makes images",
-    "plan --model qwen-imgae --data images --hardware 4090": "nearest: qwen-image",
-    "plan --model model --data images --pin nonsense=1": "no knob called 'nonsense'",
-    "plan --model model --data images --pin quantization=int7": "no quantization called 'int7'",
-    "plan --model qwen-image --hardware 9999": "no hardware called '9999'",
-    "plan --model qwen-image --hardware=": "no hardware called ''",
-    "models --hardware=": "no hardware called ''",
-    "plan --model model --data images --resolution 999": "does not suit qwen-image",
-    "plan --model model --data images --max-memory potatoes": "not an amount of memory",
-    "plan --model model --data images --optimizer adamx": "adamx",
-    "estimate --model qwen-image --quantization int7": "no quantization called 'int7'",
-    "compare --model qwen-imgae": "no model called 'qwen-imgae'",
-    "check nope.yaml": "there is no plan at nope.yaml",
-    "sample images --prompt x": "holds no trained adapter",
-    "sample finished --prompt x --control nope.png": "there is no control image nope.png",
-    "fetch --model qwen-imgae": "no model called 'qwen-imgae'",
-    "data check images --model qwen-imgae": "no model called 'qwen-imgae'",
-    "export-config plan.yaml --to kohyaa -o out": "kohyaa",
-    "audit nope.toml": "nope.toml",
-}
-"""Mistakes, and words of the message."""
 
 RUN = f"""
 import contextlib, io, json, sys

@@ -1,13 +1,26 @@
 """The one table of a device's kernels: which attention runs, and what it takes."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from tiny_models import gpu
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import cpu, gpu
 
+from autotune.cost.allocator import MIB, CachingAllocator, replayed
 from autotune.cost.kernels import kernel_for, substitutes
 from autotune.cost.model import TracedModel
 from autotune.cost.recorder import Recorder
-from autotune.cost.timing import CACHE_GAIN, MODULE_CALL, Rates
+from autotune.cost.timing import (
+    CACHE_GAIN,
+    CACHE_SHARE,
+    CACHE_SHARE_IN_HALVES,
+    MATMUL_EFFICIENCY,
+    MODULE_CALL,
+    STEP_OVER_KERNELS,
+    Rates,
+)
 from autotune.models.facts import Parts
 from autotune.models.registry import FAMILIES
 from autotune.plan.hardware import Rate
@@ -112,3 +125,103 @@ def test_dropout_mask_takes_a_byte():
     # What it returns, and the mask.
     assert sum(size for _, size in recorder.segments[0].events) == 3 * 2**20
     del out
+
+
+REQUESTS = st.lists(st.tuples(st.integers(1, 30 * MIB), st.booleans()), max_size=60)
+
+
+@given(REQUESTS, st.booleans())
+def test_reserved_holds_what_is_allocated(requests, expandable):
+    allocator = CachingAllocator(expandable_segments=expandable)
+    held: dict[int, int] = {}
+    for number, (size, frees) in enumerate(requests, start=1):
+        allocator.allocate(number, size)
+        held[number] = size
+        if frees and held:
+            oldest = next(iter(held))
+            allocator.free(oldest)
+            del held[oldest]
+        assert sum(held.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes
+        blocks = sorted((id(pool), b.address, b.size) for pool, b in allocator._held.values())
+        for (pool, start, length), (other, following, _) in pairwise(blocks):
+            assert pool != other or start + length <= following
+    for number in list(held):
+        allocator.free(number)
+    assert allocator.allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "reserved"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB),
+    ],
+)
+def test_segments_have_the_documented_sizes(size, reserved):
+    assert replayed([(1, size)]).reserved_bytes == reserved
+
+
+def test_expandable_segments_join_free_ends():
+    events = [(1, 12 * MIB), (1, -1), (2, 30 * MIB)]
+    assert replayed(events, expandable_segments=True).reserved_bytes == 40 * MIB
+    assert replayed(events).reserved_bytes == 42 * MIB
+
+
+def test_times_are_those_of_the_roofline():
+    """What a device takes of bytes and FLOPs: the longer on a GPU, both on a CPU."""
+    rates = {"matmul.bf16.4096x4096x4096": 4e14, "memory.bandwidth": 2e12, "memory.cache": 8e12}
+    card = measured("nvidia-h100-sxm", {**rates, "kernel.least": 1e-9})
+    own = Rates(card, "bf16", "native", "cudnn")
+    halves = ("nvidia-a100-40gb", "nvidia-h100-sxm", "nvidia-b200")
+    for name in (*halves, "nvidia-rtx-4090"):
+        each = Rates(gpu(name), "bf16", "native", "flash")
+        share = CACHE_SHARE_IN_HALVES if name in halves else CACHE_SHARE
+        assert each.cached_bytes == share * each.hardware.device.l2_bytes
+    flops = 2 * 4096**3
+    for moved in (own.cached_bytes / 2, own.cached_bytes, 4 * own.cached_bytes, 1e12):
+        found = min(1.0, own.cached_bytes / moved)
+        bytes_alone = moved / own.bandwidth * (1 - found * 3 / 4)  # a cache four times as fast
+        assert own.seconds(("elementwise", (), 0, moved)) == pytest.approx(bytes_alone)
+        unpacking = own.seconds(("dequantization.int8", (), 0, moved))
+        assert unpacking == pytest.approx(moved / own.bandwidth)
+        product = own.seconds(("matmul", (4096,) * 3, flops, moved))
+        assert product == pytest.approx(max(bytes_alone, flops / 4e14))
+    host = Rates(cpu().changed(rates=card.rates), "bf16", "native", "cpu")
+    both = 1e9 / host.bandwidth + flops / 4e14
+    assert host.seconds(("matmul", (4096,) * 3, flops, 1e9)) == pytest.approx(both)
+    assert (host.cached_bytes, host.min_kernel_seconds) == (0.0, 0.0)
+    guessed = Rates(gpu("nvidia-h100-sxm"), "bf16", "native", "cudnn")
+    plain = 1e12 / guessed.bandwidth * (1 - guessed.cached_bytes / 1e12 * (1 - 1 / CACHE_GAIN))
+    assert guessed.seconds(("elementwise", (), 0, 1e12)) == pytest.approx(plain * STEP_OVER_KERNELS)
+
+
+def test_rates_lie_between_measured_ones():
+    """The mean of logarithms half-way, and the nearest beyond the ends."""
+    products = {"matmul.bf16.512x512x512": 1e13, "matmul.bf16.2048x2048x2048": 9e13}
+    points = {"attention.native.bf16.1024": 1e13, "attention.native.bf16.4096": 4e13}
+    card = measured("nvidia-h100-sxm", {**products, **points, "matmul.int8.1024x1024x1024": 7e14})
+    own = Rates(card, "bf16", "native", "flash")
+    assert own.matmul_rate((1024,) * 3) == pytest.approx(3e13)
+    assert own.matmul_rate((512,) * 3) == pytest.approx(1e13, rel=1e-2)
+    assert own.matmul_rate((640, 512, 512)) < own.matmul_rate((1024, 512, 512)) < 3e13
+    tokens = [own.attention_rate(number) for number in (512, 1024, 2048, 4096, 9999)]
+    assert tokens == pytest.approx([1e13, 1e13, 2e13, 4e13, 4e13])
+    assert own.matmul_rate((64,) * 3, "int8") == pytest.approx(7e14)
+    sheet = card.datasheet
+    gain = sheet.fp8_flops_per_second / sheet.bf16_flops_per_second
+    assert own.matmul_rate((512,) * 3, "fp8") == gain * own.matmul_rate((512,) * 3)
+
+
+def test_last_waves_leave_units_idle():
+    card = gpu("nvidia-h100-sxm")
+    units, own = card.device.sm_count, Rates(card, "bf16", "native", "flash")
+    full = own.reached * MATMUL_EFFICIENCY
+    for rows, columns, waves in ((units, 1, 1), (units + 1, 1, 2), (1, units, 1), (units, 3, 3)):
+        share = rows * columns / (waves * units)
+        for part in (1, 128):  # of the last tile
+            shape = (128 * (rows - 1) + part, 4096, 128 * columns)
+            assert own.matmul_rate(shape) == pytest.approx(share * full)

@@ -1,21 +1,38 @@
 """Predictions order candidates as they must, break down completely, and come fast."""
 
+import dataclasses
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost import recorder as shapes
+from autotune.cost.calibration import NOISE, OFFSET, Posterior, features_of, fit, time_doubt
+from autotune.cost.estimate import job_time, plan_seconds, require_sound
 from autotune.cost.kernels import CLASSES
-from autotune.cost.predict import CostModel
+from autotune.cost.memory import GATHERED_BLOCKS, Parallel
+from autotune.cost.predict import CostModel, choice_of, prediction_errors
 from autotune.cost.tables import PassTables
+from autotune.errors import InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.knobs.knob import TuningContext
 from autotune.knobs.modulation import window_steps
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate, TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.prediction import Prediction
+from autotune.plan.workload import Bucket, OptimizerChoice
+from autotune.search.expected import build_expectation
+from autotune.search.winner import Score
+from tests import builders
+from tests.builders import trial
+from tests.plan.test_file import make_plan
 
 MASKED = [name for name in TINY if FAMILIES[name].has_attention_mask(2, "masked")]
 STEP_PARTS = (*CLASSES, "optimizer", "overhead", "transfer")
@@ -158,3 +175,246 @@ def test_predictions_together_equal_those_alone(card):
     assert len(together.tables.steps) == len(candidates)
     found, expected = ([own.predict(each) for each in candidates] for own in (together, alone))
     assert found == expected
+
+
+def test_vae_elsewhere_is_priced():
+    """Clips on the CPU wait for its cores; the card has room meanwhile, and the host holds them."""
+    name = "kandinsky5-video-lite"
+    family, card = FAMILIES[name], gpu("nvidia-rtx-4090")
+    # Which would take more than a tiny clip.
+    parts = dataclasses.replace(family.parts, text_encoder_parameters=())
+
+    def built(**pins: str) -> CostModel:
+        how = {"parts": parts, "caching_pins": pins}
+        return CostModel.build(card, workload_of(name), family, TINY[name], **how)
+
+    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    here, there = built(vae_device="training"), built(vae_device="cpu")
+    vae = here.model.vae_cost(candidate.precision)
+    cache = [own.predict(candidate).phases[1] for own in (here, there)]
+    assert [each.breakdown.transient_bytes for each in cache] == [vae.encode_transient_bytes, 0]
+    on_host = there.tables.encoder_size.bytes_at("cpu", there.caching)
+    assert on_host == vae.weight_bytes + vae.encode_transient_bytes
+    assert there.host_memory_bytes(candidate) > on_host
+    counts = {"num_steps": 1, "num_images": 1, "num_previews": 0}
+    jobs = [job_time(own, own.predict(candidate), **counts) for own in (here, there)]
+    seconds = [job.cache_seconds for job in jobs]
+    cores = there.hardware.host.physical_cores or there.hardware.host.logical_cores
+    moving = vae.encode_bytes_moved / here.tables.rates_of(choice_of(candidate)).bandwidth
+    assert seconds[1] - seconds[0] == pytest.approx(vae.encode_flops / (5e10 * cores) - moving)
+    assert seconds[1] > 10 * seconds[0]
+
+
+def plans_for(attention="native", size=1, **changes):
+    """Seconds of cuDNN's plans for 30 images of two shapes, with captions of 10 to 200 tokens."""
+    plain = {"width_px": 96, "num_frames": 1, "num_items": 15}
+    buckets = tuple(Bucket(height_px=side, **plain) for side in (64, 96))
+    tokens = {"max_text_tokens": 200, "text_token_quantiles": (10, 100, 200)}
+    work = workload_of("qwen-image", buckets=buckets, **tokens, **changes)
+    own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
+    values = {"checkpointed_blocks": 0, "micro_batch_size": size, "attention": attention}
+    choice = choice_of(Candidate(**values))
+    return [plan_seconds(own, choice, recomputes=recomputes) for recomputes in (False, True)]
+
+
+def test_cudnn_plans_attention_once_a_length():
+    assert plans_for(text_padding="masked") == [30, 60]  # every image has a length of its own
+    # 24 and 36 tokens of image: 128 or 256 in all.
+    assert plans_for(text_padding="masked", size=2) == [4, 8]
+    assert plans_for("_native_efficient", text_padding="masked") == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"quantization": "int3"}, "bnb-nf4"),
+        ({"attention": "sage"}, "native"),
+        ({"precision": "fp8"}, "bf16"),
+        ({"checkpointed_blocks": 99}, "5"),
+        ({"micro_batch_size": 3}, "2"),
+        ({"checkpointed_blocks": 4, "swapped_blocks": 2, "quantization": "int3"}, "bnb-nf4"),
+        ({"swapped_blocks": 2}, "--list"),
+    ],
+)
+def test_candidates_that_cannot_be_are_refused(changes, hint):
+    good = {"micro_batch_size": 1, "checkpointed_blocks": 0}
+    context = TuningContext(builders.hardware(), FAMILIES["qwen-image"], workload_of("qwen-image"))
+    require_sound(Candidate(**good), context)
+    with pytest.raises(InvalidInput) as error:
+        require_sound(Candidate(**{**good, **changes}), context)
+    assert hint in error.value.hint
+
+
+CANDIDATE = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+
+
+@pytest.fixture(scope="module")
+def alone(predictor: Callable[[str], CostModel]) -> CostModel:
+    return predictor("flux1-dev")
+
+
+def _several(alone: CostModel, strategy: str, number: int) -> CostModel:
+    return alone.with_parallel(Parallel(strategy, number))  # type: ignore[arg-type]
+
+
+def test_ddp_holds_each_gradient_once_more(alone):
+    model_bytes = alone.model.model_bytes("bf16", "none")
+    one, two = alone.predict(CANDIDATE), _several(alone, "ddp", 2).predict(CANDIDATE)
+    assert two.allocated_memory_bytes - one.allocated_memory_bytes == model_bytes.adapter_bytes
+    assert two.phases[0] == one.phases[0]
+
+
+def test_trials_compare_with_one_process(alone):
+    """It has no buckets; what it teaches must not take them off again where there are several."""
+    two, one = _several(alone, "ddp", 2), alone.predict_uncalibrated(CANDIDATE)
+    host = 2 * one.allocated_memory_bytes
+    ran = trial(CANDIDATE, one.step_seconds, one.allocated_memory_bytes, host_memory_bytes=host)
+    residual = two.residual(ran)
+    assert residual is not None
+    assert (residual.time, residual.memory) == (0.0, 0.0)
+    score = Score(CANDIDATE, one.step_seconds, one.allocated_memory_bytes)
+    known = alone.workload, make_plan().job
+    beside, single = (build_expectation(score, [ran], cost, *known) for cost in (two, alone))
+    buckets = alone.model.model_bytes("bf16", "none").adapter_bytes
+    assert beside.process_memory_bytes - single.process_memory_bytes == buckets
+
+
+def test_fsdp2_keeps_parts_and_gathers(alone):
+    model_bytes = alone.model.model_bytes("bf16", "none")
+    one, four = alone.predict(CANDIDATE), _several(alone, "fsdp2", 4).predict(CANDIDATE)
+    gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
+    kept = -(-model_bytes.weight_bytes // 4)
+    more = kept - model_bytes.weight_bytes + gathered + model_bytes.adapter_bytes
+    assert four.allocated_memory_bytes == pytest.approx(one.allocated_memory_bytes + more, abs=2)
+    assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept
+
+
+def test_steps_are_sums_of_causes(card):
+    """Each term by its own formula: micro-batches, optimizer, compiled blocks, transfer."""
+    name, settings = "qwen-image", Candidate(micro_batch_size=1, checkpointed_blocks=5)
+    bus = Rate(name="host_to_device.pinned", value=1e7, unit="B/s", spread=0.0, num_samples=1)
+
+    def built(**changes):
+        hardware = gpu("nvidia-rtx-4090").changed(rates=(bus,))
+        return CostModel.build(hardware, workload_of(name, **changes), FAMILIES[name], TINY[name])
+
+    own = built()
+    rates = own.tables.rates_of(choice_of(settings))
+    model_bytes = own.model.model_bytes("bf16", "none")
+    plain = own.predict_uncalibrated(settings)
+    time, twice = plain.step_time, built(effective_batch_size=4).predict_uncalibrated(settings)
+    computing = [f"{each}_seconds" for each in (*CLASSES, "recompute")]
+    for each in computing:
+        assert getattr(twice.step_time, each) == pytest.approx(2 * getattr(time, each))
+    assert twice.images_per_second == pytest.approx(4 / twice.step_seconds)
+    optimizer = model_bytes.adapter_parameters * 52 / rates.bandwidth
+    assert time.optimizer_seconds == twice.step_time.optimizer_seconds == pytest.approx(optimizer)
+    compiled = own.predict_uncalibrated(settings.changed(compile="block")).step_time
+    assert compiled.elementwise_seconds == pytest.approx(0.6 * time.elementwise_seconds)
+    assert compiled.matmul_seconds == time.matmul_seconds
+    swapped = own.predict_uncalibrated(settings.changed(swapped_blocks=3)).step_time
+    arriving = 2 * sum(model_bytes.block_weight_bytes[:3]) / 1e7  # of two micro-batches
+    device = sum(getattr(time, each) for each in computing[:-1])
+    assert swapped.transfer_seconds == pytest.approx(2 * arriving - 3 / 5 * device)
+    slower = built(optimizer=OptimizerChoice(name="lion")).predict_uncalibrated(settings)
+    more = (30 - 4) * sum(model_bytes.adapter_shapes.values()) * rates.host_seconds
+    assert 0 < slower.step_time.overhead_seconds - time.overhead_seconds <= more * 1.001
+
+
+def test_trials_teach_what_a_process_takes():
+    name, settings = "qwen-image", Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    own = CostModel.build(cpu(), workload_of(name), FAMILIES[name], TINY[name])
+    before = own.predict_uncalibrated(settings)
+    peak, gib = before.allocated_memory_bytes, 1 << 30
+    ran = [
+        trial(settings, before.step_seconds, peak, host_memory_bytes=peak + many * gib)
+        for many in (1, 3, 10)
+    ]
+    after = own.with_calibration([*ran, trial(settings, None)]).predict_uncalibrated(settings)
+    assert after.run_memory_bytes - after.allocated_memory_bytes == 3 * gib
+    ((time, doubt), (memory, _), *others) = prediction_errors(own, ran)
+    assert (time, memory, len(others)) == (0.0, 0.0, 4)
+    assert doubt > others[-2][1], "doubt shrinks from trial to trial"
+
+
+candidates = st.builds(
+    Candidate,
+    micro_batch_size=st.sampled_from([1, 2, 4]),
+    checkpointed_blocks=st.sampled_from([0, 3]),
+    swapped_blocks=st.sampled_from([0, 3]),
+    quantization=st.sampled_from(["none", "torchao-int8", "bnb-nf4"]),
+    attention=st.sampled_from(["native", "_native_cudnn"]),
+)
+Pairs = list[tuple[Candidate, float]]
+pairs = st.lists(st.tuples(candidates, st.floats(-1, 1)), min_size=1, max_size=10)
+
+
+def learn(before: Posterior, noise: float, known: Pairs) -> Posterior:
+    return fit(before, noise, [candidate for candidate, _ in known], [each for _, each in known])
+
+
+@settings(max_examples=50)
+@given(pairs, candidates)
+def test_what_is_learned_is_regressions_posterior(known, asked):
+    known = [(candidate.changed(swapped_blocks=0), each) for candidate, each in known]
+    learned = learn(Posterior(0.25), NOISE["time"], known)
+    names = [*learned.index]
+    terms = [dict(features_of(candidate)) for candidate, _ in known]
+    rows = np.array([[has.get(name, 0.0) for name in names] for has in terms])
+    prior = np.diag([1 / learned.sigma(name) ** 2 for name in names])
+    covariance = np.linalg.inv(prior + rows.T @ rows / NOISE["time"] ** 2)
+    mean = covariance @ rows.T @ np.array([each for _, each in known]) / NOISE["time"] ** 2
+    assert learned.mean == pytest.approx(mean, abs=1e-7)
+    assert np.array(learned.covariance) == pytest.approx(covariance, abs=1e-9)
+    assert 0 <= learned.uncertainty(asked) <= Posterior(0.25).uncertainty(asked) + 1e-9
+
+
+@settings(max_examples=20)
+@given(pairs, pairs)
+def test_learning_in_two_goes_is_one(first, second):
+    prior, noise = Posterior(0.04), NOISE["memory"]
+    one = learn(prior, noise, first + second)
+    other = learn(learn(prior, noise, first), noise, second)
+    for candidate, _ in first + second:
+        assert other.log_factor(candidate) == pytest.approx(one.log_factor(candidate), abs=1e-7)
+        assert other.uncertainty(candidate) == pytest.approx(one.uncertainty(candidate), abs=1e-7)
+
+
+def test_tempering_halves_and_keeps_doubt():
+    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    elsewhere = fit(Posterior(0.25), NOISE["time"], [candidate], [0.4])
+    here = elsewhere.tempered(0.5)
+    assert here.log_factor(candidate) == pytest.approx(elsewhere.log_factor(candidate) / 2)
+    at = elsewhere.index[OFFSET]
+    variance = 0.25 * elsewhere.covariance[at][at] + 0.75 * 0.25**2
+    assert here.covariance[at][at] == pytest.approx(variance)
+
+
+def test_slow_swaps_spare_their_format() -> None:
+    plain = Candidate(micro_batch_size=1, checkpointed_blocks=40, quantization="torchao-int8")
+    slow, fast = (
+        fit(Posterior(0.35), NOISE["time"], [plain.changed(swapped_blocks=40)], [residual])
+        for residual in (0.8, -0.8)
+    )
+    assert 0 < slow.log_factor(plain) < 0.4
+    assert fast.log_factor(plain) < -0.4, "nothing but the format or the card is faster"
+
+
+def test_terms_count_doublings_and_arrivals():
+    plain = Candidate(micro_batch_size=4, checkpointed_blocks=0, swapped_blocks=32)
+    terms = dict(features_of(plain))
+    assert [name for name in terms if name.startswith("batch>")] == ["batch>1", "batch>2"]
+    assert terms["swaps"] == math.log1p(2 * 32 / 4 / 16)
+    halved = plain.changed(quantization="torchao-int8")
+    assert dict(features_of(halved))["swaps"] == math.log1p(32 / 4 / 16)
+
+
+def test_doubt_is_of_differing_terms():
+    one = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    other = one.changed(quantization="torchao-int8")
+    prior = Posterior(0.35)
+    differing = {*dict(features_of(one)).items()} ^ {*dict(features_of(other)).items()}
+    assert len(differing) == 4
+    doubt = math.hypot(*(prior.sigma(name) for name, _ in differing))
+    assert time_doubt(one, other) == pytest.approx(doubt)
+    assert time_doubt(one, one) == 0

@@ -165,14 +165,6 @@ def test_damaged_videos_are_broken_files(tmp_path):
     assert [(one.file, one.kind) for one in dataset.problems] == [("damaged.mp4", "broken")]
 
 
-def test_odd_titles_spoil_no_video(tmp_path):
-    path = write_video(tmp_path / "a.mkv", 20)
-    content = path.read_bytes()
-    assert b"Lavf" in content
-    path.write_bytes(content.replace(b"Lavf", b"L\xe4vf"))
-    assert len(read_dataset(tmp_path, FIVE).items) == 1
-
-
 def test_short_videos_are_told(tmp_path):
     write_video(tmp_path / "slow.mp4", 12, fps=8)
     write_video(tmp_path / "exact.mp4", 12, fps=16)

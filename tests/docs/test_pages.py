@@ -1,15 +1,19 @@
 """The guides say what the code says: commands parse, links lead somewhere, tables are current."""
 
 import re
+import runpy
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import yaml
 
 from autotune.api import list_gpus, list_models
 from autotune.cli.app import app
-from tests.docs import compatibility, reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,9 +48,10 @@ def test_every_command_of_documentation_is_understood(page):
             parse(words_of(line))
 
 
-@pytest.mark.parametrize("page", [compatibility, reference], ids=["compatibility", "reference"])
-def test_generated_pages_are_current(page):
-    assert page.PAGE.read_text() == page.markdown(), f"python -m {page.__name__}"
+@pytest.mark.parametrize("name", ["compatibility", "levers", "reference"])
+def test_generated_pages_are_current(name):
+    page = runpy.run_path(str(DOCS / "site" / f"{name}.py"))
+    assert page["PAGE"].read_text() == page["markdown"](), f"python docs/site/{name}.py"
 
 
 def test_counts_in_docs_are_the_catalogs():
@@ -73,3 +78,27 @@ def test_documented_variables_are_the_codes():
     listed = set(re.findall(name, (DOCS / "environment.md").read_text()))
     code = [file.read_text() for file in (ROOT / "autotune").rglob("*.py")]
     assert listed == {found for text in code for found in re.findall(name, text)}
+
+
+TEMPLATES = sorted((Path(__file__).parents[2] / "containers" / "examples").iterdir())
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.name)
+def test_templates_parse_and_resume(file):
+    text = file.read_text()
+    if file.suffix == ".yaml":
+        manifest = yaml.safe_load(text)
+        (container,) = manifest["spec"]["template"]["spec"]["containers"]
+        calls = [container["command"][1:]]
+        assert manifest["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [75]
+    else:
+        shell = shutil.which("bash") or "sh"
+        subprocess.run([shell, "-n", file], check=True)
+        calls = [call.split() for call in re.findall(r"\b(train plan\.yaml [^|\n]*)", text)]
+        assert '"$status" -eq 75' in text
+    train = app.commands["train"]
+    known = {name for one in train.get_params(click.Context(train)) for name in one.opts}
+    assert calls
+    for call in calls:
+        assert {word for word in call if word.startswith("--")} <= known
+        assert "--resume" in call

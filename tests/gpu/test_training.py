@@ -1,7 +1,6 @@
 """A whole run on the GPU: caching, training, previews and the report; resumed and disturbed."""
 
 import contextlib
-import json
 import random
 
 import pytest
@@ -51,18 +50,6 @@ def run(data, hardware, settings, tmp_path):
 
 @pytest.mark.values
 @pytest.mark.anywhere
-def test_run_tells_memory_of_every_phase(run, hardware, tmp_path):
-    report = run(preview_prompts=("a red square",))
-    assert {"caching", "loading", "training", "saving"} <= {phase.name for phase in report.phases}
-    if hardware.device.kind == "cuda":
-        assert all(phase.device_bytes for phase in report.phases)
-        assert report.measured_peak_memory_bytes
-    assert load_file(tmp_path / "out" / report.adapter)
-    assert report.verdict.num_unmoved == 0
-
-
-@pytest.mark.values
-@pytest.mark.anywhere
 @pytest.mark.parametrize("storage", ["none", "torchao-int8"])
 def test_run_with_swapped_blocks_samples_later(run, hardware, tmp_path, storage):
     report = run(swapped_blocks=1, quantization=storage, preview_prompts=("a red square",))
@@ -105,24 +92,6 @@ def test_loaders_bring_the_same_bits(data, device, name):
     for key, value in found.items():
         assert value.device.type == target.type
         assert torch.equal(value.cpu(), expected[key]), key
-
-
-@pytest.mark.values
-def test_gpu_learns_what_cpu_learns(data, hardware, tmp_path):
-    settings = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
-    losses = {}
-    for machine in (hardware, _as_cpu(hardware)):
-        kind = machine.device.kind
-        plan = make_plan(*data, machine, settings=settings, output=str(tmp_path / kind))
-        train(plan, machine, tmp_path / f"cache-{kind}")
-        lines = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
-        losses[kind] = [json.loads(line)["loss"] for line in lines if "loss" in line]
-    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=2e-2)
-
-
-def _as_cpu(profile):
-    cpu = {"kind": "cpu", "index": 0, "memory_kind": "host", "compute_capability": None}
-    return profile.changed(device=profile.device.changed(**cpu))
 
 
 @pytest.mark.values

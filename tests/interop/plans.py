@@ -45,10 +45,7 @@ def plan_of(model: str, **changes: Any) -> TrainingPlan:
     }
     caching = {name[8:]: value for name, value in changes.items() if name.startswith("caching.")}
     return builders.plan(
-        builders.hardware(),
-        Workload(**workload),
-        Candidate(**{**SETTINGS, **of(Candidate)}),
-        job,
+        builders.hardware(), Workload(**workload), Candidate(**{**SETTINGS, **of(Candidate)}), job,
         expected={"evidence": "predicted", "peak_memory_bytes": 20 << 30},
         caching=CachingSettings(**caching),
-    )
+    )  # fmt: skip

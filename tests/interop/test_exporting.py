@@ -1,5 +1,6 @@
 """Exact settings come back from other files, others are told; nothing needs more memory."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,18 @@ from hypothesis import strategies as st
 
 from autotune.api import list_choices
 from autotune.errors import InvalidInput
-from autotune.interop.exporting import (
-    LOADING,
-    SPARING,
-    compare,
-    export_plan,
-    inexpressible,
-    values_of,
-)
+from autotune.exchange import audit
+from autotune.interop.exporting import LOADING, SPARING, compare, export_plan, values_of
 from autotune.interop.importing import ImportedConfig, import_config
 from autotune.interop.rules import Context
 from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import count_blocks
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.words import PHASES
+from autotune.report.configs import audit_markdown
 from tests.interop.plans import plan_of
+from tests.interop.test_importing import CONFIGS
 from tests.train.small import write_model_and_images
 
 PAIRS = [
@@ -130,23 +128,6 @@ def test_inexpressible_plans_are_refused(trainer, family, changes, words):
         export_plan(plan_of(family, **changes), get_trainer(trainer))
 
 
-CHOICES = {
-    **{"checkpointed_blocks": (59, 30, 0), "swapped_blocks": (0, 8), "loader": ("mmap",)},
-    **{"attention": ("native", "_native_flash", "flash"), "micro_batch_size": (1, 2, 4)},
-    **{"quantization": ("none", "torchao-int8", "torchao-fp8", "bnb-nf4")},
-}
-LACKING = {
-    **{"musubi": "torchao-int8 bnb-nf4 _native_flash 30", "diffusers": "8 torchao-fp8 30"},
-    **{"ai-toolkit": "bnb-nf4 30", "simpletuner": ""},
-}
-
-
-@pytest.mark.parametrize("trainer", LACKING)
-def test_inexpressible_choices_are_found(trainer):
-    found = inexpressible(get_trainer(trainer), "qwen-image", 60, CHOICES)
-    assert {value for _, value in found} == set(LACKING[trainer].split())
-
-
 def test_texts_run_nothing(tmp_path):
     hostile = "$(touch pwned) `touch pwned` '; touch pwned; \" \\"
     texts = {"data": hostile, "caption": hostile, "preview_prompts": (hostile,)}
@@ -171,3 +152,40 @@ def test_searches_suit_another_trainer(tmp_path):
     assert choices["loader"] == everything["loader"]
     sparing = {**SPARING, "selective_blocks": 0}
     assert all(choices[name] == (sparing[name],) for name in sparing.keys() & choices.keys())
+
+
+def write_config(folder: Path, resolution: int) -> Path:
+    model, _ = write_model_and_images(folder)
+    text = (CONFIGS / "ai_toolkit.yaml").read_text()
+    text = text.replace("name_or_path: Qwen/Qwen-Image", f"name_or_path: {model}")
+    text = text.replace("resolution: [512, 768, 1024]", f"resolution: {resolution}")
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.slow
+def test_an_audit_predicts_both(tmp_path):
+    path = write_config(tmp_path, 256)
+    dtype = "dtype: bf16\n        cache"
+    attention = dtype.replace("cache", "attention_backend: sage\n        cache")
+    path.write_text(path.read_text().replace(dtype, attention))
+    found = audit(path, hardware="nvidia-rtx-4090")
+    written = found.as_written.prediction.candidate
+    total = found.as_written.workload.model.num_blocks
+    assert (written.quantization, written.micro_batch_size) == ("torchao-fp8", 1)
+    assert (written.checkpointed_blocks, written.swapped_blocks) == (total, round(total / 4))
+    assert [one.partition(":")[0] for one in found.breaks] == ["attention sage"]
+    assert found.fastest is not None
+    assert found.fastest.step_seconds < found.as_written.step_seconds
+    assert found.as_written.num_steps == found.fastest.num_steps == 3000
+    assert found.as_written.workload == found.fastest.workload
+    better = found.fastest.prediction.candidate
+    changed = {name for name, value in better if getattr(written, name) != value}
+    assert {one.knob for one in found.worth} <= changed
+    assert found.worth[0].step_seconds_saved > 0
+    text = audit_markdown(found)
+    assert "| base model | in fp8 | not quantized |" in text
+    phases = {PHASES[phase.name] for phase in found.as_written.prediction.phases}
+    assert phases <= set(re.findall(r"^\| - (\w+) \|", text, re.M))
+    assert "`train.ema_config.use_ema` (line 39)" in text

@@ -5,8 +5,10 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,18 +18,18 @@ from autotune.interop.files import read_document
 from autotune.interop.importing import ConfigLine, ImportedConfig, import_config, read_settings
 from autotune.interop.rules import ConfigValue, Context
 from autotune.interop.trainer import get_trainer, trainers
+from autotune.models.adapter import LISTS, convolutions, find_target_set, layers_of, linear_layers
+from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES
+from autotune.plan.request import PlanRequest
+from autotune.search.request import complete
 
 CONFIGS = Path(__file__).parent / "configs"
 MAIN_FILES = {
-    "ai_toolkit.yaml": "ai-toolkit",
-    "musubi.toml": "musubi",
-    "simpletuner.json": "simpletuner",
-    "diffusers.sh": "diffusers",
-    "sd_scripts.toml": "sd-scripts",
-    "kohya_gui.json": "sd-scripts",
+    "ai_toolkit.yaml": "ai-toolkit", "musubi.toml": "musubi", "simpletuner.json": "simpletuner",
+    "diffusers.sh": "diffusers", "sd_scripts.toml": "sd-scripts", "kohya_gui.json": "sd-scripts",
     "onetrainer.json": "onetrainer",
-}
+}  # fmt: skip
 
 
 def lines_of(config: ImportedConfig) -> list[ConfigLine]:
@@ -200,21 +202,6 @@ def test_scripts_of_windows_are_read(tmp_path, name):
     assert (config.model, config.data, config.trainer) == (MODEL, "C:\\a b", "diffusers")
 
 
-def test_fluxgym_s_files_are_read(tmp_path):
-    (tmp_path / "dataset.toml").write_text(
-        "[general]\nkeep_tokens = 1\n[[datasets]]\nresolution = 512\n"
-        "[[datasets.subsets]]\nimage_dir = 'photos'\n"
-    )
-    (tmp_path / "train.bat").write_text(
-        "accelerate launch ^\n  --mixed_precision bf16 ^\n  sd-scripts/flux_train_network.py ^\n"
-        "  --network_module networks.lora_flux ^\n  --network_dim 4 ^\n  --fp8_base ^\n"
-        '  --dataset_config "C:\\pinokio\\fluxgym\\outputs\\x\\dataset.toml" ^\n'
-    )
-    config = import_config(tmp_path / "train.bat")
-    assert (config.data, config.options["rank"], config.options["resolution"]) == ("photos", 4, 512)
-    assert config.pins["quantization"] == "torchao-fp8"
-
-
 def test_other_encodings_are_read_or_named(tmp_path):
     path = tmp_path / "config.ps1"
     for encoding in ("utf-16", "utf-8-sig"):
@@ -273,3 +260,59 @@ def test_import_knows_what_export_writes(trainer):
     known = {*keys, *trainer.references}
     others = [key for key in trainer.fixed if key not in known and "backends[1]" not in key]
     assert [key for key in others if trainer.account(key, None) is None] == []
+
+
+def read(folder: Path, content: dict[str, Any]) -> ImportedConfig:
+    path = folder / "config.json"
+    path.write_text(json.dumps(content))
+    return import_config(path)
+
+
+def test_onetrainer_s_unet_has_its_settings(tmp_path):
+    written = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "LORA"}
+    written["layer_filter"] = "attentions"
+    own = {"unet": {"weight_dtype": "NFLOAT_4"}, "transformer": {"weight_dtype": "FLOAT_32"}}
+    config = read(tmp_path, {**written, **own, "gradient_checkpointing": "OFF"})
+    assert (config.pins["quantization"], config.pins["checkpointed_blocks"]) == ("bnb-nf4", "0")
+    assert config.options["targets"] == "attention+mlp+proj"
+    assert {"text_encoder.train", "text_encoder_2.train"} <= lost(config).keys()
+    full = read(tmp_path, {**written, **own, "layer_filter": ""})
+    assert "does not adapt" in lost(full)["layer_filter"]
+    assert "conv1" in lost(full)["layer_filter"]
+
+
+def test_targets_suit_the_trainer():
+    for trainer, targets in (("sd-scripts", "attention+mlp+proj"), ("onetrainer", "attention")):
+        assert complete(PlanRequest(model="sdxl", for_trainer=trainer)).targets == targets
+    with pytest.raises(InvalidInput, match="cannot adapt the layers 'attention'") as told:
+        complete(PlanRequest(model="flux1-dev", for_trainer="sd-scripts", targets="attention"))
+    assert "attention+mlp" in str(told.value.hint)
+
+
+KNOWN = sorted({known.family.name for trainer in trainers().values() for known in trainer.models})
+
+
+def general_name(layer: str) -> str:
+    """With 0 for the number of its block; a UNet's middle block has two unlike ones."""
+    return layer if layer.startswith("mid_block.resnets.") else LISTS.sub(r"\1.0.", layer)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_layer_tables_are_whole(name):
+    family = FAMILIES[name]
+    model = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
+    for kind, layers in ((torch.nn.Linear, linear_layers), (torch.nn.Conv2d, convolutions)):
+        names = {name for name, module in model.named_modules() if isinstance(module, kind)}
+        names -= {name for name in names if "guidance_embed.guidance" in name}  # FLUX.2 dev's alone
+        assert layers(family) == set(map(general_name, names))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_target_sets_are_found(name):
+    family = FAMILIES[name]
+    for targets in family.target_sets:
+        named, difference = find_target_set(family, layers_of(family, targets))
+        assert (layers_of(family, named), difference) == (layers_of(family, targets), "")
+    attention = layers_of(family, "attention")
+    found, difference = find_target_set(family, attention - {min(attention)})
+    assert (found, difference[:12]) == ("attention", "also adapts ")

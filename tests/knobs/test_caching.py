@@ -118,26 +118,3 @@ def test_t5_is_never_stored_by_bitsandbytes():
     assert choose_caching(flux, size, {})[0].text_encoder_quantization != "bnb-nf4"
     with pytest.raises(InvalidInput, match="T5 casts"):
         choose_caching(flux, size, {"text_encoder_quantization": "bnb-nf4"})
-
-
-@pytest.mark.parametrize(
-    ("pins", "words"),
-    [
-        ({"text_encoder_device": "cuda:3"}, "on cuda:3 here"),
-        ({"text_encoder_device": "gpu"}, "no device"),
-        ({"vae_device": "gpu"}, "no device for the VAE"),
-        ({"vae_device": "cuda:3"}, "images cannot be encoded on cuda:3 here"),
-        ({"vae_device": "cuda:1", "text_encoder_device": "cuda:2"}, "on one GPU beside the one"),
-        ({"text_encoder_quantization": "int3"}, "unknown"),
-        ({"text_encoder_quantization": "bnb-nf4"}, "--quality compact"),
-        ({"residency": "sometimes"}, "caching.residency"),
-        ({"no_such_field": "x"}, "caching.no_such_field"),
-        ({"text_encoder_streamed": "perhaps"}, "caching.text_encoder_streamed"),
-        ({"text_encoder_streamed": "true", "text_encoder_device": "cpu"}, "streamed"),
-    ],
-)
-def test_impossible_pins_are_refused(pins, words):
-    with pytest.raises(InvalidInput) as caught:
-        caching_module.parse_pins(pins, on(24))
-    assert words in caught.value.message
-    assert caught.value.hint

@@ -110,15 +110,6 @@ def test_bf16_is_as_exact_as_diffusers(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_only_projections_and_weights_are_saved(way):
-    streams, weights, tables = make([3, 4], 2, 2, 8, dtype=torch.float32)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ours(WAYS[way], streams, weights, tables)
-    assert [t.data_ptr() for t in saved] == [each.data_ptr() for each in (*streams, *weights)]
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_rows_of_zeros_give_finite_gradients(way):
     streams, weights, tables = make([2], 1, 1, 4, dtype=torch.float32)
     streams[0].data[:, 0] = 0

@@ -1,17 +1,25 @@
 """Knobs that a rule settles: what they admit where, and why the rest is not tried."""
 
 import os
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from hypothesis import given
+from hypothesis import strategies as st
 
+from autotune.knobs import modulation
+from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.registry import Attention, Quantization, Swapping
+from autotune.knobs.registry import Attention, Modulation, Quantization, Swapping
 from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
 from autotune.knobs.settings import configure_allocator, plain_choices
 from autotune.machine.catalog import load_catalog, profile_of_gpu
-from autotune.models.registry import get_family
+from autotune.models.family import build_on_meta
+from autotune.models.registry import FAMILIES, get_family
 from autotune.plan.hardware import Capability, HardwareProfile, Rate
 from autotune.search.space import build_search_space
 from tests import builders
@@ -147,3 +155,87 @@ def test_wrong_precisions_give_way():
     assert build_search_space(where).choices["precision"] == ("bf16",)
     hardware = hardware.changed(capabilities=(*hardware.capabilities, wrong))
     assert build_search_space(builders.context(hardware)).choices["precision"] == ("fp16",)
+
+
+def plain(q, k, v, softmax_scale, causal):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale
+    ).transpose(1, 2)
+
+
+def version_3(q, k, v, softmax_scale=None, causal=False, qv=None, return_attn_probs=False):
+    return plain(q, k, v, softmax_scale, causal)
+
+
+def beta_of_version_3(q, k, v, softmax_scale=None, causal=False, qv=None, window_size=(-1, -1)):
+    return plain(q, k, v, softmax_scale, causal), torch.zeros(1)
+
+
+def version_4(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False):
+    return plain(q, k, v, softmax_scale, causal), None
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function"),
+    [
+        ("flash-3", "flash_attn_interface", version_3),
+        ("flash-3", "flash_attn_interface", beta_of_version_3),
+        ("flash-4", "flash_attn.cute", version_4),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.2}, {"is_causal": True}])
+def test_numbers_are_those_of_the_package(monkeypatch, name, module, function, options):
+    package = ModuleType(module)
+    package.flash_attn_func = function
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, module, package)
+    heads = [torch.randn(2, 6, 3, 8, requires_grad=True) for _ in range(3)]
+    backend = ATTENTION_BACKENDS[name].diffusers_name()
+    own, native = (
+        dispatch_attention_fn(*heads, backend=each, **options) for each in (backend, "native")
+    )
+    torch.testing.assert_close(own, native)
+    ours, theirs = (torch.autograd.grad(out.square().sum(), heads) for out in (own, native))
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match="no mask"):
+        dispatch_attention_fn(*heads, attn_mask=torch.ones(2, 6, dtype=torch.bool), backend=backend)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_name_modulation_or_why(name):
+    choices, layers = (
+        Modulation().choices_for_family(TuningContext(hardware(), FAMILIES[name], workload())),
+        FAMILIES[name].modulation,
+    )
+    if layers is None:
+        assert choices.admitted == ("resident",)
+        assert choices.rejected == {"ahead": FAMILIES[name].excluded["modulation"]}
+        return
+    assert choices.admitted == ("ahead", "resident")
+    config = {**FAMILIES[name].transformer_config, **FAMILIES[name].tiny_config}
+    assert list(layers.find(build_on_meta(FAMILIES[name], config)))
+
+
+@given(row_bytes=st.integers(1, 1 << 32), images=st.integers(1, 10_000))
+def test_windows_keep_their_limits(row_bytes, images):
+    most_draws, most_bytes = modulation.MAX_WINDOW_DRAWS, modulation.MAX_WINDOW_BYTES
+    steps = modulation.window_steps(row_bytes, images)
+    assert steps >= 1
+    if steps > 1:
+        assert steps * images <= most_draws
+        assert steps * images * row_bytes <= most_bytes
+    assert (steps + 1) * images > min(most_draws, most_bytes // row_bytes)
+
+
+def test_failing_calls_leave_the_blocks():
+    family = get_family("qwen-image")
+    config = {**family.transformer_config, **family.tiny_config}
+    model = build_on_meta(family, config).to_empty(device="cpu")
+    modulation.take_loaded_layers(family, model)
+    ahead, blocks = modulation.find_modulation_ahead(model), model.transformer_blocks
+    assert ahead is not None
+    with pytest.raises(TypeError), ahead.collecting(family, model):
+        model(len(model.transformer_blocks))
+    assert model.transformer_blocks is blocks
+    assert torch.is_grad_enabled()

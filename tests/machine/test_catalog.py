@@ -10,7 +10,7 @@ import autotune
 from autotune.cost.timing import Rates
 from autotune.errors import InvalidInput
 from autotune.machine.capabilities import NO_BF16
-from autotune.machine.catalog import PCIE_BYTES_PER_LANE, SERIES, find_gpu, gpu_named, load_catalog
+from autotune.machine.catalog import SERIES, find_gpu, gpu_named, load_catalog
 from autotune.machine.probe import hardware_for, hardware_named, limit_memory, save_profile
 from autotune.plan.request import PlanRequest
 
@@ -73,15 +73,6 @@ def test_geforce_sums_at_half_rate():
         if gpu.int8_tflops and gpu.id not in ("nvidia-b300", "nvidia-a10g"):
             per_product = gpu.int8_tflops / (gpu.bf16_tflops or gpu.fp16_tflops)
             assert round(per_product) == (4 if "GeForce" in gpu.name else 2), gpu.id
-
-
-def test_lanes_or_nvlink_reach_the_host():
-    for name, bytes_per_second in {
-        "rtx-4090": 16 * PCIE_BYTES_PER_LANE[4],
-        "rtx-5060-ti-16gb": 8 * PCIE_BYTES_PER_LANE[5],
-        "gh200-96gb": 450e9,
-    }.items():
-        assert hardware_named(name).datasheet.pcie_bytes_per_second == bytes_per_second
 
 
 def test_cards_without_bf16_train_in_fp16():
@@ -168,6 +159,7 @@ def refusal(name):
     return caught.value
 
 
+@pytest.mark.slow
 def test_cards_are_found_by_names():
     for gpu in load_catalog():
         short = gpu.id.removeprefix("nvidia-").removeprefix("rtx-")
@@ -234,27 +226,6 @@ def test_ambiguous_names_list_all_cards(name, ids):
 @pytest.mark.parametrize("name", ["", " ", "-", "nvidia", "GeForce RTX", "90"])
 def test_name_of_no_card_is_refused(name):
     assert "no hardware called" in refusal(name).message
-
-
-def test_near_cards_are_offered():
-    for name, near in {
-        "4095": "4090",
-        "3070 super": "2070-super",
-        "4060 laptop 8": "4060-laptop",
-    }.items():
-        assert f"nvidia-rtx-{near}" in refusal(name).hint
-    assert "another card" not in refusal("voodoo").hint
-
-
-def test_unplannable_cards_say_why():
-    reasons = {
-        "tensor cores": ("1080 ti", "GTX 1060 6GB", "gtx1080ti", "P40", "GTX 1660 Super"),
-        "an AMD": ("rx 7900 xtx", "RX9070XT", "7900xtx", "MI300X", "Radeon VII"),
-        "an Intel": ("Arc B580", "a770", "gaudi3"),
-        "Mac": ("m3 max", "M4", "apple m2 ultra 192gb", "MacBook Pro"),
-    }
-    for reason, names in reasons.items():
-        assert all(reason in refusal(name).message for name in names)
 
 
 def test_saved_profiles_go_first(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """One device, one search: by real processes."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -113,27 +112,6 @@ def test_runs_share_device_and_refuse_searches(path):
     search.release()
 
 
-def test_run_waits_without_taking_turn(tmp_path, path):
-    marker = tmp_path / "waits"
-    run, pipe = _holder(path, for_training=True, marker=marker)
-    search = DeviceLock(path)
-    search.acquire()
-    pipe.send("take it")
-    deadline = time.monotonic() + 60
-    while not marker.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.3)
-    assert not search.has_waiting_search()
-    assert not pipe.poll(0)
-    search.release()
-    assert pipe.poll(60)
-    (message,) = pipe.recv()
-    assert f"process {os.getpid()}" in message
-    assert "waiting for its end" in message
-    pipe.send("end")
-    run.join(60)
-
-
 def test_a_run_locks_all_its_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gpu = hardware().device
@@ -161,31 +139,6 @@ def test_a_killed_holder_leaves_no_lock(path):
     assert time.monotonic() - started < 20
 
 
-def _acquired_as_another_user(path: Path) -> bool:
-    if (process := os.fork()) == 0:
-        os.setuid(65534)
-        lock = DeviceLock(path, lambda message: os._exit(1))
-        with contextlib.suppress(BaseException):
-            lock.acquire()
-            os._exit(0)
-        os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_users_exclude_each_other():
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o1777)
-        theirs, ours = Path(folder) / "theirs.lock", Path(folder) / "ours.lock"
-        assert _acquired_as_another_user(theirs)
-        for path in (theirs, ours):
-            lock = DeviceLock(path)
-            lock.acquire()
-            assert not _acquired_as_another_user(path)
-            lock.release()
-            assert _acquired_as_another_user(path)
-
-
 def test_cards_have_one_lock(monkeypatch):
     first, cpu = hardware().device, hardware(kind="cpu").device
 
@@ -196,15 +149,6 @@ def test_cards_have_one_lock(monkeypatch):
     both, one, other = locks("card-a", "card-b"), locks("card-a"), locks("card-b")
     assert [*one, *other] == both
     assert len({*both, lock_path(cpu)}) == 3
-
-
-def test_cpu_is_locked_without_cache_folder(tmp_path, monkeypatch):
-    cpu = hardware(kind="cpu").device
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert lock_path(cpu).is_relative_to(tmp_path)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert lock_path(cpu).parent == Path(tempfile.gettempdir())
 
 
 def test_links_and_folders_are_no_locks(tmp_path):

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import time
 from statistics import median
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.machine import rates
-from autotune.machine.catalog import load_catalog
 from autotune.machine.clock import MAX_SAMPLES, BackgroundLoad, is_noisy, spread_of, time_calls
 from autotune.machine.probe import measure_rates, read_profile
 from autotune.machine.rates import BENCHMARK_SIZES, Meter
@@ -131,14 +129,6 @@ def test_first_measurement_that_fails_ends_nothing(small, monkeypatch, calls_bef
     assert sum(kind == "rate" for kind, _ in reports) == 32 + calls_before
 
 
-def test_unmeasured_speeds_are_said(small, monkeypatch):
-    none_left = dataclasses.replace(BENCHMARK_SIZES["cpu"], total_seconds=-1.0)
-    monkeypatch.setitem(BENCHMARK_SIZES, "cpu", none_left)
-    reports = reports_of()
-    assert sum(kind == "rate" for kind, _ in reports) == 1
-    assert ("note", "32 of the speeds were not measured for lack of time") in reports
-
-
 @BITSANDBYTES
 @pytest.mark.slow
 def test_four_bit_weights_are_measured(small):
@@ -149,27 +139,6 @@ def test_four_bit_weights_are_measured(small):
     reports = reports_of(CPU.changed(capabilities=tuple(capabilities)))
     names = {json.loads(value)["name"] for kind, value in reports if kind == "rate"}
     assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
-
-
-def test_kernels_outlast_their_launch(monkeypatch):
-    """A launch takes a GPU's driver and Python some 5 us; a step charges it by itself."""
-    meter, moved = Meter(CPU, lambda: None), []
-    monkeypatch.setattr(meter, "time", lambda call: call())
-    monkeypatch.setattr(meter, "rate", lambda name, work, seconds, unit: moved.append(work))
-    for name in rates.kernel_names(CPU):
-        meter.kernel(name, "bf16")
-    each = BENCHMARK_SIZES["cuda"].kernel_elements / BENCHMARK_SIZES["cpu"].kernel_elements
-    fastest = max(gpu.memory_gb_per_second for gpu in load_catalog()) * 1e9
-    assert each * min(moved) / fastest > 4 * 5e-6
-    assert each * max(moved) < 2 * BENCHMARK_SIZES["cuda"].copy_bytes  # as the copies take
-
-
-def test_loading_a_library_is_not_timed(monkeypatch):
-    meter = Meter(CPU, lambda: None)
-    meter.kind, meter.sizes = "cuda", dataclasses.replace(meter.sizes, limit_seconds=0.01)
-    monkeypatch.setattr(meter, "synchronize", lambda: None)
-    load = iter([0.05])
-    assert median(meter.time(lambda: time.sleep(next(load, 0.0)))) < 0.04
 
 
 def child(code, profile=CPU, **options):
@@ -218,19 +187,6 @@ def test_killed_measurements_leave_no_file(small, monkeypatch, tmp_path):
     monkeypatch.setattr(rates, "time_calls", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Meter(CPU, lambda: None).disk("pread", cold=True)
-
-
-def test_a_child_that_chatters_is_understood():
-    """Names of any script reach it, and bytes that are no text cost nothing."""
-    chatter = f"print('Warning: x'); print('[1]'); print('{{}}'); {REPORT}"
-    code = "import sys; cpu = json.load(sys.stdin.buffer)['host']['cpu']"
-    reports = "print(json.dumps({'note': cpu})); print(json.dumps({'noisy': 'why'}))"
-    bad = "sys.stdout.buffer.write(b'\\xff\\n'); sys.stdout.flush()"
-    named = CPU.changed(host=CPU.host.changed(cpu="\N{GREEK CAPITAL LETTER OMEGA} 3A6000"))
-    profile = child(f"{chatter}; {code}; {bad}; {reports}", named)
-    assert profile.rates == (RATE,)
-    assert profile.noisy
-    assert {named.host.cpu, "noisy: why"} <= {*profile.notes}
 
 
 @pytest.mark.parametrize(

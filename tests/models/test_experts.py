@@ -11,7 +11,6 @@ from autotune.data.encode import Encoders
 from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
 from autotune.models.noise import FlowMatching
-from autotune.models.registry import find_published
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.job import ModelRef
@@ -55,15 +54,6 @@ def test_the_folder_tells_an_experts_boundary(small_pipelines, tmp_path):
     (folder / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 2.0}))
     with pytest.raises(InvalidInput, match="boundary_ratio"):
         _ = resolve_model(ModelRef.of(folder)).noise
-
-
-def test_experts_are_part_of_names():
-    found = find_published(NAME, "low-noise")
-    assert found is not None
-    assert found[0].denoiser == "transformer_2"
-    with pytest.raises(InvalidInput, match="no low-noise expert") as caught:
-        resolve_model(ModelRef(name="wan-2.1", expert="low-noise"))
-    assert caught.value.hint == "leave --expert out"
 
 
 @pytest.mark.slow

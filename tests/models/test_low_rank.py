@@ -100,19 +100,3 @@ def test_several_adapters_go_pefts_way():
         change(peft[0])
         change(ours[0])
         assert_same([ours(x).detach()], [peft(x).detach()])
-
-
-def test_no_more_is_saved():
-    saved = []
-    for model in pair():
-        sizes = {}
-
-        def pack(tensor, sizes=sizes):
-            sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = model(torch.randn(2, 5, 64, requires_grad=True))
-        out.backward(torch.ones_like(out))
-        saved.append(sum(sizes.values()))
-    assert saved[1] <= saved[0]

@@ -143,7 +143,7 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
 @pytest.mark.parametrize(
     "name", [name for name, family in FAMILIES.items() if isinstance(family, ModularFamily)]
 )
-def test_blocks_called_as_a_pipeline_draw_what_the_stock_pipeline_draws(name, small_pipelines):
+def test_blocks_draw_as_stock_pipelines(name, small_pipelines):
     small = small_pipelines(name)
     family, bucket, stock = small.family, small.bucket, small.stock()
     ours = family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=3, seed=4)

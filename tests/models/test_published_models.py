@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+import yaml
 from diffusers import AutoencoderKLLTX2Audio
 from diffusers.pipelines.ltx2 import LTX2Vocoder
 from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
@@ -15,12 +17,14 @@ from autotune.errors import InvalidInput
 from autotune.models.family import build_on_meta, public_config
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import check_weights, read_parts, resolve_model
+from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
+from autotune.search.comparison import LEVERS
 from autotune.weights.files import BadWeights
 from tests.kinds import KINDS
-from tests.models.published import CONFIGS
 from tests.small import write_small_pipeline
 
+PUBLISHED = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text())
 MODELS = {each.name: each for name, family in FAMILIES.items() for each in family.models}
 
 
@@ -40,7 +44,8 @@ def _written_configs(family):
 
 def published_folder(folder, name):
     family = FAMILIES[name]
-    transformer, vae = CONFIGS.get(name) or _written_configs(family)
+    known = [PUBLISHED.get(part) for part in (name, f"{name} vae")]
+    transformer, vae = known if all(known) else _written_configs(family)
     for part in family.components:
         (folder / part).mkdir()
         if part in family.text_encoders:
@@ -70,6 +75,7 @@ def test_published_folders_are_that_model(tmp_path, name):
     assert read_parts(replace(model, folder=None)) == family.parts
 
 
+@pytest.mark.slow
 def test_models_that_decode_sound_are_counted(tmp_path):
     folder, family = tmp_path / "small", FAMILIES["ltx-2.3"]
     write_small_pipeline(family, folder, ["a red fox"])
@@ -117,3 +123,15 @@ def test_sparse_attention_is_refused():
     family = FAMILIES["kandinsky5-video-lite"]
     with pytest.raises(InvalidInput, match="nabla"):
         build_on_meta(family, {**family.transformer_config, "attention_type": "nabla"})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_levers_are_declared_or_excluded(name):
+    family = FAMILIES[name]
+    assert (family.modulation is None) == ("modulation" in family.excluded)
+    assert (not family.attention_layouts) == ("norm_rope" in family.excluded)
+    assert set(family.excluded) <= set(Candidate.model_fields)
+    assert all(reason.strip() for reason in family.excluded.values())
+    missing = {title for knob, title in LEVERS.items() if knob in family.excluded}
+    is_unet = "UNet" in family.transformer_class
+    assert len(LEVERS) - len(missing) >= (3 if is_unet else 4)

@@ -222,7 +222,7 @@ def test_revision_leads_nowhere_out_of_cache(revision):
             find(ModelRef.of(f"Qwen/Qwen-Image@{revision}"))
 
 
-def test_a_pipeline_of_blocks_is_fetched_and_loads_from_its_folder_alone(small_pipelines, tmp_path):
+def test_pipelines_of_blocks_load_alone(small_pipelines, tmp_path):
     small = small_pipelines("anima")
     repo = shutil.copytree(small.folder, tmp_path / "repo")
     index = json.loads((repo / "modular_model_index.json").read_text())

@@ -66,9 +66,7 @@ def test_file_and_base_are_the_folder(family, small_pipelines, tmp_path):
     assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
-def test_the_conditioner_of_anima_is_read_from_the_file_of_its_transformer(
-    small_pipelines, tmp_path
-):
+def test_animas_conditioner_comes_from_its_file(small_pipelines, tmp_path):
     small, name = small_pipelines("anima"), "text_conditioner"
     shutil.copytree(small.folder, tmp_path / "base")
     file = in_one_file("anima", tmp_path / "base", tmp_path / "model.safetensors")
@@ -83,7 +81,7 @@ def test_the_conditioner_of_anima_is_read_from_the_file_of_its_transformer(
     assert all(torch.equal(each, expected[key]) for key, each in found.state_dict().items())
 
 
-@pytest.mark.quick("flux1-dev")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["anima", "flux1-dev", "sd3.5", "sd3.5-medium", "sdxl", "wan-2.1-14b", "z-image", "qwen-image"],

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.models import registry, resolve
-from autotune.plan.job import ModelRef
+from autotune.models import registry
 from tests.conftest import autotune
-from tests.models.sixth_family import AuraFlow
 
 
 def install(folder: Path, name: str, entry_points: str, group: str, **modules: str) -> Path:
@@ -23,20 +21,6 @@ def install(folder: Path, name: str, entry_points: str, group: str, **modules: s
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
     return folder
-
-
-def test_added_families_are_found(monkeypatch):
-    families = registry.Families(*registry.FAMILIES.values(), AuraFlow())
-    monkeypatch.setattr(registry, "FAMILIES", families)
-    assert resolve.resolve_model(ModelRef.of("aura-flow")).spec.num_blocks == 36
-
-
-def test_second_families_are_refused():
-    families = registry.Families(AuraFlow())
-    with pytest.raises(ValueError, match="already a family"):
-        families.add(AuraFlow())
-    with pytest.raises(TypeError, match="not a Family"):
-        families.add(AuraFlow)
 
 
 @pytest.mark.slow

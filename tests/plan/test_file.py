@@ -11,8 +11,10 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, InvalidPlan
+from autotune.models.registry import get_family
 from autotune.plan import file
 from autotune.plan.file import (
     MAX_PLAN_BYTES,
@@ -24,6 +26,15 @@ from autotune.plan.file import (
     with_job,
 )
 from autotune.plan.plan import Reason, Rejected, TrainingPlan
+from autotune.plan.workload import (
+    Bucket,
+    Workload,
+    padded_text_tokens,
+    spread_of,
+    typical_bucket,
+    typical_text_tokens,
+)
+from autotune.search.gradient_checks import small_workload
 from autotune.share.store import DamagedRecord, name_of, parse_record
 from tests import builders
 from tests.conftest import autotune_here
@@ -229,3 +240,56 @@ def test_other_schemas_are_refused(version, tmp_path):
     content = record().content.replace(b'"schema_version":2', b'"schema_version":%d' % version)
     with pytest.raises(DamagedRecord, match=f"has schema {version}"):
         parse_record(content, name_of(content))
+
+
+lengths = st.lists(st.integers(1, 1024), min_size=1, max_size=64).map(sorted)
+
+
+@given(lengths, st.integers(1, 64))
+def test_a_spread_rises_within_its_values(values, count):
+    spread = spread_of(values, count)
+    assert len(spread) == count
+    assert list(spread) == sorted(spread)
+    assert values[0] <= spread[0]
+    assert spread[-1] <= values[-1]
+
+
+@given(lengths, st.integers(1, 32))
+def test_usual_captions_have_mean_length(values, batch):
+    work = workload(values, batch)
+    mean = sum(typical_text_tokens(work)) / batch
+    if len(values) % batch == 0 or batch % len(values) == 0:
+        assert mean == pytest.approx(sum(values) / len(values), abs=0.5)
+    padded = [padded_text_tokens(work, size) for size in (1, batch)]
+    assert padded == [pytest.approx(mean), max(typical_text_tokens(work))]
+    assert padded[1] <= work.max_text_tokens
+
+
+@pytest.mark.parametrize("quantiles", [(3, 2), (1, 13), (0, 2), (1,) * 65])
+def test_quantiles_that_cannot_be_are_refused(quantiles):
+    with pytest.raises(ValidationError):
+        builders.workload(max_text_tokens=12, text_token_quantiles=quantiles)
+
+
+def test_usual_bucket_is_near_mean():
+    def work(*items: int) -> Workload:
+        frames = zip((1, 41, 81), items, strict=True)
+        shape = {"width_px": 64, "height_px": 64}
+        buckets = tuple(Bucket(**shape, num_frames=n, num_items=count) for n, count in frames)
+        return builders.workload(buckets=buckets)
+
+    works = work(1, 9, 1), work(0, 0, 0), work(0, 0, 3)
+    assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
+
+
+def test_uneven_captions_leave_a_check_alone():
+    even, uneven = workload([900], 4), workload([3, 5, 900], 4)
+    family = get_family(even.model.family)
+    assert small_workload(family, uneven) == small_workload(family, even)
+
+
+def workload(values: list[int], batch: int) -> Workload:
+    quantiles = tuple(values)
+    return builders.workload(
+        max_text_tokens=values[-1], text_token_quantiles=quantiles, effective_batch_size=batch
+    )

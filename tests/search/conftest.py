@@ -28,16 +28,11 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def workload(model: Path, side_px: int = 64) -> Workload:
     return Workload(
-        model=resolve_model(ModelRef.of(model)).spec,
-        resolution_px=side_px,
+        model=resolve_model(ModelRef.of(model)).spec, resolution_px=side_px,
         buckets=(Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=12),),
-        max_text_tokens=12,
-        text_padding="masked",
-        rank=4,
-        lora_alpha=4.0,
-        targets="attention",
+        max_text_tokens=12, text_padding="masked", rank=4, lora_alpha=4.0, targets="attention",
         effective_batch_size=4,
-    )
+    )  # fmt: skip
 
 
 def runner_for(

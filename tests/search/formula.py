@@ -168,12 +168,9 @@ def by_formula(
         model, family = named.name, get_family(named.name)
         parameters, blocks = (sizes or {}).get(model, (6e9, num_blocks))
         spec = ModelSpec(
-            family=model,
-            architecture="sha256:0",
-            num_parameters=int(parameters),
-            num_blocks=blocks,
-            name=model,
-        )
+            family=model, architecture="sha256:0", num_parameters=int(parameters),
+            num_blocks=blocks, name=model,
+        )  # fmt: skip
         found = ResolvedModel(family, family.transformer_config, model, None)
         vars(found)["spec"] = spec  # as if it had been built
         return found

@@ -44,13 +44,9 @@ def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
 def request(study: str | None = None, **changes: object) -> PlanRequest:
     """A small image model without data."""
     values = {
-        "model": "kandinsky5-image-lite",
-        "resolution": (256, 256),
-        "effective_batch_size": 2,
-        "max_trials": 8,
-        "study": study,
-        **changes,
-    }
+        "model": "kandinsky5-image-lite", "resolution": (256, 256), "effective_batch_size": 2,
+        "max_trials": 8, "study": study, **changes,
+    }  # fmt: skip
     return PlanRequest(**values)  # type: ignore[arg-type]
 
 
@@ -71,13 +67,10 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
         yield run
 
     return PlannerBackend(
-        trials,
-        lambda here, workload: StoreMatches((), ()),
-        "0.0",
-        needs_weights=False,
+        trials, lambda here, workload: StoreMatches((), ()), "0.0", needs_weights=False,
         check_gradients=lambda context, choices, model: (),
         rehearse=lambda model, cost, candidate, max_seconds: None,
-    )
+    )  # fmt: skip
 
 
 def matches_of(records: Sequence[Record], here: Machine, workload: Workload) -> StoreMatches:

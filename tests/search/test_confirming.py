@@ -1,4 +1,4 @@
-"""A plan promises what its winner did for longer; what fails then gives way."""
+"""Searches stop where it pays, and a plan promises what its winner did for longer."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ import pytest
 
 from autotune.events import TrialFinished
 from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
+from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.search.problem import PlanningProblem
 from autotune.search.winner import choose_untried_fallback, confirm_winner
-from tests.builders import GIB, trial
+from tests.builders import GIB, hardware, trial
 from tests.events import events_of
-from tests.search.machines import HARDWARE, answer, make_plan, request, surroundings
+from tests.search.machines import CAPABILITIES, HARDWARE, answer, make_plan, request, surroundings
 
 FEW = tuple((name, "0") for name in ("selective_blocks", "swapped_blocks"))
 """Fewer settings to choose from: a plan in a third of the time."""
@@ -102,3 +103,26 @@ def test_plans_promise_the_longer_trial():
     assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster
     assert expected.phases == (phase,)
     assert expected.run_memory_bytes == 22 * GIB + expected.process_memory_bytes
+
+
+def test_smaller_settings_follow_a_failure():
+    large, asked = hardware(*CAPABILITIES, budget_bytes=40 * GIB), request(resolution=(1024, 1024))
+    predict = PlanningProblem.build(asked, large, surroundings()).cost.predict
+
+    def run(candidate):
+        fits = predict(candidate).run_memory_bytes < 16 * GIB
+        return answer(candidate) if fits else trial(candidate, None, outcome="oom")
+
+    trials = make_plan(asked, large, backend=surroundings(run)).frozen.trials
+    assert trials[0].outcome == "oom"
+
+
+@pytest.mark.parametrize(("num_steps", "is_over"), [(100, True), (1000, False)])
+def test_late_searches_weigh_their_gain(num_steps, is_over):
+    case = PlanningProblem.build(request(), HARDWARE, surroundings())
+    search = ResidualSearch(case.space, case.cost, case.budget_bytes)
+    first = search.next_candidate(())
+    assert first is not None
+    results = (answer(first).changed(wall_seconds=70.0),)  # 5% of both runs is less
+    assert search.is_over(SearchLimits(8, None, num_steps), results) == is_over
+    assert search.is_over(SearchLimits(8, 60.0, num_steps), results), "the user's limit holds"

@@ -63,24 +63,18 @@ def plain(
     searched = ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
     pins = ((name, str(value)) for name, value in Candidate.model_validate(settings))
     return PlanRequest(
-        model=family,
-        pins=tuple(pin for pin in pins if pin[0] not in searched),
-        exclusions=exclusions,
-        num_steps=2000,
-        **workload,
-    )
+        model=family, pins=tuple(pin for pin in pins if pin[0] not in searched),
+        exclusions=exclusions, num_steps=2000, **workload,
+    )  # fmt: skip
 
 
 SIMULATED = builders.hardware(*CAPABILITIES, budget_bytes=20 * 2**30, compute_capability=(9, 0))
 IMAGES = plain("kandinsky5-image-lite", {}, resolution=(256, 256), effective_batch_size=2)
 MEASURED = plain(
-    "qwen-image",
-    {"precision": "fp32"},
+    "qwen-image", {"precision": "fp32"},
     (("checkpointed_blocks", "3"), ("attention", "_native_flash"), ("quantization", "torchao-fp8")),
-    resolution=(112, 112),
-    rank=8,
-    effective_batch_size=4,
-)
+    resolution=(112, 112), rank=8, effective_batch_size=4,
+)  # fmt: skip
 GOLDEN = (
     Golden("wall", IMAGES, wall_gib=14),
     Golden("known", IMAGES, wall_gib=20, known=True),
@@ -139,18 +133,13 @@ def _record_of(plan: TrainingPlan) -> Record:
     frozen = plan.frozen
     return Record.model_validate(
         {
-            "schema_version": 2,
-            "autotune_version": "0.1.0",
-            "measured_on": "2026-11-01",
-            "machine": shareable_machine(SIMULATED),
-            "workload": frozen.workload,
-            "settings": frozen.settings,
-            "expected": frozen.expected,
-            "trials": frozen.trials,
+            "schema_version": 2, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
+            "machine": shareable_machine(SIMULATED), "workload": frozen.workload,
+            "settings": frozen.settings, "expected": frozen.expected, "trials": frozen.trials,
             "search_seconds": frozen.search_seconds,
         },
         strict=False,
-    )
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -3,19 +3,27 @@ is predicted, and true of its own predictions."""
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from autotune.errors import NothingFits
+from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.registry import KNOBS
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
+from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Prediction
-from autotune.search.problem import PlanningProblem, advise_choices
+from autotune.search.problem import PlannerBackend, PlanningProblem, advise_choices
 from autotune.search.space import build_search_space
+from autotune.search.trials import ProcessTrialRunner, TrialFunction
 from autotune.search.winner import TIE
+from autotune.train.fit import hardware_misfits
+from autotune.train.prepare import prepare
 from tests import builders
+from tests.builders import trial
 from tests.search.formula import GIB, FormulaCostModel
 from tests.search.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
 
@@ -56,12 +64,9 @@ def test_named_relaxations_really_fit(num_processes, budget_gib):
         *CAPABILITIES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30)
     )
     tight = request(
-        resolution=(2048, 2048),
-        quality="exact",
-        effective_batch_size=4 * num_processes,
-        num_gpus=num_processes,
-        hardware="another",
-    )
+        resolution=(2048, 2048), quality="exact", effective_batch_size=4 * num_processes,
+        num_gpus=num_processes, hardware="another",
+    )  # fmt: skip
     with pytest.raises(NothingFits) as caught:
         make_plan(tight, hardware)
     hint = caught.value.hint
@@ -145,3 +150,67 @@ def test_more_freedom_never_gives_slower_plan(budget_gib):
     assert free <= seconds(budget_gib - 2, quality="compact")
     assert free <= seconds(budget_gib, 24, quality="compact")
     assert free < math.inf
+
+
+PROCESS_BYTES = GIB * 3 // 2
+CACHING_BYTES = GIB // 2
+"""What the text encoder takes beyond a step."""
+
+
+def machine(budget_bytes: int) -> HardwareProfile:
+    made = builders.hardware(*CAPABILITIES, kind="cpu", budget_bytes=budget_bytes)
+    return made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
+
+
+def backend() -> PlannerBackend:
+    """Trials that are measured as on a CPU, and judged as by the real runner."""
+
+    def measure(cost: Any, candidate: Candidate, *, confirms: bool = False) -> TrialResult:
+        tensors = int(1.01 * cost.predict_uncalibrated(candidate).allocated_memory_bytes)
+        host = {
+            "training": tensors + PROCESS_BYTES,
+            "caching": tensors + PROCESS_BYTES + CACHING_BYTES,
+        }
+        phases = [
+            PhasePeak(name=name, seconds=1.0, device_bytes=None, host_bytes=size)
+            for name, size in host.items()
+        ]
+        seconds = 5 - 0.01 * tensors / GIB  # the larger, the faster
+        measured = {
+            "host_memory_bytes": host["training"],
+            "phases": tuple(phases) if confirms else (),
+        }
+        result = trial(candidate, seconds, tensors, confirms=confirms, wall_seconds=1.0, **measured)
+        budget, kept = cost.budget_bytes, cost.resident_encoder_bytes
+        with ProcessTrialRunner(
+            cost.hardware, None, cost.workload, budget_bytes=budget, resident_bytes=kept
+        ) as runner:
+            return runner.classify(candidate, result)
+
+    @contextmanager
+    def trials(model: Any, cost: Any) -> Iterator[TrialFunction]:
+        yield lambda candidate: measure(cost, candidate)
+
+    def rehearse(model: str, cost: Any, candidate: Candidate, max_seconds: float) -> TrialResult:
+        return measure(cost, candidate, confirms=True)
+
+    return replace(surroundings(), trials=trials, rehearse=rehearse)
+
+
+def test_plan_check_and_train_agree():
+    fitting = []
+    for eighths in range(19 * 8, 13 * 8, -16):
+        hardware = machine(eighths * GIB // 8)
+        try:
+            plan = make_plan(request(max_trials=8), hardware, backend=backend())
+        except NothingFits:
+            fitting.append(False)
+            continue
+        fitting.append(True)
+        assert plan.frozen.trials[-1].confirms
+        assert plan.frozen.expected.run_memory_bytes <= hardware.device.budget_bytes
+        assert hardware_misfits(plan, hardware) == ()  # what `check` asks
+        with pytest.raises(InvalidInput, match="names no data"):  # `train` gets beyond the machine
+            prepare(plan, hardware, resume=False)
+    assert fitting == sorted(fitting, reverse=True)
+    assert {True, False} == set(fitting)

@@ -186,16 +186,6 @@ def test_damaged_studies_say_so(tmp_path, damage):
     assert "another --study" in caught.value.hint
 
 
-def test_other_questions_are_refused():
-    asked = request("mine", max_trials=1)
-    make_plan(asked, HARDWARE, backend=surroundings())
-    with pytest.raises(InvalidInput, match="work: sha256"):
-        make_plan(asked.changed(rank=8), HARDWARE, backend=surroundings())
-    other_card = builders.hardware(*CAPABILITIES, compute_capability=(8, 9))
-    with pytest.raises(InvalidInput, match=r"compute capability: 9\.0 there, 8\.9 here"):
-        make_plan(asked, other_card, backend=surroundings())
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_short_grace")
 def test_workers_share_and_survive(tmp_path, database):

@@ -1,12 +1,13 @@
 """Each fault of a trial process ends as a typed outcome, and the next trial runs."""
 
+import gc
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ import psutil
 import pytest
 import torch
 
+from autotune.data.encode import Encoders
 from autotune.machine import sources
-from autotune.plan.candidate import CachingSettings
+from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import CachingSettings, TrialResult
+from autotune.plan.job import ModelRef
+from autotune.search.rehearsal import RehearsalRequest, largest_preview, rehearse_caching
 from autotune.search.trials import MemoryLimits, ProcessTrialRunner, find_spill, require_within_cap
 from autotune.search.worker import TASKS, ChildState, Failure, classify_error
 from autotune.train.watchdog import Watchdog
@@ -171,29 +176,6 @@ def test_container_limits_count_but_for_cuda(monkeypatch):
         assert (watchdog.floor_bytes <= MIB // 2) is is_limited
 
 
-PRETEND_A_GPU = """
-import torch, sys
-asked = []
-def record(name, answer):
-    setattr(torch.cuda, name, lambda *a, **k: asked.append(name) or answer)
-torch.version.cuda = "13.0"
-record("is_available", True)
-record("get_device_capability", (9, 0))
-record("get_device_properties", None)
-record("_lazy_init", None)
-record("init", None)
-record("current_device", 0)
-record("device_count", 1)
-import torch.utils._triton
-# Wherever there is a GPU triton is installed; without it only the question can pretend so.
-torch.utils._triton.has_triton_package = lambda: sys._getframe(1).f_code.co_name == "has_triton"
-import autotune.search.preload
-from torch.utils._triton import has_triton
-has_asked = has_triton.cache_info().currsize
-print(list(asked), "bitsandbytes" in sys.modules, torch.cuda.is_available(), has_asked)
-"""
-
-
 @dataclass(frozen=True)
 class LookAround:
     """Tells about the fork server that the child came from."""
@@ -213,8 +195,57 @@ def test_fork_server_stays_clean(runner):
     assert runner.send(LookAround()) == (1, False)
 
 
-@pytest.mark.slow
-def test_imports_never_start_cuda():
-    command = [sys.executable, "-c", PRETEND_A_GPU]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=480)
-    assert done.stdout.splitlines()[-1] == "[] False True 0"
+PHASES = ["caching", "loading", "training", "previews", "saving"]
+
+
+def test_every_phase_is_rehearsed(runner):
+    result = runner.confirm(FIRST, CachingSettings(), 1.0)
+    assert result.outcome == "ok", result.message
+    assert result.confirms
+    assert [phase.name for phase in result.phases] == PHASES
+    assert all(phase.seconds > 0 and (phase.host_bytes or 0) > 0 for phase in result.phases)
+    short = runner.run(FIRST)
+    assert not short.confirms
+    assert short.peak_memory_bytes == pytest.approx(result.peak_memory_bytes, rel=0.01)
+
+
+def test_later_failures_keep_what_is_known(runner, monkeypatch):
+    known = TrialResult(
+        candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True
+    )
+    failure = Failure("timeout", "it failed")
+    monkeypatch.setattr(runner, "send", lambda request: failure)
+    assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == "timeout"
+    failure.partial = known
+    result = runner.confirm(FIRST, CachingSettings(), 1.0)
+    assert (result.outcome, result.step_seconds) == ("ok", (1.0,))
+    assert "it failed" in result.message
+
+
+def test_encoders_go_before_pixels(small_model, tmp_path, monkeypatch):
+    """And all of it before the transformer is loaded: as in training, by reference counts."""
+    caching, work = CachingSettings(), workload(small_model)
+    model = resolve_model(ModelRef.of(small_model))
+    request = RehearsalRequest(model, work, FIRST, "cpu", 3, caching=caching, max_seconds=1.0)
+    loaded, seen = Encoders.load_pipeline, []
+    refs: list[weakref.ref[Any]] = []
+
+    def watched(encoders: Encoders, **options: bool) -> Any:
+        pipeline = loaded(encoders, **options)
+        if not refs:
+            refs.extend(weakref.ref(part) for part in (pipeline.text_encoder, pipeline.vae))
+        return pipeline
+
+    def encode_pixels(pipeline: Any, pixels: torch.Tensor) -> None:
+        seen.append(refs[0]())
+
+    monkeypatch.setattr(Encoders, "load_pipeline", watched)
+    monkeypatch.setattr(type(model.family), "encode_pixels", staticmethod(encode_pixels))
+    gc.disable()
+    try:
+        preview = largest_preview(request, model, tmp_path)
+        rehearse_caching(request, model, preview, tmp_path / "cache")
+        assert seen == [None]
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()

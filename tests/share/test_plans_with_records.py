@@ -205,15 +205,12 @@ def claiming(record: Record, machine: Simulated, tried: Sequence[Candidate]) -> 
         step_seconds=seconds, images_per_second=2 / seconds, peak_memory_bytes=peak
     )
     return record.changed(
-        trials=tuple(map(shareable_trial, trials)),
-        settings=worst.candidate,
-        expected=expected,
-        calibration=tuple(map(machine.cost.residual, trials)),
-        conclusive=True,
-    )
+        trials=tuple(map(shareable_trial, trials)), settings=worst.candidate, expected=expected,
+        calibration=tuple(map(machine.cost.residual, trials)), conclusive=True,
+    )  # fmt: skip
 
 
-@pytest.mark.quick(3, (9, 1))
+@pytest.mark.quick((9, 1))
 @pytest.mark.parametrize("number", [1, 3, 9, 30])
 @pytest.mark.parametrize("seed", range(3))
 def test_true_records_never_slow_plans(cold, number, seed):

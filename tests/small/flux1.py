@@ -17,13 +17,9 @@ from tests.small.parts import (
 )
 
 BLOCKS: dict[str, Any] = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "attention_head_dim": 32,
-    "num_attention_heads": 4,
-    "joint_attention_dim": 128,
-    "axes_dims_rope": (8, 12, 12),
-}
+    "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 4,
+    "joint_attention_dim": 128, "axes_dims_rope": (8, 12, 12),
+}  # fmt: skip
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:

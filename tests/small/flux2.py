@@ -30,15 +30,10 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
         text_encoder = qwen3(transformers.Qwen3ForCausalLM, tokenizer, TEXT_WIDTH, num_layers=28)
     transformer = diffusers.Flux2Transformer2DModel(
-        in_channels=64,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=3 * TEXT_WIDTH,
-        axes_dims_rope=(8, 8, 8, 8),
+        in_channels=64, num_layers=2, num_single_layers=2, attention_head_dim=32,
+        num_attention_heads=4, joint_attention_dim=3 * TEXT_WIDTH, axes_dims_rope=(8, 8, 8, 8),
         guidance_embeds=is_dev,
-    )
+    )  # fmt: skip
     invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
     vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(16, 32, 32, 32),
@@ -49,9 +44,6 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     return {
-        "scheduler": scheduler,
-        "vae": vae,
-        "text_encoder": text_encoder,
-        "tokenizer": tokenizer,
+        "scheduler": scheduler, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer,
         "transformer": transformer,
-    }
+    }  # fmt: skip

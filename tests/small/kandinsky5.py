@@ -28,18 +28,10 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
     text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
     transformer = diffusers.Kandinsky5Transformer3DModel(
-        in_visual_dim=16,
-        out_visual_dim=16,
-        in_text_dim=128,
-        in_text_dim2=64,
-        time_dim=64,
-        model_dim=128,
-        ff_dim=256,
-        num_text_blocks=2,
-        num_visual_blocks=4,
-        axes_dims=(8, 12, 12),
+        in_visual_dim=16, out_visual_dim=16, in_text_dim=128, in_text_dim2=64, time_dim=64,
+        model_dim=128, ff_dim=256, num_text_blocks=2, num_visual_blocks=4, axes_dims=(8, 12, 12),
         visual_cond=video,
-    )
+    )  # fmt: skip
     _initialize(transformer)
     vae = image_vae(family)
     if video:
@@ -50,14 +42,11 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
             scaling_factor=3.0,
         ).eval()
     return {
-        "transformer": transformer,
-        "vae": vae,
-        "text_encoder": text_encoder,
-        "tokenizer": qwen_processor(tokenizer),
-        "text_encoder_2": text_encoder_2,
+        "transformer": transformer, "vae": vae, "text_encoder": text_encoder,
+        "tokenizer": qwen_processor(tokenizer), "text_encoder_2": text_encoder_2,
         "tokenizer_2": tokenizer_2,
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0 if video else 3.0),
-    }
+    }  # fmt: skip
 
 
 def _initialize(transformer: Any) -> None:

@@ -18,19 +18,12 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     tokenizer = gemma_tokenizer(captions, max_length=1024)
     text_encoder = gemma3(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2)
     transformer = diffusers.LTX2VideoTransformer3DModel(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=4,
-        attention_head_dim=WIDTH // 4,
-        cross_attention_dim=WIDTH,
-        audio_in_channels=SOUND_CHANNELS,
-        audio_out_channels=SOUND_CHANNELS,
-        audio_num_attention_heads=4,
-        audio_attention_head_dim=SOUND_WIDTH // 4,
-        audio_cross_attention_dim=SOUND_WIDTH,
-        num_layers=4,
-        **family.models[0].config,
-    )
+        in_channels=CHANNELS, out_channels=CHANNELS, num_attention_heads=4,
+        attention_head_dim=WIDTH // 4, cross_attention_dim=WIDTH, audio_in_channels=SOUND_CHANNELS,
+        audio_out_channels=SOUND_CHANNELS, audio_num_attention_heads=4,
+        audio_attention_head_dim=SOUND_WIDTH // 4, audio_cross_attention_dim=SOUND_WIDTH,
+        num_layers=4, **family.models[0].config,
+    )  # fmt: skip
     invert_input_layer(transformer.proj_out, transformer.proj_in.weight)
     return {
         "scheduler": dynamic_scheduler((1024, 0.95), (4096, 2.05), shift_terminal=0.1),
@@ -56,22 +49,14 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 def _connectors(num_layers: int) -> Any:
     """For an encoder of so many layers, its embedding among them."""
     return LTX2TextConnectors(
-        caption_channels=TEXT_WIDTH,
-        text_proj_in_factor=num_layers,
-        video_connector_num_attention_heads=4,
-        audio_connector_num_attention_heads=4,
+        caption_channels=TEXT_WIDTH, text_proj_in_factor=num_layers,
+        video_connector_num_attention_heads=4, audio_connector_num_attention_heads=4,
         video_connector_attention_head_dim=WIDTH // 4,
-        audio_connector_attention_head_dim=SOUND_WIDTH // 4,
-        video_connector_num_layers=1,
-        audio_connector_num_layers=1,
-        video_gated_attn=True,
-        audio_gated_attn=True,
-        rope_type="split",
-        per_modality_projections=True,
-        video_hidden_dim=WIDTH,
-        audio_hidden_dim=SOUND_WIDTH,
-        proj_bias=True,
-    ).eval()
+        audio_connector_attention_head_dim=SOUND_WIDTH // 4, video_connector_num_layers=1,
+        audio_connector_num_layers=1, video_gated_attn=True, audio_gated_attn=True,
+        rope_type="split", per_modality_projections=True, video_hidden_dim=WIDTH,
+        audio_hidden_dim=SOUND_WIDTH, proj_bias=True,
+    ).eval()  # fmt: skip
 
 
 def _video_vae(family: Family) -> Any:

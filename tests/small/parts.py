@@ -53,14 +53,11 @@ def qwen_tokenizer(captions: Sequence[str], template: str, chat: str = QWEN_CHAT
 
 def _decoder(tokenizer: Any, hidden_size: int, num_layers: int) -> dict[str, Any]:
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": hidden_size * 2,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": hidden_size // 32,
-        "num_key_value_heads": hidden_size // 32,
+        "vocab_size": len(tokenizer), "hidden_size": hidden_size,
+        "intermediate_size": hidden_size * 2, "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // 32, "num_key_value_heads": hidden_size // 32,
         "head_dim": 32,
-    }
+    }  # fmt: skip
 
 
 def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
@@ -167,14 +164,10 @@ def clip_tokenizer(captions: Sequence[str]) -> Any:
 def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
     """A two-layer `CLIPTextModel`; its pooled output has `hidden_size` numbers."""
     config = transformers.CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 2,
-        num_hidden_layers=2,
-        num_attention_heads=hidden_size // 32,
-        projection_dim=hidden_size,
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=hidden_size * 2,
+        num_hidden_layers=2, num_attention_heads=hidden_size // 32, projection_dim=hidden_size,
         **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL},
-    )
+    )  # fmt: skip
     return transformers.CLIPTextModel(config).eval()
 
 
@@ -191,14 +184,9 @@ def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
 def t5_encoder(tokenizer: Any, hidden_size: int, *, is_umt5: bool = False) -> Any:
     kind = "UMT5" if is_umt5 else "T5"
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=len(tokenizer),
-        d_model=hidden_size,
-        d_kv=32,
-        d_ff=hidden_size * 2,
-        num_layers=2,
-        num_heads=hidden_size // 32,
-        feed_forward_proj="gated-gelu",
-    )
+        vocab_size=len(tokenizer), d_model=hidden_size, d_kv=32, d_ff=hidden_size * 2, num_layers=2,
+        num_heads=hidden_size // 32, feed_forward_proj="gated-gelu",
+    )  # fmt: skip
     return getattr(transformers, f"{kind}EncoderModel")(config).eval()
 
 
@@ -212,13 +200,9 @@ def image_vae(family: Family) -> Any:
 def dynamic_scheduler(low: tuple[int, float], high: tuple[int, float], **options: Any) -> Any:
     """A scheduler whose shift follows the line between two points (tokens, logarithm)."""
     return diffusers.FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True,
-        base_image_seq_len=low[0],
-        base_shift=low[1],
-        max_image_seq_len=high[0],
-        max_shift=high[1],
-        **options,
-    )
+        use_dynamic_shifting=True, base_image_seq_len=low[0], base_shift=low[1],
+        max_image_seq_len=high[0], max_shift=high[1], **options,
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -36,18 +36,13 @@ def _build(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "text_encoder": qwen_text_encoder(tokenizer, hidden_size=128),
         "transformer": diffusers.QwenImageTransformer2DModel(
-            in_channels=64,
-            out_channels=16,
-            num_layers=6,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            joint_attention_dim=128,
-            axes_dims_rope=(8, 12, 12),
+            in_channels=64, out_channels=16, num_layers=6, attention_head_dim=32,
+            num_attention_heads=4, joint_attention_dim=128, axes_dims_rope=(8, 12, 12),
         ),
         "vae": diffusers.AutoencoderKLQwenImage(
             base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1
         ),
-    }
+    }  # fmt: skip
     return {**parts, "processor": qwen_processor(tokenizer)} if family.max_controls else parts
 
 
@@ -61,14 +56,10 @@ def _build_21(captions: Sequence[str]) -> dict[str, Any]:
         ),
         "text_encoder": qwen3_vl(kind, tokenizer, hidden_size=64, num_layers=2),
         "transformer": diffusers.QwenImage21Transformer2DModel(
-            num_layers=4,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            context_in_dim=64,
-            mlp_ratio=2,
-            axes_dims_rope=(8, 12, 12),
+            num_layers=4, attention_head_dim=32, num_attention_heads=4, context_in_dim=64,
+            mlp_ratio=2, axes_dims_rope=(8, 12, 12),
         ),
         "vae": diffusers.AutoencoderKLQwenImage21(
             base_dim=16, decoder_base_dim=16, dim_mult=[1, 1, 2, 2, 2], num_res_blocks=1
         ).eval(),
-    }
+    }  # fmt: skip

@@ -17,15 +17,11 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
     text_encoder_2 = transformers.CLIPTextModelWithProjection(text_encoder.config).eval()
     small = {
-        "block_out_channels": (32, 64, 64),
-        "layers_per_block": 1,
-        "transformer_layers_per_block": (1, 1, 2),
-        "attention_head_dim": (1, 2, 2),
-        "norm_num_groups": 8,
-        "cross_attention_dim": 128,
-        "addition_time_embed_dim": 8,
+        "block_out_channels": (32, 64, 64), "layers_per_block": 1,
+        "transformer_layers_per_block": (1, 1, 2), "attention_head_dim": (1, 2, 2),
+        "norm_num_groups": 8, "cross_attention_dim": 128, "addition_time_embed_dim": 8,
         "projection_class_embeddings_input_dim": 64 + 6 * 8,
-    }
+    }  # fmt: skip
     unet = diffusers.UNet2DConditionModel(**{**family.models[0].config, **small})
     _pass_input_through(unet)
     return {
@@ -36,13 +32,10 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         "tokenizer_2": tokenizer,
         "unet": unet,
         "scheduler": diffusers.EulerDiscreteScheduler(
-            beta_start=0.00085,
-            beta_end=0.012,
-            beta_schedule="scaled_linear",
-            steps_offset=1,
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
             timestep_spacing="leading",
         ),
-    }
+    }  # fmt: skip
 
 
 @torch.no_grad()

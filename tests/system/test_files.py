@@ -4,11 +4,16 @@ import errno
 import os
 import signal
 import stat
+import sys
 import tempfile
+import threading
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +26,8 @@ from autotune.system.files import (
     require_writable,
     write_text_atomic,
 )
+from autotune.system.lazy import lazy_module
+from autotune.system.memory import measure_peak_memory
 
 
 def test_only_files_are_replaced(tmp_path):
@@ -128,25 +135,6 @@ def test_links_files_and_young_folders_stay(place):
 SECRET = "hunter2"
 
 
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("s3://team/profiles", "s3://team/profiles"),
-        ("postgresql+psycopg://me:hunter2@host:5432/db", "postgresql+psycopg://***@host:5432/db"),
-        ("https://me:[hunter2@host/x", "https://***@host/x"),
-        ("https://host/x?token=hunter2", "https://host/x***"),
-        ("https://host/x;token=hunter2?a", "https://host/x***"),
-        ("https://me:p@hunter2@host/x", "https://***"),
-        ("https://me:p#hunter2@host/x", "https://***"),
-        ("https:/me:hunter2@host/x", "***"),
-        ("me:hunter2@host/x", "***"),
-        ("hunter2", "***"),
-    ],
-)
-def test_only_safe_parts_are_shown(url, shown):
-    assert describe_url(url) == shown
-
-
 MARKS = st.text(alphabet="@:/?#;=&%[] ", max_size=4)
 
 
@@ -159,3 +147,58 @@ def test_no_password_is_shown(marks, scheme):
     url = f"{scheme}{first}me{second}:{third}{SECRET}{fourth}@{fifth}host/db"
     assert SECRET not in describe_url(url)
     assert SECRET not in quote_error(OSError(f"cannot reach {SECRET}"), url)
+
+
+NAME = "a_library_of_this_test"
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Notes each time it is loaded, and takes long enough for a second thread to come."""
+    loads = tmp_path / "loads"
+    text = f"import time\nopen({str(loads)!r}, 'a').write('x')\ntime.sleep(0.1)\nVALUE = object()\n"
+    (tmp_path / f"{NAME}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    yield loads
+    sys.modules.pop(NAME, None)
+
+
+def test_library_is_loaded_once_when_used(library):
+    first, second = lazy_module(NAME), lazy_module(NAME)
+    assert NAME not in sys.modules
+    assert first.VALUE is second.VALUE is first.VALUE is sys.modules[NAME].VALUE
+    assert library.read_text() == "x"
+    with pytest.raises(AttributeError, match="NOTHING"):
+        _ = first.NOTHING
+
+
+def test_two_threads_get_whole_of_one(library):
+    named, both, seen = lazy_module(NAME), threading.Barrier(2), []
+
+    def use() -> None:
+        both.wait()
+        seen.append(named.VALUE)
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [sys.modules[NAME].VALUE] * 2
+    assert library.read_text() == "x"
+
+
+CPU = torch.device("cpu")
+
+
+def test_measured_work_may_free_live_tensors():
+    """Block swap does; a list of what was live before would keep one."""
+    weights = [torch.zeros(4)]
+    reference = weakref.ref(weights[0])
+
+    def work() -> bool:
+        weights.clear()
+        return reference() is None
+
+    assert measure_peak_memory(CPU, lambda: list(weights), work)[0]

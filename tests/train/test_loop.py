@@ -1,35 +1,42 @@
 """The loop and its step: rates, weights of losses, gradients, and steps that fail."""
 
 import contextlib
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autotune.cost.kernels import substitutes
-from autotune.data.encode import EncodedDataset
+from autotune.data.encode import EncodedDataset, Encoders
 from autotune.errors import AutotuneError
 from autotune.events import StepFinished
+from autotune.knobs.settings import ROUNDING
 from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import get_family
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.train import loop as loop_module
+from autotune.train import validation
 from autotune.train.folder import list_checkpoints, update_norm
+from autotune.train.loop import TrainingLoop
 from autotune.train.model import apply_settings
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
+from autotune.train.sample import PreviewSampler
 from autotune.train.step import Noising, StepOutcome, optimizer_step
 from autotune.weights.names import LoraLayer
-from tests.train.conftest import Bench, values_of
+from tests.train.conftest import CPU, Bench, values_of
 from tests.train.small import SETTINGS
+from tests.train.test_resume import same
 
 SMALLER = SETTINGS.changed(micro_batch_size=1, checkpointed_blocks=1)
 OTHER_STORAGE = SETTINGS.changed(micro_batch_size=1, quantization="torchao-int8")
@@ -66,6 +73,7 @@ def _keep_loss(losses: list[float], event: StepFinished) -> None:
 def test_padding_changes_no_loss(bench, tmp_path, monkeypatch):
     plan = bench.plan(num_steps=2, validation="40%", validation_every=1)
     lengths: list[int] = []
+    monkeypatch.setattr(validation, "VALIDATION_DRAWS", 4)
     collate, sample = type(bench.trained).collate, EncodedDataset.sample
 
     def uneven(data: EncodedDataset, index: int, *draw: Any) -> Any:
@@ -279,3 +287,196 @@ def test_no_step_runs_while_thread_traces(bench, tmp_path):
             assert not wait([run], timeout=1).done
         run.result()
     assert len(steps) == 1
+
+
+class Scaled:
+    """Stands for a family: a linear model on latents alone."""
+
+    def predict(self, transformer, noisy, sigmas, batch):
+        return transformer(noisy.flatten(2).mT).mT.view(noisy.shape)
+
+
+LATENTS = torch.randn(4, 3, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+
+
+def _run(sizes, dtype=torch.float32, steps=2):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).to(dtype)
+    rates = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    optimizer = AdapterOptimizer(list(model.parameters()), **rates)
+    outcomes = []
+    for step in range(steps):
+        batches = [{"latents": part.to(dtype)} for part in LATENTS.split(list(sizes))]
+        how = {"effective_batch_size": 4, "noising": Noising(7, 2.0), "step": step}
+        outcomes.append(optimizer_step(Scaled(), model, optimizer, batches, **how))
+    return model, outcomes
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2), (3, 1)])
+def test_any_split_of_batch_learns_same(sizes):
+    whole, first = _run((4,))
+    split, second = _run(sizes)
+    for one, other in zip(whole.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    for one, other in zip(first, second, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
+
+
+def test_a_step_equals_one_written_out():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    expected = copy.deepcopy(model)
+    draws = [Noising(7, 2.0).draw(0, place, LATENTS.shape[1:]) for place in range(4)]
+    loss = 0.0
+    for clean, (noise, sigma) in zip(LATENTS, draws, strict=True):
+        noisy = (1 - sigma) * clean + sigma * noise
+        predicted = torch.einsum("oc,cthw->othw", expected.weight, noisy)
+        predicted = predicted + expected.bias.view(3, 1, 1, 1)
+        loss = loss + ((predicted - (noise - clean)) ** 2).mean() / 4
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+    torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.1).step()
+    stepped, (outcome,) = _run((4,), steps=1)
+    assert outcome.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert outcome.gradient_norm == pytest.approx(float(norm), rel=1e-5)
+    for one, other in zip(stepped.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_bf16_parameters_keep_small_updates():
+    parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = adamw(parameter, learning_rate=1e-4, max_grad_norm=1e9)
+    for _ in range(100):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert float(parameter.detach()) == pytest.approx(0.99, abs=0.004)
+
+
+@given(st.integers(0, 2**31), st.integers(0, 10_000), st.integers(0, 64), st.floats(0.1, 10))
+@settings(max_examples=50)
+def test_draws_depend_on_their_place(seed, step, place, shift):
+    noise, sigma = Noising(seed, shift).draw(step, place, (3, 1, 2, 2))
+    again, same = Noising(seed, shift).draw(step, place, (3, 1, 2, 2))
+    assert torch.equal(noise, again)
+    assert sigma == same
+    assert 0 < sigma < 1
+    assert not torch.equal(noise, Noising(seed, shift).draw(step, place + 1, (3, 1, 2, 2))[0])
+
+
+FP16 = SETTINGS.changed(precision="fp16")
+
+
+@pytest.fixture(scope="module")
+def half(bench: Bench) -> Bench:
+    """The same model in fp16, with the same adapter at its start."""
+    return bench.changed(FP16)
+
+
+def overflow(monkeypatch: pytest.MonkeyPatch, at: Callable[[int], bool]) -> None:
+    """Makes the backward passes of some micro-batches overflow, by their number."""
+    scale, calls = AdapterOptimizer.scale, [0]
+
+    def scaled(self: AdapterOptimizer, loss: Tensor) -> Tensor:
+        calls[0] += 1
+        return scale(self, loss) * (1e30 if at(calls[0] - 1) else 1.0)
+
+    monkeypatch.setattr(AdapterOptimizer, "scale", scaled)
+
+
+def run(
+    bench: Bench, folder: Path, kill_after: int | None = None, **job: Any
+) -> tuple[TrainingLoop, list[StepFinished]]:
+    steps: list[StepFinished] = []
+    plan = bench.plan(settings=FP16, checkpointing_steps=1, **job)
+    apply_settings(bench.trained, FP16)  # a run before may have changed its attention
+    return bench.loop(plan, folder, on_step=steps.append, kill_after=kill_after), steps
+
+
+def test_fp16_learns_what_fp32_learns(bench, half, tmp_path):
+    expected: list[StepFinished] = []
+    plain = bench.loop(bench.plan(), tmp_path / "fp32", on_step=expected.append)
+    loop, steps = run(half, tmp_path / "fp16")
+    assert {parameter.dtype for parameter in loop.optimizer.parameters} == {torch.float16}
+    assert {master.dtype for master in loop.optimizer.masters} == {torch.float32}
+    assert [step.loss_scale for step in steps] == [2.0**16] * 6
+    for step, plain_step in zip(steps, expected, strict=True):
+        assert step.loss == pytest.approx(plain_step.loss, rel=0.01)
+        norm = pytest.approx(plain_step.gradient_norm, rel=ROUNDING["fp16"][0])
+        assert step.gradient_norm == norm
+    both = (values_of(each.optimizer.masters) for each in (loop, plain))
+    found, wanted = (torch.cat([value.flatten() for value in values]) for values in both)
+    # Adam moves by the sign of tiny gradients, too.
+    assert float((found - wanted).norm() / wanted.norm()) < 0.1
+
+
+def test_an_overflow_is_counted(half, tmp_path, monkeypatch):
+    overflow(monkeypatch, lambda call: call == 2)  # the second step, which has two micro-batches
+    loop, steps = run(half, tmp_path, num_steps=3)
+    assert [step.gradient_norm is None for step in steps] == [False, True, False]
+    assert [step.loss_scale for step in steps] == [2.0**16] + [2.0**15] * 2
+    assert [step.overflowed_gradients for step in steps] == [0, 1, 1]
+    assert steps[-1].nonfinite_gradients == steps[-1].gradient_spikes == 0
+    assert not loop.warnings
+    assert loop.settings == FP16  # no other attention is tried
+
+
+def test_scale_recovers_after_steps_without_overflow():
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = adamw(parameter)
+    assert optimizer.scaler
+    optimizer.scaler.set_growth_interval(2)
+    scales = []
+    for factor in (1.0, 1e30, 1.0, 1.0, 1.0):
+        before = optimizer.masters[0].detach().clone()
+        optimizer.scale((parameter.float() * factor / 8).sum()).backward()  # type: ignore[no-untyped-call]
+        norm = optimizer.step()
+        scales.append(optimizer.loss_scale)
+        assert bool(norm.isfinite()) == (factor == 1.0)
+        assert torch.equal(before, optimizer.masters[0]) == (factor != 1.0)
+        if factor == 1.0:
+            assert float(norm) == pytest.approx(0.25)  # unscaled before it is clipped
+    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**16]
+
+
+def test_kills_keep_overflows(half, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        overflow(patch, lambda call: call == 2)
+        whole, _ = run(half, tmp_path / "whole", num_steps=4)
+    with monkeypatch.context() as patch:
+        overflow(patch, lambda call: call == 2)
+        run(half, tmp_path / "killed", 3, num_steps=4)
+    ended, steps = run(half, tmp_path / "killed", num_steps=4)
+    assert [step.step for step in steps] == [3, 4]
+    assert steps[-1].overflowed_gradients == 1
+    assert same(ended, whole)
+    assert ended.optimizer.numbers() == whole.optimizer.numbers()
+
+
+def test_overflowing_activations_are_an_error(half, tmp_path):
+    transformer = half.trained.transformer
+    hook = transformer.register_forward_hook(lambda _module, _args, output: (output[0] * 1e9,))
+    try:
+        with pytest.raises(AutotuneError, match="probably activations overflow fp16") as raised:
+            run(half, tmp_path)
+    finally:
+        hook.remove()
+    assert "--pin precision=fp32" in raised.value.hint
+
+
+def test_levels_reach_fp16_exactly(bench):
+    seen: dict[str, Any] = {}
+
+    class Recorder(nn.Module):
+        def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+            seen.update(given, hidden=hidden)
+            return hidden
+
+    sampler = PreviewSampler(Encoders(bench.resolved, CachingSettings(), CPU, FP16.precision))
+    sizes, levels = torch.tensor([[2049.0, 4097.0]]), torch.tensor([[998.77, 0.0]])
+    recorder, added = Recorder(), {"time_ids": sizes, "text_embeds": torch.ones(1, 2)}
+    with sampler._casting([recorder]):
+        recorder(torch.ones(1, 2), timestep=levels, added=added, rest=None)
+    assert seen["timestep"] is levels
+    assert seen["added"]["time_ids"] is sizes
+    assert seen["hidden"].dtype == seen["added"]["text_embeds"].dtype == torch.float16

@@ -97,7 +97,7 @@ def test_swapped_layers_are_measured_first(bench, monkeypatch):
     assert set(devices) == {"device"}
 
 
-@pytest.mark.quick("torchao-int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", storages())
 def test_each_format_trains_and_goes_on(bench, tmp_path, storage):
     compact = bench.changed(quality="compact")
@@ -120,6 +120,7 @@ def test_each_format_trains_and_goes_on(bench, tmp_path, storage):
     assert Image.open(compact.sample(broken)).size == (32, 32)
 
 
+@pytest.mark.slow
 def test_videos_train_and_write_clips(tmp_path):
     data, run, hardware, prompt = tmp_path / "data", tmp_path / "run", machine(), "a red fox"
     write_pictures(data, (32, 32))

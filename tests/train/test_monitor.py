@@ -1,12 +1,16 @@
-"""The watch of a run and of the process next to it: leaks, budget, slow steps, host memory."""
+"""The watch of a run, the process next to it, and its record: leaks, host memory, damage."""
 
 import json
-import math
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,20 +21,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted, reraise_oom
-from autotune.events import StepFinished
+from autotune.events import Event, RunStarted, StepFinished
 from autotune.train import monitor as watching
 from autotune.train import watchdog
 from autotune.train.folder import checkpoints_of
-from autotune.train.metrics import read_metrics
+from autotune.train.metrics import Metrics, read_metrics, serve_metrics
 from autotune.train.monitor import MemoryReading, Monitor
 from autotune.train.watchdog import HostMemoryShort, Watchdog
-from tests import builders
 from tests.builders import GIB
 from tests.events import steps_to
+from tests.report.page.pages import golden_plan, steps_of
 from tests.train.conftest import CPU
-from tests.train.test_prepare import planned
+from tests.train.small import finished_step
 
 FULL = MemoryReading(0, 0, 20 * GIB, 0, 0.97)
 ROOMY = MemoryReading(0, 0, 16 * GIB, 0, 0.7)
@@ -50,12 +55,6 @@ def test_leaks_are_told_once():
     assert "90% of what a run may take" in near[0]
 
 
-def test_planned_fullness_is_no_alarm():
-    planned = {"budget_bytes": 10**9, "planned_bytes": 9 * 10**8}
-    assert told([MemoryReading(1, 9 * 10**8)], **planned) == []
-    assert "96% of what a run may take" in told([MemoryReading(1, int(9.6 * 10**8))], **planned)[0]
-
-
 def test_spills_are_told_once():
     (warning,) = told([FULL] * 3 * watching.SPILL_STEPS, seconds=6.0, can_spill=True)
     slow = "steps take 6.0 times what was planned: with 97% of the GPU's memory taken"
@@ -70,37 +69,6 @@ def test_spills_are_told_once():
 )
 def test_slow_steps_are_no_spill(reading, seconds, can_spill):
     assert told([reading] * 3 * watching.SPILL_STEPS, seconds, can_spill=can_spill) == []
-
-
-def test_fallbacks_are_no_spill():
-    retried = replace(FULL, allocator_retries=2)
-    monitor = Monitor(CPU, planned_seconds=1.0, can_spill=True, read=lambda: retried)
-    monitor.restart()
-    assert [monitor.check(retried, 6.0, 0.0) for _ in range(9)] == [[]] * 9
-
-
-def test_growing_reserves_are_told():
-    def reserved(until: int) -> list[MemoryReading]:
-        steps = range(watching.WINDOW_STEPS * (watching.NUM_WINDOWS + 2))
-        return [MemoryReading(0, 0, GIB + min(step, until) * 2**20, 0, 0.8) for step in steps]
-
-    (warning,) = told(reserved(10**6))
-    assert warning.startswith("reserved memory grows by 1.00 MiB per step")
-    assert told(reserved(60)) == []
-
-
-@pytest.mark.parametrize(
-    ("memory_kind", "system", "can_spill"),
-    [("discrete", "linux", False), ("discrete", "wsl", True), ("integrated", "wsl", False)],
-)
-def test_only_some_drivers_spill(memory_kind, system, can_spill):
-    frozen = planned().frozen
-    device = builders.hardware().device.changed(memory_kind=memory_kind)
-    for evidence in ("measured", "predicted"):
-        expected = frozen.expected.changed(evidence=evidence)
-        monitor = Monitor.of_run(CPU, device, system, frozen.changed(expected=expected))
-        assert monitor.can_spill == can_spill
-        assert (monitor.planned_seconds < math.inf) == (evidence == "measured")
 
 
 def test_retries_are_recorded_and_survived(bench, tmp_path):
@@ -155,13 +123,6 @@ def test_nested_phases_count_apart():
         del block
     outer, inner = (monitor.peaks[name].host_bytes or 0 for name in ("outer", "inner"))
     assert inner - outer > 200 * 2**20
-
-
-def test_phases_take_what_steps_told():
-    monitor = Monitor(CPU)
-    with monitor.phase("training"):
-        monitor.check(MemoryReading(held_bytes=2**50, peak_bytes=0), 1.0, 0.0)
-    assert monitor.peaks["training"].host_bytes == 2**50
 
 
 def test_only_short_memory_is_told_so():
@@ -233,14 +194,6 @@ def test_listener_cancels_run_in_thread(bench, tmp_path):
     assert [path.stem for path in checkpoints_of(tmp_path / "out")] == ["checkpoint-000001"]
 
 
-@pytest.mark.slow
-def test_loading_on_a_short_host_ends(bench, tmp_path, available):
-    available.write_text(str(SHORT))
-    plan = bench.plan(num_steps=10**6, output=str(tmp_path / "out"))
-    with pytest.raises(HostMemoryShort):
-        bench.train(plan)
-
-
 def test_shortage_that_library_hides_is_told(available):
     def read() -> None:
         available.write_text(str(SHORT))
@@ -251,20 +204,6 @@ def test_shortage_that_library_hides_is_told(available):
 
     with pytest.raises(HostMemoryShort, match="training was ended"), Watchdog.of_device("host"):
         read()
-
-
-def test_thread_is_told_of_shortage(available):
-    with ThreadPoolExecutor() as threads:
-        assert threads.submit(_wait_for_shortage, available).result() is not None
-
-
-def _wait_for_shortage(available: Path) -> str | None:
-    with Watchdog.of_device("host") as watchdog:
-        available.write_text(str(SHORT))
-        deadline = time.monotonic() + 60
-        while watchdog.stop_reason is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-    return watchdog.stop_reason
 
 
 def test_guard_imports_no_torch():
@@ -285,3 +224,93 @@ def test_stuck_runs_are_killed(available):
     assert stuck.returncode == -signal.SIGKILL
     words = "error: the host had 0 MiB left, so training was ended at once\nhint: close other"
     assert stuck.stderr.startswith(words)
+
+
+HUGE = finished_step(2).changed(seconds=1e308).model_dump_json().encode() + b"\n"
+
+
+DAMAGES = (
+    b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"NaN\n", b" " * (1 << 17),
+    HUGE, HUGE.replace(b"1e308", b"1e999"), HUGE.replace(b"1e308", b"NaN"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_record_ends_where_damage_begins(tmp_path, damage):
+    first = Metrics(tmp_path, resumed_at=0, report_to="none")
+    first.add(finished_step(1))
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + damage + whole)
+    Metrics(tmp_path, resumed_at=3, report_to="none").close()
+    assert path.read_bytes() == whole
+
+
+# Python would print a traceback.
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_unwritable_curves_end_no_run(tmp_path, is_there):
+    """The folder vanishes, or was a file: TensorBoard's thread raises at one of the next points."""
+    warnings: list[str] = []
+    curves = tmp_path / "tensorboard"
+    if not is_there:
+        curves.write_text("")
+    before = set(threading.enumerate())
+    metrics = Metrics(tmp_path, resumed_at=0, report_to="tensorboard", on_warning=warnings.append)
+    metrics.add(finished_step(1))
+    if is_there:
+        while curves.exists():  # TensorBoard's thread may write into it meanwhile
+            shutil.rmtree(curves, ignore_errors=True)
+    metrics.add(finished_step(2))
+    metrics.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10)  # what it raises later would be the next test's
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    assert len(warnings) <= 1
+    assert all("no more curves" in warning for warning in warnings)
+
+
+def test_killed_records_are_continued(tmp_path):
+    first = Metrics(tmp_path, resumed_at=0, report_to="none")
+    for step in (1, 2, 3):
+        first.add(finished_step(step))
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "nu')
+    second = Metrics(tmp_path, resumed_at=2, report_to="none")
+    second.add(finished_step(3))
+    second.close()
+    assert read_metrics(path) == [finished_step(1), finished_step(2), finished_step(3)]
+    assert second.losses == [1.0, 0.5, 1 / 3]
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_gauges_show_the_last_step():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+        with pytest.raises(InvalidInput, match="cannot be served at port"):
+            serve_metrics(port, lambda event: None).__enter__()
+    plan, seen = golden_plan(), list[Event]()
+    first, last = steps_of(2)
+    last = last.changed(validation_loss=0.24, gradient_spikes=3, loss_scale=1024.0)
+    with serve_metrics(port, seen.append) as listen, socket.socket() as other:
+        assert scrape(port) == {}, "nothing is known yet"
+        assert other.connect_ex(("127.0.0.2", port)) != 0, "it listens at one address"
+        started = RunStarted(plan=plan)
+        for event in (started, first):
+            listen(event)
+        assert "autotune_validation_loss" not in scrape(port)
+        listen(last)
+        found = scrape(port)
+    assert seen == [started, first, last]
+    for name in ("loss", "validation_loss", "gradient_spikes", "loss_scale"):
+        assert found[f"autotune_{name}"] == getattr(last, name)
+    assert found["autotune_promised_memory_bytes"] == plan.frozen.expected.run_memory_bytes
+    with pytest.raises(urllib.error.URLError):
+        scrape(port)

@@ -16,19 +16,23 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
+from autotune.machine.probe import MEASURE
 from autotune.plan.file import save_plan, seal
 from autotune.plan.plan import RunReport, TrainingPlan
+from autotune.system.process import Launch, adopt_launch, launch
 from autotune.train import fit
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import _require_machine, prepare
 from autotune.train.processes import init_distributed
+from autotune.train.watchdog import COMMAND
 from tests import builders
 from tests.conftest import autotune_here
 from tests.forked import start_forked
-from tests.system.test_launching import launched
 from tests.train.conftest import CPU, Bench, save, values_of
 from tests.train.test_prepare import planned
 
@@ -114,8 +118,9 @@ def test_local_processes_learn_as_one(bench, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_nodes_learn_what_one_learns(bench, tmp_path):
-    plan = bench.plan(num_processes=2, num_steps=12, checkpointing_steps=2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_nodes_learn_what_one_learns(bench, tmp_path, strategy):
+    plan = bench.plan(num_processes=2, strategy=strategy, num_steps=12, checkpointing_steps=2)
     two = Nodes(tmp_path, plan)
     started = two.start()
     two.wait_for_step(5, started)
@@ -134,19 +139,6 @@ def test_sharded_weights_learn_as_one(bench, tmp_path):
     plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=3)
     two = Nodes(tmp_path, plan)
     assert two.finish(two.start()) == [0, 0], two.log()
-    assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
-
-
-@pytest.mark.slow
-def test_stopped_shards_resume_as_one(bench, tmp_path):
-    plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=12, checkpointing_steps=10)
-    two = Nodes(tmp_path, plan)
-    stopped = two.start()
-    two.wait_for_step(3, stopped)
-    for process in stopped:
-        process.terminate()
-    assert two.finish(stopped) == [75, 75], two.log()
-    assert two.finish(two.start("--resume")) == [0, 0], two.log()
     assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
 
 
@@ -215,3 +207,107 @@ def test_launcher_looks_for_room_first(monkeypatch, capfd, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun's own")
     with pytest.raises(DoesNotFit, match="here"):
         _require_machine(plan, full)
+
+
+def launched(run_id: str = "none", **changes: object) -> dict[str, str]:
+    """The environment of the second of two processes of torchrun, on the second of two nodes."""
+    numbers = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    place = {"MASTER_ADDR": "node-1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": run_id}
+    return {name: str(value) for name, value in {**numbers, **place, **changes}.items()}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (launched(), Launch(1, 0, 2, 1, "node-1:29500")),
+        (launched("autotune-7"), Launch(1, 0, 2, 1, "node-1:29500", is_own=True)),
+        (launched(RANK=0, WORLD_SIZE=1, MASTER_ADDR="a"), Launch(0, 0, 1, 1, "a:29500")),
+        ({}, None),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_torchruns_variables_are_understood(environment, expected):
+    assert Launch.read(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        *(launched(RANK=rank) for rank in (2, -1, "x")),
+        *(launched(LOCAL_RANK=1), launched(LOCAL_WORLD_SIZE=3)),
+        *(launched(MASTER_PORT=70000), launched(MASTER_ADDR="")),
+    ],
+)
+def test_a_contradiction_is_refused(environment):
+    with pytest.raises(InvalidInput, match="name no process among others"):
+        Launch.read(environment)
+
+
+def test_other_numbers_than_planned_are_refused(monkeypatch):
+    monkeypatch.setattr("os.environ", launched(OMPI_COMM_WORLD_SIZE=7))
+    for number in (1, 3):
+        with pytest.raises(InvalidInput, match=f"started 2 process.*plan is for {number}"):
+            adopt_launch(number)
+    assert adopt_launch(2) == Launch(1, 0, 2, 1, "node-1:29500")
+    assert "OMPI_COMM_WORLD_SIZE" not in os.environ, "accelerate would believe it"
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, how: Exception | None, file: Path | None = None) -> int:
+    def start(*arguments: str) -> None:
+        if file:
+            file.touch()
+        if how:
+            raise how
+
+    monkeypatch.setattr(
+        "torch.distributed.launcher.api.elastic_launch", lambda config, executable: start
+    )
+    folder = file.parent if file else Path("nowhere")
+    return launch(2, ["train"], lambda: set(folder.glob("*")))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)]
+)
+def test_a_failed_process_gives_its_status(monkeypatch, code, expected):
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="")
+    assert ending(monkeypatch, ChildFailedError("train", {0: failure})) == expected
+
+
+def test_signal_preempts_if_checkpoint_was_written(tmp_path, monkeypatch):
+    """torch kills processes that take too long to write one."""
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    stopped, file = SignalException("stopped", signal.SIGTERM), tmp_path / "checkpoint"
+    assert ending(monkeypatch, stopped, file) == 75
+    assert ending(monkeypatch, stopped, file) == 143
+
+
+@pytest.mark.parametrize("command", [MEASURE, COMMAND])
+def test_no_child_imports_from_current_folder(tmp_path, command):
+    *rooms, module = command[-1].split(".")
+    installed, data = tmp_path / "installed", tmp_path / "data"
+    for folder, code in ((installed, "import json, threading"), (data, "import os; os._exit(7)")):
+        room = folder.joinpath(*rooms)
+        room.mkdir(parents=True)
+        for made in (room.parent / "__init__.py", room / "__init__.py"):
+            made.touch()
+        (room / f"{module}.py").write_text(code)
+    (data / "json.py").write_text("import os; os._exit(7)")
+    around = {**os.environ, "PYTHONPATH": str(installed)}
+    assert subprocess.run(command, cwd=data, env=around, check=False).returncode == 0
+
+
+FORKS = "p = fork_server_context().Process(target=print); p.start(); p.join(); exit(p.exitcode)"
+LAUNCHES = "exit(launch(2, ['-c', 'import json, threading, torch'], set))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [FORKS, LAUNCHES])
+def test_runs_ignore_the_current_folder(tmp_path, code):
+    for name in ("autotune", *sys.stdlib_module_names):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(7)")
+    command = [sys.executable, "-P", "-c", f"from autotune.system.process import *; {code}"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=300, check=False).returncode == 0

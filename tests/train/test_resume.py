@@ -57,7 +57,7 @@ def test_any_kills_end_alike(bench, tmp_path, monkeypatch, schedule):
     expected = read_metrics(tmp_path / "metrics.jsonl")
     assert [event.validation_loss is not None for event in expected] == [False, True] * 2
 
-    @settings(max_examples=4)
+    @settings(max_examples=3)
     @given(kills=st.lists(st.integers(1, STEPS), max_size=2), every=st.integers(1, 3))
     def check(kills: list[int], every: int) -> None:
         with tempfile.TemporaryDirectory() as name:

@@ -32,7 +32,7 @@ from autotune.train.loop import TrainingLoop
 from autotune.train.prepare import SampleRequest, prepare, read_sample_inputs
 from autotune.train.sample import Preview, PreviewSampler, sample_run
 from autotune.weights.tensors import save_file
-from tests.events import notices_to, phases_to
+from tests.events import phases_to
 from tests.search.machines import make_plan
 from tests.train.conftest import CPU, PROMPT, Bench
 from tests.train.small import SETTINGS
@@ -150,16 +150,6 @@ def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
     assert full == expected.tobytes() != half
 
 
-@pytest.mark.slow
-def test_preview_prompts_are_encoded_once(bench, run, tmp_path, monkeypatch):
-    monkeypatch.delattr(Encoders, "_load_text_encoder")
-    job = {"num_steps": 1, "preview_prompts": PROMPTS, "caption_dropout": 0.1}
-    assert bench.train(bench.plan(output=str(tmp_path), **job)).num_steps == 1
-    without = "sample_without_adapter.png"
-    first, again = (Image.open(folder / without).tobytes() for folder in (run[0], tmp_path))
-    assert first == again
-
-
 def test_large_preview_is_tiled_then_halved(bench, monkeypatch):
     bucket = bench.plan().frozen.workload.largest_bucket.changed(width_px=512, height_px=512)
     told: list[str] = []
@@ -182,20 +172,6 @@ def test_large_preview_is_tiled_then_halved(bench, monkeypatch):
     assert sampler.sample(Preview(PROMPT, bucket, 2, 0)) == ["picture"]
     assert tried == [(512, False), (512, True), (256, True)]
     assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
-
-
-@pytest.mark.slow
-def test_a_run_drops_previews(bench, tmp_path, monkeypatch):
-    def short(sampler: PreviewSampler, preview: Preview) -> list[Any]:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(PreviewSampler, "_sample", short)
-    told: list[str] = []
-    plan = bench.plan(num_steps=3, output=str(tmp_path), preview_every=2, preview_prompts=PROMPTS)
-    report = bench.train(plan, notices_to(told.append))
-    assert report.num_steps == 3
-    assert [line for line in told if "preview" in line] == list(report.warnings)
-    assert "the run goes on without previews" in report.warnings[0]
 
 
 def test_no_file_of_run_holds_caption(bench, tmp_path):
@@ -236,19 +212,6 @@ def test_late_signals_end_at_once(bench, tmp_path):
         prepare(plan, bench.hardware, resume=False)
     bench.train(plan, resume=True)
     assert (tmp_path / "samples.png").is_file()
-
-
-def test_a_finished_run_is_known(bench, tmp_path, monkeypatch):
-    plan = bench.plan(num_steps=1, output=str(tmp_path))
-    report = bench.train(plan)
-    with pytest.raises(InvalidInput, match="this very run, finished after 1 steps") as refused:
-        bench.train(plan)
-    assert f"autotune sample {tmp_path} --prompt TEXT" in refused.value.hint
-    assert "--resume --steps" in refused.value.hint
-    monkeypatch.delattr(run_module, "load_model")
-    told: list[str] = []
-    assert bench.train(plan, notices_to(told.append), resume=True) == report
-    assert told == ["this run has taken all of its 1 steps: nothing is left to do"]
 
 
 def test_resuming_never_replaces_an_adapter(bench, tmp_path):
@@ -299,9 +262,14 @@ def test_dropped_captions_need_masks(bench, tmp_path):
         padding("_native_flash", 0.1)
 
 
-def test_ended_runs_are_only_finished(bench, tmp_path):
+def test_ended_runs_are_only_finished(bench, tmp_path, monkeypatch):
     plan = bench.plan(num_steps=2, output=str(tmp_path))
     whole = bench.train(plan)
+    with pytest.raises(InvalidInput, match="this very run, finished after 2 steps"):
+        bench.train(plan)
+    with monkeypatch.context() as patch:
+        patch.delattr(run_module, "load_model")
+        assert bench.train(plan, resume=True) == whole
     weights = (tmp_path / ADAPTER_FILE).read_bytes()
     for name in (ADAPTER_FILE, "report.json"):
         (tmp_path / name).unlink()
@@ -310,6 +278,7 @@ def test_ended_runs_are_only_finished(bench, tmp_path):
     assert (tmp_path / ADAPTER_FILE).read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told(bench, tmp_path, monkeypatch):
     def full(*arguments: Any) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")

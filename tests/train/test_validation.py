@@ -80,6 +80,7 @@ def test_a_run_goes_on_without(bench, tmp_path, monkeypatch):
     assert loop.validation.result(3) is None
 
 
+@pytest.mark.slow
 def test_nan_losses_are_unknown(bench, tmp_path, monkeypatch):
     measure, calls = HeldOutLoss.measure, [0]
 

@@ -21,7 +21,14 @@ from autotune.weights.adapters import (
     write_adapter,
 )
 from autotune.weights.files import CorruptFile, read_header
-from autotune.weights.names import LoraLayer
+from autotune.weights.names import (
+    FLUX1_CLASS,
+    LAYOUTS,
+    SD3_CLASS,
+    LoraLayer,
+    find_class,
+    split_layers,
+)
 from autotune.weights.tensors import save_file
 from tests.weights.conftest import bits
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
@@ -185,24 +192,6 @@ def test_unsound_adapters_are_refused(state, metadata, error):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        ("lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha", "text encoder"),
-        ("text_encoder.layers.0.mlp.fc1.lora_A.weight", "text encoder"),
-        ("base_model.model.blocks.0.to_q.lora_A.weight", "PEFT"),
-        ("lycoris_blocks_0_to_q.lokr_w1", "LyCORIS"),
-        ("transformer_blocks.0.attn.to_q.lora_A.weight", "no prefix"),
-        ("diffusion_model.blocks.0.to_q.hada_w1_a", "LoHa"),
-        ("lora_unet_down_blocks_0_conv1.lora_mid.weight", "LoCon"),
-    ],
-)
-def test_other_styles_are_refused_by_name(key, told):
-    with pytest.raises(InvalidInput, match=told) as caught:
-        parse_adapter({key: torch.ones(2, 2)}, {})
-    assert caught.value.hint
-
-
 @pytest.mark.parametrize("to", FORMATS)
 def test_an_fp8_adapter_is_converted_exactly(to):
     down, up = torch.randn(2, 8), torch.randn(8, 2)
@@ -289,3 +278,73 @@ def test_ambiguous_adapters_need_their_model(tmp_path, to):
         written = name.replace(".", "_") if to == "kohya" else name
         assert any(written in key for key in read_header(out).by_name)
         assert list(read_adapter(out).layers) == [shared]
+
+
+WIDTH = 3072  # diffusers' converter takes no other
+
+FLUX1 = LAYOUTS[FLUX1_CLASS]
+SINGLE = "single_transformer_blocks.3."
+QKV = tuple(f"attn.to_{letter}" for letter in "qkv")
+
+
+def layer(rank, inputs, outputs, alpha=None):
+    return LoraLayer(torch.randn(rank, inputs), torch.randn(outputs, rank), float(alpha or rank))
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, made in expected.items():
+        assert (bits(found[name].down), bits(found[name].up)) == (bits(made.down), bits(made.up))
+        assert found[name].alpha == made.alpha
+
+
+def update(found):
+    return found.up @ found.down * (found.alpha / found.rank)
+
+
+def test_diffusers_reads_full_single_blocks():
+    from diffusers import FluxPipeline
+
+    layers = {SINGLE + part: layer(2, WIDTH, WIDTH) for part in QKV}
+    layers[SINGLE + "proj_mlp"] = layer(2, WIDTH, 4 * WIDTH)
+    layers[SINGLE + "proj_out"] = layer(2, 5 * WIDTH, WIDTH)
+    layers[SINGLE + "norm.linear"] = layer(2, WIDTH, 3 * WIDTH)
+    tensors, metadata = serialize_adapter(Adapter(layers, {}), "kohya")
+    names = ("linear1", "linear2", "modulation_lin")
+    found = {key.split(".")[0] for key in tensors}
+    assert found == {f"lora_unet_single_blocks_3_{name}" for name in names}
+    loaded = FluxPipeline.lora_state_dict(dict(tensors))
+    assert len(loaded) == 2 * len(layers)
+    for name, made in layers.items():
+        assert bits(loaded[f"transformer.{name}.lora_A.weight"]) == bits(made.down)
+        assert bits(loaded[f"transformer.{name}.lora_B.weight"]) == bits(made.up)
+    assert_same(parse_adapter(tensors, metadata).layers, layers)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_joined_layers_split_by_rows(rank):
+    trained = layer(rank, 8, 24, alpha=5)
+    back = split_layers({"double_blocks.0.img_attn.qkv": trained}, FLUX1)
+    assert list(back) == [f"transformer_blocks.0.{part}" for part in QKV]
+    assert torch.allclose(torch.cat([update(found) for found in back.values()]), update(trained))
+
+
+@pytest.mark.parametrize(
+    ("names", "answer"),
+    [
+        (["0.attn.to_q", SINGLE + "attn.to_q"], FLUX1_CLASS),
+        (["0.attn.to_q", SINGLE + "attn.to_out"], "Flux2Transformer2DModel"),
+        (["18.attn.to_q", "0.ff.net.2"], None),  # also Stable Diffusion 3.5's
+        (["0.attn.add_q_proj", "proj_out"], None),  # also Qwen-Image's
+        (["0.attn.to_q", "19.attn.to_q"], None),  # FLUX.1 has 19: one of the two
+        (["0.attn.to_q", "38.attn.to_q"], ""),
+        (["19.attn.to_q", "0.ff.net.2"], SD3_CLASS),
+        (["0.attn.to_q", "0.attn2.to_q"], SD3_CLASS),
+        (["0.attn.to_q", "0.img_mlp.net.2"], ""),
+        (["blocks.0.to_q", "proj_out"], ""),
+        ([], ""),
+    ],
+)
+def test_names_tell_their_model(names, answer):
+    in_blocks = [f"transformer_blocks.{name}" if name[0].isdigit() else name for name in names]
+    assert find_class(in_blocks) == answer

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -86,27 +85,6 @@ def answer(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-
-
-def http_error(kind):
-    return kind("no", response=SimpleNamespace(headers={}, request=None))
-
-
-@pytest.mark.parametrize(
-    ("error", "word"),
-    [
-        (http_error(errors.RepositoryNotFoundError), "owner/name"),
-        (http_error(errors.GatedRepoError), "license"),
-        (http_error(errors.RevisionNotFoundError), "branch"),
-        (http_error(errors.HfHubHTTPError), "later"),
-        (errors.HFValidationError("bad"), "owner/name"),
-    ],
-)
-def test_refusals_have_their_own_hint(monkeypatch, error, word):
-    answer(monkeypatch, error)
-    with pytest.raises(HubError) as caught:
-        fetch("some/repo", components=["vae"])
-    assert word in caught.value.hint
 
 
 @pytest.fixture

@@ -33,19 +33,13 @@ def steps_of(number: int, num_steps: int = 100) -> list[StepFinished]:
     """Steps whose loss falls, each of a second, the eleventh of ten."""
     return [
         StepFinished(
-            step=step,
-            num_steps=num_steps,
-            loss=1 / step**0.5,
-            learning_rate=1e-4,
-            gradient_norm=0.1,
-            seconds=10.0 if step == 11 else 1.0,
-            data_seconds=0.01,
-            images_per_second=2.0,
-            memory_bytes=9 * GIB,
+            step=step, num_steps=num_steps, loss=1 / step**0.5, learning_rate=1e-4,
+            gradient_norm=0.1, seconds=10.0 if step == 11 else 1.0, data_seconds=0.01,
+            images_per_second=2.0, memory_bytes=9 * GIB,
             remaining_seconds=float(num_steps - step) or None,
         )
         for step in range(1, number + 1)
-    ]
+    ]  # fmt: skip
 
 
 def run_report(plan: TrainingPlan) -> RunReport:
@@ -81,11 +75,8 @@ def run_subject(*, finished: bool = True, prompt: str = "a red heart") -> Subjec
     plan = with_job(golden_plan(), preview_prompts=(prompt,))
     picture = Picture(f"data:image/png;base64,{PIXEL}", 1, 1)
     return Subject(
-        name="first-run",
-        is_run=True,
-        plan=plan,
-        steps=steps_of(100 if finished else 40),
+        name="first-run", is_run=True, plan=plan, steps=steps_of(100 if finished else 40),
         report=run_report(plan) if finished else None,
         previews=tuple((0, step, picture) for step in (25, 50)),
         comparisons=((prompt, picture, picture),) if finished else (),
-    )
+    )  # fmt: skip

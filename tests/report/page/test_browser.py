@@ -47,7 +47,7 @@ def opened(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1400, "light")])
-def test_it_draws_fits_and_asks_for_nothing(opened, name, width, scheme):
+def test_page_draws_and_asks_nothing(opened, name, width, scheme):
     page = opened(name, viewport={"width": width, "height": 900}, color_scheme=scheme)
     for plot in page.locator(".subject > :not(details) .plot:visible").all():
         plot.focus()
@@ -65,7 +65,7 @@ def test_it_draws_fits_and_asks_for_nothing(opened, name, width, scheme):
     assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
 
 
-def test_charts_and_sliders_are_used_by_keyboard(opened):
+def test_charts_are_used_by_keyboard(opened):
     page = opened("plan")
     readout = page.locator(".readout").first
     page.locator(".plot").first.focus()

@@ -127,30 +127,3 @@ def test_worths_compare_best_values():
         assert worth.knob in worth.point.changes
         if worth.point.kind == "measured":
             assert worth.speed == pytest.approx(worth.point.images_per_second / speed - 1)
-
-
-def test_a_run_shows_its_state():
-    losses = {25: 0.45, 50: 0.4, 75: 0.41, 100: 0.42}
-    subject = run_subject()
-    steps = list(subject.steps)
-    for number, loss in losses.items():
-        held_out = {"validation_loss": loss, "base_validation_loss": 0.5}
-        steps[number - 1] = steps[number - 1].changed(**held_out)
-    found = page_of(replace(subject, steps=steps))
-    figures = " ".join(attrs.get("data-figure") or "" for _, attrs in found.tags)
-    assert "after step 75: 0.4100, -18.0%" in figures
-    assert "memory is at 9 GiB" in found.text, "a warning is shown"
-    assert re.search(r"0\.1000\s*, from 1\.0000", found.text), (
-        "the losses that the terminal tells, too"
-    )
-    assert re.search(r"compute|bandwidth, \d+% of what this device reached", found.text)
-    alts = [attrs["alt"] for tag, attrs in found.tags if tag == "img"]
-    assert alts == [
-        "a red heart, without the adapter",
-        "a red heart, with the adapter",
-        "a red heart, after step 25",
-        "a red heart, after step 50",
-    ]
-    running = page_of(run_subject(finished=False)).text
-    assert "step 40 of 100" in running
-    assert "Promised against measured" not in running

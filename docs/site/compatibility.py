@@ -1,4 +1,4 @@
-"""Writes docs/compatibility.md from tables: python -m tests.docs.compatibility"""
+"""Writes docs/compatibility.md from tables: python docs/site/compatibility.py"""
 
 from pathlib import Path
 
@@ -19,6 +19,7 @@ hour, this is what the code allows.
 
 
 def markdown() -> str:
+    """Write the page."""
     return "\n".join([INTRODUCTION, *_attention(), "", *_formats(), "", *_families()]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the commands themselves: python -m tests.docs.reference"""
+"""Writes docs/reference.md from the commands themselves: python docs/site/reference.py"""
 
 from collections.abc import Iterator
 from inspect import isfunction
