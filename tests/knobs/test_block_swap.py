@@ -117,7 +117,7 @@ class Stream:
 
 @pytest.mark.parametrize("copy_seconds", [0.5, 2.0, 3.5, 8.0])
 @pytest.mark.parametrize("num_swapped", [1, 3, 5])
-def test_copies_wait_as_long_as_is_predicted(monkeypatch, num_swapped, copy_seconds):
+def test_copies_wait_as_predicted(monkeypatch, num_swapped, copy_seconds):
     model, running, visits = Model(), Stream(), [0] * 5
     swap = BlockSwap(model.blocks[:num_swapped], CPU)
     swap.stream = Stream()

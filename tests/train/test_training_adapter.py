@@ -49,7 +49,7 @@ def file(bench, tmp_path):
     return tmp_path / "frozen.safetensors"
 
 
-def test_training_adapter_learns_as_one_merged_by_hand(bench, tmp_path, file):
+def test_training_adapters_learn_as_merged(bench, tmp_path, file):
     merged = merge(bench.model_folder, load_file(file))
     try:
         job = {"num_steps": 2, "learning_rate": 1e-2, "validation": "20%", "checkpointing_steps": 2}
