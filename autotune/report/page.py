@@ -302,6 +302,7 @@ def run_view(subject: Subject) -> dict[str, Any]:
         (titles[number] if number < len(titles) else f"prompt {number + 1}", list(pictures))
         for number, pictures in groupby(sorted(subject.previews), lambda each: each[0])
     ]
+    view["moved"] = [(name, own[0], own[-1]) for name, own in view["previews"] if len(own) > 1]
     return view
 
 
