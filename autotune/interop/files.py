@@ -160,11 +160,13 @@ SHELLS = {
 
 def _parse_command(shell: Shell, text: str) -> dict[str, Any]:
     env: dict[str, str] = {}
+    repeated: set[str] = set()  # by options or other variables
     options: dict[str, Any] = {}
     room = 4 * MAX_BYTES
 
     def expanded(match: re.Match[str]) -> str:
         nonlocal room
+        repeated.add(match[1] or match[2])
         value = env.get(match[1] or match[2], match[0])
         room -= len(value)
         if room < 0:
@@ -184,7 +186,8 @@ def _parse_command(shell: Shell, text: str) -> dict[str, Any]:
             words = words[1:]
         if any(word.startswith("--") for word in words):
             options |= _options(words)
-    return {**{f"env.{name}": value for name, value in env.items()}, **options}
+    own = {f"env.{name}": value for name, value in env.items() if name not in repeated}
+    return {**own, **options}
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ PROBLEMS = {
     "unsupported": "of an unsupported format, left out",
     "metadata": "wrong in metadata",
     "unread": "that look like captions, not read",
-    "link": "links that lead out of the folder, not read",
+    "link": "behind links that lead out of the folder, not read",
 }
 ABILITIES = {  # what people ask for, and the capabilities of which one is enough
     "bf16": ("precision.bf16",),

@@ -415,8 +415,7 @@ def advise_choices(
     step_time = cost.predict(best).step_time
     if step_time.limited_by(0.0) == "host":
         share = step_time.overhead_seconds / step_seconds
-        less = "--pin compile=block or a larger --batch-size launches less"
-        found.append(f"{share:.0%} of a step waits for launches: {less}")
+        found.append(f"{share:.0%} of a step waits for launches: try --pin compile=block")
     return tuple(found)
 
 

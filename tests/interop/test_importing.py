@@ -200,6 +200,7 @@ def test_scripts_of_windows_are_read(tmp_path, name):
     (tmp_path / name).write_text(SCRIPTS[name], newline="")
     config = import_config(tmp_path / name)
     assert (config.model, config.data, config.trainer) == (MODEL, "C:\\a b", "diffusers")
+    assert not [line for line in config.not_carried if line.key in ("MODEL", "model", "DATA")]
 
 
 def test_other_encodings_are_read_or_named(tmp_path):
