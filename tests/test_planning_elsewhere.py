@@ -8,7 +8,7 @@ import pytest
 from autotune.errors import NothingFits
 from autotune.knobs.knob import TuningContext
 from autotune.machine.catalog import gpu_named, profile_of_gpu
-from autotune.machine.probe import hardware_for, hardware_named, limit_memory
+from autotune.machine.probe import hardware_for
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import PlanRequest
@@ -64,18 +64,6 @@ def test_overflowing_models_are_planned_fp32():
 
     assert precisions(request) == ("fp32",)
     assert precisions(request.changed(pins=(("precision", "fp16"),))) == ("fp16",)
-
-
-@pytest.mark.slow
-def test_blocks_are_swapped_where_faster():
-    """Qwen-Image in 4 bits fits in 10.5 GiB, and no step beside it; in 16 bits it fits an H200."""
-    work = WorkloadRequest(resolution=(512, 512), effective_batch_size=1, quality="compact")
-    request = PlanRequest(model="qwen-image", **work.given, hardware="another")
-    tight = limit_memory(hardware_named("nvidia-rtx-3060"), PlanRequest(max_memory="10.5GiB"))
-    small = make_plan(request, tight).frozen.settings
-    assert small.swapped_blocks > 0
-    large = make_plan(request, hardware_named("nvidia-h200-sxm")).frozen.settings
-    assert (large.swapped_blocks, large.quantization) == (0, "none")
 
 
 KNOWN = json.loads(shipped_path(FILE).read_text())["models"]

@@ -1,7 +1,6 @@
 """Rates are measured for real, within their limits; what fails costs one rate and leaves a note."""
 
 import dataclasses
-import json
 import math
 import os
 import signal
@@ -17,7 +16,6 @@ from autotune.machine.clock import MAX_SAMPLES, BackgroundLoad, is_noisy, spread
 from autotune.machine.probe import measure_rates, read_profile
 from autotune.machine.rates import BENCHMARK_SIZES, Meter
 from autotune.plan.hardware import Rate
-from tests.builders import BITSANDBYTES
 from tests.machine.fleet import machine
 
 UNITS = {
@@ -127,18 +125,6 @@ def test_first_measurement_that_fails_ends_nothing(small, monkeypatch, calls_bef
     reports = reports_of()
     assert reports[-1] == ("measuring", "done")
     assert sum(kind == "rate" for kind, _ in reports) == 32 + calls_before
-
-
-@BITSANDBYTES
-@pytest.mark.slow
-def test_four_bit_weights_are_measured(small):
-    nf4 = "quantization.bnb-nf4"
-    capabilities = [
-        each.changed(available=each.available or each.name == nf4) for each in CPU.capabilities
-    ]
-    reports = reports_of(CPU.changed(capabilities=tuple(capabilities)))
-    names = {json.loads(value)["name"] for kind, value in reports if kind == "rate"}
-    assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
 
 
 def child(code, profile=CPU, **options):

@@ -178,13 +178,9 @@ def test_every_format_loads_from_files(small: Small) -> None:
         if swapped and not WEIGHT_FORMATS[quantization].can_offload:
             continue
         settings = Candidate(
-            micro_batch_size=2,
-            checkpointed_blocks=0,
-            precision="fp32",
-            quantization=quantization,
-            swapped_blocks=swapped,
-            modulation=modulation,
-        )
+            micro_batch_size=2, checkpointed_blocks=0, precision="fp32", quantization=quantization,
+            swapped_blocks=swapped, modulation=modulation,
+        )  # fmt: skip
         loaded, _ = load_transformer(resolved, settings, torch.device("cpu"))
         assert not [name for name, one in loaded.state_dict().items() if one.is_meta]
         swap_blocks(loaded.requires_grad_(False), family, swapped)

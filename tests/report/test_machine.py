@@ -41,18 +41,12 @@ def test_models_are_sorted_by_hours():
 
 
 REPORT = DataReport(
-    folder="photos",
-    resolution_px=1024,
-    num_usable=18,
-    epoch_size=18,
-    num_unverified=0,
-    num_with_controls=0,
-    problems=(),
+    folder="photos", resolution_px=1024, num_usable=18, epoch_size=18, num_unverified=0,
+    num_with_controls=0, problems=(),
     buckets=(Bucket(width_px=832, height_px=1216, num_frames=1, num_items=6),),
-    enlarged=("a.png", "b.png"),
-    cropped=("a.png", "b.png", "c.png", "d.png"),
+    enlarged=("a.png", "b.png"), cropped=("a.png", "b.png", "c.png", "d.png"),
     caption_words=(3, 12, 40),
-)
+)  # fmt: skip
 
 
 def test_problems_are_reported_and_capped():

@@ -17,23 +17,15 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     tokenizer = qwen_tokenizer(captions, "")
     t5_words = t5_tokenizer(captions, max_length=512)
     conditioner = diffusers.AnimaTextConditioner(
-        source_dim=TEXT_WIDTH,
-        target_dim=TEXT_WIDTH,
-        model_dim=TEXT_WIDTH,
-        num_layers=2,
-        num_attention_heads=2,
-        target_vocab_size=len(t5_words),
-    )
+        source_dim=TEXT_WIDTH, target_dim=TEXT_WIDTH, model_dim=TEXT_WIDTH, num_layers=2,
+        num_attention_heads=2, target_vocab_size=len(t5_words),
+    )  # fmt: skip
     transformer = family.build_transformer(
         {
-            **family.transformer_config,
-            "num_layers": 4,
-            "num_attention_heads": 2,
-            "attention_head_dim": 64,
-            "text_embed_dim": TEXT_WIDTH,
-            "adaln_lora_dim": 16,
+            **family.transformer_config, "num_layers": 4, "num_attention_heads": 2,
+            "attention_head_dim": 64, "text_embed_dim": TEXT_WIDTH, "adaln_lora_dim": 16,
         }
-    )
+    )  # fmt: skip
     invert_input_layer(transformer.proj_out, transformer.patch_embed.proj.weight[:, :64])
     small = {"base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
     return {

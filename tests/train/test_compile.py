@@ -9,10 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autotune.knobs.blocks import CompiledBlock, compile_blocks
 from autotune.plan.candidate import Candidate
-from autotune.plan.workload import Bucket
-from autotune.search.worker import synthetic_samples
 from autotune.train.model import apply_settings, eager_eval
-from autotune.train.step import Noising
 from tests.train.conftest import Bench, values_of
 from tests.train.small import SETTINGS
 
@@ -59,31 +56,6 @@ def test_compiled_blocks_learn_the_same(bench, tmp_path, monkeypatch, checkpoint
     assert all(block._compiled_call_impl is not None for block in blocks)
     assert aside == pytest.approx(loop.evaluate(), rel=1e-4)
     torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [0, 1, 2])
-def test_blocks_compile_at_most_twice(bench, checkpointed, monkeypatch):
-    compiled: list[torch.fx.GraphModule] = []
-
-    def count(graph: torch.fx.GraphModule, inputs: object) -> object:
-        compiled.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(CompiledBlock, "backend", staticmethod(count))
-    family, transformer = bench.resolved.family, bench.trained.transformer
-    work = bench.plan().frozen.workload.changed(text_padding="exact")
-    apply_settings(bench.trained, settings_with(checkpointed).changed(compile="block"))
-    for width, height in ((32, 32), (64, 32)):
-        bucket = Bucket(width_px=width, height_px=height, num_frames=1, num_items=2)
-        for length in (9, 4):
-            shape = (work, bucket, [length] * 2, torch.float32)
-            samples = synthetic_samples(family, bench.resolved.config, *shape)
-            loss = Noising().loss(family, transformer, family.collate(samples), 0, 0)
-            loss.backward()  # type: ignore[no-untyped-call]
-    assert len(family.blocks(transformer)) > 2
-    kinds = 2 if checkpointed == 2 else 1  # the first block is not compiled
-    assert kinds <= len(compiled) <= 2 * kinds
 
 
 def test_recomputing_keeps_its_input_only():
