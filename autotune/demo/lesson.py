@@ -87,13 +87,13 @@ def taught_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
     return [draw_centered(rng, shape, color, ground) for color, ground in pairs]
 
 
-def unseen_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
+def unseen_scenes() -> list[Scene]:
     """Draw the shape in all other colors and grounds; even ones are reported, odd ones tuned by."""
     rng = random.Random(6)
     taught = set(product(TAUGHT_COLORS, TAUGHT_GROUNDS))
     combinations = [pair for pair in product(COLORS, GROUNDS) if pair not in taught]
     rng.shuffle(combinations)
-    return [draw_centered(rng, shape, *combination) for combination in combinations]
+    return [draw_centered(rng, NEW_SHAPE, *combination) for combination in combinations]
 
 
 def known_scenes() -> tuple[list[Scene], list[Scene], list[Scene]]:
