@@ -5,8 +5,6 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from autotune.plan.prediction import TIME_SIGMAS
-
 WIDTH = 80
 BEYOND_MEASURE = 1e15  # no run takes so many seconds or bytes: a damaged file does
 
@@ -61,12 +59,15 @@ def range_text(
     value: float,
     uncertainty: float | None,
     form: Callable[[float], str],
-    sigmas: tuple[float, float] = TIME_SIGMAS,
+    sigmas: tuple[float, float] | None = None,
 ) -> str:
-    """Write `7 to 12 s`: the range of a prediction, in standard errors of its logarithm."""
+    """Write `7 to 12 s`: the range of a prediction, in standard errors of its logarithm; by default
+    that of times."""
     if uncertainty is None:
         return form(value)
-    low, high = (form(value * math.exp(each * uncertainty)) for each in sigmas)
+    from autotune.plan.prediction import TIME_SIGMAS  # `--help` waits for no pydantic
+
+    low, high = (form(value * math.exp(each * uncertainty)) for each in sigmas or TIME_SIGMAS)
     if low == high:
         return low
     (first, _, unit), (_, _, same) = low.partition(" "), high.partition(" ")
