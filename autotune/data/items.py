@@ -56,9 +56,8 @@ DEFAULT_OPTIONS = DatasetOptions()
 
 def make_options(job: Mapping[str, Any], family: Family, num_frames: int) -> DatasetOptions:
     """Make the options of a job's values, by the names of `Job`, with a model of `family`."""
-    control, per_latent = job.get("control"), family.frames_per_latent
-    latents = (num_frames - 1) // per_latent  # after the first
-    shorter = {latents * quarters // 4 * per_latent + 1 for quarters in QUARTERS}
+    control = job.get("control")
+    shorter = {family.whole_frames((num_frames - 1) * each // 4 + 1) for each in QUARTERS}
     return DatasetOptions(
         caption=job.get("caption"),
         trigger=job.get("trigger"),

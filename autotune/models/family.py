@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -72,6 +73,7 @@ class Family(ABC):
     experts: ClassVar[Mapping[str, Family]] = {}
     expert: ClassVar[str | None] = None  # which of them is trained; None if there is one
     other_denoisers: ClassVar[tuple[str, ...]] = ()  # those for the other parts of the noise
+    untrained_files: ClassVar[str] = ""  # pattern in names of files of one that is not trained
     adapter_options: ClassVar[Config] = {}  # of `load_lora_weights`, for the one that is trained
 
     # Its layers.
@@ -216,10 +218,10 @@ class Family(ABC):
             raise InvalidInput(f"{self.name} {makes}, not a clip of {number}", hint=hint)
         below = self.whole_frames(number)
         if number != below:
-            above = min(below + self.frames_per_latent, self.max_frames)
+            above = next(n for n in count(number) if self.whole_frames(n) == n)
             raise InvalidInput(
-                f"{number} frames do not suit {self.name}: its VAE makes a latent of the first "
-                f"frame and of each {self.frames_per_latent} that follow",
+                f"{number} frames do not suit {self.name}: its VAE makes whole latents of "
+                f"{below} or {above}",
                 hint=f"use --frames {below} or --frames {above}",
             )
 

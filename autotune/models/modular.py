@@ -41,11 +41,13 @@ class ModularFamily(Family):
         return [*lines, "pipeline.load_components()"]
 
     def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
-        pipeline.guider.disable()  # or an empty prompt would be encoded each time
+        if guider := getattr(pipeline, "guider", None):
+            guider.disable()  # or an empty prompt would be encoded each time
         try:
             encoded = pipeline.encode_prompt(prompt=caption)
         finally:
-            pipeline.guider.enable()
+            if guider:
+                guider.enable()
         return {"prompt_embeds": encoded["prompt_embeds"][0]}
 
 
@@ -80,14 +82,17 @@ def classic(name: str) -> Any:
             taken = names & {each.name for each in self._others.inputs}
             return {name: made.get(name) for name in sorted(taken)}
 
-        def __call__(
-            self, *, prompt: str, guidance_scale: float, return_dict: bool = True, **inputs: Any
-        ) -> tuple[Any]:
-            self.guider.guidance_scale = guidance_scale
-            encoded = self.encode_prompt(prompt=prompt)
+        def __call__(self, *, prompt: str, return_dict: bool = True, **inputs: Any) -> tuple[Any]:
+            if (guidance := inputs.pop("guidance_scale", None)) is not None:
+                self.guider.guidance_scale = guidance
+            # What is no embedding, as the kinds of tokens, is made on the host, and read there.
+            encoded = {
+                name: each if each is None or each.is_floating_point() else each.cpu()
+                for name, each in self.encode_prompt(prompt=prompt).items()
+            }
             with self._running(self._others):
                 made = super().__call__(**encoded, **inputs)
-            return (made.get(self._others.outputs[-1].name),)
+            return (made.get("images", made.get("videos")),)
 
         @contextlib.contextmanager
         def _running(self, blocks: Any, device: torch.device | None = None) -> Iterator[None]:

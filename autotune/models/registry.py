@@ -14,6 +14,7 @@ from autotune.models.flux2 import Flux2Dev, Flux2Klein
 from autotune.models.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.models.krea2 import Krea2
 from autotune.models.ltx2 import LTX2
+from autotune.models.minimax_h3 import MiniMaxH3
 from autotune.models.qwen_image import QwenImage, QwenImage21, QwenImageEdit, QwenImageEditPlus
 from autotune.models.sd35 import StableDiffusion35
 from autotune.models.sdxl import StableDiffusionXL
@@ -92,6 +93,7 @@ FAMILIES = Families(
     StableDiffusion35(),
     LTX2(),
     Anima(),
+    MiniMaxH3(),
 )
 
 

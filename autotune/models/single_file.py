@@ -117,7 +117,13 @@ def sort_by_name(name: str, found: Sequence[Found]) -> tuple[Found, ...]:
 
 
 def named_expert(name: str, family: Family) -> str | None:
-    """Find the expert that a file's name tells of; InvalidInput if it tells none of several."""
+    """Find the expert that a file's name tells of; InvalidInput if it tells none of several, or a
+    transformer that is not trained."""
+    if family.untrained_files and re.search(family.untrained_files, name, re.IGNORECASE):
+        raise InvalidInput(
+            f"{name} is {family.name}'s other transformer, whose layers are called alike",
+            hint=f"take the file of its {family.denoiser}/, which is the one that is trained",
+        )
     named = [expert for expert in family.experts if expert.partition("-")[0] in _words(name)]
     if family.experts and len(named) != 1:
         raise InvalidInput(

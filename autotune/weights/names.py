@@ -20,7 +20,7 @@ from autotune.system.lazy import Tensor, torch
 
 Parts = tuple[str, ...]
 BLOCK = re.compile(  # the number of a repeated block; of a UNet, of a repeated block within a stage
-    r"(^blocks|(?:transformer|double|single|joint|layerwise|refiner)_blocks)([._])(\d+)(?=[._])"
+    r"(^blocks|refiner\.blocks|(?:transformer|double|single|joint|layerwise|refiner)_blocks)([._])(\d+)(?=[._])"
 )
 
 
@@ -32,6 +32,7 @@ class Layout:
     width_ratios: Mapping[str, int]  # outputs for each input, which tell models of like names apart
     # Layers that, with two rows for each input, make shifts before scales, diffusers' after.
     swapped: frozenset[str] = frozenset()
+    gated: frozenset[str] = frozenset()  # layers whose halves are swapped in any case
     kohya_has_own_names: bool = True  # of the authors, as ComfyUI always
 
     @cached_property
@@ -101,6 +102,7 @@ LAYOUTS: Mapping[str, Layout] = {
         _read_layers(written),
         _TABLE["width_ratios"].get(name, {}),
         frozenset(_TABLE["swapped"].get(name, ())),
+        frozenset(_TABLE["gated"].get(name, ())),
         kohya_has_own_names=name not in _TABLE["diffusers_in_kohya"],
     )
     for name, written in _TABLE["layers"].items()
@@ -210,10 +212,10 @@ def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, L
 
 
 def _swap_halves(layer: LoraLayer, original: str, layout: Layout) -> LoraLayer:
-    width = layer.down.shape[1]
-    if split_number(original)[0] not in layout.swapped or len(layer.up) != 2 * width:
+    name, has_two = split_number(original)[0], len(layer.up) == 2 * layer.down.shape[1]
+    if name not in layout.gated and not (name in layout.swapped and has_two):
         return layer
-    return replace(layer, up=layer.up.roll(width, 0))
+    return replace(layer, up=layer.up.roll(len(layer.up) // 2, 0))
 
 
 def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:
@@ -225,7 +227,7 @@ def _join(layers: list[LoraLayer | None], parts: list[str]) -> LoraLayer:
     for layer, part in zip(layers, parts, strict=True):
         rows = inputs * (MLP_RATIO if part.endswith("mlp") else 1)
         down = first.down.new_zeros(rank, inputs)
-        up = first.up.new_zeros(len(first.up) if len(parts) == 2 else rows, rank)
+        up = first.up.new_zeros(len(first.up) if len(parts) < 4 else rows, rank)
         if layer is not None:
             own = layer.alpha / layer.rank
             down[: layer.rank] = layer.down

@@ -33,7 +33,7 @@ PART_PREFIXES: Mapping[str, tuple[str, ...]] = {  # Stability's and ComfyUI's fo
 SCALES = (".scale_weight", ".weight_scale")  # of fp8 weights, in ComfyUI's older and newer files
 # Endings of what such files hold for 8-bit products of activations.
 UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-DROPPED = frozenset({"norm_final.weight"})  # in Z-Image's file; conversions leave it out
+DROPPED = frozenset({"norm_final.weight", "rope.inv_freq"})  # which conversions leave out
 NOT_ENCODER = ("position_ids", "logit_scale", "spiece_model", "tekken_model")
 HEADS = ("text_projection", "lm_head")  # in files of text encoders, and not used by pipelines
 

@@ -199,7 +199,8 @@ def peaks_agree(own, candidate):
 def test_peak_is_the_profilers(predictor, name, whole, selective, quantization, norm_rope):
     own = predictor(name)
     last = own.workload.model.num_blocks - 1
-    candidate = candidate_of("fp32", quantization, k=round(whole * last), norm_rope=norm_rope)
+    how = {"k": round(whole * last), "size": own.family.max_micro_batch_size or 2}
+    candidate = candidate_of("fp32", quantization, norm_rope=norm_rope, **how)
     assert peaks_agree(own, candidate.changed(selective_blocks=round(selective * last)))
 
 

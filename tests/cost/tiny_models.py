@@ -11,6 +11,7 @@ from autotune.models.family import Family
 from autotune.models.registry import FAMILIES
 from autotune.plan.hardware import Device, HardwareProfile, Host, Versions
 from autotune.plan.workload import Bucket, ModelSpec, Workload
+from tests.small import shortest_clip
 
 CONFIGS = yaml.safe_load((Path(__file__).parent / "tiny_models.yaml").read_text())
 TINY: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def gpu(name: str) -> HardwareProfile:
 def workload_of(name: str, **changes: Any) -> Workload:
     family, config = FAMILIES[name], TINY.get(name, {})
     config = changes.pop("config", config)
-    frames = 1 + family.frames_per_latent if family.can_train_clips else 1
+    frames = shortest_clip(family)
     blocks = num_blocks(family, config)
     known = {"family": name, "architecture": "tiny", "num_parameters": 1, "name": name}
     values: dict[str, Any] = {

@@ -8,6 +8,7 @@ from autotune.plan.candidate import Candidate
 from autotune.train import model
 from autotune.train.run import train
 from tests.fakegpu.numbers import DecisiveNumbers
+from tests.small import shortest_clip
 from tests.train.small import make_plan
 
 SETTINGS: dict[str, dict[str, object]] = {
@@ -40,8 +41,11 @@ def test_run_ends_and_leaves_nothing_behind(
     if family.max_micro_batch_size == 1:
         changes.pop("micro_batch_size", None)
     fields = {"micro_batch_size": 1, "checkpointed_blocks": 1, **changes}
-    num_frames = 1 + family.frames_per_latent if family.can_train_clips else 1
-    job = {"num_frames": num_frames, "preview_prompts": ("a red square",), "preview_steps": 1}
+    job = {
+        "num_frames": shortest_clip(family),
+        "preview_prompts": ("a red square",),
+        "preview_steps": 1,
+    }
     if family.max_controls:
         job["control"] = str(pipeline / "control")
 

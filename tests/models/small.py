@@ -15,7 +15,7 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket, Workload, WorkloadRequest
 from autotune.train.prepare import describe_workload
-from tests.small import write_small_pipeline
+from tests.small import shortest_clip, write_small_pipeline
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
 NO_GUIDANCE = {"z-image": 0.0, "krea-2": 0.0}  # which calls the transformer once a step, if not 1
@@ -39,12 +39,13 @@ class Small:
         if not issubclass(kind, diffusers.ModularPipeline):
             return type(self.pipeline)(**components)
         stock = kind()
-        stock.update_components(**{n: components[n] for n in stock.pretrained_component_names})
+        names = components.keys() & set(stock.pretrained_component_names)
+        stock.update_components(**{name: components[name] for name in names})
         return stock
 
     @property
     def bucket(self) -> Bucket:
-        frames = 1 + self.family.frames_per_latent if self.family.can_train_clips else 1
+        frames = shortest_clip(self.family)
         width = 48 if 48 % self.family.size_multiple_px == 0 else 96
         return Bucket(width_px=width, height_px=64, num_frames=frames, num_items=1)
 
@@ -56,8 +57,21 @@ class Small:
         return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
 
     def shown(self, pixels: torch.Tensor) -> torch.Tensor:
+        """As its VAE sees pixels in [-1, 1]."""
+        if self.family.name == "minimax-h3":
+            return ((pixels + 1) / 2 - self._color(0)) / self._color(1)
         is_rgba = type(self.pipeline.vae).__name__ == "AutoencoderKLQwenImage21"
         return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1) if is_rgba else pixels
+
+    def seen(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Pixels in [0, 1] of what the VAE decodes."""
+        if self.family.name == "minimax-h3":
+            return decoded * self._color(1) + self._color(0)
+        return (decoded + 1) / 2
+
+    def _color(self, which: int) -> torch.Tensor:
+        values = (self.pipeline.pixel_mean, self.pipeline.pixel_std)[which]
+        return torch.tensor(values).view(-1, 1, 1, 1)
 
     def controls(self, bucket: Bucket, count: int | None = None) -> list[torch.Tensor]:
         count = self.family.max_controls if count is None else count

@@ -1,8 +1,12 @@
 """`predict` and latents are those of the stock pipeline's own call of the transformer."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_h3 import before_denoise
+from diffusers.modular_pipelines.minimax_h3.decoders import MiniMaxH3AudioDecodeStep
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 from PIL import Image
@@ -24,6 +28,7 @@ def _calls(transformer, monkeypatch, answer=None):
     calls = []
     forward = transformer.forward
 
+    @functools.wraps(forward)
     def record(*args, **kwargs):
         output = forward(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -52,6 +57,11 @@ def _options(small, monkeypatch):
         mask_padding(small.pipeline, monkeypatch)
     if family.can_train_clips:
         options["num_frames"] = small.bucket.num_frames
+    if family.name == "minimax-h3":  # in training it hears nothing
+        del options["guidance_scale"]
+        monkeypatch.setattr(before_denoise, "audio_latent_num_frames", lambda *_: 0)
+        monkeypatch.setattr(MiniMaxH3AudioDecodeStep, "__call__", lambda _, *given: given)
+        monkeypatch.setattr(type(small.pipeline), "min_duration", 0.0)
     if family.name == "ltx-2.3":
         options |= {"audio_guidance_scale": 1.0, "guidance_rescale": 0.0}
         options |= {"stg_scale": 0.0, "audio_stg_scale": 0.0}
@@ -82,6 +92,10 @@ def _unpack(family, hidden, shape):
         hidden = torch.stack(hidden)
     if family.name.startswith("kandinsky5"):
         return hidden[..., :channels].permute(0, 4, 1, 2, 3)
+    if family.name == "minimax-h3":
+        tokens = hidden[0].unflatten(0, (frames, height // family.patch, width // family.patch))
+        each = torch.nn.functional.pixel_shuffle(tokens.permute(0, 3, 1, 2), family.patch)
+        return each.transpose(0, 1)[None]
     if hidden.ndim == 3:
         if family.can_train_clips:
             return hidden.mT.reshape(1, *shape)
@@ -125,8 +139,11 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
         pipeline(prompt=CAPTIONS[1], num_inference_steps=3, output_type=kind, **options)
     hidden, theirs = calls[1]
     timestep = pipeline.scheduler.timesteps[1]
-    assert 100 < timestep < 990
     level = timestep.float() / (1000 if isinstance(family.noise, FlowMatching) else 1)
+    if family.name == "minimax-h3":
+        level = 1 - timestep
+    else:
+        assert 100 < timestep < 990
 
     with torch.no_grad():
         sample = family.encode_caption(pipeline, CAPTIONS[1], controls)
@@ -136,20 +153,26 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
         shape = sample["latents"].shape
         noisy = _unpack(family, hidden, shape)
         ours = family.predict(small.transformer, noisy, level[None], family.collate([sample]))
-    sign = -1 if family.name == "z-image" else 1  # its pipeline negates what the transformer says
+    # Their pipelines count from noise to picture.
+    sign = -1 if family.name in ("z-image", "minimax-h3") else 1
     torch.testing.assert_close(ours, sign * _unpack(family, theirs, shape), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "name", [name for name, family in FAMILIES.items() if isinstance(family, ModularFamily)]
 )
-def test_blocks_draw_as_stock_pipelines(name, small_pipelines):
+def test_blocks_draw_as_stock_pipelines(name, small_pipelines, monkeypatch):
     small = small_pipelines(name)
     family, bucket, stock = small.family, small.bucket, small.stock()
+    monkeypatch.setattr(type(stock), "min_duration", 0.0, raising=False)
     ours = family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=3, seed=4)
-    size = {"width": bucket.width_px, "height": bucket.height_px}
-    how = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(4)}
-    theirs = stock(prompt=CAPTIONS[0], output="images", output_type="pil", **size, **how)
+    how = {"width": bucket.width_px, "height": bucket.height_px, "output_type": "pil"}
+    how |= {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(4)}
+    if family.can_train_clips:
+        how["num_frames"] = bucket.num_frames
+    output = "videos" if family.can_train_clips else "images"
+    theirs = stock(prompt=CAPTIONS[0], output=output, **how)
+    theirs = theirs[0] if family.can_train_clips else theirs
     assert [each.tobytes() for each in ours] == [each.tobytes() for each in theirs]
 
 
@@ -174,7 +197,7 @@ def test_encoded_pixels_decode_to_vaes_reconstruction(small, controls, monkeypat
         _calls(small.transformer, patch, answer=_still)
         options |= {"num_inference_steps": 2, "output_type": "np", "return_dict": False}
         decoded = pipeline(prompt=CAPTIONS[0], latents=given.clone(), **options)[0]
-    expected = ((expected[0] + 1) / 2).clamp(0, 1)
+    expected = small.seen(expected)[0].clamp(0, 1)
     expected = np.moveaxis(expected.numpy(), 0, -1)
     expected = expected if expected.ndim == decoded[0].ndim else expected[0]
     np.testing.assert_allclose(decoded[0], expected, atol=2e-5)

@@ -48,7 +48,7 @@ def published_folder(folder, name):
     transformer, vae = known if all(known) else _written_configs(family)
     for part in family.components:
         (folder / part).mkdir()
-        if part in family.text_encoders:
+        if part in (*family.text_encoders, *family.decoders[1:]):
             save_file({"weight": torch.zeros(1)}, folder / part / "model.safetensors")
     parts = {family.denoiser: family.transformer_class, "vae": family.parts.vae_class}
     named = {"_class_name": family.pipeline_class, **family.pipeline_config}

@@ -18,6 +18,7 @@ from autotune.models.resolve import fetch_model, is_on_hub, resolve_model
 from autotune.models.single_file import named_expert, sort_by_name
 from autotune.plan.job import ModelRef
 from autotune.train.model import load_transformer
+from autotune.weights.adapters import read_adapter
 from autotune.weights.files import BadWeights, HubError, PickledWeights
 from autotune.weights.stream import load_component
 from tests.train.small import SETTINGS
@@ -50,7 +51,8 @@ def header_only(state: State, file: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", ["anima", "flux1-dev", "qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"]
+    "family",
+    ["anima", "flux1-dev", "minimax-h3", "qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"],
 )
 def test_file_and_base_are_the_folder(family, small_pipelines, tmp_path):
     small = small_pipelines(family)
@@ -79,6 +81,16 @@ def test_animas_conditioner_comes_from_its_file(small_pipelines, tmp_path):
     found = load_component(model.weights, name, dtype=torch.float32, weights=model.part_files[name])
     expected = small.pipeline.text_conditioner.state_dict()
     assert all(torch.equal(each, expected[key]) for key, each in found.state_dict().items())
+
+
+def test_a_transformer_not_trained_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="other transformer"):
+        named_expert("minimax_h3_ref2va_bf16", get_family("minimax-h3"))
+    file = tmp_path / "adapter.safetensors"
+    tensors = {f"transformer_ref.proj_in.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
+    save_file(tensors, file)
+    with pytest.raises(InvalidInput, match="second transformer"):
+        read_adapter(file)
 
 
 @pytest.mark.slow

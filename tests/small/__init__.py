@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 
 import diffusers
@@ -12,6 +13,12 @@ import torch
 from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, Scene, draw_centered
 from autotune.models.family import Family
 from autotune.models.registry import get_family
+
+
+def shortest_clip(family: Family) -> int:
+    """Count the frames of the shortest clip that a family trains; 1 if it trains none."""
+    frames = (number for number in count(2) if family.whole_frames(number) == number)
+    return next(frames) if family.can_train_clips else 1
 
 
 def write_small_pipeline(family: Family | str, folder: Path, captions: Sequence[str]) -> None:
@@ -61,7 +68,7 @@ def _moved(scene: Scene, across: int) -> Scene:
 def write_small(name: str, folder: Path) -> list[str]:
     """Write a family's pipeline and its data; returns the options of `autotune plan` for them."""
     family, options = get_family(name), ["--resolution", "64"]
-    num_frames = 1 + family.frames_per_latent if family.can_train_clips else 1
+    num_frames = shortest_clip(family)
     captions = draw_images(folder / "images", num_frames=num_frames)
     write_small_pipeline(family, folder / "model", captions)
     options += ["--model", str(folder / "model"), "--data", str(folder / "images")]

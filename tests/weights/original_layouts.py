@@ -119,10 +119,18 @@ def sd3(state: State) -> State:
     return relaid(state, NAMES["SD3_NAMES"], [("", QKV), ("", second), ("", ADDED)], swapped)
 
 
+def minimax_h3(state: State) -> State:
+    """The gate's rows come first; a table of frequencies that comes along is not read."""
+    gated = tuple(name for name in state if name.endswith(".ff.net.0.proj.weight"))
+    made = relaid(state, NAMES["H3"], [("", QKV)], gated)
+    return made | {"rope.inv_freq": torch.ones(8)}
+
+
 LAYOUTS: dict[str, Callable[[State], State]] = {
     "qwen-image": dict, "flux1-dev": flux1, "chroma": chroma, "sd3.5": sd3, "sdxl": sdxl_unet,
     "wan-2.1": lambda state: relaid(state, NAMES["WAN"]), "z-image": z_image,
     "anima": lambda state: within(relaid(state, NAMES["COSMOS"]), "net."),
+    "minimax-h3": minimax_h3,
 }  # fmt: skip
 
 
