@@ -313,9 +313,9 @@ def test_steps_are_sums_of_causes(card):
     assert compiled.elementwise_seconds == pytest.approx(0.6 * time.elementwise_seconds)
     assert compiled.matmul_seconds == time.matmul_seconds
     swapped = own.predict_uncalibrated(settings.changed(swapped_blocks=3)).step_time
-    arriving = 2 * sum(model_bytes.block_weight_bytes[:3]) / 1e7  # of two micro-batches
-    device = sum(getattr(time, each) for each in computing[:-1])
-    assert swapped.transfer_seconds == pytest.approx(2 * arriving - 3 / 5 * device)
+    visits = 2 * 2 * (3 - 1)  # of micro-batches and directions; one's last is the other's first
+    arriving = visits * model_bytes.block_weight_bytes[0] / 1e7
+    assert swapped.transfer_seconds == pytest.approx(arriving, rel=0.03)  # blocks differ
     slower = built(optimizer=OptimizerChoice(name="lion")).predict_uncalibrated(settings)
     more = (30 - 4) * sum(model_bytes.adapter_shapes.values()) * rates.host_seconds
     assert 0 < slower.step_time.overhead_seconds - time.overhead_seconds <= more * 1.001
