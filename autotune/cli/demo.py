@@ -31,19 +31,17 @@ if TYPE_CHECKING:
 
 @app.command()
 @click.option("--output", type=PATH, default="demo", help="Folder for everything the demo makes.")
-@click.option("--no-profiles", is_flag=True, help="Search even if a record has the answer.")
+@click.option("--profiles/--no-profiles", default=True, help="Use what machines measured before.")
 @click.option("--quick", is_flag=True, help="Only make model and images, for the page: `ui`.")
 @JSON
 @click.pass_context
-def demo(
-    context: click.Context, output: Path, no_profiles: bool, quick: bool, as_json: bool
-) -> None:
+def demo(context: click.Context, output: Path, profiles: bool, quick: bool, as_json: bool) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
     if quick:
         _prepare_page(output, as_json=as_json)
         return
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        found = _walk(context, output, no_profiles)
+        found = _walk(context, output, profiles)
     if as_json:
         print_result({"output": str(output), "concept_fidelity": asdict(found)}, as_json, str)
 
@@ -61,7 +59,7 @@ def _prepare_page(output: Path, *, as_json: bool) -> None:
     print_result({"output": str(output)}, as_json, lambda _: f"open it: autotune ui {output}")
 
 
-def _walk(context: click.Context, output: Path, no_profiles: bool) -> "ConceptFidelity":
+def _walk(context: click.Context, output: Path, profiles: bool) -> "ConceptFidelity":
     Progress.after_interrupt = (
         f"a demo always starts over: remove {output}, or name another folder with --output"
     )
@@ -80,7 +78,7 @@ def _walk(context: click.Context, output: Path, no_profiles: bool) -> "ConceptFi
     asked = ["--model", made.model, "--data", made.images, "--resolution", 64, *made.plan_options]
     # By default a search takes a minute for so short a run, too little on a busy machine.
     asked += ["--search-time", 600, "--run-output", result, "-o", plan_file]
-    asked += ["--no-profiles"] if no_profiles else []
+    asked += [] if profiles else ["--no-profiles"]
     _run(context, 2, "probe")
     _run(context, 5, "plan", *asked)
     _run_alone(5, "train", plan_file)
