@@ -701,11 +701,11 @@ def report_left_out(readings: Sequence[Reading]) -> None:
         "times": ([sigmas(one) for one in timed], TIME_SIGMAS),
         "sizes": ([*sizes.values()], MEMORY_SIGMAS),
     }
-    for what, (own, (low, high)) in scores.items():
-        middle = ", ".join(f"{each:+.2f}" for each in quantiles(own, 0.1, 0.5, 0.9))
-        held = sum(low <= each <= high for each in own)
+    for what, (told, (low, high)) in scores.items():
+        middle = ", ".join(f"{each:+.2f}" for each in quantiles(told, 0.1, 0.5, 0.9))
+        held = sum(low <= each <= high for each in told)
         print(
-            f"{what}: at 10, 50, 90% {middle} sigmas; the stated range holds {held} of {len(own)}"
+            f"{what}: at 10, 50, 90% {middle} sigmas; the stated range holds {held} of {len(told)}"
         )
 
 
