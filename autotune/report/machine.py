@@ -315,10 +315,12 @@ def weights_lines(summary: FileSummary) -> str:
         *(f"metadata {k}: {' '.join(v.split())}" for k, v in sorted(summary.metadata.items())),
         "",
     ]
-    for name, facts in rows:  # the end of a name tells more than its beginning
-        shown = name if len(name) <= room else "..." + name[3 - room :]
-        lines.append(f"{shown:<{room}} {facts}")
-    return "\n".join(map(cut, lines)).rstrip()
+    lines = list(map(cut, lines))  # metadata may be pages long
+    for name, facts in rows:
+        if len(name) > room:
+            lines.append(name)
+        lines.append(f"{name if len(name) <= room else '':<{room}} {facts}")
+    return "\n".join(lines).rstrip()
 
 
 def record_list_lines(rows: Sequence[Any]) -> list[str]:
