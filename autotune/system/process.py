@@ -222,6 +222,11 @@ def _handle(on_signal: Callable[[str], None], *, second_ends: bool) -> Iterator[
     if threading.current_thread() is threading.main_thread():
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before |= {number: signal.signal(number, handler) for number in handled}
+    else:  # Python's rule
+        told = (
+            "signals do not reach work in this thread: KeyboardInterrupt in its on_event stops it"
+        )
+        logging.getLogger("autotune").info(told)
     try:
         yield
     finally:
