@@ -134,36 +134,27 @@ def submit(name: str = "", path: str | Path | None = None) -> Submission:
     Examples:
         >>> print(autotune.records.submit().record)
     """
-    known = [(file, file.record) for file in user_store().read() if file.name.startswith(name)]
-    sound = [(file, record) for file, record in known if record]
-    if not name:
-        sound = sorted(sound, key=lambda each: (each[1].measured_on, each[0].name))[-1:]
-    if len(sound) != 1:
-        raise InvalidInput(
-            f"{len(sound)} records have names that begin with {name!r}",
-            hint="see `autotune profiles list`; `autotune plan` makes them",
-        )
-    [(file, record)] = sound
-    expected, device = record.expected, record.machine.device_name
+    store = user_store()
+    files = store.read([_key_named(store, name)] if name else None)
+    sound = [(record, file) for file in files if (record := file.record)]
+    if not sound:
+        raise InvalidInput("there are no records yet", hint="`autotune plan` makes them")
+    record, file = max(sound, key=lambda pair: (pair[0].measured_on, pair[1].name))
+    promised = record.expected
     rows = (
-        (
-            label_of(trial.candidate),
-            trial.outcome,
-            memory_text(trial.peak_memory_bytes),
-            seconds_text(trial.median_step_seconds),
-        )
+        f"| {label_of(trial.candidate)} | {trial.outcome} "
+        f"| {memory_text(trial.peak_memory_bytes)} | {seconds_text(trial.median_step_seconds)} |\n"
         for trial in record.trials
     )
-    text = f"""Record: {record.workload.model.family} on {device}
+    text = f"""Record: {record.workload.model.family} on {record.machine.device_name}
 
 Measured on {record.measured_on} by autotune {record.autotune_version}:
-{workload_class(record.workload)}, {seconds_text(expected.step_seconds)} a step,
-{memory_text(expected.peak_memory_bytes)} of memory in a step.
+{workload_class(record.workload)}, {seconds_text(promised.step_seconds)} a step,
+{memory_text(promised.peak_memory_bytes)} of memory in a step.
 
 | trial | outcome | memory | a step |
 |---|---|---|---|
-{chr(10).join(f"| {' | '.join(row)} |" for row in rows)}
-"""
+{"".join(rows)}"""
     made = Submission(
         key=f"profiles/records/{file.key}", record=file.content.decode(), pull_request=text
     )
@@ -239,13 +230,8 @@ def prune_store(
     """
     useless = {}
     for name in names:
-        keys = [key for key in store.sizes() if Path(key).stem.startswith(name.lower())]
-        if len(name) < 4 or len(keys) != 1:
-            raise InvalidInput(
-                f"{len(keys) or 'no'} records begin with {name!r} in {store.address}",
-                hint="`autotune profiles list` shows their names; give at least 4 digits",
-            )
-        useless[keys[0]] = f"{Path(keys[0]).stem[:12]} was named"
+        key = _key_named(store, name)
+        useless[key] = f"{Path(key).stem[:12]} was named"
     parts: list[Path] = []
     if not names:
         useless, parts = dict(_find_useless(store)), store.find_abandoned_parts()
@@ -254,6 +240,16 @@ def prune_store(
     for part in () if dry_run else parts:
         part.unlink(missing_ok=True)
     return (*useless.values(), *(f"{part.name} was left by a push that died" for part in parts))
+
+
+def _key_named(store: Store, name: str) -> str:
+    keys = [key for key in store.sizes() if Path(key).stem.startswith(name.lower())]
+    if len(name) < 4 or len(keys) != 1:
+        raise InvalidInput(
+            f"{len(keys) or 'no'} records begin with {name!r} in {store.address}",
+            hint="`autotune profiles list` shows their names; give at least 4 digits",
+        )
+    return keys[0]
 
 
 def _find_useless(store: Store) -> Iterator[tuple[str, str]]:

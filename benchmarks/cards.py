@@ -1,9 +1,9 @@
-"""Writes `docs/cards.md`: what the exact levers are predicted to be worth on the cards of
+"""Writes `docs/cards.md`: what three exact settings are predicted to be worth on the cards of
 `profiles/predictions.json`.
 
     python benchmarks/cards.py
 
-With the levers, the figures are those of that file; without them 32 plans are predicted here, which
+With them, the figures are those of that file; without them 32 plans are predicted here, which
 takes some three CPU-minutes.
 """
 
@@ -25,16 +25,16 @@ from autotune.system.files import shipped_path, write_text_atomic
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
 MODELS = {"qwen-image": "Qwen-Image", "flux1-dev": "FLUX.1 dev"}
 LEVERS = (("modulation", "resident"), ("norm_rope", "stock"), ("selective_blocks", "0"))
-"""Values of the levers' knobs that leave them out."""
+"""Values of the settings' knobs that leave them out."""
 
-TEXT = """# What the exact levers are predicted to be worth, card by card
+TEXT = """# What three exact settings are predicted to be worth, card by card
 
 The table shows seconds per optimizer step (four images of 1,024 px, rank 16, `--quality high`), as
-`autotune plan --hardware CARD` predicts them without and with three levers that do not change what
-is learned: modulation computed ahead of time, norm and rotary positions as one function, and
-checkpoints that keep attention. "Gain" is the time without the levers divided by the
+`autotune plan --hardware CARD` predicts them without and with three settings that do not change
+what is learned: modulation computed ahead, norm and rotary positions as one function, and
+checkpoints that keep attention. "Gain" is the time without these settings divided by the
 time with them. The median gain is {medians}. Memory is that of
-the phase that needs most, with the levers.
+the phase that needs most, with them.
 
 **All of it is predicted.** Of these cards only the H200 has run autotune, for half an hour: with
 compiled norm and rotary positions Qwen-Image's step took 0.78 s, without them 0.87 s on another
@@ -47,7 +47,7 @@ is more accurate. `benchmarks/cards.py` writes this page, for the cards that peo
 
 
 def seconds_without(model: str, gpu: CatalogGpu) -> float | None:
-    """Predicted seconds of a step without the levers, or None if nothing fits then."""
+    """Predicted seconds of a step without these settings, or None if nothing fits then."""
     request = PlanRequest(model=model, hardware="another", pins=LEVERS)
     try:
         return make_plan(request, profile_of_gpu(gpu)).plan.frozen.expected.step_seconds

@@ -26,7 +26,7 @@ from autotune.cli.options import GIVEN
 from autotune.cli.server import Asked, Site, route
 from autotune.data.captions import Captioned, edit_captions, last_edit, read_captions, undo_edit
 from autotune.data.folder import CAPTION_SUFFIXES
-from autotune.data.pixels import IMAGE_SUFFIXES
+from autotune.data.pixels import IMAGE_SUFFIXES, open_image
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.candidate import TrialResult
 from autotune.plan.file import RUN_PLAN_FILE, load_plan
@@ -697,17 +697,15 @@ def _show_results(site: Site, asked: Asked) -> Response:
 
 def _samples(folder: Path) -> list[dict[str, Any]]:
     """Pictures that were sampled from a run, in rows of the same prompt and seed."""
-    from PIL import Image
-
     rows: dict[tuple[str, str], list[tuple[float, Path]]] = {}
     for path in sorted((folder / "samples").glob("*.png"))[:400]:
         try:
-            with open_regular(path) as file, Image.open(file) as image:
-                facts = {**getattr(image, "text", {})}
-        except Exception:  # decoders raise anything for damaged files
+            with open_image(path) as image:
+                facts = image.info
+        except OSError:
             continue
         key = str(facts.get("prompt", path.stem)), str(facts.get("seed", ""))
-        strength = facts.get("strength", "1")
+        strength = str(facts.get("strength", "1"))
         number = float(strength) if re.fullmatch(r"\d{1,3}(\.\d{1,6})?", strength) else 1.0
         rows.setdefault(key, []).append((number, path))
     return [

@@ -27,7 +27,7 @@ LEFT_OUT = "(left out)"
 MAX_BYTES = 64 << 20
 LAST_LINES = 500  # of a log or of metrics
 SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
-# Two or more names with a slash before each, or a drive; what stays is the last name's ending.
+# Names with a slash before each, perhaps after a drive.
 PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\]+[^/\\\s'\",;:)]{1,255})+")
 NAME = re.compile(r"[^\s/\\'\",;:()]+")
 MEDIA = re.compile(r"\.(png|jpe?g|webp|gif|mp4|webm|mov|mkv|avi|txt|caption)$", re.IGNORECASE)
@@ -82,6 +82,8 @@ def _of_plan(file: Path, private: set[str]) -> dict[str, str]:
         if not (is_choice or value is None or isinstance(value, int | float)):
             private |= {value} if isinstance(value, str) else set(map(str, value))
             plan["job"][name] = LEFT_OUT
+    model = plan["frozen"]["workload"]["model"]
+    private.add(model["name"])  # of a folder, perhaps; the family stays
     return {"plan.json": _json(plan)}
 
 

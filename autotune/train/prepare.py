@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,8 +115,7 @@ def prepare(
     fit.require_fit(fit.data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
     if job.training_adapter is not None:  # which is part of what learns
-        content = Path(job.training_adapter).read_bytes()
-        weights = hashlib.sha256(weights.encode() + content).hexdigest()
+        weights += weights_digest(open_weights(Path(job.training_adapter)))
     if resume:
         folder.require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)

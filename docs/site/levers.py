@@ -22,7 +22,7 @@ def markdown() -> str:
         reasons += [f"- {name}, no {each}: {why}." for each, why in model.missing_levers.items()]
     table = [f"| {' | '.join(row)} |" for row in rows]
     table.insert(1, "|---" * len(rows[0]) + "|")
-    lines = ["# Levers by family", "", INTRODUCTION, "", *table, "", "Why not:", "", *reasons]
+    lines = ["# Settings by family", "", INTRODUCTION, "", *table, "", "Why not:", "", *reasons]
     return "\n".join(lines) + "\n"
 
 

@@ -1,5 +1,6 @@
 """The guides say what the code says: commands parse, links lead somewhere, tables are current."""
 
+import json
 import re
 import runpy
 import shlex
@@ -65,6 +66,16 @@ def test_every_page_is_in_the_navigation():
     listed = pages.findall((ROOT / "mkdocs.yml").read_text())
     outside = {"index.md", "contributing.md", "changelog.md", "matrix.md"}
     assert sorted(listed) == sorted({page.name for page in DOCS.glob("*.md")} | outside)
+
+
+def test_will_it_fit_answers_from_disk_alone():
+    page = runpy.run_path(str(DOCS / "site" / "fit_page.py"))["render"]()
+    assert len(page.encode()) < 2 << 20
+    assert not re.search(r"(?:src|href)=|https?://|fetch\(", page)
+    data = json.loads(re.findall(r'"application/json" id="data">(.*)</script>', page)[0])
+    assert set(data["models"]) == {model.name for model in list_models()}
+    found = data["models"]["flux1-dev"]["found"]["nvidia-rtx-4090"]
+    assert found["memory_bytes"] <= data["gpus"]["nvidia-rtx-4090"]["memory_bytes"]
 
 
 def test_every_link_leads_somewhere():

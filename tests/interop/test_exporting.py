@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from autotune.api import list_choices
 from autotune.errors import InvalidInput
 from autotune.exchange import audit
-from autotune.interop.exporting import LOADING, SPARING, compare, export_plan, values_of
+from autotune.interop.exporting import LEARNING, LOADING, SPARING, compare, export_plan, values_of
 from autotune.interop.importing import ImportedConfig, import_config
 from autotune.interop.rules import Context
 from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import count_blocks
+from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.words import PHASES
 from autotune.report.configs import audit_markdown
+from autotune.train.folder import CHANGEABLE_FIELDS
 from tests.interop.plans import plan_of
 from tests.interop.test_importing import CONFIGS
 from tests.train.small import write_model_and_images
@@ -111,6 +113,15 @@ def test_strict_refuses_differences():
         export_plan(plan, get_trainer("ai-toolkit"), strict=True)
     loose = plan_of("qwen-image", timestep_shift=1.0, checkpointed_blocks=59, batch_memory="pinned")
     export_plan(loose, get_trainer("ai-toolkit"), strict=True)
+
+
+def test_adapters_beside_the_trained_one_are_told():
+    plan = plan_of("qwen-image", from_adapter="a.safetensors", training_adapter="b.safetensors")
+    told = {one.name: one.kind for one in export_plan(plan, get_trainer("ai-toolkit")).differences}
+    assert told.keys() >= {"from_adapter", "training_adapter"}
+    assert {told["from_adapter"], told["training_adapter"]} == {"learning"}
+    # Steps are compared with epochs; a seed differs by design.
+    assert Job.model_fields.keys() - CHANGEABLE_FIELDS - {"num_train_epochs", "seed"} <= {*LEARNING}
 
 
 @pytest.mark.parametrize(
