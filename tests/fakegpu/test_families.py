@@ -44,7 +44,8 @@ def test_run_ends_and_leaves_nothing_behind(
     job = {
         "num_frames": shortest_clip(family),
         "preview_prompts": ("a red square",),
-        "preview_steps": 2,  # the fewest that MiniMax H3 takes
+        # The fewest each takes: a second step looks numbers up that no kernel computed.
+        "preview_steps": 2 if name == "minimax-h3" else 1,
     }
     if family.max_controls:
         job["control"] = str(pipeline / "control")
