@@ -49,18 +49,17 @@ class RecordSummary(Frozen):
 
 
 @raise_typed
-def push(url: str, *, create: bool = False) -> Transfer:
-    """Copy your records to a team's store; only new ones travel. Raises InvalidInput if there is
-    no such folder, unless `create` makes it.
+def push(url: str) -> Transfer:
+    """Copy your records to a team's store; only new ones travel. Makes a folder that is not
+    there yet; raises InvalidInput if there is none to make it in.
 
     Examples:
         >>> autotune.records.push("s3://team/records").num_new
     """
     team = Store(url)
-    if team.folder and not team.folder.exists() and not create:
-        raise InvalidInput(
-            f"there is no folder {team.address}", hint="check the name; --create makes it"
-        )
+    if team.folder and not team.folder.parent.exists():
+        hint = "check the name, or make that folder first"
+        raise InvalidInput(f"there is no folder {team.folder.parent}", hint=hint)
     return merge_stores(user_store(), team)
 
 

@@ -106,11 +106,10 @@ def profiles() -> None:
 
 @profiles.command()
 @URL
-@click.option("--create", is_flag=True, help="Create the folder if there is none.")
 @JSON
-def push(url: str, create: bool, as_json: bool) -> None:
+def push(url: str, as_json: bool) -> None:
     """Add your records to a team's store."""
-    _print_transfer(autotune.records.push(url, create=create), as_json)
+    _print_transfer(autotune.records.push(url), as_json)
 
 
 @profiles.command()

@@ -51,7 +51,7 @@ FIRST = ("model", "data", "hardware", "resolution", "num_steps", "quality", "max
 MORE = (
     *("trigger", "rank", "lora_alpha", "targets", "effective_batch_size", "learning_rate"),
     *("lr_scheduler", "timestep_shift", "num_train_epochs", "preview_prompts", "preview_every"),
-    *("validation", "flip", "objective", "optimizer", "host_memory", "cap_memory", "max_trials"),
+    *("validation", "flip", "objective", "optimizer", "host_memory", "max_trials"),
     *("search_seconds", "pins", "base", "control"),
 )
 FIELDS = {  # of each command, those that the page's forms may fill in

@@ -95,24 +95,17 @@ def device_with_budget(memory_kind: hardware.MemoryKind, **facts: Any) -> hardwa
 
 
 def limit_device(
-    device: hardware.Device,
-    max_bytes: int | None = None,
-    reserve_bytes: int | None = None,
-    cap_bytes: int | None = None,
+    device: hardware.Device, max_bytes: int | None = None, reserve_bytes: int | None = None
 ) -> hardware.Device:
     """Return the device with the budget that a user's limits leave: `reserve_bytes` replace the
-    default reserve, and `cap_bytes` stand for all its memory."""
+    default reserve."""
     kind, total, free = device.memory_kind, device.total_memory_bytes, device.free_memory_bytes
-    budgets = usual = [(device.budget_bytes, device.budget_reason)]
+    num_bytes, why = device.budget_bytes, device.budget_reason
     if reserve_bytes is not None:
-        budgets = [compute_budget(kind, total, free, device.drives_display, reserve_bytes)]
-    if cap_bytes is not None and (total is None or cap_bytes < total):
-        left = min(cap_bytes, free or cap_bytes)
-        budgets = [*budgets, compute_budget(kind, cap_bytes, left, device.drives_display)]
-    num_bytes, why = min(budgets)
+        num_bytes, why = compute_budget(kind, total, free, device.drives_display, reserve_bytes)
     if max_bytes is not None and max_bytes < num_bytes:
         num_bytes, why = max_bytes, f"{_gib(max_bytes)} as asked"
-    elif budgets is usual:
+    elif reserve_bytes is None:
         return device
     return device.changed(budget_bytes=num_bytes, budget_reason=why, budget_set_by_user=True)
 

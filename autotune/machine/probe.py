@@ -280,7 +280,7 @@ def with_earlier_packages(
 
 def limit_memory(profile: HardwareProfile, request: PlanRequest) -> HardwareProfile:
     """Return the profile with what a run may use: the least of the devices that train together."""
-    asked = (request.max_memory, request.reserve_memory, request.cap_memory)
+    asked = (request.max_memory, request.reserve_memory)
     limits = [None if amount is None else memory_bytes(amount) for amount in asked]
     own = profile.device
     devices = [own]

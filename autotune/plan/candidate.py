@@ -34,7 +34,7 @@ class Candidate(Frozen):
     selective_blocks: Annotated[int, HIDDEN] = Field(default=0, ge=0)
     """Number of blocks, after those that recompute everything, that recompute all but attention:
     they keep its output."""
-    modulation: str = "resident"
+    modulation: Annotated[str, HIDDEN] = "resident"
     """resident, or ahead: the modulations of coming draws are computed in windows, and their layers
     not loaded."""
     compile: str = "off"

@@ -129,7 +129,7 @@ class DataFields(Frozen):
     """Clips to take from a video: only the first (head), all, or this number, evenly spread."""
     shuffle_tags: int = Field(default=0, ge=0, le=100)
     """Number of random orders of each caption's comma-separated tags; 0 keeps them as written."""
-    keep_tags: int = Field(default=0, ge=0, le=100)
+    keep_tags: Annotated[int, HIDDEN] = Field(default=0, ge=0, le=100)
     """Number of first tags that stay in front when tags are shuffled."""
     flip: Annotated[bool, Option("--flip/--no-flip")] = False
     """Mirror images half of the time."""

@@ -74,11 +74,9 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     num_gpus: Annotated[int, Option("--gpus")] = Field(default=1, ge=1, le=65536)
     """GPUs that train together, one process each; tested on CPUs only."""
     max_memory: MemoryAmount | None = None
-    """The most VRAM (on a CPU, system RAM) that a run may take."""
+    """The most VRAM (on a CPU, system RAM) that a run may take; 12GiB rehearses such a card."""
     reserve_memory: Annotated[MemoryAmount | None, Option("--reserve")] = None
     """Memory to leave to the display and other programs, in place of the usual reserve."""
-    cap_memory: MemoryAmount | None = None
-    """Plan as if the GPU had only so much memory, e.g. 12GiB."""
     use_records: Annotated[bool, Option("--profiles/--no-profiles")] = True
     """Use what machines measured before."""
     max_trials: int = Field(default=8, ge=1)
@@ -212,7 +210,7 @@ class CompareRequest(WorkloadRequest, JobFields):
     host_memory: MemoryAmount | None = None
     """System RAM of their computers; 64GiB by default."""
     prices: Annotated[
-        Mapping[str, float] | str | Path | None, Option("--price-file", metavar="FILE")
+        Mapping[str, float] | str | Path | None, Option("--price", metavar="FILE")
     ] = None
     """Price of an hour of each GPU: a YAML file such as docs/prices.yaml."""
     max_cost: Annotated[float | None, Option("--under")] = Field(default=None, ge=0)

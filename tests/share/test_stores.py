@@ -199,8 +199,8 @@ def test_commands_carry_records(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "alice"))
     user_store().add(made := record())
     with pytest.raises(InvalidInput, match="there is no folder"):
-        run("push", tmp_path / "team")
-    assert run("push", tmp_path / "team", "--create").startswith("new: 1, already there: 0")
+        run("push", tmp_path / "typo" / "team")
+    assert run("push", tmp_path / "team").startswith("new: 1, already there: 0")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
     run("pull", tmp_path / "team")
     assert run("verify") == "records: 1, bad: 0\n"

@@ -33,7 +33,7 @@ def plan(
     the time left."""
     if evidence.small and cap_gib:
         cap_gib = max(2, cap_gib // 16)
-    command = [*command, *([] if cap_gib is None else ["--cap-memory", f"{cap_gib}GiB"])]
+    command = [*command, *([] if cap_gib is None else ["--max-memory", f"{cap_gib}GiB"])]
     started = time.monotonic()
     with subprocess.Popen(command, text=True, **PIPES) as process:
         try:
