@@ -5,8 +5,6 @@ interruption or a bad disk leaves behind, or a copy under another name, is never
 modification time is the time of its last use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

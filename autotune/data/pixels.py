@@ -4,8 +4,6 @@ Videos are decoded by PyAV (ffmpeg), the rest by Pillow. No more than one decode
 nothing outside of the file is opened, whatever a file asks for.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import math

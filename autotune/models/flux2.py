@@ -1,7 +1,5 @@
 """FLUX.2 klein and dev."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

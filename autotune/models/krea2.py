@@ -3,8 +3,6 @@
 Short blocks make one text of those twelve layers. They are not adapted, so need no gradient.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Trained here on clips without sound and on images: the video's stream alone, as 
 does without sound (`training_strategies` of Lightricks/LTX-2@400fd31).
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any

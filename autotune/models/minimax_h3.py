@@ -5,8 +5,6 @@ text, is the one that is trained and loaded: `transformer_ref`, for references, 
 trained: its rows are left out, as SimpleTuner does (`minimax_h3_target_mode: video`).
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any

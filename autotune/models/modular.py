@@ -2,8 +2,6 @@
 encode text are its `encode_prompt`, which caching, previews and tests may replace, and the others
 follow in its call."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from functools import cache

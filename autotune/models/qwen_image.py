@@ -1,7 +1,5 @@
 """Qwen-Image, its editing models, and Qwen-Image 2.1."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -3,8 +3,6 @@
 Of medium, the first 13 blocks attend a second time, among the image's tokens alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from autotune.models.facts import ModulationLayers, family_facts

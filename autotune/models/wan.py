@@ -1,7 +1,5 @@
 """Wan 2.1 and Wan 2.2, text to video: blocks that attend to UMT5's text. Images train them, too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from autotune.errors import InvalidInput

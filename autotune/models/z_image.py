@@ -1,7 +1,5 @@
 """Z-Image: one stream of 30 blocks after two short refiners, Qwen3, FLUX.1's autoencoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A request with its model, data and job: what a planner works on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -129,7 +127,7 @@ class ResolvedRequest:
         *,
         needs_weights: bool = True,
         on_sound: Callable[[], None] = lambda: None,
-    ) -> ResolvedRequest:
+    ) -> "ResolvedRequest":
         """Read what the request names; with `needs_weights`, also the headers of local weights.
         `on_sound` is called before torch is imported. Raises InvalidInput or InvalidPlan."""
         for pairs in (request.pin_pairs, request.exclusion_pairs):
@@ -168,7 +166,7 @@ class ResolvedRequest:
             notes = (*notes, f"without the model's files captions cannot be counted: {assumed}")
         return cls(request, model, dataset, workload, job, notes)
 
-    def suited_to_trainer(self, profile: HardwareProfile) -> ResolvedRequest:
+    def suited_to_trainer(self, profile: HardwareProfile) -> "ResolvedRequest":
         """Exclude what the trainer that is named cannot express, and add what its program takes."""
         trainer = get_trainer(str(self.request.for_trainer))
         context = TuningContext(profile, self.model.family, self.workload)

@@ -1,7 +1,5 @@
 """The fit of a plan to a machine, a model and data: a reason for each misfit."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 from autotune.errors import DoesNotFit

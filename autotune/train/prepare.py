@@ -1,7 +1,5 @@
 """Checks before a run's long work: plan, machine, model, data, output folder and disk."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ diffusers' own. ComfyUI ignores an alpha in the metadata, and diffusers does not
 from `.alpha`: the first two formats have it in their values. `NOT_READ_BY` tells the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -5,8 +5,6 @@ sources, with commits, are in `tests/clients`, which the tables in `names.yaml` 
 FLUX's `norm_out` is left out: its rows are in another order there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
