@@ -1,7 +1,7 @@
 """Writes `profiles/predictions.json`: what the cards that people have most would do with each
 model's defaults.
 
-    python benchmarks/predict_catalog.py [MODEL ...]        without names, all models
+    python benchmarks/predict_catalog.py [MODEL[@PX] ...]        without names, all
 
 Z-Image took 10 CPU-seconds for its first card, then 2 to 7 for each: all of it takes some 25
 CPU-minutes, and all 107 cards of the catalog four hours, which nobody kept up.
@@ -45,11 +45,17 @@ CARDS = (
     "nvidia-h200-sxm",
     "nvidia-gb10",
 )
+# Models predicted at a second resolution, too, for those who have little memory.
+SMALLER_PX = 768
+SMALLER = ("qwen-image", "flux1-dev", "z-image", "sdxl")
 
 
-def predict(model: str, gpu: CatalogGpu) -> dict[str, object] | None:
+def predict(name: str, gpu: CatalogGpu) -> dict[str, object] | None:
+    model, _, side = name.partition("@")
+    smaller = {"resolution": int(side)} if side else {}
+    request = PlanRequest(model=model, hardware="another", **smaller)
     try:
-        plan = make_plan(PlanRequest(model=model, hardware="another"), profile_of_gpu(gpu)).plan
+        plan = make_plan(request, profile_of_gpu(gpu)).plan
     except NothingFits:
         return None
     expected = plan.frozen.expected
@@ -75,6 +81,7 @@ def main() -> None:
     models = {
         model.name: (family, model) for family in FAMILIES.values() for model in family.models
     }
+    models |= {f"{name}@{SMALLER_PX}": models[name] for name in SMALLER}
     cards = [card for card in load_catalog() if card.id in CARDS]
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
     found: dict[str, dict[str, dict[str, object] | None]] = {
@@ -85,7 +92,7 @@ def main() -> None:
     ] = {}  # models by what they are built of: a distilled one is trained as its base is
     for name in sys.argv[1:] or models:
         family, model = models[name]
-        made_of = repr((family.name, model.config, model.parts))
+        made_of = repr((family.name, model.config, model.parts, name.partition("@")[2]))
         if made_of not in done:
             done[made_of] = name
             found[name] = {card.id: predict(name, card) for card in cards}

@@ -257,7 +257,7 @@ def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
             raise InvalidInput(
                 f"the data names {by_real[real]} twice",
                 hint="name it once; `repeats` in a data.yaml shows its images more often "
-                "(docs/training.md)",
+                "(docs/data.md)",
             )
         by_real[real] = folder.path
     for inner, path in by_real.items():
@@ -275,7 +275,7 @@ def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
 def _read_list(data: Path) -> tuple[DataFolder, ...]:
     if not is_list(data) or data.is_dir():
         return (DataFolder(path=str(data)),)
-    hint = "write `folders:` with an entry `- path: FOLDER` for each; see docs/training.md"
+    hint = "write `folders:` with an entry `- path: FOLDER` for each; see docs/data.md"
     folders = read_listing(data, _DataFile, "data folders", hint).folders
     base = data.parent
     return tuple(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from autotune.interop.trainer import trainers
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import Entry
@@ -20,7 +21,8 @@ hour, this is what the code allows.
 
 def markdown() -> str:
     """Write the page."""
-    return "\n".join([INTRODUCTION, *_attention(), "", *_formats(), "", *_families()]) + "\n"
+    parts = (_attention(), _formats(), _families(), _trainers())
+    return "\n\n".join([INTRODUCTION.rstrip(), *map("\n".join, parts)]) + "\n"
 
 
 def _devices(entry: Entry) -> str:
@@ -82,6 +84,18 @@ def _families() -> list[str]:
             f"| {name} | {family.pipeline_class} | {controls} | {clips} | "
             f"{', '.join(family.target_sets)} |"
         )
+    return lines
+
+
+def _trainers() -> list[str]:
+    each_of = trainers().values()
+    known = [{model.family.name for model in trainer.models} for trainer in each_of]
+    lines = ["## Other trainers", "", "[What a plan becomes there](other-trainers.md).", ""]
+    lines.append(f"| family | {' | '.join(trainer.title for trainer in each_of)} |")
+    lines.append("|---" * (len(each_of) + 1) + "|")
+    for name in sorted(set().union(*known)):
+        cells = ("yes" if name in names else "-" for names in known)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
