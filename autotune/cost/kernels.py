@@ -85,12 +85,20 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     converts = quantized_layers.CONVERTS_AS_IT_READS
     with (
         patch.multiple(functional, **functions) if functions else nullcontext(),
+        patch.object(torch, "autocast", _autocast_of(torch.autocast)),
         patch.dict(KERNELS, compiled=norm_rope),
         patch.dict(quantized_layers.PRODUCT_KERNELS, meta=_products_of(rules)),
         patch.dict(converts, meta=converts[rules]),
         attention_backend("native"),
     ):
         yield
+
+
+def _autocast_of(stock: Any) -> Callable[..., Any]:
+    # torch has none on meta, where Ideogram 4 turns it off.
+    return lambda device_type, **how: (
+        nullcontext() if device_type == "meta" else stock(device_type, **how)
+    )
 
 
 def _attention_of(kernel: str) -> Callable[..., torch.Tensor]:

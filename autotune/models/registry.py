@@ -11,6 +11,7 @@ from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.flux1 import Chroma, Flux1Dev, Flux1Kontext
 from autotune.models.flux2 import Flux2Dev, Flux2Klein
+from autotune.models.ideogram4 import Ideogram4
 from autotune.models.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.models.krea2 import Krea2
 from autotune.models.ltx2 import LTX2
@@ -94,6 +95,7 @@ FAMILIES = Families(
     LTX2(),
     Anima(),
     MiniMaxH3(),
+    Ideogram4(),
 )
 
 

@@ -18,7 +18,7 @@ from autotune.system.lazy import Tensor, torch
 
 Parts = tuple[str, ...]
 BLOCK = re.compile(  # the number of a repeated block; of a UNet, of a repeated block within a stage
-    r"(^blocks|refiner\.blocks|(?:transformer|double|single|joint|layerwise|refiner)_blocks)([._])(\d+)(?=[._])"
+    r"(^blocks|^layers|refiner\.blocks|(?:transformer|double|single|joint|layerwise|refiner)_blocks)([._])(\d+)(?=[._])"
 )
 
 

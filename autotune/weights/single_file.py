@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from autotune.errors import first_line
 from autotune.system.lazy import Tensor, nn, torch
 from autotune.weights.files import BadWeights, ModelMismatch, TensorEntry, WeightSource
+from autotune.weights.names import LAYOUTS, Layout
 from autotune.weights.tensors import read_tensor
 
 UNET_PREFIX = "model.diffusion_model."
@@ -265,8 +266,20 @@ NESTED_LAYERS = {
 def _find_conversion(kind: str) -> Conversion | None:
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    found = SINGLE_FILE_LOADABLE_CLASSES.get(LIKE.get(kind, kind))
-    return partial(_convert, found["checkpoint_mapping_fn"]) if found else None
+    if found := SINGLE_FILE_LOADABLE_CLASSES.get(LIKE.get(kind, kind)):
+        return partial(_convert, found["checkpoint_mapping_fn"])
+    return partial(_rename, LAYOUTS[kind]) if kind in LAYOUTS else None
+
+
+def _rename(layout: Layout, state: dict[str, Tensor], config: Config) -> Mapping[str, Tensor]:
+    """Call layers as diffusers, which has no conversion, by the table of adapters' layers."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        layer, _, kind = name.rpartition(".")
+        parts = layout.parts(layer) if layout.has_originals([layer]) else [layer]
+        rows = tensor.chunk(len(parts))
+        found |= {f"{part}.{kind}": each for part, each in zip(parts, rows, strict=True)}
+    return found
 
 
 def _convert(

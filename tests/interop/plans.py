@@ -12,7 +12,7 @@ from tests import builders
 NUM_BLOCKS = {
     **{"qwen": 60, "flux1": 57, "flux2-klein-9b": 32, "flux2": 25, "kandinsky5-image": 52},
     **{"kandinsky5-video": 34, "z-": 34, "krea": 28, "wan-2.1-14b": 40, "wan": 30, "sdxl": 86},
-    **{"anima": 28, "chroma": 57, "sd3.5-medium": 24, "sd3.5": 38},
+    **{"anima": 28, "ideogram": 34, "chroma": 57, "sd3.5-medium": 24, "sd3.5": 38},
 }
 SETTINGS = {"micro_batch_size": 1, "checkpointed_blocks": 0}
 

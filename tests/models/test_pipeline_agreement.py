@@ -62,6 +62,8 @@ def _options(small, monkeypatch):
         monkeypatch.setattr(before_denoise, "audio_latent_num_frames", lambda *_: 0)
         monkeypatch.setattr(MiniMaxH3AudioDecodeStep, "__call__", lambda _, *given: given)
         monkeypatch.setattr(type(small.pipeline), "min_duration", 0.0)
+    if family.name == "ideogram-4":
+        options |= {"guidance_schedule": None, "max_sequence_length": 64}
     if family.name == "ltx-2.3":
         options |= {"audio_guidance_scale": 1.0, "guidance_rescale": 0.0}
         options |= {"stg_scale": 0.0, "audio_stg_scale": 0.0}
@@ -100,7 +102,8 @@ def _unpack(family, hidden, shape):
         if family.can_train_clips:
             return hidden.mT.reshape(1, *shape)
         rows, columns = height // family.patch, width // family.patch
-        tokens = hidden[:, : rows * columns].mT.unflatten(2, (rows, columns))
+        tokens = hidden[:, -rows * columns :] if family.name == "ideogram-4" else hidden
+        tokens = tokens[:, : rows * columns].mT.unflatten(2, (rows, columns))
         return torch.nn.functional.pixel_shuffle(tokens, family.patch)[:, :, None]
     # Others are for an image to begin with.
     return hidden[:, :channels].reshape(1, channels, frames, height, width)
@@ -136,7 +139,8 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
     with monkeypatch.context() as patch:
         calls = _calls(small.transformer, patch)
         kind = "np" if isinstance(family, ModularFamily) else "latent"
-        pipeline(prompt=CAPTIONS[1], num_inference_steps=3, output_type=kind, **options)
+        called = small.stock() if family.name == "ideogram-4" else pipeline  # ours packs its text
+        called(prompt=CAPTIONS[1], num_inference_steps=3, output_type=kind, **options)
     hidden, theirs = calls[1]
     timestep = pipeline.scheduler.timesteps[1]
     level = timestep.float() / (1000 if isinstance(family.noise, FlowMatching) else 1)
@@ -154,7 +158,7 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
         noisy = _unpack(family, hidden, shape)
         ours = family.predict(small.transformer, noisy, level[None], family.collate([sample]))
     # Their pipelines count from noise to picture.
-    sign = -1 if family.name in ("z-image", "minimax-h3") else 1
+    sign = -1 if family.name in ("z-image", "minimax-h3", "ideogram-4") else 1
     torch.testing.assert_close(ours, sign * _unpack(family, theirs, shape), rtol=1e-4, atol=1e-5)
 
 
@@ -174,6 +178,17 @@ def test_blocks_draw_as_stock_pipelines(name, small_pipelines, monkeypatch):
     theirs = stock(prompt=CAPTIONS[0], output=output, **how)
     theirs = theirs[0] if family.can_train_clips else theirs
     assert [each.tobytes() for each in ours] == [each.tobytes() for each in theirs]
+
+
+def test_ideogram_draws_as_the_stock_pipeline_with_padding_and_masks(small_pipelines):
+    small = small_pipelines("ideogram-4")
+    family, bucket = small.family, small.bucket
+    (ours,) = family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=3, seed=4)
+    how = {"width": bucket.width_px, "height": bucket.height_px, "num_inference_steps": 3}
+    how |= {"guidance_scale": 7.0, "guidance_schedule": None}
+    how |= {"max_sequence_length": 64, "generator": torch.Generator().manual_seed(4)}
+    (theirs,) = small.stock()(prompt=CAPTIONS[0], **how).images
+    assert np.abs(np.asarray(ours, int) - np.asarray(theirs, int)).max() <= 1
 
 
 @pytest.mark.quick(*KINDS)
@@ -196,7 +211,8 @@ def test_encoded_pixels_decode_to_vaes_reconstruction(small, controls, monkeypat
     with monkeypatch.context() as patch:
         _calls(small.transformer, patch, answer=_still)
         options |= {"num_inference_steps": 2, "output_type": "np", "return_dict": False}
-        decoded = pipeline(prompt=CAPTIONS[0], latents=given.clone(), **options)[0]
+        called = small.stock() if family.name == "ideogram-4" else pipeline
+        decoded = called(prompt=CAPTIONS[0], latents=given.clone(), **options)[0]
     expected = small.seen(expected)[0].clamp(0, 1)
     expected = np.moveaxis(expected.numpy(), 0, -1)
     expected = expected if expected.ndim == decoded[0].ndim else expected[0]

@@ -52,7 +52,10 @@ def header_only(state: State, file: Path) -> Path:
 
 @pytest.mark.parametrize(
     "family",
-    ["anima", "flux1-dev", "minimax-h3", "qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"],
+    [
+        *("anima", "flux1-dev", "ideogram-4", "minimax-h3"),
+        *("qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"),
+    ],
 )
 def test_file_and_base_are_the_folder(family, small_pipelines, tmp_path):
     small = small_pipelines(family)
@@ -86,6 +89,8 @@ def test_animas_conditioner_comes_from_its_file(small_pipelines, tmp_path):
 def test_a_transformer_not_trained_is_refused(tmp_path):
     with pytest.raises(InvalidInput, match="other transformer"):
         named_expert("minimax_h3_ref2va_bf16", get_family("minimax-h3"))
+    with pytest.raises(InvalidInput, match="other transformer"):
+        named_expert("ideogram4_unconditional_fp8_scaled", get_family("ideogram-4"))
     file = tmp_path / "adapter.safetensors"
     tensors = {f"transformer_ref.proj_in.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
     save_file(tensors, file)
@@ -96,7 +101,10 @@ def test_a_transformer_not_trained_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["anima", "flux1-dev", "sd3.5", "sd3.5-medium", "sdxl", "wan-2.1-14b", "z-image", "qwen-image"],
+    [
+        *("anima", "flux1-dev", "ideogram-4", "sd3.5", "sd3.5-medium"),
+        *("sdxl", "wan-2.1-14b", "z-image", "qwen-image"),
+    ],
 )
 def test_published_files_are_recognized(name, tmp_path):
     found = find_published(name)

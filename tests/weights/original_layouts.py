@@ -126,11 +126,16 @@ def minimax_h3(state: State) -> State:
     return made | {"rope.inv_freq": torch.ones(8)}
 
 
+def ideogram4(state: State) -> State:
+    parts = ("attention.to_q", "attention.to_k", "attention.to_v")
+    return relaid(state, NAMES["IDEOGRAM"], [("", parts)])
+
+
 LAYOUTS: dict[str, Callable[[State], State]] = {
     "qwen-image": dict, "flux1-dev": flux1, "chroma": chroma, "sd3.5": sd3, "sdxl": sdxl_unet,
     "wan-2.1": lambda state: relaid(state, NAMES["WAN"]), "z-image": z_image,
     "anima": lambda state: within(relaid(state, NAMES["COSMOS"]), "net."),
-    "minimax-h3": minimax_h3,
+    "minimax-h3": minimax_h3, "ideogram-4": ideogram4,
 }  # fmt: skip
 
 

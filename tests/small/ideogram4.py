@@ -1,0 +1,50 @@
+"""A small Ideogram 4 pipeline."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION_LAYERS
+
+from autotune.models.family import Family
+from tests.small.parts import QWEN_VL_CHAT, qwen3_vl, qwen_tokenizer
+
+TEXT_WIDTH = 32
+
+
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """Two transformers of 4 blocks of width 128, with 2 heads."""
+    tokenizer = qwen_tokenizer(captions, QWEN_VL_CHAT, chat=QWEN_VL_CHAT)
+    layers = QWEN3_VL_ACTIVATION_LAYERS
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(16, 32, 32, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=16,
+    ).eval()
+    vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
+    return {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
+        "vae": vae,
+        "text_encoder": qwen3_vl(
+            transformers.Qwen3VLModel, tokenizer, TEXT_WIDTH, num_layers=layers[-1] + 1
+        ),
+        "tokenizer": tokenizer,
+        "transformer": _transformer(len(layers) * TEXT_WIDTH),
+        "unconditional_transformer": _transformer(len(layers) * TEXT_WIDTH),
+    }
+
+
+@torch.no_grad()
+def _transformer(text_width: int) -> Any:
+    made = diffusers.Ideogram4Transformer2DModel(
+        in_channels=64, num_layers=4, attention_head_dim=64, num_attention_heads=2,
+        intermediate_size=256, adaln_dim=32, llm_features_dim=text_width,
+        mrope_section=(12, 10, 10),
+    ).eval()  # fmt: skip
+    # Its velocity is the negative of the noise's part: it begins by predicting its input.
+    made.final_layer.linear.weight.copy_(-torch.linalg.pinv(made.input_proj.weight))
+    made.final_layer.linear.bias.zero_()
+    return made
