@@ -17,15 +17,7 @@ from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import allow_optimizer, plain_choices
 from autotune.machine import catalog
-from autotune.machine.probe import (
-    cached_profile,
-    hardware_for,
-    limit_memory,
-    may_have_gpu,
-    status_to,
-    with_earlier_packages,
-)
-from autotune.machine.probe import probe as read_machine
+from autotune.machine import probe as machine
 from autotune.models.registry import find_published
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.models.single_file import open_single_file, recognize
@@ -77,10 +69,10 @@ def probe(
         >>> machine.device.name, machine.device.budget_bytes
     """
     on_event(StatusChanged(text="reading the machine"))
-    on_progress = status_to(on_event)
+    on_progress = machine.status_to(on_event)
     if quick:
-        return read_machine(index=device, on_progress=on_progress)
-    return cached_profile(fresh=True, index=device, on_progress=on_progress)
+        return machine.probe(index=device, on_progress=on_progress)
+    return machine.cached_profile(fresh=True, index=device, on_progress=on_progress)
 
 
 def list_gpus() -> tuple[catalog.CatalogGpu, ...]:
@@ -118,12 +110,12 @@ def list_models(
     if gpu is None or host_memory is None:
         summaries = comparison.summarize_models(gpu.id if gpu else None)
     else:
-        machine = hardware_for(gpu.id, host_memory=host_memory, on_event=on_event)
+        profile = machine.hardware_for(gpu.id, host_memory=host_memory, on_event=on_event)
 
         def predict(model: str) -> comparison.CatalogPrediction:
             on_event(StatusChanged(text=f"planning {model}"))
             try:
-                made = plan(model, hardware=machine)
+                made = plan(model, hardware=profile)
             except NothingFits:
                 return comparison.CatalogPrediction(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb)
             return comparison.compared_gpu(gpu, made, download_seconds=0.0, price_per_hour=None)
@@ -138,7 +130,7 @@ def list_models(
 def require_gpu(model: str) -> None:
     """Raise NoGpu for a published model if this machine certainly has no GPU. Loads no library."""
     found = find_published(model)
-    if found is not None and not Path(model).is_dir() and not may_have_gpu():
+    if found is not None and not Path(model).is_dir() and not machine.may_have_gpu():
         raise comparison.NoGpu.build(*found)
 
 
@@ -197,7 +189,7 @@ def _resolve_on_hardware(
     measured, and as far as possible before torch is imported. `tries`: whether trials follow."""
     on_event, on_sound, profile = request.on_event, lambda: None, None
     if request.hardware is not None:
-        profile = hardware_for(
+        profile = machine.hardware_for(
             request.hardware,
             host_memory=request.host_memory,
             assume=request.assume,
@@ -205,7 +197,7 @@ def _resolve_on_hardware(
         )
         if not request.assume and profile.origin == "catalog" and request.earlier is not None:
             assumed = load_plan(request.earlier).frozen.hardware.assumed
-            profile = with_earlier_packages(profile, assumed, on_event)
+            profile = machine.with_earlier_packages(profile, assumed, on_event)
     elif tries:
         on_sound = process.warm_up  # it imports for seconds, beside this process
     on_event(StatusChanged(text="reading model and data"))
@@ -222,8 +214,8 @@ def _resolve_on_hardware(
             require_devices(resolved, facts)
             _space(resolved, facts)  # what is pinned is refused before rates are measured
 
-    profile = profile or hardware_for(None, on_event=on_event, on_facts=require)
-    profile = limit_memory(profile, request)
+    profile = profile or machine.hardware_for(None, on_event=on_event, on_facts=require)
+    profile = machine.limit_memory(profile, request)
     if request.for_trainer is not None:
         resolved = resolved.suited_to_trainer(profile)
     return resolved, profile
@@ -268,10 +260,10 @@ def check(
     """
     chosen = load_plan(plan)
     if hardware is not None:
-        misfits = fit.hardware_misfits(chosen, hardware_for(hardware))
+        misfits = fit.hardware_misfits(chosen, machine.hardware_for(hardware))
     else:
-        machine = read_machine()
-        misfits = fit.hardware_misfits(chosen, machine) + fit.card_misfits(chosen, machine)
+        profile = machine.probe()
+        misfits = fit.hardware_misfits(chosen, profile) + fit.card_misfits(chosen, profile)
     return CheckResult(fits=not misfits, misfits=misfits)
 
 
@@ -305,7 +297,7 @@ def estimate(request: EstimateRequest) -> Estimate:
     for name, value in settings.items():
         require_choice(name, value)
     prepare.check_overrides(family, work)
-    profile = hardware_for(
+    profile = machine.hardware_for(
         request.hardware,
         host_memory=request.host_memory,
         assume=request.assume,

@@ -29,7 +29,7 @@ def test_other_hardware_named_without_gpu(capfd, monkeypatch):
     known = {"gpu": "nvidia-rtx-4090", "memory_gb": 24, "step_seconds": 14.1}
     known |= {"time_uncertainty": 0.3, "run_memory_bytes": 19 << 30}
     table = (CatalogPrediction(**known), CatalogPrediction(gpu="nvidia-rtx-3060", memory_gb=12))
-    monkeypatch.setattr("autotune.api.may_have_gpu", lambda: False)
+    monkeypatch.setattr("autotune.machine.probe.may_have_gpu", lambda: False)
     monkeypatch.setattr("autotune.search.comparison.catalog_predictions", lambda family: table)
     asked = ["plan", "--model", "qwen-image", "--data", "my photos", "--rank", "4"]
     told = autotune_here(capfd, *asked)

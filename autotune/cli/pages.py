@@ -25,7 +25,7 @@ from autotune.cli.jobs import ANSWER, EVENTS, EXIT, Job, is_locked
 from autotune.cli.options import GIVEN
 from autotune.cli.server import Asked, Site, route
 from autotune.data.captions import Captioned, edit_captions, last_edit, read_captions, undo_edit
-from autotune.data.folder import CAPTION_SUFFIXES
+from autotune.data.media import CAPTION_SUFFIXES
 from autotune.data.pixels import IMAGE_SUFFIXES, open_image
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.candidate import TrialResult

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.data.folder import Media, find_captions, find_media, list_contents
+from autotune.data.media import Media, find_captions, find_media, list_contents
 from autotune.errors import InvalidInput
 from autotune.system.files import read_bounded, write_text_atomic
 

@@ -16,23 +16,8 @@ from pathlib import Path
 
 from pydantic import Field
 
+from autotune.data import media
 from autotune.data.batches import assign_buckets, make_buckets
-from autotune.data.folder import (
-    METADATA,
-    REMARKS,
-    ByName,
-    Media,
-    PrintableStr,
-    Problem,
-    find_captions,
-    find_controls,
-    find_masks,
-    find_media,
-    find_unsupported,
-    fold_name,
-    list_contents,
-    locate_control,
-)
 from autotune.data.items import (
     DEFAULT_OPTIONS,
     DatasetOptions,
@@ -42,6 +27,7 @@ from autotune.data.items import (
     file_digest,
     find_cut_captions,
 )
+from autotune.data.media import PrintableStr, Problem
 from autotune.errors import InvalidInput
 from autotune.models.family import Family
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
@@ -75,7 +61,7 @@ class Dataset:
     def problem_summary(self) -> tuple[str, ...]:
         untrained = [problem for problem in self.problems if problem.kind == "black"]
         lines = _list_first(untrained, "{} more images have masks that are black everywhere")
-        if problems := [problem for problem in self.problems if problem.kind not in REMARKS]:
+        if problems := [problem for problem in self.problems if problem.kind not in media.REMARKS]:
             counts = Counter(problem.kind for problem in problems)
             named = ", ".join(f"{number} {kind}" for kind, number in counts.items())
             lines.append(f"left out of the data: {named}")
@@ -138,31 +124,31 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
     for place, kind in ((folder, "data"), (options.control, "control")):
         if place and not place.is_dir():
             raise InvalidInput(f"there is no {kind} folder {place}", hint="check the path")
-    control = locate_control(folder, options.control) if options.control else None
+    control = media.locate_control(folder, options.control) if options.control else None
     if control and (options.flip or options.crop != "center"):
         raise InvalidInput(
             "pairs for editing are neither flipped nor cropped at the top",
             hint="leave --flip and --crop out",
         )
-    contents = list_contents(folder, exclude=control)
-    media = find_media(contents, clips=options.num_frames > 1)
-    captions, masks = find_captions(contents, media), find_masks(contents)
-    unsupported = find_unsupported(contents, clips=options.num_frames > 1)
+    contents = media.list_contents(folder, exclude=control)
+    found = media.find_media(contents, clips=options.num_frames > 1)
+    captions, masks = media.find_captions(contents, found), media.find_masks(contents)
+    unsupported = media.find_unsupported(contents, clips=options.num_frames > 1)
     problems = [*captions.problems, *unsupported, *contents.problems]
-    stems, why = {fold_name(one.stem) for one in media}, "there is no image of this name"
+    stems, why = {media.fold_name(one.stem) for one in found}, "there is no image of this name"
     if options.loss_mask != "files":
         stems, why = set(), "a mask is used with --loss-mask files"
     for stem, path in masks.items():
-        if fold_name(stem) not in stems:
+        if media.fold_name(stem) not in stems:
             problems.append(Problem(file=contents.name(path), kind="mask", message=why))
-    controls = ByName[tuple[Path, ...]]({})
+    controls = media.ByName[tuple[Path, ...]]({})
     if control:
-        listed = list_contents(control)
-        controls, problems = find_controls(listed), [*problems, *listed.problems]
+        listed = media.list_contents(control)
+        controls, problems = media.find_controls(listed), [*problems, *listed.problems]
     deadline = time.monotonic() + VERIFY_SECONDS
-    reader = ItemReader(options, captions, controls, ByName(masks), deadline)
+    reader = ItemReader(options, captions, controls, media.ByName(masks), deadline)
     items: list[tuple[str, Item]] = []
-    for one, results in zip(media, _read_items(reader, media, on_progress), strict=True):
+    for one, results in zip(found, _read_items(reader, found, on_progress), strict=True):
         items += [(one.name, result) for result in results if isinstance(result, Item)]
         problems += [result for result in results if isinstance(result, Problem)]
     unique, duplicates = _drop_duplicates(items, reader.captioned)
@@ -174,14 +160,14 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
 
 
 def _read_items(
-    reader: ItemReader, media: tuple[Media, ...], on_progress: OnProgress | None
+    reader: ItemReader, found: tuple[media.Media, ...], on_progress: OnProgress | None
 ) -> Iterator[list[Item | Problem]]:
     # In order, from threads: Pillow and PyAV decode without holding the interpreter's lock.
     pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
     try:
-        for done, results in enumerate(pool.map(reader.read, media), start=1):
+        for done, results in enumerate(pool.map(reader.read, found), start=1):
             if on_progress:
-                on_progress(done, len(media))
+                on_progress(done, len(found))
             yield results
     finally:
         pool.shutdown(cancel_futures=True)
@@ -205,7 +191,7 @@ def _drop_duplicates(
         if original == name:
             unique.append((name, item))
         else:
-            message = f"the same image as {original}: `repeats` in {METADATA} weighs it"
+            message = f"the same image as {original}: `repeats` in {media.METADATA} weighs it"
             problems.append(Problem(file=name, kind="duplicate", message=message))
     return sorted(unique, key=lambda one: one[0]), problems
 

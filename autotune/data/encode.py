@@ -26,8 +26,8 @@ from autotune.data.cache import (
     make_item_entries,
 )
 from autotune.data.dataset import Dataset, OnProgress
-from autotune.data.folder import Problem
 from autotune.data.items import Item, file_digest
+from autotune.data.media import Problem
 from autotune.data.pixels import explain_damage, open_pixels
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.formats import WEIGHT_FORMATS

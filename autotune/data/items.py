@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.data import pixels
-from autotune.data.folder import ByName, Captions, Media, Problem
+from autotune.data.media import ByName, Captions, Media, Problem
 from autotune.models.family import Family
 from autotune.plan.job import ClipChoice, Crop, LossMask
 from autotune.system.files import decode_text, read_bounded

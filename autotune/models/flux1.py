@@ -7,18 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
-from autotune.models import facts, latents
-from autotune.models.family import (
-    COMPONENTS,
-    Batch,
-    Family,
-    Images,
-    Options,
-    Pixels,
-    Sample,
-    Sizes,
-    Texts,
-)
+from autotune.models import facts, family, latents
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, nn, torch
 
@@ -27,7 +16,7 @@ BLOCK = r"(single_)?transformer_blocks\.\d+"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
 
 
-class Flux1Dev(latents.ImageLatents, Family):
+class Flux1Dev(latents.ImageLatents, family.Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
@@ -36,7 +25,7 @@ class Flux1Dev(latents.ImageLatents, Family):
     fine_tunes = ("flux 1 krea dev", "flux 1 fill dev")
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
-    components: ClassVar[tuple[str, ...]] = (*COMPONENTS, "text_encoder_2", "tokenizer_2")
+    components: ClassVar[tuple[str, ...]] = (*family.COMPONENTS, "text_encoder_2", "tokenizer_2")
     casts_to_weight_dtype = True
     latent_channels = ("in_channels", 64)
     counts_packed = True
@@ -59,7 +48,9 @@ class Flux1Dev(latents.ImageLatents, Family):
         ),
     )
 
-    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
+    def predict(
+        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch
+    ) -> Tensor:
         prompt, images = batch["prompt_embeds"], latents.with_controls(noisy, batch)
         tokens = [latents.pack(image) for image in images]
         # An image token's position is (number of the image, row, column); text has none.
@@ -82,8 +73,8 @@ class Flux1Dev(latents.ImageLatents, Family):
         return latents.unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def conditioning(
-        self, transformer: Any, levels: Tensor, batch: Batch, num_image_tokens: int
-    ) -> Options:
+        self, transformer: Any, levels: Tensor, batch: family.Batch, num_image_tokens: int
+    ) -> family.Options:
         """Return what the transformer takes besides tokens, their positions and the noise level."""
         guidance = self.guidance_input(transformer, levels, batch)
         return {"guidance": guidance, "pooled_projections": batch["pooled_prompt_embeds"]}
@@ -98,7 +89,9 @@ class Flux1Kontext(Flux1Dev):
     pipeline_class = "FluxKontextPipeline"
     max_controls = 1
 
-    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
+    def call_options(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: family.Images
+    ) -> family.Options:
         from PIL import Image, ImageOps
 
         self.check_num_controls(len(controls), "the prompt")
@@ -122,7 +115,7 @@ class Chroma(Flux1Dev):
     transformer_class = "ChromaTransformer2DModel"
     obsolete_config = frozenset({"guidance_embeds", "pooled_projection_dim"})  # FLUX.1's, unused
     caption_tokenizer = "tokenizer"
-    components = COMPONENTS
+    components = family.COMPONENTS
     pooled_size = None
     masks_padding = True
     target_sets = latents.adapted_layers(BLOCK, latents.ATTENTION, MLP)
@@ -142,16 +135,20 @@ class Chroma(Flux1Dev):
         )
         return transformer
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: family.Pixels = ()
+    ) -> family.Sample:
         prompt, _, mask, *_ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
         return {"prompt_embeds": prompt[0][mask[0] > 0]}
 
-    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: family.Texts, controls: family.Sizes = ()
+    ) -> list[int]:
         return [min(length + 1, TEXT_TOKENS) for length in latents.count_tokens(folder, captions)]
 
     def conditioning(
-        self, transformer: Any, levels: Tensor, batch: Batch, num_image_tokens: int
-    ) -> Options:
+        self, transformer: Any, levels: Tensor, batch: family.Batch, num_image_tokens: int
+    ) -> family.Options:
         mask = batch.get("prompt_mask")
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, num_image_tokens), value=True)
@@ -161,7 +158,9 @@ class Chroma(Flux1Dev):
         # The pipeline adds its mask instead (huggingface/diffusers#13619): no padding, no mask.
         return mock.patch.object(pipeline, "_prepare_attention_mask", return_value=None)
 
-    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
+    def call_options(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: family.Images
+    ) -> family.Options:
         wanted, _, mask, unwanted, _, unwanted_mask = pipeline.encode_prompt(prompt)
         own, unwanted_own = mask[0] > 0, unwanted_mask[0] > 0
         return {

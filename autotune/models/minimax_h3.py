@@ -12,17 +12,7 @@ from unittest import mock
 
 from PIL import Image
 
-from autotune.models import facts, latents
-from autotune.models.family import (
-    Batch,
-    Images,
-    Options,
-    Pixels,
-    Sample,
-    Sizes,
-    Texts,
-    unwrap_model,
-)
+from autotune.models import facts, family, latents
 from autotune.models.modular import ModularFamily
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, torch
@@ -87,10 +77,14 @@ class MiniMaxH3(ModularFamily):
         processor = latents.load_processor("Qwen3VLProcessor", folder / "processor")
         return super().load_pipeline(folder, **{"processor": processor, **components})
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: family.Pixels = ()
+    ) -> family.Sample:
         return super().encode_caption(pipeline, caption or NO_WORD)
 
-    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: family.Texts, controls: family.Sizes = ()
+    ) -> list[int]:
         tokenize = latents.load_tokenizer(folder)
         texts = [caption or NO_WORD for caption in captions]
         return [len(ids) for ids in tokenize(texts, add_special_tokens=False)["input_ids"]]
@@ -102,10 +96,12 @@ class MiniMaxH3(ModularFamily):
     def to_vae_latents(self, latents: Tensor) -> Tensor:
         return latents if latents.shape[2] > 1 else latents.expand(-1, -1, FIRST_LATENTS, -1, -1)
 
-    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
+    def predict(
+        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch
+    ) -> Tensor:
         from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
-        predicted, size, config = [], latents.PATCH, unwrap_model(transformer).config
+        predicted, size, config = [], latents.PATCH, family.unwrap_model(transformer).config
         channels, frames, height, width = noisy.shape[1:]
         rows, columns = height // size, width // size
         for number, clean in enumerate(1 - levels):
@@ -140,7 +136,9 @@ class MiniMaxH3(ModularFamily):
         # Of a picture it makes the shortest clip.
         return super().sample(pipeline, prompt, bucket, **how)[: bucket.num_frames]
 
-    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
+    def call_options(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: family.Images
+    ) -> family.Options:
         frames = max(FIRST_FRAMES, self.whole_frames(bucket.num_frames))
         return {"prompt": prompt or NO_WORD, "num_frames": frames}
 

@@ -23,16 +23,7 @@ from autotune.models.registry import FAMILIES, explain_unknown, find_published
 from autotune.plan.base import Frozen, NaturalInt, digest_of, log_event
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
-from autotune.weights.files import (
-    BadWeights,
-    MissingWeights,
-    WeightSource,
-    component_class,
-    open_weights,
-    read_config,
-    read_model_index,
-    require_bounded,
-)
+from autotune.weights import files
 from autotune.weights.hub import fetch as fetch_files
 from autotune.weights.hub import missing_files, snapshot_in_cache, verify
 from autotune.weights.single_file import view_as
@@ -97,7 +88,9 @@ class ResolvedModel:
         path = self.config_folder / "scheduler" / "scheduler_config.json"
         if not os.path.lexists(path):  # whoever has no weights yet may lack it, too
             return self.family.noise
-        return self.family.noise_of(read_config(path), read_model_index(self.config_folder))
+        return self.family.noise_of(
+            files.read_config(path), files.read_model_index(self.config_folder)
+        )
 
     @property
     def weights(self) -> Path:
@@ -114,9 +107,9 @@ class ResolvedModel:
     def transformer_file(self) -> Path:
         return self.file or self.weights / self.family.denoiser
 
-    def open_transformer(self) -> WeightSource:
+    def open_transformer(self) -> files.WeightSource:
         """Open the transformer's weights under the names of its class."""
-        source = open_weights(self.transformer_file)
+        source = files.open_weights(self.transformer_file)
         return view_as(source, build_on_meta(self.family, self.config)) if self.file else source
 
 
@@ -204,13 +197,13 @@ def fetch(model: str, *, on_event: OnEvent = log_event) -> FetchedModel:
     if found.revision is None:  # neither known nor a repository's name
         raise InvalidInput(f"{model} is not on the hub", hint="name a model of the hub: owner/name")
     on_event(StatusChanged(text="comparing checksums"))
-    files = [path for path in found.weights.rglob("*") if path.is_file()]
+    paths = [path for path in found.weights.rglob("*") if path.is_file()]
     return FetchedModel(
         name=found.spec.name,
         family=found.family.name,
         revision=found.revision,
         folder=found.weights,
-        size_bytes=sum(path.stat().st_size for path in files),
+        size_bytes=sum(path.stat().st_size for path in paths),
         num_verified=verify(found.spec.name, found.weights),
     )
 
@@ -240,9 +233,9 @@ def check_weights(model: ResolvedModel) -> None:
     family = model.family
     for part in (*family.decoders, *family.text_encoders, *family.other_denoisers):
         _open_part(model, part)
-    open_weights(model.transformer_file)
+    files.open_weights(model.transformer_file)
     if model.config_folder and "scheduler" in family.components:
-        read_config(model.config_folder / "scheduler" / "scheduler_config.json")
+        files.read_config(model.config_folder / "scheduler" / "scheduler_config.json")
 
 
 def read_parts(model: ResolvedModel) -> Parts | None:
@@ -260,8 +253,8 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     others = [name for name in family.decoders if name != "vae"]
     return Parts(
         tuple(_num_parameters(model, name) for name in family.text_encoders),
-        component_class(folder, "vae")[1],
-        public_config(read_config(folder / "vae" / "config.json")),
+        files.component_class(folder, "vae")[1],
+        public_config(files.read_config(folder / "vae" / "config.json")),
         sum(_num_parameters(model, name) for name in others),
     )
 
@@ -270,17 +263,17 @@ def _num_parameters(model: ResolvedModel, part: str) -> int:
     return sum(math.prod(entry.shape) for _, entry in _open_part(model, part).locations.values())
 
 
-def _open_part(model: ResolvedModel, name: str) -> WeightSource:
+def _open_part(model: ResolvedModel, name: str) -> files.WeightSource:
     if (path := model.part_files.get(name)) is not None:
         from autotune.weights.stream import check_part
 
         return check_part(model.weights, name, path)
     try:
-        return open_weights(model.weights / name)
-    except MissingWeights as error:
+        return files.open_weights(model.weights / name)
+    except files.MissingWeights as error:
         if model.file is None:
             raise
-        raise MissingWeights(
+        raise files.MissingWeights(
             f"the weights of the {name} are missing: neither {model.file} nor "
             f"{model.weights / name} has them",
             hint=single_file.where_usually(model.file, name),
@@ -315,14 +308,14 @@ def _resolve_folder(
                 hint="download the whole model again; a pipeline in the diffusers layout has one "
                 "folder per component",
             )
-        require_bounded(folder / part)
-    config = public_config(read_config(folder / family.denoiser / "config.json"))
+        files.require_bounded(folder / part)
+    config = public_config(files.read_config(folder / family.denoiser / "config.json"))
     is_complete = revision is None or not missing_files(folder, family.components)
     return ResolvedModel(family, config, name, folder if is_complete else None, folder, revision)
 
 
 def _detect_family(folder: Path) -> Family:
-    index = read_model_index(folder)
+    index = files.read_model_index(folder)
     pipeline, alike = index.get("_class_name"), []
     for family in FAMILIES.values():
         if family.is_pipeline(index):
@@ -377,7 +370,7 @@ def _resolve_single_file(
     family = family.with_expert(ref.expert or single_file.named_expert(file.stem, family))
     configs = [published.config for published in family.models]
     if folder and (path := folder / family.denoiser / "config.json").is_file():
-        configs.insert(0, public_config(read_config(path)))
+        configs.insert(0, public_config(files.read_config(path)))
     config = single_file.find_config(source, family, configs)
     others = [part for part in family.components if part != family.denoiser]
     lacking = [part for part in others if folder and not (folder / part).is_dir()]
@@ -420,7 +413,7 @@ def _fetch_base(base: ModelRef, find: FindParts | None) -> Path | None:
         if find:
             components = _in_base(family, find(family, folder))
             folder = fetch_files(repo, revision=folder.name, components=components)
-    except BadWeights as error:
+    except files.BadWeights as error:
         raise type(error)(
             f"{error.message}; the file's other parts come from there",
             hint=f"{error.hint}; or {NAME_BASE}",

@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING
 from autotune.plan.candidate import Candidate
 from autotune.plan.prediction import MEMORY_SIGMAS, TIME_EVIDENCE, Estimate
 from autotune.plan.words import MAIN, MEMORY, PARTS, PHASES, setting_text, unusual_settings
+from autotune.report import text
 from autotune.report.plan import data_text, speed_text
-from autotune.report.text import (
-    memory_text,
-    range_text,
-    rough_seconds,
-    seconds_text,
-    titled_lines,
-    with_command,
-    wrapped,
-)
 
 if TYPE_CHECKING:
     from autotune.search.comparison import Comparison, ModelSummary, NoGpu
@@ -38,12 +30,12 @@ def model_lines(
     if not all(model.is_verified for model in models):
         lines.append("* counted in diffusers' classes, not compared with the published files")
     texts = (f"{model.name}: {model.note}" for model in models if model.note)
-    return [*lines, *(line for text in texts for line in wrapped(text))]
+    return [*lines, *(line for one in texts for line in text.wrapped(one))]
 
 
 def _prediction_lines(models: Sequence[ModelSummary], hardware: str, host_memory: str) -> list[str]:
     about = f"Predicted for {hardware} with {host_memory} of system RAM (--host-memory)"
-    lines = wrapped(f"{about}. A run is on 20 images, with each model's usual settings.", 0)
+    lines = text.wrapped(f"{about}. A run is on 20 images, with each model's usual settings.", 0)
     lines.append(f"{'name':<26}{'kind':<6}{'an image':>17}{'a run':>18}{'VRAM':>12}")
     for model in models:
         found = model.prediction
@@ -56,19 +48,19 @@ def _prediction_lines(models: Sequence[ModelSummary], hardware: str, host_memory
                 _range_of(seconds, found.time_uncertainty)
                 for seconds in (model.image_seconds, 3600 * model.run_hours)
             )
-            rest = f"{image:>17}{run:>18}{memory_text(found.run_memory_bytes):>12}"
+            rest = f"{image:>17}{run:>18}{text.memory_text(found.run_memory_bytes):>12}"
         lines.append(f"{model.name:<26}{model.kind:<6}{rest}")
         lines += _settings_lines(found.settings) if found and found.settings else []
     if any(model.prediction and model.prediction.step_seconds is None for model in models):
         less = "Perhaps it fits with --quality compact, or less --resolution:"
-        lines += with_command(less, f"autotune plan --model NAME --hardware {hardware}")
-        lines += with_command("Other GPUs:", "autotune compare --model NAME")
+        lines += text.with_command(less, f"autotune plan --model NAME --hardware {hardware}")
+        lines += text.with_command("Other GPUs:", "autotune compare --model NAME")
     return lines
 
 
 def _settings_lines(candidate: Candidate) -> list[str]:
     size = f"{candidate.micro_batch_size} at a time"
-    return wrapped(f"    {', '.join((size, *unusual_settings(candidate, MAIN)))}", 0)
+    return text.wrapped(f"    {', '.join((size, *unusual_settings(candidate, MAIN)))}", 0)
 
 
 def estimate_lines(estimate: Estimate) -> list[str]:
@@ -76,7 +68,7 @@ def estimate_lines(estimate: Estimate) -> list[str]:
     prediction, work, job = estimate.prediction, estimate.workload, estimate.job
     candidate, doubt = prediction.candidate, prediction.stated_time_uncertainty
     batch, size = work.effective_batch_size, candidate.micro_batch_size
-    name, budget = work.model.name.rpartition("/")[2], memory_text(estimate.budget_bytes)
+    name, budget = work.model.name.rpartition("/")[2], text.memory_text(estimate.budget_bytes)
     total = _range_of(job.total_seconds, doubt)
     price, verdict = estimate.price_per_hour, "should fit" if estimate.fits else "does not fit"
     cost = "" if estimate.cost is None else f", {estimate.cost:.2f} for {price:.2f} an hour"
@@ -88,7 +80,9 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         "validation": job.validation_seconds,
         "saving": job.save_seconds,
     }
-    besides = ", ".join(f"{title} {rough_seconds(took)}" for title, took in around.items() if took)
+    besides = ", ".join(
+        f"{title} {text.rough_seconds(took)}" for title, took in around.items() if took
+    )
     settings = [setting_text("quantization", candidate.quantization)]
     settings += unusual_settings(candidate, MAIN, work.model.num_blocks)
     facts = [
@@ -96,8 +90,8 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         ("batch size", f"{batch} = {size} at a time x {batch // size} gradient accumulation"),
         ("settings", "; ".join(settings)),
         ("adapter", f"rank {work.rank} on {work.targets}"),
-        ("memory", f"up to {memory_text(prediction.run_memory_bytes)} of {budget}"),
-        (MEMORY["cpu"], f"up to {memory_text(prediction.host_memory_bytes)}"),
+        ("memory", f"up to {text.memory_text(prediction.run_memory_bytes)} of {budget}"),
+        (MEMORY["cpu"], f"up to {text.memory_text(prediction.host_memory_bytes)}"),
         ("speed", speed_text(prediction.step_seconds, doubt, work)),
         ("limited by", prediction.step_time.limited_by(0.0)),
         ("the run", f"{estimate.num_steps} steps, {total} in all{cost}"),
@@ -108,15 +102,15 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         facts.append(("instead", "`autotune plan` with this model and GPU finds what fits"))
     phases = [(PHASES[phase.name], phase.run_memory_bytes) for phase in prediction.phases]
     size, error = prediction.training.run_memory_bytes, prediction.memory_uncertainty
-    training = range_text(size, error, memory_text, MEMORY_SIGMAS)
+    training = text.range_text(size, error, text.memory_text, MEMORY_SIGMAS)
     return [
-        *titled_lines(facts),
+        *text.titled_lines(facts),
         "memory by phase",
-        *_bars(phases, memory_text),
+        *_bars(phases, text.memory_text),
         f"memory of training, {training}",
-        *_bars(prediction.training.breakdown, memory_text),
+        *_bars(prediction.training.breakdown, text.memory_text),
         "time of a step",
-        *_bars(prediction.step_time, seconds_text),
+        *_bars(prediction.step_time, text.seconds_text),
     ]
 
 
@@ -130,7 +124,7 @@ def _bars(values: Iterable[tuple[str, float]], form: Callable[[float], str]) -> 
 
 
 def _range_of(seconds: float | None, uncertainty: float | None) -> str:
-    return "-" if seconds is None else range_text(seconds, uncertainty, rough_seconds)
+    return "-" if seconds is None else text.range_text(seconds, uncertainty, text.rough_seconds)
 
 
 def comparison_lines(found: Comparison) -> list[str]:
@@ -138,14 +132,14 @@ def comparison_lines(found: Comparison) -> list[str]:
     fitting = [one for one in found.gpus if one.misfit is None]
     has_prices = any(one.cost is not None for one in fitting)
     cost = f"{f'cost {found.currency}'.rstrip():>10}" if has_prices else ""
-    host = f"with {memory_text(found.host_memory_bytes)} of system RAM"
-    lines = wrapped(f"{found.model}: one LoRA, predicted for each GPU {host}", 0)
+    host = f"with {text.memory_text(found.host_memory_bytes)} of system RAM"
+    lines = text.wrapped(f"{found.model}: one LoRA, predicted for each GPU {host}", 0)
     lines.append(f"{'GPU':<27}{'an image':>15}{'in all':>16}{'VRAM':>12}{cost}")
     for one in fitting:
         low, high = one.hours_range or (0.0, 0.0)
         speed = _range_of(one.image_seconds, one.time_uncertainty)
         hours = f"{low:.1f} to {high:.1f} h"
-        memory = memory_text(one.run_memory_bytes)
+        memory = text.memory_text(one.run_memory_bytes)
         price = f"{'-' if one.cost is None else f'{one.cost:.2f}':>10}" if has_prices else ""
         lines.append(f"{one.gpu:<27}{speed:>15}{hours:>16}{memory:>12}{price}")
         lines += _settings_lines(one.settings) if one.settings else []
@@ -160,15 +154,15 @@ def comparison_lines(found: Comparison) -> list[str]:
             "search": first.search_seconds,
             "loading, caching, previews and checkpoints": first.other_seconds,
         }
-        parts = [f"{rough_seconds(took)} of {what}" for what, took in besides.items() if took]
+        parts = [f"{text.rough_seconds(took)} of {what}" for what, took in besides.items() if took]
         dated = f" Prices are of {found.priced}." if found.priced else ""
         counted = f"{first.num_steps} steps and, on {first.gpu}, {', '.join(parts)}"
-        lines += wrapped(f"In all: {counted}.{dated}", 0)
+        lines += text.wrapped(f"In all: {counted}.{dated}", 0)
     return lines
 
 
 def _misfit_lines(gpus: list[str]) -> list[str]:
-    return wrapped(f"does not fit: {', '.join(gpus)}", 14) if gpus else []
+    return text.wrapped(f"does not fit: {', '.join(gpus)}", 14) if gpus else []
 
 
 def elsewhere_lines(error: NoGpu) -> list[str]:
@@ -179,13 +173,13 @@ def elsewhere_lines(error: NoGpu) -> list[str]:
     # The fastest come first.
     fastest = {one.memory_gb: one for one in reversed(error.elsewhere) if one.step_seconds}
     rows = [
-        f"{each.gpu:<28}{size:>5g} GB{memory_text(each.run_memory_bytes):>12}"
+        f"{each.gpu:<28}{size:>5g} GB{text.memory_text(each.run_memory_bytes):>12}"
         f"{_range_of(each.image_seconds_with(defaults), each.time_uncertainty):>16}"
         f"{_range_of(3600 * (each.hours_with(defaults) or 0), each.time_uncertainty):>16}"
         for size, each in sorted(fastest.items())
     ]
     return [
-        *wrapped(f"{error.model} on the fastest GPU of each size, predicted for 20 images", 0),
+        *text.wrapped(f"{error.model} on the fastest GPU of each size, predicted for 20 images", 0),
         f"{'name for --hardware':<28}{'VRAM':>8}{'used':>12}{'an image':>16}{'a run':>16}",
         *rows,
         *_misfit_lines([each.gpu for each in error.elsewhere if each.step_seconds is None]),

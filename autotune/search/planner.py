@@ -23,12 +23,7 @@ from autotune.plan.request import PlanRequest
 from autotune.search import winner
 from autotune.search.expected import build_expectation, build_forecast, planned_hardware
 from autotune.search.next import MIN_GAIN, ResidualSearch, best_seconds, search_cost_seconds
-from autotune.search.problem import (
-    PlannerBackend,
-    PlanningProblem,
-    advise_choices,
-    suggest_relaxation,
-)
+from autotune.search.problem import PlannerBackend, PlanningProblem, advise_choices, hint_to_fit
 from autotune.search.request import ResolvedRequest
 from autotune.search.study import memoize, open_study, publish_plan, published_plan, run_search
 from autotune.search.trials import TrialFunction
@@ -283,7 +278,7 @@ def freeze_plan(
 
     def relaxation() -> str:
         taught = problem.cost.with_calibration(trials, warm_start.priors(trials))
-        return suggest_relaxation(request, space, taught)
+        return hint_to_fit(request, space, taught)
 
     if problem.can_try:
         scores = finalists = winner.score_trials(trials)

@@ -229,7 +229,7 @@ def _choose_strategy(
         why = "quantized weights cannot be sharded over them"
     if why:
         what = f"nothing fits on each of {number} devices, and {why}"
-        raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
+        raise NothingFits(what, hint=hint_to_fit(request, space, cost))
     cost = cost.with_parallel(Parallel("fsdp2", number))
     return cost, _drop_too_heavy(request, plain, cost)
 
@@ -249,7 +249,7 @@ def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -
     if len(dropped) == len(sizes):
         smallest = min(sizes, key=lambda name: sizes[name])
         what = f"{cost.workload.model.name} as {smallest}: {dropped[smallest]}"
-        raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
+        raise NothingFits(what, hint=hint_to_fit(request, space, cost))
     return drop_values(space, "quantization", dropped)
 
 
@@ -291,11 +291,11 @@ def _require_host_for_swap(
         f"what fits the GPU swaps blocks to {needed / GIB:.1f} GiB of system RAM, of which "
         f"{room / GIB:.1f} GiB may be taken",
         hint=f"{more} a host of {size} (for a GPU by name: --host-memory {size.replace(' ', '')}); "
-        f"or {suggest_relaxation(request, within, cost)}",
+        f"or {hint_to_fit(request, within, cost)}",
     )
 
 
-def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel) -> str:
+def hint_to_fit(request: PlanRequest, space: SearchSpace, cost: CostModel) -> str:
     """Say what to ask for if nothing fits; each is predicted to fit, all else as asked."""
     needed = min_required_bytes(space.candidates, cost, cautious=request.is_local)
     found = [f"{option} ({_amount(need)})" for option, need in _fitting_relaxations(request, cost)]

@@ -16,14 +16,7 @@ from autotune.data.encode import Encoders
 from autotune.data.pixels import open_pixels
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, TrialResult
-from autotune.search.worker import (
-    TASKS,
-    ChildState,
-    StepRunner,
-    TrialRequest,
-    first_line_with_notes,
-    load_for_trial,
-)
+from autotune.search import worker
 from autotune.system import memory
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import eager_eval, save_trained
@@ -41,7 +34,7 @@ WORDS_PER_TOKEN = 0.5  # of the rehearsed caption: tokenizers split unusual word
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsalRequest(TrialRequest):
+class RehearsalRequest(worker.TrialRequest):
     """Every phase of a run; without the model's files only loading, training and saving."""
 
     caching: CachingSettings
@@ -61,7 +54,7 @@ class RehearsalRequest(TrialRequest):
         return abs(second - first) > MAX_DRIFT * first
 
 
-def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
+def rehearse(request: RehearsalRequest, child: worker.ChildState) -> TrialResult:
     """Go through every phase of a run; from training on, each phase's end is reported."""
     with contextlib.suppress(ImportError):
         import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
@@ -103,16 +96,16 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
                     sampler = rehearse_caching(request, model, preview, folder / "cache")
             except Exception as error:
                 traceback.print_exc()
-                caching_error = f"{type(error).__name__}: {first_line_with_notes(error)}"
+                caching_error = f"{type(error).__name__}: {worker.first_line_with_notes(error)}"
             if caching_error:  # outside of the handler: the error held what had been loaded
                 del monitor.peaks["caching"]
                 memory.release_memory()
         with phase("loading"):
-            loaded = load_for_trial(request)
+            loaded = worker.load_for_trial(request)
             if sampler:
                 sampler.attach(loaded.model.transformer)
         with phase("training"):
-            steps = StepRunner(loaded, request.workload, request.candidate)
+            steps = worker.StepRunner(loaded, request.workload, request.candidate)
             trained = steps.measure(request.needs_another_step)
         if sampler:
             with phase("previews"), eager_eval(loaded.model.transformer):
@@ -169,4 +162,4 @@ def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> 
         model.family.encode_pixels(pipeline, pixels)
 
 
-TASKS[RehearsalRequest] = rehearse
+worker.TASKS[RehearsalRequest] = rehearse

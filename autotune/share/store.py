@@ -111,7 +111,7 @@ class Record(Frozen):
 
     @property
     def key(self) -> str:
-        return f"{architecture_folder(self.workload)}/{self.name}.json"
+        return f"{record_folder(self.workload)}/{self.name}.json"
 
 
 def name_of(content: bytes) -> str:
@@ -129,7 +129,7 @@ def parse_record(content: bytes, key: str) -> Record:
             raise ValueError("was altered or cut off: its content does not match its name")
         _require_harmless(content.decode())
         record = Record.model_validate_json(content)
-        if folder != architecture_folder(record.workload):
+        if folder != record_folder(record.workload):
             raise ValueError("is in a folder where it does not belong")
         if reason := _find_impossibility(record):
             raise ValueError(f"cannot be true: {reason}")
@@ -228,7 +228,7 @@ def _shareable_workload(workload: Workload) -> Workload:
     return workload.changed(model=workload.model.changed(name=name), buckets=buckets)
 
 
-def architecture_folder(workload: Workload) -> str:
+def record_folder(workload: Workload) -> str:
     """Name the folder of an architecture: its family for people, its digest to be sure."""
     model = workload.model
     return f"{_slug(model.family)}-{name_of(model.architecture.encode())[:16]}"

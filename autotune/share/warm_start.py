@@ -21,14 +21,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.candidate import Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES
 from autotune.plan.workload import Workload, mean_text_tokens
-from autotune.share.store import (
-    Machine,
-    Record,
-    Store,
-    architecture_folder,
-    user_store,
-    workload_class,
-)
+from autotune.share.store import Machine, Record, Store, record_folder, user_store, workload_class
 from autotune.system.version import __version__
 
 if TYPE_CHECKING:
@@ -109,7 +102,7 @@ def find_matches(here: Machine, workload: Workload, store: Store | None = None) 
     """Return the records that count here, by default of the user's own store."""
     store = store or user_store()
     try:
-        keys = list(store.sizes(architecture_folder(workload)))[:MAX_CONSIDERED]
+        keys = list(store.sizes(record_folder(workload)))[:MAX_CONSIDERED]
         files = list(store.read(keys))
     except AutotuneError as error:  # a search does without a store that does not answer
         return StoreMatches((), (error.message,))

@@ -1,24 +1,24 @@
-"""Builds what is trained: the transformer as the settings say, and the adapter."""
+"""Builds what is trained: the transformer as the settings say, and the adapter.
+
+People train distilled models with a second adapter, which is frozen, so that training does not undo
+their distillation. It is merged into the weights as they arrive, so a step costs nothing more.
+Previews and validation take away what it adds, layer by layer.
+"""
 
 import contextlib
 import os
 import platform
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.knobs import blocks
 from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel, token_multiple
-from autotune.knobs.blocks import (
-    apply_recomputation,
-    compile_blocks,
-    offload_on_arrival,
-    swap_blocks,
-)
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.modulation import take_layers, take_loaded_layers
 from autotune.knobs.norm_rope import use_kernels
@@ -32,7 +32,6 @@ from autotune.plan.workload import Quality, Workload
 from autotune.system.files import cache_path
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import shard_on_arrival
-from autotune.train.training_adapter import TrainingAdapter
 from autotune.weights import adapters, files, stream
 from autotune.weights.empty import build_empty
 from autotune.weights.stream import DtypePolicy, Transform
@@ -77,7 +76,7 @@ def load_model(
     )
     require_quality(error, workload.quality, settings.quantization)
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
-    swap_blocks(transformer, model.family, settings.swapped_blocks)
+    blocks.swap_blocks(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, model.noise, error)
     compiles_products = device.type in WEIGHT_FORMATS[settings.quantization].needs.compiles_on
     if settings.compile != "off" or settings.norm_rope == "compiled" or compiles_products:
@@ -120,15 +119,15 @@ def apply_knobs(
     """Apply either the settings that need the model loaded anew, or those that do not."""
     if needs_reload:
         quantize_blocks(transformer, family, settings.quantization)
-        swap_blocks(transformer, family, settings.swapped_blocks)
+        blocks.swap_blocks(transformer, family, settings.swapped_blocks)
         if settings.modulation == "ahead":
             take_loaded_layers(family, transformer)
         return
     whole, selective = settings.checkpointed_blocks, settings.selective_blocks
-    apply_recomputation(transformer, family, whole, selective)
+    blocks.apply_recomputation(transformer, family, whole, selective)
     transformer.set_attention_backend(ATTENTION_BACKENDS[settings.attention].diffusers_name())  # type: ignore[operator]
     use_kernels(transformer, family.attention_layouts, settings.norm_rope)
-    compile_blocks(transformer, family, settings.compile)
+    blocks.compile_blocks(transformer, family, settings.compile)
 
 
 @contextlib.contextmanager
@@ -177,7 +176,9 @@ def load_transformer(
     if transform and settings.quantization != "none" and model.folder is not None:
         transform = meter.wrap(transform)
     if settings.swapped_blocks:  # after the error is measured on the device
-        transform = offload_on_arrival(family, transformer, settings.swapped_blocks, transform)
+        transform = blocks.offload_on_arrival(
+            family, transformer, settings.swapped_blocks, transform
+        )
     if frozen:
         transform = frozen.merge_on_arrival(transform)
         transformer.training_adapter = frozen  # type: ignore[assignment]
@@ -260,9 +261,9 @@ class QualityMissed(AutotuneError):
 class ErrorMeter:
     """Comparison of each layer before and after a transform that quantizes it."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, repeated: Sequence[nn.Module]) -> None:
         self._block_of = {
-            id(layer): number for number, block in enumerate(blocks) for layer in block.modules()
+            id(layer): number for number, block in enumerate(repeated) for layer in block.modules()
         }
         self._sums: dict[int, tuple[float, float]] = {}
 
@@ -319,3 +320,99 @@ def _outputs(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     outputs: torch.Tensor = layer(inputs)
     bias = layer.bias
     return outputs.float() if bias is None else outputs.float() - bias.float()  # type: ignore[operator]
+
+
+class FrozenLayer(NamedTuple):
+    """What the adapter adds to a Linear layer: `scale * up @ down`, in fp32 on the host."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+class TrainingAdapter:
+    """A frozen adapter's layers, by name: on in training, off in all that comes of it."""
+
+    def __init__(self, path: Path, transformer: nn.Module, family: Family) -> None:
+        """Read the file; `transformer` may be on meta.
+
+        Raises BadWeights, or InvalidInput if the file is no LoRA of this model's Linear layers.
+        """
+        modules = dict(transformer.named_modules())
+        adapter = adapters.read_adapter(path, modules, family.transformer_class)
+        adapters.require_layers(path, adapter, modules)
+        self.is_off = False
+        self.layers: dict[str, FrozenLayer] = {}
+        for name, layer in adapter.layers.items():
+            if layer.magnitude is not None or not isinstance(modules[name], nn.Linear):
+                what = "a DoRA" if layer.magnitude is not None else f"for {name}, no Linear layer"
+                raise InvalidInput(
+                    f"{path} is {what}", hint="a training adapter is a LoRA of Linear layers"
+                )
+            if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
+                message = f"{path}: {name} has values that are not finite"
+                raise files.BadWeights(message, hint="download it again")
+            scale = layer.alpha / layer.rank
+            self.layers[name] = FrozenLayer(layer.down.float(), layer.up.float(), scale)
+
+    def require_with(
+        self, settings: Candidate, workload: Workload, transformer: nn.Module, family: Family
+    ) -> None:
+        """Raise InvalidInput if a plan computes layers ahead that it adapts, or learns their norms.
+
+        `transformer` is the whole one, perhaps on meta.
+        """
+        if settings.modulation == "ahead" and family.modulation is not None:
+            ahead = {name for _, name in family.modulation.find(transformer)}
+            if both := self.layers.keys() & ahead:
+                raise InvalidInput(
+                    f"the training adapter is for {min(both)}, which this plan computes ahead",
+                    hint="plan again with --exclude modulation=ahead",
+                )
+        if workload.adapter == "dora":
+            raise InvalidInput(
+                "DoRA learns norms of weights that a training adapter changes",
+                hint="plan again with --adapter lora",
+            )
+
+    def merge_on_arrival(self, then: Transform | None) -> Transform:
+        """Make a transform of modules as they arrive: merge, then what else is to be done."""
+
+        def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
+            if name in self.layers:
+                down, up, scale = self.layers[name]
+                weight: Any = module.weight
+                added = (up.to(weight.device) @ down.to(weight.device)) * scale
+                weight.data = (weight.float() + added).to(weight.dtype)
+            return then(name, module) if then else None
+
+        return on_arrival
+
+    @contextlib.contextmanager
+    def off(self, transformer: nn.Module) -> Iterator[None]:
+        """Take away what the adapter adds, up to the rounding of merging it."""
+        if self.is_off:
+            yield
+            return
+        modules = dict(transformer.named_modules())
+        with contextlib.ExitStack() as stack:
+            for name, layer in self.layers.items():
+                # Under the adapter that is trained, if this layer has one.
+                module: Any = modules.get(f"{name}.base_layer", modules[name])
+                stack.callback(module.register_forward_hook(_subtract(layer)).remove)
+            self.is_off = True
+            stack.callback(setattr, self, "is_off", False)
+            yield
+
+
+def _subtract(layer: FrozenLayer) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    held: list[Tensor] = []  # on the device until the hook is removed
+
+    def hook(_module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        x = inputs[0]
+        if not held:
+            held.extend(each.to(x.device, x.dtype) for each in (layer.down, layer.up))
+        down, up = held
+        return output - torch.nn.functional.linear(x @ down.t(), up) * layer.scale
+
+    return hook

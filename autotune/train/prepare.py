@@ -150,7 +150,7 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     workload, job = plan.frozen.workload, plan.job
     transformer = build_on_meta(model.family, model.config)
     if job.training_adapter is not None:
-        from autotune.train.training_adapter import TrainingAdapter
+        from autotune.train.model import TrainingAdapter
 
         frozen = TrainingAdapter(Path(job.training_adapter), transformer, model.family)
         frozen.require_with(plan.frozen.settings, workload, transformer, model.family)

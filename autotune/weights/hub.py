@@ -12,29 +12,11 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 import huggingface_hub
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from autotune.errors import first_line, require_free_disk
-from autotune.weights.files import (
-    PICKLES,
-    PIPELINE_INDICES,
-    STEMS,
-    HubError,
-    MissingWeights,
-    PickledWeights,
-    find_index,
-    find_weights,
-    read_index,
-)
+from autotune.weights import files
 
 TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}  # small, and all are taken
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
@@ -42,23 +24,30 @@ WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image
 LOGIN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
 
 # The bases are the errors of its HTTP client, which varies between versions, and OSError.
-UNREACHABLE: tuple[type[Exception], ...] = (OfflineModeIsEnabled, *HfHubHTTPError.__bases__)
+UNREACHABLE: tuple[type[Exception], ...] = (
+    errors.OfflineModeIsEnabled,
+    *errors.HfHubHTTPError.__bases__,
+)
 
 # Errors of the hub, with the reason and the hint of ours; the first that matches counts.
 REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
     (
-        GatedRepoError,  # before RepositoryNotFoundError, its base
+        errors.GatedRepoError,  # before RepositoryNotFoundError, its base
         "its license has to be accepted first",
         "accept the license on the model's page on the hub, then run `hf auth login`",
     ),
     (
-        RepositoryNotFoundError,
+        errors.RepositoryNotFoundError,
         "there is no such repository, or it is private",
         "check the spelling, owner/name, or the path; for a private one run `hf auth login`",
     ),
-    (RevisionNotFoundError, "it has no revision {!r}", "name a branch, a tag or a commit of it"),
     (
-        HFValidationError,
+        errors.RevisionNotFoundError,
+        "it has no revision {!r}",
+        "name a branch, a tag or a commit of it",
+    ),
+    (
+        errors.HFValidationError,
         "that is not a repository name",
         "write owner/name, or the path of a folder that exists",
     ),
@@ -76,31 +65,33 @@ def fetch(
         with _translate_refusals(repo, revision):
             info = huggingface_hub.HfApi().model_info(repo, revision=revision)
     except UNREACHABLE as error:
-        if isinstance(error, HfHubHTTPError):
+        if isinstance(error, errors.HfHubHTTPError):
             message = f"the hub did not answer for {repo}: {error}"
-            raise HubError(message, hint="try again later") from error
+            raise files.HubError(message, hint="try again later") from error
         return _find_in_cache(repo, revision, components, weights=weights)
     names = [str(sibling.rfilename) for sibling in info.siblings or ()]
-    files = list(select_files(names, components, weights=weights))
+    wanted = list(select_files(names, components, weights=weights))
     try:
         # The hub describes a gated repository to everyone, and refuses its files.
         with _translate_refusals(repo, revision):
             if weights:
                 huggingface_hub.HfApi().auth_check(repo)
-                _require_room(repo, revision, files)
-            found = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=files)
+                _require_room(repo, revision, wanted)
+            found = huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns=wanted
+            )
             return Path(found)
     except UNREACHABLE as error:
         first = str(error).splitlines()[0]
         is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         make_room = "free space, or set HF_HOME to a larger disk, and " if is_disk_full else ""
         hint = f"{make_room}run the same command again: complete files are not downloaded twice"
-        raise HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
+        raise files.HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
 
 
-def _require_room(repo: str, revision: str, files: list[str]) -> None:
+def _require_room(repo: str, revision: str, names: list[str]) -> None:
     planned = huggingface_hub.snapshot_download(
-        repo, revision=revision, allow_patterns=files, dry_run=True
+        repo, revision=revision, allow_patterns=names, dry_run=True
     )
     needed_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE).expanduser().absolute()
@@ -124,7 +115,7 @@ def verify(repo: str, folder: Path) -> int | None:
         blob.unlink(missing_ok=True)
     if found.mismatches:
         first, more = found.mismatches[0]["path"], _and_more(len(found.mismatches))
-        raise HubError(
+        raise files.HubError(
             f"{first} of {repo}{more} did not have the hub's checksum",
             hint="it is deleted: run the same command again, which fetches it anew",
         )
@@ -136,17 +127,17 @@ def _and_more(number: int) -> str:
 
 
 def select_files(
-    files: Iterable[str], components: Iterable[str], *, weights: bool = True
+    names: Iterable[str], components: Iterable[str], *, weights: bool = True
 ) -> tuple[str, ...]:
     """Select the files that `components` need. Raises MissingWeights or PickledWeights."""
-    present = sorted(set(files))
-    selected = [name for name in present if name in PIPELINE_INDICES]
+    present = sorted(set(names))
+    selected = [name for name in present if name in files.PIPELINE_INDICES]
     for component in components:
         parent = PurePosixPath(component)
         own = [path for path in map(PurePosixPath, present) if path.parent == parent]
         if not own:
             folders = sorted({name.split("/")[0] for name in present if "/" in name})
-            raise MissingWeights(
+            raise files.MissingWeights(
                 f"the repository has no {component}/",
                 hint=f"it has these folders: {', '.join(folders) or 'none'}",
             )
@@ -159,7 +150,7 @@ def select_files(
 
 
 def _select_weights(names: list[str], component: str) -> list[str]:
-    for stem in STEMS:
+    for stem in files.STEMS:
         if f"{stem}.safetensors.index.json" in names:
             shard = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors")
             return [f"{stem}.safetensors.index.json", *filter(shard.fullmatch, names)]
@@ -168,15 +159,15 @@ def _select_weights(names: list[str], component: str) -> list[str]:
     variants = [name for name in names if name.endswith(".safetensors")]
     if len(variants) == 1:
         return variants
-    if not variants and any(fnmatch(name, pattern) for name in names for pattern in PICKLES):
-        raise PickledWeights(
+    if not variants and any(fnmatch(name, pattern) for name in names for pattern in files.PICKLES):
+        raise files.PickledWeights(
             f"{component}/ has pickled weights only, which can run any code when read",
             hint="use another revision of the repository, one with .safetensors files",
         )
     if _is_weightless(component):
         return []
     there = ", ".join(variants) or "none"
-    raise MissingWeights(
+    raise files.MissingWeights(
         f"{component}/ has no weights under a known name (safetensors there: {there})",
         hint="use another revision, or download by hand and name the folder",
     )
@@ -191,9 +182,9 @@ def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
     try:
         found = [
             huggingface_hub.try_to_load_from_cache(repo, index, revision=revision)
-            for index in PIPELINE_INDICES
+            for index in files.PIPELINE_INDICES
         ]
-    except HFValidationError:
+    except errors.HFValidationError:
         return None
     return next((Path(index).parent for index in found if isinstance(index, str)), None)
 
@@ -201,13 +192,13 @@ def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
 def _find_in_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> Path:
     folder = snapshot_in_cache(repo, revision)
     if folder is None:
-        raise MissingWeights(
-            f"{' or '.join(PIPELINE_INDICES)} of {repo} at {revision} is not in the local cache, "
-            "and the hub is out of reach",
+        raise files.MissingWeights(
+            f"{' or '.join(files.PIPELINE_INDICES)} of {repo} at {revision} is not in the local "
+            "cache, and the hub is out of reach",
             hint=f"if a folder was meant, there is none at {repo}; else go online once",
         )
     if missing := missing_files(folder, components, weights=weights):
-        raise MissingWeights(
+        raise files.MissingWeights(
             f"offline, and {missing[0]} of {repo} is not in the cache{_and_more(len(missing))}",
             hint="go online and run this again: complete files are not downloaded twice",
         )
@@ -218,7 +209,7 @@ def missing_files(
     folder: Path, components: Iterable[str], *, weights: bool = True
 ) -> tuple[str, ...]:
     """List files that `components` need and that a pipeline's folder lacks; reads only indices."""
-    missing = [] if find_index(folder).is_file() else [PIPELINE_INDICES[0]]
+    missing = [] if files.find_index(folder).is_file() else [files.PIPELINE_INDICES[0]]
     for component in components:
         own = folder / component
         if _is_weightless(component):
@@ -231,10 +222,10 @@ def missing_files(
 
 def _missing_weights(folder: Path) -> list[str]:
     try:
-        weights = find_weights(folder)
-    except MissingWeights:
+        weights = files.find_weights(folder)
+    except files.MissingWeights:
         return ["*.safetensors"]
-    shards = set(read_index(weights).values()) if weights.suffix == ".json" else ()
+    shards = set(files.read_index(weights).values()) if weights.suffix == ".json" else ()
     return [shard for shard in sorted(shards) if not (folder / shard).is_file()]
 
 
@@ -246,7 +237,9 @@ def _translate_refusals(repo: str, revision: str) -> Iterator[None]:
         reason, hint = next(
             (reason, hint) for kind, reason, hint in REFUSALS if isinstance(error, kind)
         )
-        raise HubError(f"{repo} cannot be fetched: {reason.format(revision)}", hint=hint) from error
+        raise files.HubError(
+            f"{repo} cannot be fetched: {reason.format(revision)}", hint=hint
+        ) from error
 
 
 def require_hub(repo: str) -> None:
@@ -256,10 +249,10 @@ def require_hub(repo: str) -> None:
         huggingface_hub.HfApi().whoami()
 
 
-def upload(repo: str, files: Mapping[str, Path]) -> str:
+def upload(repo: str, paths: Mapping[str, Path]) -> str:
     """Write files by name in one commit, else raise HubError; return the (private) address."""
     additions = [
-        huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in files.items()
+        huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in paths.items()
     ]
     api = huggingface_hub.HfApi()
     with _translate_errors(repo):
@@ -272,15 +265,17 @@ def upload(repo: str, files: Mapping[str, Path]) -> str:
 def _translate_errors(repo: str) -> Iterator[None]:
     try:
         if "/" not in repo:  # the hub would take it, and the card could not say how to load it
-            raise HFValidationError
+            raise errors.HFValidationError
         yield
-    except HFValidationError as error:
-        raise HubError(f"{repo!r} is not a repository name", hint="write owner/name") from error
-    except LocalTokenNotFoundError as error:
-        raise HubError("this machine has no token for the hub", hint=LOGIN) from error
-    except HfHubHTTPError as error:
+    except errors.HFValidationError as error:
+        raise files.HubError(
+            f"{repo!r} is not a repository name", hint="write owner/name"
+        ) from error
+    except errors.LocalTokenNotFoundError as error:
+        raise files.HubError("this machine has no token for the hub", hint=LOGIN) from error
+    except errors.HfHubHTTPError as error:
         why = f"the hub refused {repo}: {first_line(error)}"
-        raise HubError(why, hint=LOGIN) from error
+        raise files.HubError(why, hint=LOGIN) from error
     except UNREACHABLE as error:
         hint = "check the network, and that HF_HUB_OFFLINE is not set"
-        raise HubError(f"the hub is out of reach: {first_line(error)}", hint=hint) from error
+        raise files.HubError(f"the hub is out of reach: {first_line(error)}", hint=hint) from error

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from autotune.api import list_models
 from autotune.data.dataset import DataReport
-from autotune.data.folder import Problem, ProblemKind
+from autotune.data.media import Problem, ProblemKind
 from autotune.machine.doctor import findings, read_doctor_facts
 from autotune.machine.probe import read_profile
 from autotune.plan.hardware import Rate

@@ -14,10 +14,10 @@ from autotune.share.store import (
     DamagedRecord,
     Machine,
     Record,
-    architecture_folder,
     build_record,
     name_of,
     parse_record,
+    record_folder,
     shareable_machine,
 )
 from autotune.share.warm_start import compare, compare_machine, usable_trials
@@ -70,7 +70,7 @@ def test_other_files_are_no_records():
     for content in (b"", b"\xff\xfe", b"[" * 100_000, b" " * (MAX_RECORD_BYTES + 1), *altered):
         name = name_of(content)
         with pytest.raises(DamagedRecord, match=name[:12]) as caught:
-            parse_record(content, f"{architecture_folder(workload())}/{name}.json")
+            parse_record(content, f"{record_folder(workload())}/{name}.json")
         assert caught.value.message.isprintable()
         assert len(caught.value.message) < 400
 

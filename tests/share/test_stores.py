@@ -16,8 +16,8 @@ from autotune.records import merge_stores, prune_store
 from autotune.share.store import (
     MAX_RECORD_BYTES,
     Store,
-    architecture_folder,
     name_of,
+    record_folder,
     shareable_machine,
     user_store,
 )
@@ -27,7 +27,7 @@ from tests.share.examples import TRIALS, machine, record, several
 
 Open = Callable[[], Store]
 NUMBERS = count()
-FOLDER = architecture_folder(workload())
+FOLDER = record_folder(workload())
 
 
 @pytest.fixture(scope="module")

@@ -193,7 +193,7 @@ def test_launcher_looks_for_room_first(monkeypatch, capfd, tmp_path):
     plan = seal(plan.job, plan.frozen.changed(hardware=pair))
     monkeypatch.setattr(fit, "device_misfits", lambda number, hardware: ())
     monkeypatch.setattr(fit, "probe", lambda index: (free, used)[index])
-    monkeypatch.setattr("autotune.api.read_machine", lambda: free)
+    monkeypatch.setattr("autotune.machine.probe.probe", lambda: free)
     save_plan(plan, tmp_path / "plan.yaml")
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
     assert (checked.returncode, "on cuda:1" in " ".join(checked.stdout.split())) == (4, True)
