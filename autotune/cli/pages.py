@@ -33,7 +33,7 @@ from autotune.plan.file import RUN_PLAN_FILE, load_plan
 from autotune.report import files as reports
 from autotune.report.machine import PROBLEMS
 from autotune.report.page import Subject, plan_view, run_view, trials_chart
-from autotune.report.points import trial_text
+from autotune.report.run import trial_text
 from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text
 from autotune.system.files import open_regular
 from autotune.train.folder import ADAPTER_FILE, LOCK_FILE, REPORT_FILE

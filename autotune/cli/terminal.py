@@ -17,7 +17,7 @@ from rich.text import Text
 from autotune import events
 from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import TrainingPlan
-from autotune.report import points as texts
+from autotune.report import run as texts
 from autotune.report.plan import job_text
 from autotune.report.run import PAGE_FILE, step_text, validation_text
 from autotune.report.text import memory_text, printable_lines, time_left_text, wrapped

@@ -151,6 +151,11 @@ class FrozenPart(Frozen):
     predicted_digest: str | None = None
     """Identity of the predicted plan that this one was measured from, if it was."""
 
+    @property
+    def process_workload(self) -> Workload:
+        """The work of one of the plan's processes, which is what a trial runs."""
+        return self.workload.share(self.hardware.num_processes)
+
     @model_validator(mode="after")
     def _alternatives_are_candidates(self) -> Self:
         for each in self.forecast.alternatives if self.forecast else ():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autotune.errors import InvalidInput
 from autotune.events import StepFinished, loss_change, smoothed
@@ -23,28 +23,17 @@ from autotune.plan.prediction import TIME_EVIDENCE
 from autotune.plan.workload import GOALS
 from autotune.report import text
 from autotune.report.plan import job_text, settings_items
-from autotune.report.points import (
-    Point,
-    find_worths,
-    name_of,
-    nearest_beyond,
-    points_of,
-    process_workload,
-)
+from autotune.report.points import Point, find_worths, name_of, nearest_beyond, points_of
 from autotune.report.run import adapter_lines, limit_text, missed_promises, phase_bytes
 from autotune.report.text import change_text, loss_text, memory_text, seconds_text
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 WIDE_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
-SHOWN_BUDGET = 2.0  # times what is shown: a larger budget is not on the chart's scale
+SHOWN_BUDGET = 2.5  # times what is shown: a larger budget is not on the scale
 MAX_POINTS = 300  # of a line: as many as a screen shows
 Part = dict[str, Any]  # an axis, a trace, a shape or a figure
 Reading = tuple[float, float, str]  # a point, and what is read of it
 Rule = tuple[str, float, str]  # `x` or `y`, where a line across stands, and its label
 HICCUP = 3.0  # times the median step
-MAX_SCALE = 2.5  # times the largest phase: a larger budget is not on the scale
 LEGEND = {  # later ones are drawn above
     "failed": "tried, did not run",
     "beyond": "predicted not to fit",
@@ -114,9 +103,9 @@ def has_plotly() -> bool:
     return all(map(find_spec, ("plotly", "jinja2")))
 
 
-def make_templates() -> "Environment":
-    """Return the templates of the report and of the served page; what they show is text, escaped,
-    without control characters."""
+def make_templates() -> Any:
+    """Return jinja's environment for the report and the served page; what is shown is text,
+    escaped, without control characters."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -157,13 +146,11 @@ def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
     templates = make_templates()
     script = f"{get_plotlyjs()}\n{templates.get_template('page.js').render()}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    views = [
-        {"plan": plan_view(each), "run": run_view(each) if each.is_run else None}
-        for each in subjects
-    ]
-    return templates.get_template("report.html").render(
+    views = [(plan_view(each), run_view(each) if each.is_run else None) for each in subjects]
+    page: str = templates.get_template("report.html").render(
         views=views, version=autotune_version, script=Markup(script), digest=Markup(digest)
     )
+    return page
 
 
 def _difference(promised: float | None, measured: float | None, digits: int = 1) -> str:
@@ -173,11 +160,9 @@ def _difference(promised: float | None, measured: float | None, digits: int = 1)
 def plan_view(subject: Subject) -> dict[str, Any]:
     """Gather what a page shows of a plan."""
     plan, frozen, points = subject.plan, subject.plan.frozen, points_of(subject.plan)
-    work = process_workload(plan)
     expected, forecast = frozen.expected, frozen.forecast
     chosen = next(point for point in points if point.is_chosen)
     alternatives = forecast.alternatives if forecast else ()
-
     predicted = {name_of(each.changes): each for each in alternatives}
     names = [name_of(trial.candidate.differences(frozen.settings)) for trial in frozen.trials]
     measured = phase_bytes(expected.phases, expected.process_memory_bytes)
@@ -188,8 +173,8 @@ def plan_view(subject: Subject) -> dict[str, Any]:
         "subject": subject,
         "frozen": frozen,
         "run": job_text(plan),
-        "work": work,
-        "goal": GOALS[work.objective],
+        "work": frozen.process_workload,
+        "goal": GOALS[frozen.workload.objective],
         "num_tried": len({trial.candidate for trial in frozen.trials}),
         "is_tie": any(point.images_per_second > chosen.images_per_second for point in like),
         "nearest": nearest_beyond(plan, points),
@@ -242,18 +227,13 @@ def trials_chart(trials: Sequence[TrialResult], batch: int) -> Part | None:
     ]
     if not ran:
         return None
-    fastest = max(speed for _, speed, _ in ran)
     unit, suffix = _memory_unit([size for size, _, _ in ran])
-    points = [
-        (
-            size / unit,
-            speed,
-            f"{speed:.3g} images/s with {memory_text(size)}: "
-            f"{name_of(trial.candidate.differences(ran[0][2].candidate))}.",
-        )
-        for size, speed, trial in ran
-    ]
-    best = [point for point in points if point[1] == fastest][:1]
+    points = []
+    for size, speed, trial in ran:
+        name = name_of(trial.candidate.differences(ran[0][2].candidate))
+        tip = f"{speed:.3g} images/s with {memory_text(size)}: {name}."
+        points.append((size / unit, speed, tip))
+    best = [max(points, key=lambda point: point[1])]
     traces = [_trace("measured", points, "tried"), _trace("chosen", best, "fastest so far")]
     x = _axis("step memory", [point[0] for point in points], suffix=suffix)
     title = "Each mark is a trial on this machine: up is faster, left needs less memory."
@@ -265,7 +245,7 @@ def _bars(plan: TrainingPlan, measured: dict[str, int], promised: dict[str, int]
     if not measured and not promised:
         promised = {"neediest phase": plan.frozen.expected.run_memory_bytes}
     largest = max(1, *measured.values(), *promised.values())
-    is_near = budget <= MAX_SCALE * largest
+    is_near = budget <= SHOWN_BUDGET * largest
     scale = 1.05 * max(largest, budget if is_near else 0) / 100
     styles = (("bar", promised), ("bar solid", measured))
     rows = [
@@ -286,8 +266,10 @@ def run_view(subject: Subject) -> dict[str, Any]:
     expected, titles = plan.frozen.expected, plan.job.preview_titles
     view: dict[str, Any] = {"subject": subject, "report": report, "expected": expected}
     if steps:
-        measured = report.measured_step_seconds if report else statistics.median(_seconds(steps))
-        waits = statistics.fmean(step.data_seconds for step in steps[2:] or steps)
+        steady = steps[2:] or steps  # the first ones warm up
+        measured = statistics.median(step.seconds for step in steady)
+        measured = report.measured_step_seconds if report else measured
+        waits = statistics.fmean(step.data_seconds for step in steady)
         losses = loss_change([step.loss for step in steps])
         view["losses"] = (report.first_loss, report.final_loss) if report else losses
         view |= {"step_seconds": measured, "limit": limit_text(plan, measured, waits)}
@@ -306,37 +288,29 @@ def run_view(subject: Subject) -> dict[str, Any]:
     return view
 
 
-def _seconds(steps: Sequence[StepFinished]) -> list[float]:
-    return [step.seconds for step in steps[2:] or steps]  # the first ones warm up
-
-
 def _run_charts(subject: Subject) -> list[tuple[str, Part]]:
     steps, frozen = subject.steps, subject.plan.frozen
     numbers, losses = [float(step.step) for step in steps], [step.loss for step in steps]
-
     smooth = list(zip(numbers, smoothed(losses), strict=True))
-
-    def lost(at: float, loss: float) -> str:
-        return f"step {at:.0f}: smoothed loss {loss_text(loss)}"
-
     lines = [
         _trace("raw", _thinned(list(zip(numbers, losses, strict=True)))),
-        _trace("smooth", _thinned(smooth, lost)),
+        _trace("smooth", _thinned(smooth, lambda loss: f"smoothed loss {loss_text(loss)}")),
     ]
     title = "Loss of each step (thin) and smoothed (thick)."
     charts = [("Loss", _chart(title, lines, _axis("step"), _axis("loss", losses)))]
     if held_out := _held_out(steps):
         charts.append(("Held-out images", held_out))
 
-    planned, median = frozen.expected.step_seconds, statistics.median(_seconds(steps))
+    planned = frozen.expected.step_seconds
+    median = statistics.median(step.seconds for step in steps[2:] or steps)
     hiccups = [step.seconds - median for step in steps if step.seconds > HICCUP * median]
     number = f"{len(hiccups)} hiccup{'s' * (len(hiccups) != 1)}"
     slow = f"{number} (over {HICCUP:.0f} times the median of {seconds_text(median)})"
     cost = f", {seconds_text(sum(hiccups))} lost to them" if hiccups else ""
-    seconds = [(float(step.step), step.seconds) for step in steps]
+    seconds = [(at, step.seconds) for at, step in zip(numbers, steps, strict=True)]
 
-    def took(at: float, seconds: float) -> str:
-        return f"step {at:.0f}: {seconds_text(seconds)}, {seconds / planned:.3g} times the plan"
+    def took(seconds: float) -> str:
+        return f"{seconds_text(seconds)}, {seconds / planned:.3g} times the plan"
 
     times = _chart(
         f"Seconds of each step, the slowest of neighbors. {slow}{cost}.",
@@ -353,14 +327,10 @@ def _run_charts(subject: Subject) -> list[tuple[str, Part]]:
     far = f" The budget, {memory_text(budget)}, is far above."
     if budget <= SHOWN_BUDGET * max(promise, *sizes):
         rules, far = [*rules, ("y", budget / unit, f"budget {memory_text(budget)}")], ""
-    held = [(float(step.step), step.memory_bytes / unit) for step in steps]
-
-    def holds(at: float, size: float) -> str:
-        return f"step {at:.0f}: {memory_text(size * unit)} held"
-
+    held = list(zip(numbers, (size / unit for size in sizes), strict=True))
     memory = _chart(
         f"Memory that is held between steps, and what is promised for the whole run.{far}",
-        [_trace("smooth", _thinned(held, holds, max))],
+        [_trace("smooth", _thinned(held, lambda size: f"{memory_text(size * unit)} held", max))],
         _axis("step"),
         _axis("memory", suffix=suffix),
         rules,
@@ -375,11 +345,10 @@ def _held_out(steps: Sequence[StepFinished]) -> Part | None:
         return None
     base, lowest = bases[-1], min(points, key=lambda point: point[1])
 
-    def words(at: float, loss: float) -> str:
-        change = change_text(loss / base - 1, 1) if base > 0 else "-"
-        return f"after step {at:.0f}: {loss_text(loss)}, {change}"
+    def words(loss: float) -> str:
+        return f"{loss_text(loss)}, {change_text(loss / base - 1, 1) if base > 0 else '-'}"
 
-    best = (*lowest, words(*lowest))
+    [best] = _thinned([lowest], words)
     read = sorted({*_thinned(points, words), best})
     lines = [
         _trace("smooth", [(at, loss, "") for at, loss, _ in read]),
@@ -430,14 +399,14 @@ def _trace(look: str, points: Sequence[Reading], name: str | None = None) -> Par
 
 def _thinned(
     points: Sequence[tuple[float, float]],
-    words: Callable[[float, float], str] = lambda x, y: "",
+    words: Callable[[float], str] | None = None,
     keep: Callable[[Sequence[float]], float] = lambda values: values[-1],
 ) -> list[Reading]:
-    """Return at most `MAX_POINTS` points: the last `x` of neighbors, and `keep` of their `y`."""
+    # At most `MAX_POINTS`: the last step of neighbors, and what to keep of their values.
     size = -(-len(points) // MAX_POINTS)
     chunks = [points[start : start + size] for start in range(0, len(points), max(1, size))]
     kept = [(chunk[-1][0], keep([y for _, y in chunk])) for chunk in chunks]
-    return [(x, y, words(x, y)) for x, y in kept]
+    return [(step, y, f"step {step:.0f}: {words(y)}" if words else "") for step, y in kept]
 
 
 def _chart(
@@ -456,7 +425,7 @@ def _chart(
 
 
 def _rule(rule: Rule, side: str, axis: Part, shown: Sequence[float]) -> Part:
-    """A dashed line across, whose label stays on the chart wherever the line lies."""
+    # Dashed, with a label that stays on the chart wherever the line lies.
     way, value, words = rule
     other = "y" if way == "x" else "x"
     is_from_zero = axis["rangemode"] == "tozero"

@@ -23,7 +23,7 @@ from autotune.plan.words import (
     value_text,
 )
 from autotune.plan.workload import Workload
-from autotune.report import points
+from autotune.report import points, run
 from autotune.report.text import (
     memory_text,
     printable,
@@ -235,7 +235,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
             told.append((0.0, reason.knob, reason.why))
     values = dict(zip((*Candidate.model_fields, "caching"), settings_items(plan), strict=True))
     lines = []
-    for _, knob, text in sorted(told, reverse=True)[: points.MAX_REASONS]:
+    for _, knob, text in sorted(told, reverse=True)[: run.MAX_REASONS]:
         lines += [" ".join(values[knob]), *wrapped(f"    {text}", 0)]
     return lines
 
@@ -260,9 +260,9 @@ def every_reason_lines(plan: TrainingPlan) -> list[str]:
         texts += [f"    not {rejected.choice}: {rejected.reason}" for rejected in reason.rejected]
     lines = [part for text in (*texts, *assumption_text(plan)) for part in wrapped(text, 4)]
     if plan.frozen.trials:
-        lines += ["", "trials", points.TRIAL_HEADER]
+        lines += ["", "trials", run.TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):
-        lines += points.trial_lines(number, trial, plan.frozen.trials[0])
+        lines += run.trial_lines(number, trial, plan.frozen.trials[0])
         lines += wrapped(f"      {trial.message}") if trial.message else []
     if plan.frozen.fallbacks:
         lines += ["", "if memory is shorter than planned, in this order"]

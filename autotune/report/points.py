@@ -1,25 +1,14 @@
-"""Candidates of a plan or search, measured or predicted, as points and as lines of text: pure."""
+"""Candidates of a plan, measured or predicted, as points of a chart: pure."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autotune.events import RecordsMatched
-from autotune.plan.candidate import Candidate, Choice, TrialResult, counting_trials
+from autotune.plan.candidate import Choice, counting_trials
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.words import OUTCOMES, TITLES, UNTOLD, setting_text
-from autotune.plan.workload import Workload
-from autotune.report.text import capped, memory_text, seconds_text, titled_lines, wrapped
+from autotune.plan.words import OUTCOMES, TITLES, setting_text
 
 MAX_VALUES = 4  # of a knob that are compared: of numbers of blocks there are many
-
-
-def process_workload(plan: TrainingPlan) -> Workload:
-    """Return the work of one of the plan's processes."""
-    return plan.frozen.workload.share(plan.frozen.hardware.num_processes)
-
-
 Changes = Mapping[str, Choice]  # differences from the chosen settings, by knob
 
 
@@ -53,7 +42,7 @@ def name_of(changes: Changes) -> str:
 
 def points_of(plan: TrainingPlan) -> list[Point]:
     """Return every candidate of the plan, measured if a trial ran it, else predicted."""
-    frozen, batch = plan.frozen, process_workload(plan).effective_batch_size
+    frozen, batch = plan.frozen, plan.frozen.process_workload.effective_batch_size
     expected, settings = frozen.expected, frozen.settings
     alternatives = frozen.forecast.alternatives if frozen.forecast else ()
     predicted = {name_of(each.changes): each for each in alternatives}
@@ -82,7 +71,7 @@ def points_of(plan: TrainingPlan) -> list[Point]:
             add(changes, like.step_seconds, like.run_memory_bytes, "failed", word)
     kind = expected.evidence
     add({}, expected.step_seconds, expected.run_memory_bytes, kind, f"chosen, {kind}")
-    least = math.inf
+    least = float("inf")
     for point in sorted(found.values(), key=lambda p: (-p.images_per_second, p.run_memory_bytes)):
         if point.runs and point.run_memory_bytes < least:
             least = point.run_memory_bytes
@@ -113,7 +102,7 @@ class Worth(NamedTuple):
 
 def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
     """Compare the best candidate with each other value of a knob with the chosen settings."""
-    frozen, work = plan.frozen, process_workload(plan)
+    frozen, work = plan.frozen, plan.frozen.process_workload
     chosen = next(point for point in points if point.is_chosen)
     own = [t for t in frozen.trials if t.candidate == frozen.settings and t.outcome == "ok"]
     measured = chosen.images_per_second
@@ -148,62 +137,3 @@ def _other_values(values: list[Choice], current: Choice) -> list[Choice]:
         above = sorted(int(value) for value in others if int(value) > int(current))
         return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))
     return others
-
-
-TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaults"
-
-
-SETTINGS_COLUMN = TRIAL_HEADER.index("settings")
-
-
-MAX_REASONS = 5
-
-
-def trial_text(number: int, max_trials: int, result: TrialResult) -> str:
-    """Tell a trial in one line: `trial 3 of 8: 1.70 s a step, 14.20 GiB`."""
-    of = f" of {max_trials}" if number <= max_trials else ""
-    found = OUTCOMES[result.outcome]
-    if result.outcome == "ok":
-        step, memory = result.median_step_seconds, memory_text(result.peak_memory_bytes)
-        again = " (tried for longer)" * result.confirms
-        found = f"{seconds_text(step)} a step, {memory}{again}"
-    return f"trial {number}{of}: {found}"
-
-
-def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[str]:
-    """Align a trial under TRIAL_HEADER; its settings are those that differ from the first's."""
-    verdict: str = result.outcome
-    if verdict == "ok" and result.confirms:
-        verdict = "confirmed"
-    elif verdict == "ok" and result.candidate.compile != "off":
-        verdict = "compiled"
-    seconds, num_bytes = result.median_step_seconds, result.peak_memory_bytes
-    time, memory = "-" if seconds is None else f"{seconds:.3f}", memory_text(num_bytes)
-    if num_bytes is not None and num_bytes >= 100 * 2**30:  # in at most nine columns
-        memory = f"{num_bytes / 2**30:.{1 if num_bytes < 1000 * 2**30 else 0}f} GiB"
-    values = dict(result.candidate)
-    figures = f"{number:>2} {values['micro_batch_size']:>5} {time:>7} {memory:>9} {verdict:<9}"
-    defaults = {name: field.default for name, field in Candidate.model_fields.items()}
-    known = defaults if number == 1 else dict(first.candidate)
-    untold = ("micro_batch_size", *UNTOLD)
-    told = ((name, value) for name, value in values.items() if name not in untold)
-    differing = (f"{name}={value}" for name, value in told if value != known[name])
-    changed = ", ".join(differing)  # as `--pin` takes them
-    settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
-    return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
-
-
-def records_lines(event: RecordsMatched) -> list[str]:
-    """Tell what earlier measurements contribute."""
-    found = {
-        "exact": "measured before on such a machine: one trial will verify it",
-        "near": f"{event.num_records} of similar machines or work start the search",
-    }
-    texts = [found[event.kind]] if event.kind in found else []
-    texts += capped(event.refused, MAX_REASONS, ": `autotune profiles verify`")
-    return [note_text(text, "records") for text in texts]
-
-
-def note_text(text: str, title: str = "note") -> str:
-    """Align a remark with the lines before the first trial."""
-    return "\n".join(titled_lines([(title, text)]))

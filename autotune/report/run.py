@@ -1,14 +1,16 @@
-"""Text about a training run: promised against measured, and a verdict on the adapter."""
+"""Text about trials and runs: promised against measured, and a verdict on the adapter."""
 
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from autotune.events import StepFinished
-from autotune.plan.candidate import PhasePeak, QuantizationError
+from autotune.events import RecordsMatched, StepFinished
+from autotune.plan.candidate import Candidate, PhasePeak, QuantizationError, TrialResult
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan, ValidationResult
+from autotune.plan.words import OUTCOMES, UNTOLD
 from autotune.report.text import (
+    capped,
     change_text,
     loss_text,
     memory_text,
@@ -20,6 +22,9 @@ from autotune.report.text import (
 
 PAGE_FILE = "report.html"
 LOG_FILE = "run.log"
+TRIAL_HEADER = " # batch  s/step  step mem outcome   settings besides the defaults"
+SETTINGS_COLUMN = TRIAL_HEADER.index("settings")
+MAX_REASONS = 5
 
 
 def step_text(
@@ -205,3 +210,53 @@ def _validation_lines(held_out: ValidationResult | None) -> list[str]:
         kept = "kept" if held_out.kept_step == lowest else "not kept: --keep-best would"
         lines.append(f"  lowest {held_out.lowest_loss:.4f} after step {lowest}, {kept}")
     return lines
+
+
+def trial_text(number: int, max_trials: int, result: TrialResult) -> str:
+    """Tell a trial in one line: `trial 3 of 8: 1.70 s a step, 14.20 GiB`."""
+    of = f" of {max_trials}" if number <= max_trials else ""
+    found = OUTCOMES[result.outcome]
+    if result.outcome == "ok":
+        step, memory = result.median_step_seconds, memory_text(result.peak_memory_bytes)
+        again = " (tried for longer)" * result.confirms
+        found = f"{seconds_text(step)} a step, {memory}{again}"
+    return f"trial {number}{of}: {found}"
+
+
+def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[str]:
+    """Align a trial under TRIAL_HEADER; its settings are those that differ from the first's."""
+    verdict: str = result.outcome
+    if verdict == "ok" and result.confirms:
+        verdict = "confirmed"
+    elif verdict == "ok" and result.candidate.compile != "off":
+        verdict = "compiled"
+    seconds, num_bytes = result.median_step_seconds, result.peak_memory_bytes
+    time, memory = "-" if seconds is None else f"{seconds:.3f}", memory_text(num_bytes)
+    if num_bytes is not None and num_bytes >= 100 * 2**30:  # in at most nine columns
+        memory = f"{num_bytes / 2**30:.{1 if num_bytes < 1000 * 2**30 else 0}f} GiB"
+    values = dict(result.candidate)
+    figures = f"{number:>2} {values['micro_batch_size']:>5} {time:>7} {memory:>9} {verdict:<9}"
+    defaults = {name: field.default for name, field in Candidate.model_fields.items()}
+    known = defaults if number == 1 else dict(first.candidate)
+    untold = ("micro_batch_size", *UNTOLD)
+    told = ((name, value) for name, value in values.items() if name not in untold)
+    differing = (f"{name}={value}" for name, value in told if value != known[name])
+    changed = ", ".join(differing)  # as `--pin` takes them
+    settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
+    return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
+
+
+def records_lines(event: RecordsMatched) -> list[str]:
+    """Tell what earlier measurements contribute."""
+    found = {
+        "exact": "measured before on such a machine: one trial will verify it",
+        "near": f"{event.num_records} of similar machines or work start the search",
+    }
+    texts = [found[event.kind]] if event.kind in found else []
+    texts += capped(event.refused, MAX_REASONS, ": `autotune profiles verify`")
+    return [note_text(text, "records") for text in texts]
+
+
+def note_text(text: str, title: str = "note") -> str:
+    """Align a remark with the lines before the first trial."""
+    return "\n".join(titled_lines([(title, text)]))

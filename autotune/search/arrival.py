@@ -77,7 +77,7 @@ def verify_prediction(
     backend, model = backend or PlannerBackend(), resolve_model(plan.job.model_ref)
     require_model(plan, model)
     planned, caching = plan.frozen.hardware, plan.frozen.caching
-    work = plan.frozen.workload.share(planned.num_processes)
+    work = plan.frozen.process_workload
     parallel = Parallel(planned.strategy, planned.num_processes)
     as_planned = Reason(knob="caching", chosen=caching_text(caching), why="as planned")
     cost = CostModel.build(

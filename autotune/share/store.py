@@ -168,7 +168,7 @@ def build_record(
             f"this plan cannot be shared: {reason}",
             hint="make one with `autotune plan` on this machine",
         )
-    work = frozen.workload.share(frozen.hardware.num_processes)  # what its trials ran
+    work = frozen.process_workload
     images = work.effective_batch_size / frozen.expected.step_seconds
     expected = {name: getattr(frozen.expected, name) for name in EXPECTED_FIELDS}
     num_tried = sum(not trial.confirms for trial in frozen.trials)

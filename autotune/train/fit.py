@@ -153,7 +153,7 @@ def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
         misfits.append(f"{controls} control images for an item, the plan is for {max_controls}")
     conflicts = (knob.why_not(plan.frozen.settings, context) for knob in KNOBS)
     misfits = [f"data: {misfit}" for misfit in (*misfits, *filter(None, conflicts))]
-    share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size
+    share = plan.frozen.process_workload.effective_batch_size
     if plan.frozen.settings.micro_batch_size > share:
         misfits.append(f"processes: each gets {share} image(s) per step, less than a micro-batch")
     return tuple(misfits)

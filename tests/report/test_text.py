@@ -33,9 +33,8 @@ from autotune.report.plan import (
     plan_lines,
     train_hint,
 )
-from autotune.report.points import trial_text
 from autotune.report.predictions import comparison_lines, estimate_lines, model_lines
-from autotune.report.run import missed_promises, report_lines, result_lines
+from autotune.report.run import missed_promises, report_lines, result_lines, trial_text
 from autotune.report.text import range_text, rough_seconds, seconds_text
 from autotune.search.comparison import ComparedGpu, Comparison
 from tests.interop.test_importing import CONFIGS
