@@ -41,8 +41,7 @@ DIFFERENCE_KINDS: Mapping[Kind, str] = {
     "settings": "settings of the plan that it lacks, and what is written instead",
     "loading": "how files and batches are read is its own",
 }
-# Settings of autotune's executor alone, and the value that other trainers have: any other value
-# needs less memory.
+# Settings of autotune's executor alone, with others' value: any other needs less memory.
 SPARING: Mapping[str, Any] = {
     "modulation": "resident",
     "norm_rope": "stock",
@@ -113,9 +112,8 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         message = f"{trainer.title} cannot do what the plan says: {error}"
         raise InvalidInput(message, hint=hint) from error
     differences = compare(planned, read, context)
-    lost = [
-        f"{one.key}: {one.meaning}" for kind, one in lines if kind == "not_carried" and one.line
-    ]
+    told = (one for kind, one in lines if kind == "not_carried" and one.line)
+    lost = [f"{one.key}: {one.meaning}" for one in told]
     overheads = trainer.overheads_of(written, known).text
     remarks = tuple(dict.fromkeys((*lost, *trainer.notes, overheads)))
     binding = [one for one in differences if one.kind != "loading"]

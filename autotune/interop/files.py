@@ -276,8 +276,6 @@ MUSUBI_SCRIPTS = {
     "flux_2": ("flux_2", "text_encoder", "fp8_text_encoder"),
     "wan": ("wan", "t5", "fp8_t5"),
 }
-
-
 # Swap as autotune does: blocks only arrive, from locked memory, the next beside the one that runs.
 MUSUBI_SWAP: Values = {
     "block_swap_h2d_only": True,
@@ -292,7 +290,7 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
     if "datasets[].target_frames" in values:
         values["datasets[].video_directory"] = values.pop("datasets[].image_directory")
     values["datasets[].cache_directory"] = f"{folder.rstrip('/')}-cache"
-    own = _in_file(values, _is_option)
+    own = _in_file(values, of_data=False)
     stored = [f"--{flag}"] * bool(own.pop(flag, False))
     if values["blocks_to_swap"]:
         own |= MUSUBI_SWAP
@@ -313,9 +311,9 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
 
 def _sd_scripts(title: str, values: Values, head: str) -> Mapping[str, str]:
     if values["network_module"] != "networks.lora_flux":
-        return _kohya(title, values, head, "sdxl_train_network.py", _in_file(values, _is_option))
+        return _kohya(title, values, head, "sdxl_train_network.py", _in_file(values, of_data=False))
     files = dict.fromkeys(("pretrained_model_name_or_path", "clip_l", "t5xxl", "ae"), FILL_IN)
-    train = {**files, **_in_file(values, _is_option), **files}
+    train = {**files, **_in_file(values, of_data=False), **files}
     return _kohya(title, values, head, "flux_train_network.py", train)
 
 
@@ -328,7 +326,7 @@ def _kohya(
     given = {key: value for key, value in train.items() if value is not False}
     return {
         "train.toml": head + _toml_text(given),
-        "data.toml": _toml_text(_in_file(values, lambda key: not _is_option(key))),
+        "data.toml": _toml_text(_in_file(values, of_data=True)),
         "run.sh": _shell(title, values, *before, run),
     }
 
@@ -373,13 +371,10 @@ WRITERS: Mapping[str, Callable[[str, Values, str], Mapping[str, str]]] = {
 }
 
 
-def _in_file(values: Values, wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-    of_command = ("env.", "launch.")
-    return {k: v for k, v in values.items() if not k.startswith(of_command) and wanted(k)}
-
-
-def _is_option(key: str) -> bool:
-    return not key.startswith(("general.", "datasets["))
+def _in_file(values: Values, *, of_data: bool | None = None) -> dict[str, Any]:
+    own = {key: x for key, x in values.items() if not key.startswith(("env.", "launch."))}
+    is_data = {key: key.startswith(("general.", "datasets[")) for key in own}
+    return {key: x for key, x in own.items() if of_data in (None, is_data[key])}
 
 
 def _nest(values: Values) -> dict[str, Any]:

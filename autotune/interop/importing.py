@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.interop import files
-from autotune.interop.rules import LOST, ConfigValue, Context, Rule, Values, is_knob
+from autotune.interop.rules import LOST, ConfigValue, Context, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan.base import Frozen
@@ -100,8 +100,8 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
         raise InvalidInput(message, hint="take one for a LoRA of a model in `autotune models`")
     known = _find_model(table, settings, path)
     table = table.for_model(known)
-    words = f"{table.title} ignores it with this model"
-    lines = [line_for("decided", one, words) for one in _take_pointless(settings, known)]
+    pointless = _take_pointless(settings, known)
+    lines = [line_for("decided", x, f"{table.title} ignores it with this model") for x in pointless]
     values, read = read_settings(table, settings, Context(known.family))
     model, named = _model_of(table, known, settings)
     lines += [*named, *read, *_other_lines(table, known, settings, missing)]
@@ -135,7 +135,11 @@ def read_settings(
     values: dict[str, Any] = dict(trainer.constants)
     lines: list[Line] = []
     for rule in trainer.rules:
-        by_key = _with_defaults(rule, settings, trainer.defaults)
+        given = {key: settings[key] for key in rule.keys if key in settings}
+        by_key = {key: one for key, one in given.items() if one.value is not None}
+        settled = {*by_key, *(rule.synonyms if by_key.keys() & set(rule.synonyms) else ())}
+        usual = [key for key in rule.keys if key in trainer.defaults and key not in settled]
+        by_key |= {key: ConfigValue(key, trainer.defaults[key]) for key in usual}
         present = tuple(by_key.values())
         if not present:
             continue
@@ -161,17 +165,9 @@ def read_settings(
         for kind, is_wanted in (("carried", False), ("pinned", True)):
             own = [(name, x) for name, x in found.items() if is_knob(name, x) is is_wanted]
             meaning = ", ".join(f"{name} {_value_text(value)}" for name, value in own)
-            given = [one for one in reported if meaning and one.value is not None]
-            lines += [line_for(kind, one, meaning) for one in given]
+            told = [one for one in reported if meaning and one.value is not None]
+            lines += [line_for(kind, one, meaning) for one in told]
     return values, lines
-
-
-def _with_defaults(rule: Rule, settings: Settings, defaults: Values) -> dict[str, ConfigValue]:
-    own = {key: settings[key] for key in rule.keys if key in settings}
-    present = {key: one for key, one in own.items() if one.value is not None}
-    settled = set(rule.synonyms) if present.keys() & set(rule.synonyms) else set()
-    absent = [key for key in rule.keys if key in defaults and key not in {*settled, *present}]
-    return present | {key: ConfigValue(key, defaults[key]) for key in absent}
 
 
 def line_for(kind: str, setting: ConfigValue, meaning: str) -> Line:

@@ -233,9 +233,7 @@ def resolution(written: str, *others: str) -> Rule:
         sides = [*map(whole, own.split(",") if isinstance(own, str) else listed(own))]
         return {"resolution": sides[0] if len(set(sides)) == 1 else (sides[0], sides[-1])}
 
-    return Rule(
-        keys, ("resolution",), read, lambda ours, _: {written: [ours["resolution"]] * 2}, keys
-    )
+    return Rule(keys, ("resolution",), read, lambda x, _: {written: [x["resolution"]] * 2}, keys)
 
 
 def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> Rule:
@@ -369,12 +367,9 @@ def checkpointing(
         total, blocks = context.num_blocks or 1, context.blocks(ours["checkpointed_blocks"])
         if not interval:
             return {key: blocks > 0}
-        enough = {
-            (every, of): count
-            for of in range(2, MAX_STRIDE + 1)
-            for every in range(1, of)
-            if (count := count_blocks(f"{every}/{of}", total)) >= blocks
-        }
+        pairs = ((every, of) for of in range(2, MAX_STRIDE + 1) for every in range(1, of))
+        counts = {pair: count_blocks(f"{pair[0]}/{pair[1]}", total) for pair in pairs}
+        enough = {pair: count for pair, count in counts.items() if count >= blocks}
         has_patterns = context.family.name.startswith(beginnings)
         if blocks in (0, total, total - 1) or not enough or not has_patterns:
             return {key: blocks > 0, interval: None, stride: None}

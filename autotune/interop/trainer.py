@@ -177,14 +177,10 @@ def get_trainer(name: str) -> Trainer:
     return trainers()[name]
 
 
-def _read(name: str) -> Any:
-    return read_table(f"interop/data/{name}.yaml")
-
-
 def _load(name: str) -> Trainer:
-    data = _merged(_read("shared"), _read(name))
+    data = _merged(*(read_table(f"interop/data/{each}.yaml") for each in ("shared", name)))
     if base := data.get("extends"):
-        data = _merged(_read(base), data)
+        data = _merged(read_table(f"interop/data/{base}.yaml"), data)
     words = data["words"]
     accounts = [
         (re.compile(_pattern(key)), words.get(why, why), off.lower(), learned)
@@ -209,7 +205,7 @@ def _load(name: str) -> Trainer:
 
 
 def _pattern(key: str) -> str:
-    """`*` is anything, `*.` at the beginning any section or none."""
+    # `*` is anything, `*.` at the beginning any section or none
     return re.sub(r"^\.\*\\\.", r"(.*\\.)?", re.escape(key).replace(r"\*", ".*"))
 
 
