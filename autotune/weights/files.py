@@ -4,6 +4,8 @@ The library validates a header: 8 bytes little-endian N, N bytes of JSON, then t
 without holes or overlaps (github.com/huggingface/safetensors, "Format").
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.util
 import json
@@ -220,7 +222,7 @@ class WeightSource:
     def metadata(self) -> dict[str, str]:
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
-    def select(self, keep: Callable[[str], bool]) -> "WeightSource":
+    def select(self, keep: Callable[[str], bool]) -> WeightSource:
         chosen = (
             replace(file, entries=tuple(entry for entry in file.entries if keep(entry.name)))
             for file in self.files
