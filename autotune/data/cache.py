@@ -322,6 +322,7 @@ class EntryStore:
     in_memory: dict[str, Tensors] = field(default_factory=dict)
     memory_bytes: int = 0
     num_done: int = 0
+    item_seconds: float = 0.0  # typical, to encode a caption and its pixels
 
     def find(self, entry: CacheEntry, model: ResolvedModel) -> bool:
         tensors = self.cache.read(entry.key)

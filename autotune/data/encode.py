@@ -4,9 +4,11 @@ Entries are found by content, so a changed image alone is encoded again, and the
 only if something is missing.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from statistics import median
 from typing import Any
 
 import torch
@@ -192,6 +194,7 @@ class EncodedDataset:
     in_memory: Mapping[str, Tensors] = field(repr=False)
     masks: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # at latents' size
     mask_floor: float = 0.0  # weight of the loss where a mask is black
+    item_seconds: float = 0.0  # typical, to encode an item now; 0 if the cache had all
 
     @cached_property
     def num_captions(self) -> tuple[int, ...]:
@@ -303,6 +306,7 @@ def encode_dataset(
         in_memory=store.in_memory,
         masks=masks,
         mask_floor=mask_floor,
+        item_seconds=store.item_seconds,
     )
 
 
@@ -370,14 +374,18 @@ def _encode_each(
     encoders: Encoders, store: EntryStore, entries: Sequence[CacheEntry]
 ) -> dict[str, str]:
     unreadable: dict[str, str] = {}
+    seconds: list[float] = []
     for number, entry in enumerate(entries, start=1):
+        started = time.monotonic()
         try:
             encoded = _encode(encoders, entry)
         except _Unreadable as error:
             unreadable[entry.key] = str(error)
             store.count()
         else:
+            seconds.append(time.monotonic() - started)
             store.add(entry.key, encoded, num_left=len(entries) - number)
+    store.item_seconds += median(seconds or [0.0])
     return unreadable
 
 

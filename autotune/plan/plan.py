@@ -245,6 +245,8 @@ class RunReport(Frozen):
     measured_step_seconds: float
     data_seconds: float = Field(default=0.0, ge=0)
     """Mean time that a step waited for data."""
+    caching_saved_seconds: float = Field(default=0.0, ge=0)
+    """Time to encode every step's images and captions anew; 0 if the cache had them before."""
     limited_by: Limit | None = None
     """The bottleneck of its steps; None if the plan does not hold its prediction."""
     expected_peak_memory_bytes: int

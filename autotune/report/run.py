@@ -101,6 +101,8 @@ def report_lines(report: RunReport) -> list[str]:
         f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}, smoothed",
     ]
     lines += [f"limited by {report.limited_by}"] if report.limited_by else []
+    if saved := report.caching_saved_seconds:
+        lines.append(f"caching saved {seconds_text(saved)} of encoding images and captions again")
     if error := report.quantization_error:
         lines.append(error_text(error, report.settings.quantization))
     warnings = (*report.warnings, *missed_promises(report))

@@ -100,7 +100,7 @@ class _Run:
         self.watchdog, self.monitor = watchdog, monitor
         self.cache = (MemoryCache if plan.job.cache == "memory" else Cache)(cache_folder)
         self.warnings: list[str] = []
-        self.adapter_file = folder.ADAPTER_FILE
+        self.adapter_file, self.item_seconds = folder.ADAPTER_FILE, 0.0
         self.metrics: Metrics | None = None
         settings = plan.frozen.settings
         encoding = prepared.model, plan.frozen.caching, processes.device
@@ -242,6 +242,7 @@ class _Run:
         if self.processes.is_first_of_node:
             self.processes.wait()
         self.encoders.release()
+        self.item_seconds = encoded.item_seconds
         held_out = frozenset(self.prepared.data.held_out)
         if not held_out:
             return encoded, None
@@ -368,6 +369,9 @@ class _Run:
             expected_step_seconds=expected.step_seconds,
             measured_step_seconds=step_seconds,
             data_seconds=waits,
+            caching_saved_seconds=self.item_seconds
+            * loop.order.effective_batch_size
+            * (loop.num_steps - loop.first_step),
             limited_by=forecast.step_time.limited_by(waits) if forecast else None,
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,

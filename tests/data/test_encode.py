@@ -104,6 +104,7 @@ def test_second_run_encodes_nothing(data, monkeypatch):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[name], other[name]) for name in one)
     assert progress == 2 * [(number, 8) for number in range(1, 9)]
+    assert first.item_seconds > 0 == second.item_seconds
 
 
 def test_interrupted_encoding_continues_where_it_was(data):
