@@ -94,8 +94,8 @@ def list_models(
     """List the published models that autotune knows by name.
 
     With a GPU of the catalog, tell what it is predicted to do with each: looked up, or with
-    `host_memory` planned one by one for a host with so much. With a single file of ComfyUI, Kohya
-    or Civitai, list those of its architecture: the one that it is taken for first.
+    `host_memory` planned one by one for a host of that size. With a single file of ComfyUI, Kohya
+    or Civitai, list those of its architecture, the likeliest first.
 
     Raises:
         InvalidInput: the catalog has no such GPU, or the file holds no known model.

@@ -27,7 +27,7 @@ T = TypeVar("T")
 def match_names(
     text: str, names: Mapping[str, Iterable[str]], optional: Iterable[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """Return the keys of `names` of which `text` is a name, and those of which a name has all its
+    """Return the keys of `names` that have the name `text`, and those with a name that has all its
     words. Case, spaces, punctuation and `optional` words never matter."""
     noise = re.compile("|".join((r"[\W_]+", *optional)))
     asked = noise.sub("", text.lower())

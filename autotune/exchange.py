@@ -269,7 +269,7 @@ def _as_written(
             here = knobs[name].choices(context)
             why = why or (here.rejected.get(choice) if len(here.admitted) == 1 else None)
         elif choice not in plain[name]:
-            why = why or "it cannot be had here"
+            why = why or "it is not available here"
         if names and choice not in names:
             why = why or "autotune knows no such value"
         changed = written if why else written.changed(**{name: choice})

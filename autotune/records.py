@@ -50,8 +50,8 @@ class RecordSummary(Frozen):
 
 @raise_typed
 def push(url: str) -> Transfer:
-    """Copy your records to a team's store; only new ones travel. Makes a folder that is not
-    there yet; raises InvalidInput if there is none to make it in.
+    """Copy your records to a team's store; only new ones travel. Makes a missing folder, but
+    not its parent: then it raises InvalidInput.
 
     Examples:
         >>> autotune.records.push("s3://team/records").num_new
@@ -178,8 +178,8 @@ def prune(
 
 @raise_typed
 def verify(store: str | None = None) -> tuple[int, tuple[str, ...]]:
-    """Check that every record is whole, unaltered and possible: their number, and a line for each
-    that is not. Raises InvalidInput if a store that is named has none.
+    """Check that every record is whole, unaltered and possible; return their number, and a line
+    for each that is not. Raises InvalidInput if a store that is named has none.
 
     Examples:
         >>> count, bad = autotune.records.verify("s3://team/records")

@@ -427,7 +427,7 @@ def _replace_in_captions(site: Site, asked: Asked) -> Response:
     folder = site.inside(asked.one("folder"))
     trigger, find, replacement = (asked.one(name) for name in ("trigger", "find", "replacement"))
     if not trigger and not find:
-        raise InvalidInput("there is nothing to put in or to find", hint="fill in one of them")
+        raise InvalidInput("both fields are empty", hint="fill in one of them")
 
     def change(item: Captioned) -> str:
         text = item.caption.replace(find, replacement) if find else item.caption

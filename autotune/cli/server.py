@@ -83,7 +83,7 @@ class Guard:
     def _judge(self, request: Request) -> Response | None:
         origin = f"http://{request.headers.get('host', '')}"
         if origin not in self.origins:
-            return PlainTextResponse("this server goes by another name\n", 421)
+            return PlainTextResponse("the address names another host than this server\n", 421)
         is_safe = request.method in SAFE_METHODS
         sent = request.headers.get("origin", origin if is_safe else "")
         site = request.headers.get("sec-fetch-site", "none")
@@ -293,12 +293,12 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
     name, port = split.hostname or LOOPBACK[0], split.port or 0
     is_open = name not in LOOPBACK
     if is_open and (token is None or len(token) < 16):
-        why = f"at {name} whoever reaches this machine could come in"
+        why = f"at {name} anyone who reaches this machine could come in"
         hint = "choose a secret of 16 characters or more: --token SECRET, or AUTOTUNE_TOKEN"
         raise InvalidInput(why, hint=hint)
     for folder in folders:
         if not folder.is_dir():
-            raise InvalidInput(f"there is no folder {folder}", hint="name one that there is")
+            raise InvalidInput(f"there is no folder {folder}", hint="name a folder that exists")
     site = Site(tuple(Path(os.path.realpath(folder)) for folder in folders))
     token = token or secrets.token_urlsafe(32)
     try:
@@ -316,8 +316,8 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
     app = build_app(site, origins, token, f"autotune-{port}")
     if is_open:
         tell(
-            "warning: other machines can reach this page, unencrypted: who has the token sees and "
-            f"changes what is in {', '.join(map(str, site.roots))}, and starts runs"
+            "warning: other machines can reach this page, unencrypted: anyone with the token sees "
+            f"and changes what is in {', '.join(map(str, site.roots))}, and starts runs"
         )
     ways = [one for one in outer if one not in LOOPBACK] if name in ANY else []
     shown = (ways or [name])[0]

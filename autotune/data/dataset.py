@@ -137,7 +137,7 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
     problems = [*captions.problems, *unsupported, *contents.problems]
     stems, why = {media.fold_name(one.stem) for one in found}, "there is no image of this name"
     if options.loss_mask != "files":
-        stems, why = set(), "a mask is used with --loss-mask files"
+        stems, why = set(), "a mask, which only --loss-mask files uses"
     for stem, path in masks.items():
         if media.fold_name(stem) not in stems:
             problems.append(Problem(file=contents.name(path), kind="mask", message=why))
@@ -191,7 +191,9 @@ def _drop_duplicates(
         if original == name:
             unique.append((name, item))
         else:
-            message = f"the same image as {original}: `repeats` in {media.METADATA} weighs it"
+            message = (
+                f"the same image as {original}: `repeats` in {media.METADATA} shows it more often"
+            )
             problems.append(Problem(file=name, kind="duplicate", message=message))
     return sorted(unique, key=lambda one: one[0]), problems
 
@@ -309,7 +311,7 @@ def read_split(
     training = tuple(item for item in dataset.items if item not in held_out)
     if not training:
         raise InvalidInput(
-            f"with the images held out for validation none of {data_text(data)} is left to train",
+            f"validation holds out all images of {data_text(data)}: none is left to train",
             hint="add images, hold out a smaller share, or name a folder of others: "
             "--validation FOLDER",
         )

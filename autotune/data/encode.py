@@ -406,7 +406,7 @@ def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise InvalidInput(
             f"the model cannot encode the {entry}: {first_line(error)}",
-            hint="are its configurations those that were published? Download it again",
+            hint="download the model again: its configurations may differ from the published ones",
         ) from error
     if not all(tensor.isfinite().all() for tensor in encoded.values()):
         raise AutotuneError(
@@ -429,6 +429,6 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
     if has_changed:
         raise AutotuneError(
             f"{entry.paths[0]} changed while the data was encoded",
-            hint="run again when nothing writes there any more: what is cached so far is kept",
+            hint="run again once nothing writes there: what is cached is kept",
         )
     return pixels

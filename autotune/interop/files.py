@@ -267,7 +267,7 @@ def _ai_toolkit(title: str, values: Values, head: str) -> Mapping[str, str]:
 
 
 # By the end of `network_module`: how its scripts' names begin, the options for text encoders, and
-# that which stores them in fewer bits.
+# the option that stores them in fewer bits.
 MUSUBI_SCRIPTS = {
     "qwen_image": ("qwen_image", "text_encoder", "fp8_vl"),
     "kandinsky": ("kandinsky5", "text_encoder_qwen text_encoder_clip", "quantized_qwen"),

@@ -255,7 +255,7 @@ def _other_lines(
         account = trainer.account(setting.key, setting.value)
         if account is None:
             is_further = "[" in key and "[]" not in key
-            words = "of several sections autotune reads the first"
+            words = "autotune reads the first of several sections"
             account = "not_carried", words if is_further else "not understood"
             if trainer.fixed.get(key) == setting.value or key in trainer.references:
                 account = "decided", "as autotune does it"

@@ -50,22 +50,22 @@ class EncoderSize:
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
-        """Taken of the training device for captions, without the VAE."""
+        """Memory of the training device that captions take, without the VAE."""
         return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
 
     def captions_bytes(self, caching: CachingSettings) -> int:
-        """Taken where text encoders run: on the training device the VAE waits beside them."""
+        """Memory where text encoders run; on the training device the VAE waits there, too."""
         beside = self.vae_bytes if caching.text_encoder_device == "training" else 0
         return self._encoder_bytes(caching) + beside
 
     def images_bytes(self, caching: CachingSettings) -> int:
-        """Taken where the VAE runs: text encoders have left, unless they are kept there."""
+        """Memory where the VAE runs; text encoders have left, unless they are kept there."""
         stay = caching.residency == "keep" and caching.text_encoder_device == caching.vae_device
         beside = self._encoder_bytes(caching) if stay else 0
         return self.vae_bytes + self.vae_working_bytes + beside
 
     def bytes_at(self, place: str, caching: CachingSettings) -> int:
-        """Most of both at one place, in the words of `CachingSettings`."""
+        """Larger of both at one place, in the words of `CachingSettings`."""
         captions = self.captions_bytes(caching) if caching.text_encoder_device == place else 0
         return max(captions, self.images_bytes(caching) if caching.vae_device == place else 0)
 
@@ -159,7 +159,7 @@ def _nothing_left(what: str) -> InvalidInput:
 def encoder_gpu_of(
     context: TuningContext, caching: CachingSettings, size: EncoderSize
 ) -> EncoderGpu | None:
-    """Describe the GPU beside the one that trains that encodes, and what that takes of it."""
+    """Describe the other GPU that encodes, and the memory that encoding takes there."""
     other = _find_gpu(caching.other_gpu, context)
     if caching.other_gpu is None or other is None:
         return None
@@ -195,7 +195,7 @@ def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettin
     if settings.other_gpu and _find_gpu(settings.other_gpu, context) is None:
         others = ", ".join(f"cuda:{gpu.index}" for gpu in context.hardware.device.others)
         what = f"{settings.parts_on_other_gpu} cannot be encoded on {settings.other_gpu} here"
-        hint = f"GPUs beside the one that trains: {others or 'none'}"
+        hint = f"GPUs besides the training one: {others or 'none'}"
         raise InvalidInput(what, hint=hint)
     if reason := _unusable_reason(weight_format, context):
         what = f"text encoders cannot be stored as {weight_format} here: {reason}"
@@ -291,7 +291,7 @@ def why_not_cast(name: str, family: Family) -> str | None:
     """Tell why a family's text encoders would compute nonsense in a weight format."""
     weight_format = WEIGHT_FORMATS.get(name)
     if family.casts_to_weight_dtype and weight_format and weight_format.hides_dtype:
-        return "T5 casts its activations to the dtype in which a weight lies"
+        return "T5 casts its activations to the dtype of its weights"
     return None
 
 

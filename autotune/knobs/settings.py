@@ -181,7 +181,7 @@ def optimizer_class(name: str) -> "type[torch.optim.Optimizer]":
         raise InvalidInput(f"there is no optimizer called {name!r}", hint=hint)
     if name not in OPTIMIZERS and os.environ.get(ALLOWED) != name:
         raise InvalidInput(
-            f"the plan's optimizer, {name}, is code to run, and loading it takes your consent",
+            f"the plan's optimizer, {name}, runs another package's code, which needs your consent",
             hint=f"if you trust that package, name it yourself: --optimizer {name}",
         )
     module, _, attribute = OPTIMIZERS.get(name, name).partition(":")

@@ -169,7 +169,7 @@ def _names(gpu: CatalogGpu) -> tuple[str, ...]:
 
 def gpu_named(name: str) -> CatalogGpu:
     """Find the one GPU that `name` or a part of it identifies: `4080`, `RTX 4080`, `4080_super`.
-    Exact words go before more, as of a Ti, and of two sizes the first is meant. Raises
+    A name without more words, such as Ti, goes first; of two sizes the first is meant. Raises
     InvalidInput."""
     gpus = {gpu.id: gpu for gpu in load_catalog()}
     names = {id_: _names(gpu) for id_, gpu in gpus.items()}

@@ -373,7 +373,7 @@ class DeviceLock:
             while not self._try_lock(file):
                 if time.monotonic() - started > MAX_WAIT_SECONDS:
                     what = f"{holder} and has not ended in {MAX_WAIT_SECONDS:.0f} s"
-                    hint = "wait for it, or stop it: trials at the same time would measure it"
+                    hint = "wait for it, or stop it: trials beside it would measure it, too"
                     raise AutotuneError(what, hint=hint)
                 time.sleep(RETRY_SECONDS)
 

@@ -230,8 +230,8 @@ class Meter:
         return self.rate("operation.launch", operations, timings, "s")
 
     def small(self, name: str) -> Rate:
-        """Measure a copy that stays in the L2 cache (`memory.cache`), or the least kernel. Many in
-        one CUDA graph, for each ends before the host could launch the next."""
+        """Measure a copy that stays in the L2 cache (`memory.cache`), or the least kernel. Many
+        run in one CUDA graph, since each ends before the host could launch the next."""
         repeats = 200
         num_bytes = (self.profile.device.l2_bytes or 2**22) // 8 if name == "memory.cache" else 4
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)

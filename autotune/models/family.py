@@ -194,11 +194,11 @@ class Family(ABC):
         return self.target_sets[name]
 
     def num_latent_frames(self, num_frames: int) -> int:
-        """Count the frames of the latents that so many frames make."""
+        """Count the latent frames that this many frames make."""
         return (num_frames - 1) // self.frames_per_latent + 1
 
     def whole_frames(self, num_frames: int) -> int:
-        """Count the frames of so many that latents are made of."""
+        """Count how many of these frames go into latents."""
         return (self.num_latent_frames(num_frames) - 1) * self.frames_per_latent + 1
 
     def tokens_per_frame(self, bucket: Bucket) -> int:

@@ -1,7 +1,7 @@
 """MiniMax H3: one stream of text, sound and video in 50 blocks, Qwen3-VL 32B for the text.
 
-Its pipeline has two transformers whose layers are called alike. `transformer`, which makes clips of
-text, is the one that is trained and loaded: `transformer_ref`, for references, is not. Sound is not
+Its pipeline has two transformers with layers of the same names. `transformer`, which makes clips
+of text, is trained and loaded; `transformer_ref`, for references, is not. Sound is not
 trained: its rows are left out, as SimpleTuner does (`minimax_h3_target_mode: video`).
 """
 

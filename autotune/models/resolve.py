@@ -31,8 +31,8 @@ from autotune.weights.single_file import view_as
 REPO = re.compile(r"[\w.-]+/[\w.-]+")  # the name of a repository on the hub
 REVISION = re.compile(r"\w[\w./-]*")
 NAME_BASE = (
-    "name a folder or a hub id that has VAE, text encoders and tokenizers in the diffusers layout: "
-    "--base; the transformer's weights are not needed there"
+    "name a folder or hub id in the diffusers layout with --base; it needs VAE, text encoders and "
+    "tokenizers, not the transformer's weights"
 )
 
 

@@ -93,7 +93,7 @@ def _describe(source: WeightSource, refusals: Mapping[str, BadWeights]) -> str:
     if any(".lora_" in name or "_lora." in name for name in names):
         return "it is an adapter"
     for name, error in refusals.items():
-        return f"its layers are called as those of {name}, but {error.message}"
+        return f"its layers have the names of {name}, but {error.message}"
     return f"its tensors are called {', '.join(names[:2]) or 'nothing'} ..."
 
 
@@ -121,7 +121,7 @@ def named_expert(name: str, family: Family) -> str | None:
     transformer that is not trained."""
     if family.untrained_files and re.search(family.untrained_files, name, re.IGNORECASE):
         raise InvalidInput(
-            f"{name} is {family.name}'s other transformer, whose layers are called alike",
+            f"{name} is {family.name}'s other transformer, whose layers have the same names",
             hint=f"take the file of its {family.denoiser}/, which is the one that is trained",
         )
     named = [expert for expert in family.experts if expert.partition("-")[0] in _words(name)]

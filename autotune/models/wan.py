@@ -81,7 +81,7 @@ class Wan22HighNoise(Wan):
     def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
         boundary = index.get("boundary_ratio")
         if not isinstance(boundary, float) or not 0 < boundary < 1:
-            hint = "it is a share of noise, as 0.875: download the model again"
+            hint = "it must be a share of noise such as 0.875: download the model again"
             raise InvalidInput(f"model_index.json has the boundary_ratio {boundary!r}", hint=hint)
         return self._noise_beside(boundary)
 

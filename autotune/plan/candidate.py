@@ -79,7 +79,7 @@ class CachingSettings(Frozen):
 
     @property
     def other_gpu(self) -> str | None:
-        """The GPU beside the one that trains on which something is encoded."""
+        """Another GPU than the training one, on which something is encoded."""
         places = (self.text_encoder_device, self.vae_device)
         return next((place for place in places if place.startswith("cuda:")), None)
 
@@ -92,9 +92,7 @@ class CachingSettings(Frozen):
     @model_validator(mode="after")
     def _one_other_gpu(self) -> Self:
         if {self.text_encoder_device, self.vae_device} - {"training", "cpu", self.other_gpu}:
-            raise ValueError(
-                "captions and images are encoded on one GPU beside the one that trains, not on two"
-            )
+            raise ValueError("captions and images can be encoded on one other GPU, not on two")
         return self
 
 

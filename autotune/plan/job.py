@@ -55,8 +55,7 @@ MAX_PREVIEW_PROMPTS = 4  # more would take longer than they tell
 PREVIEW_EVERY = 250  # training steps between previews, by default, and between validations
 
 VALIDATION_DRAWS = 32
-"""About how many draws of an image, a noise level and noise the loss on held-out images is the
-mean of."""
+"""Approximate number of draws (image, noise level, noise) whose mean the held-out loss is."""
 
 
 class ModelRef(Frozen):

@@ -62,8 +62,8 @@ class Expected(Frozen):
         return max(filter(None, sizes), default=None)
 
     host_memory_bytes: int | None = Field(default=None, ge=0, lt=2**63)
-    """Need of one process of the host's memory beside a GPU's own, with its share of what the
-    first of a node does for all; None if the device shares it, or in older plans."""
+    """Host memory that one process needs besides the GPU's, with its share of what a node's first
+    process does for all; None if the device shares it, or in older plans."""
     time_uncertainty: float | None = Field(default=None, ge=0)
     """Standard error of a predicted `step_seconds` as a share of it; None if it was measured."""
     memory_uncertainty: float | None = Field(default=None, ge=0)
@@ -75,7 +75,7 @@ class Expected(Frozen):
 
 
 class EncoderGpu(Frozen):
-    """The GPU beside the one that trains on which captions, images or both are encoded."""
+    """Another GPU than the training one, on which captions, images or both are encoded."""
 
     name: str
     total_memory_bytes: int = PositiveInt

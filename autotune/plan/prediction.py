@@ -18,8 +18,8 @@ TIME_SIGMAS = (-0.3, 0.65)
 """Four fifths of published times lie between these standard errors of their prediction before any
 trial (benchmarks/published.py, which says how many do if a program, family or card is left out)."""
 WAITING_DOUBT = 2.0
-"""So many times as uncertain is a step that waits for the host or copies: no datasheet tells their
-speed."""
+"""A step that waits for the host or copies is this many times as uncertain: no datasheet tells
+their speed."""
 MEMORY_SIGMAS = (-0.9, 1.8)
 """The same for memory."""
 TIME_EVIDENCE = "4 of 5 published times lay in such ranges"
@@ -224,15 +224,15 @@ class AdapterPractice(Frozen):
     """A program's way to hold and step the adapter of a bf16 model; of fp32 all is fp32."""
 
     precision: Literal["bf16", "fp32"]
-    """Of its parameters and gradients."""
+    """Dtype of its parameters and gradients."""
     autocasts: bool = False
     """True if training runs under autocast: products are in the precision that the model
     computes in and norms in fp32, whatever their inputs are in; else each adapted layer copies
     its input to the adapter's precision."""
     optimizer_bytes: int = NaturalInt
-    """For each parameter: what AdamW keeps, a second copy of the parameters included."""
+    """Bytes that AdamW keeps for each parameter, a second copy of it included."""
     step_bytes: int = NaturalInt
-    """For each of its parameters: what AdamW needs beyond that while it steps."""
+    """Bytes for each parameter that AdamW needs besides while it steps."""
 
     @property
     def text(self) -> str:
@@ -252,9 +252,8 @@ class ProductPractice(Frozen):
     """The way in which a program stores frozen layers of a weight format, and multiplies."""
 
     keeps: Literal["weights", "inputs"]
-    """Until the backward pass of each layer: its weight in the precision of the products, as
-    autograd does; or its input, for a gradient of the weight that is computed and that nobody
-    uses."""
+    """Kept until the backward pass of each layer: its weight in the precision of the products, as
+    autograd does; or its input, for a gradient of the weight that nobody uses."""
     everywhere: bool = False
     """True if all linear layers are stored so, not those of blocks alone."""
 
@@ -290,7 +289,7 @@ class KeptPart(Frozen):
     """A part that is kept in training is there in previews, too."""
     part: Part
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of what no setting stores otherwise."""
+    """Dtype, unless a setting stores it otherwise."""
 
     @property
     def text(self) -> str:

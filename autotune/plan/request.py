@@ -82,7 +82,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     max_trials: int = Field(default=8, ge=1)
     """The most trials to run."""
     search_seconds: Annotated[float | None, Option("--search-time")] = Field(default=None, ge=1)
-    """Seconds for trials; by default 5% of the run, at least 60, and on while another pays."""
+    """Seconds for trials; by default 5% of the run, at least 60, longer while another pays."""
     fresh: bool = False
     """Forget what an interrupted search has measured."""
     study: str | None = None
@@ -94,7 +94,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     overheads: Annotated[Overheads | None, HIDDEN] = None
     """Overheads of the program that will train; None for autotune's own executor."""
     interrupted: Annotated[Literal["ignored", "resumed", "forgotten"], HIDDEN] = "ignored"
-    """Fate of an interrupted search of the same without a name. `ignored` keeps trials in
+    """Use of an interrupted search for the same without a name. `ignored` keeps trials in
     memory."""
 
     @property

@@ -59,7 +59,7 @@ class OptimizerChoice(Frozen):
 
     @classmethod
     def named(cls, optimizer: Self | str) -> Self:
-        """Return the optimizer of that name, or as it is."""
+        """Return the optimizer of a name; an optimizer stays as it is."""
         return cls.checked(optimizer, ()) if isinstance(optimizer, str) else optimizer
 
 

@@ -69,7 +69,7 @@ class ComparedGpu(CatalogPrediction):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def hours_range(self) -> tuple[float, float] | None:
-        """Hours if steps are as short, and as long, as the range says that is stated of them."""
+        """Hours at both ends of the range that is stated of step times."""
         low, high = (self._total(each * (self.time_uncertainty or 0.0)) for each in TIME_SIGMAS)
         return None if low is None or high is None else (low / 3600, high / 3600)
 
@@ -249,8 +249,8 @@ class ModelSummary(Frozen):
 def summarize_models(
     gpu: str | None = None, predict: Callable[[str], CatalogPrediction] | None = None
 ) -> tuple[ModelSummary, ...]:
-    """Summarize all published models by name; for a GPU of the catalog, the fastest run first. What
-    that would do is looked up, unless there is a function that predicts it by a model's name."""
+    """Summarize all published models by name; for a GPU of the catalog, the fastest run first. Its
+    predictions are looked up, unless `predict` makes them by a model's name."""
     published = [(family, model) for family in FAMILIES.values() for model in family.models]
     planned: dict[str, CatalogPrediction] = {}
     found = []

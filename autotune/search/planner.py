@@ -197,7 +197,7 @@ class _Search:
         while (doubtful := sampler.find_doubtful(trials)) and doubtful.candidate not in repeated:
             repeated.add(doubtful.candidate)
             number = trials.index(doubtful) + 1
-            text = f"trial {number} is slower than the others let expect: it is tried again"
+            text = f"trial {number} is slower than the others suggest: trying it again"
             self.on_event(events.Notice(text=text))
             again = self.try_once("again", doubtful.candidate, run)
             trials = winner.mark_disturbed((*trials, *filter(None, (again,))))

@@ -288,8 +288,8 @@ def _require_host_for_swap(
     size = f"{enough / GIB:.0f} GiB"
     more = "plan for" if cost.hardware.origin == "catalog" else "close other programs, or use"
     raise NothingFits(
-        f"what fits the GPU swaps blocks to {needed / GIB:.1f} GiB of system RAM, of which "
-        f"{room / GIB:.1f} GiB may be taken",
+        f"the settings that fit the GPU swap blocks to {needed / GIB:.1f} GiB of system RAM; a run "
+        f"may take {room / GIB:.1f} GiB",
         hint=f"{more} a host of {size} (for a GPU by name: --host-memory {size.replace(' ', '')}); "
         f"or {hint_to_fit(request, within, cost)}",
     )

@@ -310,7 +310,7 @@ def adopt_launch(num_processes: int) -> Launch | None:
             f"a launcher started {launch.world_size} process(es), but the plan is for "
             f"{num_processes}",
             hint="plan again for what is there (autotune plan --from PLAN --gpus N), or start as "
-            "many as the plan says; alone, `autotune train` starts those of one machine",
+            "many as the plan says; `autotune train` by itself starts those of one machine",
         )
     for name in (*OTHER_RANKS, *(() if launch else TORCH_RANKS)):
         os.environ.pop(name, None)

@@ -188,7 +188,7 @@ def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
     if is_known and not low <= job.learning_rate <= high:
         raise InvalidInput(
             f"{optimizer.name} cannot learn at a learning rate of {job.learning_rate:g}",
-            hint=f"usual is --learning-rate {usual:g}; {low:.3g} to {min(high, 1.0):.3g} are taken",
+            hint=f"use --learning-rate {usual:g}, or one from {low:.3g} to {min(high, 1.0):.3g}",
         )
     if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
         hint = f"give a number: --timestep-shift {family.defaults.timestep_shift}"

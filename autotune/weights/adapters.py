@@ -162,13 +162,13 @@ def require_layers(source: Path, adapter: Adapter, modules: Mapping[str, Any]) -
     if unknown:
         more = f", nor {len(unknown) - 1} more of its layers" if len(unknown) > 1 else ""
         called = find_class(adapter.layers)
-        hint = f"they are called as those of a {called}: name such a model"
+        hint = f"they have the names of a {called}: name such a model"
         raise InvalidInput(
             f"the model has no layer {unknown[0]}{more}, which {source} adapts",
             hint=hint
             if called
-            else "name the model that it belongs to; if this is the one, take "
-            "the program that wrote it to export under diffusers' names",
+            else "name its model with --model; if this is its model, export the adapter again "
+            "under diffusers' names",
         )
     for name, layer in adapter.layers.items():
         module = modules[name]
@@ -205,8 +205,8 @@ def _split_key(key: str) -> tuple[str, str]:
     kind = next((kind for kind, parts in others.items() if re.search(parts, key)), "no LoRA")
     raise InvalidInput(
         f"{key!r} is part of {kind}",
-        hint="only LoRA and diffusers' DoRA are understood: train one, or let its program merge "
-        "this one into the model and take that by --model",
+        hint="only LoRA and diffusers' DoRA are understood: train one, or merge "
+        "this one into the model with its program, and name that by --model",
     )
 
 

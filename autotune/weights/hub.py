@@ -57,9 +57,9 @@ REFUSALS: tuple[tuple[type[Exception], str, str], ...] = (
 def fetch(
     repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True
 ) -> Path:
-    """Download `components` of a pipeline, and return its folder, named by the commit, in the
-    cache, which is used alone if it is complete and the hub is out of reach. Without `weights` only
-    texts, enough to plan with. Raises BadWeights, or AutotuneError for a disk without room."""
+    """Download `components` of a pipeline, and return its folder in the cache, named by the commit.
+    If the hub is out of reach, a complete cache is enough. Without `weights` fetch only texts,
+    enough to plan with. Raises BadWeights, or AutotuneError for a disk without room."""
     components = tuple(components)
     try:
         with _translate_refusals(repo, revision):
@@ -195,7 +195,7 @@ def _find_in_cache(repo: str, revision: str, components: tuple[str, ...], *, wei
         raise files.MissingWeights(
             f"{' or '.join(files.PIPELINE_INDICES)} of {repo} at {revision} is not in the local "
             "cache, and the hub is out of reach",
-            hint=f"if a folder was meant, there is none at {repo}; else go online once",
+            hint=f"go online once; if you meant a folder, there is none at {repo}",
         )
     if missing := missing_files(folder, components, weights=weights):
         raise files.MissingWeights(

@@ -43,9 +43,7 @@ FLUX_WIDTH = 3072  # the width at which diffusers splits the fused layers of any
 MAX_ROWS = 1 << 20  # far above any DiT's or UNet's: a marker has 8 bytes for each row
 ROW_BITS = 32
 
-NAME_BASE = (
-    "name the folder or repository that the file belongs to, by --base; or take another file"
-)
+NAME_BASE = "name the folder or repository of its model with --base, or take another file"
 Config = Mapping[str, Any]
 Conversion = Callable[[dict[str, "Tensor"], Config], "Mapping[str, Tensor]"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -160,7 +158,7 @@ def _make_view(
     used = {stored for runs, _ in rows.values() for stored, _, _ in runs}
     if unknown := sorted(part.tensors.keys() - used - DROPPED):
         raise ModelMismatch(
-            f"{part.source.path} has, but the model has no place for, {unknown[0]}", hint=NAME_BASE
+            f"{part.source.path} has {unknown[0]}, for which the model has no place", hint=NAME_BASE
         )
     views = [
         _join_rows(name, shapes.get(name), runs, is_transposed, part)

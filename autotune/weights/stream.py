@@ -292,7 +292,7 @@ def _check_match(
         if name not in known and not any(re.search(p, name) for p in ignored)
     ]
     missing = [slot.name for slot in slots if not entries.keys() & set(slot.names)]
-    for keys, problem in ((missing, "lacks"), (unexpected, "has, but the model has no place for,")):
+    for keys, problem in ((missing, "lacks"), (unexpected, "has, unlike the model,")):
         if keys:
             shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             raise files.ModelMismatch(f"{source.path} {problem} {shown}", hint=OTHER_MODEL)
