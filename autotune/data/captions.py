@@ -72,9 +72,12 @@ def edit_captions(
 
 def _undo_lines(undo_file: Path) -> list[str]:
     try:
-        return read_bounded(undo_file, 2 * MAX_UNDO_BYTES).decode().splitlines()
-    except (OSError, UnicodeError):
+        lines = read_bounded(undo_file, 2 * MAX_UNDO_BYTES).decode().splitlines()
+        last = json.loads(lines[0])
+        texts = [last["what"], *(text for name, was in last["was"] for text in (name, was or ""))]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
+    return lines if all(isinstance(text, str) for text in texts) else []
 
 
 def last_edit(undo_file: Path) -> str | None:

@@ -27,8 +27,10 @@ LEFT_OUT = "(left out)"
 MAX_BYTES = 64 << 20
 LAST_LINES = 500  # of a log or of metrics
 SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
-# Names with a slash before each, perhaps after a drive.
-PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?(?:[/\\]+[^/\\\s'\",;:)]{1,255})+")
+# Names with a slash before each, perhaps after a drive; of a row of slashes the first two begin it.
+PATH = re.compile(
+    r"(?:(?<![\w./\\])(?:[A-Za-z]:)?|(?<=[\w.][/\\]))(?:[/\\]+[^/\\\s'\",;:)]{1,255})+"
+)
 NAME = re.compile(r"[^\s/\\'\",;:()]+")
 MEDIA = re.compile(r"\.(png|jpe?g|webp|gif|mp4|webm|mov|mkv|avi|txt|caption)$", re.IGNORECASE)
 

@@ -189,6 +189,7 @@ def checkpoints_of(output: Path) -> set[Path]:
 
 
 BEST_FILE = "best.safetensors"
+UNREADABLE = (BadWeights, OSError, ValueError, TypeError, LookupError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ class Checkpoints:
         """Read what `save_best` wrote; None if it is lost or damaged."""
         try:
             return self._read(self.folder / BEST_FILE)
-        except (BadWeights, OSError, ValueError, KeyError):
+        except UNREADABLE:
             return None
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -307,7 +308,7 @@ class Checkpoints:
                     return found
                 path.replace(self.folder / CHECKPOINT_FILE.format(found.step))
                 return self.newest(on_damaged)
-            except (BadWeights, OSError, ValueError, KeyError) as error:
+            except UNREADABLE as error:
                 on_damaged(f"{path} is damaged and skipped: {first_line(error)}")
         if checkpoints:  # starting over would in time replace what may still be recovered
             hint = f"to start over, delete {self.folder} or choose another --output"
@@ -320,7 +321,9 @@ class Checkpoints:
             raise ValueError("its digest does not match")
         if metadata["run"] != self.run_key:
             raise _of_another_run(path)
-        state = json.loads(metadata["state"])
+        state = dict(json.loads(metadata["state"]))
+        if type(state["step"]) is not int or state["step"] < 0:  # it names a file
+            raise ValueError("it has no step")
         return Checkpoint(state["step"], tensors, state)
 
 

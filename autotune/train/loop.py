@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autotune.data.batches import BatchLoader, BatchOrder
 from autotune.data.encode import EncodedDataset
-from autotune.errors import AutotuneError, Preempted, is_out_of_memory
+from autotune.errors import AutotuneError, InvalidInput, Preempted, is_out_of_memory
 from autotune.events import Notice, OnEvent, StepFinished
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.registry import reload_key
@@ -92,10 +92,15 @@ class TrainingLoop:
         self.first_step = checkpoint.step if checkpoint else 0
         if checkpoint:
             state = checkpoint.state
-            self.optimizer.load_state(checkpoint.tensors, state["optimizer"])
-            self.rate.load_state(state["rate"])
-            monitor.load_gradient_state(state["gradients"])
-            self.validation.load_state(state["validation"])
+            try:
+                self.optimizer.load_state(checkpoint.tensors, state["optimizer"])
+                self.rate.load_state(state["rate"])
+                monitor.load_gradient_state(state["gradients"])
+                self.validation.load_state(state["validation"])
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                hint = "delete it, or choose another --output"
+                step = f"the checkpoint of step {checkpoint.step}"
+                raise InvalidInput(f"{step} holds no state of a run", hint=hint) from error
         self.done = self.first_step
         # Measures memory: the second step with the settings in use.
         self.measured_step = self.first_step + 1

@@ -1,9 +1,10 @@
-"""Does any content of a foreign file end in a typed error? Coverage-guided, one process a reader.
+"""Does any content of a foreign file end in a typed error? Coverage-guided, one fork a reader.
 
     python -m venv --system-site-packages ENV; ENV/bin/pip install atheris
     PYTHONPATH=. nice ENV/bin/python -P -m benchmarks.faults.fuzz [READER...] [--seconds 60]
 
-Each reader begins with a sound file of its kind. Whatever is no typed error, takes longer than 10
+Each reader begins with a sound file of its kind; half of the inputs are files whose values were
+replaced by odd ones, whose digests are true. Whatever is no typed error, takes longer than 10
 seconds or more than 2 GiB stops it. Writes one JSON line for each reader, with its inputs.
 """
 
@@ -11,17 +12,22 @@ import argparse
 import io
 import json
 import logging
+import math
+import os
+import random
 import re
-import subprocess
-import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+from autotune.plan.base import digest_of
 
 SEED, MAX_BYTES, MAX_SECONDS, MAX_MIB = 45, 4096, 10, 2048
 # Configurations as the trainers' own files begin.
@@ -34,20 +40,65 @@ CONFIGS = {
 }
 
 
-def make_readers() -> dict[str, tuple[str, list[bytes], Callable[[Path], Any]]]:
+ODD: tuple[Any, ...] = (None, True, -1, 0, 2**31, 2**63, 2**64, 10**400, 1e308, -1e-320, math.inf)
+ODD += (math.nan, "", "\ud800", "a" * 3000, "\0", "../a", "$(id)", "1e999", [], {}, [[]], {"": 0})
+
+
+def mutate_value(content: bytes, chance: random.Random) -> bytes | None:
+    """Put odd values, or others of its own, into the JSON or YAML of a file or of a header."""
+    head = content[:8] if content[8:9] == b"{" else b""
+    size = int.from_bytes(head, "little") if head else len(content)
+    text, rest = content[len(head) : len(head) + size], content[len(head) + size :]
+    try:
+        value = json.loads(text) if text[:1] in b"{[" else yaml.load(text, Loader=yaml.CSafeLoader)
+        places = list(list_places(value))
+        for _ in range(chance.choice((1, 1, 2, 5))):
+            at, key = chance.choice(places)
+            other, own = chance.choice(places)
+            at[key] = chance.choice((*ODD, other[own]))
+        if isinstance(value.get("frozen"), dict):
+            value["digest"] = digest_of(value["frozen"])
+        text = json.dumps(value).encode()
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError):
+        return None
+    return (len(text).to_bytes(8, "little") if head else b"") + text + rest
+
+
+def list_places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each container with each of its keys, inner ones too."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, one in inner:
+        yield value, key
+        if isinstance(one, dict | list):
+            yield from list_places(one)
+
+
+def make_readers() -> dict[str, tuple[str, list[bytes], Callable[[Path], Any]]]:  # noqa: PLR0915
     """Return for each reader the name of its file, sound contents, and what reads it."""
     import torch
     from PIL import Image
     from safetensors.torch import save
 
-    from autotune.data.dataset import check_dataset
-    from autotune.data.pixels import choose_spans, open_pixels, read_clip, read_facts, read_size
+    from autotune.data.cache import Cache
+    from autotune.data.captions import last_edit
+    from autotune.data.dataset import check_dataset, list_folders
+    from autotune.data.pixels import (
+        choose_spans,
+        explain_damage,
+        open_pixels,
+        read_clip,
+        read_facts,
+        read_size,
+    )
     from autotune.interop.importing import import_config
+    from autotune.machine.catalog import read_prices
     from autotune.machine.probe import load_profile
     from autotune.models.single_file import open_single_file, recognize
     from autotune.plan.file import load_plan, parse_plan, plan_text
-    from autotune.share.store import parse_record
-    from autotune.train.folder import read_report
+    from autotune.report.plan import explain_lines, plan_lines
+    from autotune.share.store import architecture_folder, name_of, parse_record, shareable_machine
+    from autotune.share.warm_start import compare
+    from autotune.train.folder import Checkpoints, read_report
     from autotune.train.metrics import read_metrics
     from autotune.weights.adapters import read_adapter
     from autotune.weights.files import read_config, read_header, read_index, read_model_index
@@ -71,40 +122,56 @@ def make_readers() -> dict[str, tuple[str, list[bytes], Callable[[Path], Any]]]:
             file.mux(stream.encode(None))
         return content.getvalue()
 
-    def as_record(path: Path) -> None:
-        import hashlib
+    names = "autotune.data.cache", "autotune.train.folder"
+    of_cache, of_folder = map(import_module, names)  # their digests are taken as true
+    vars(of_cache)["tensors_digest"] = lambda tensors: ""
+    vars(of_folder)["_digest"] = lambda metadata, tensors: metadata["digest"]
+    made, own = plan(), record()
+    work, here = made.frozen.workload, shareable_machine(machine())
+    folder = architecture_folder(own.workload)
 
+    def as_record(path: Path) -> None:
         content = path.read_bytes()
-        folder = record().key.partition("/")[0]
-        parse_record(content, f"{folder}/{hashlib.sha256(content).hexdigest()}.json")
+        compare(parse_record(content, f"{folder}/{name_of(content)}.json"), here, work)
+
+    def as_plan(path: Path) -> None:
+        read = parse_plan(path.read_text())
+        plan_text(read), plan_lines(read), explain_lines(read)
+
+    def checkpoint(path: Path) -> None:
+        for other in path.parent.iterdir():
+            if other != path:
+                other.unlink()
+        with Checkpoints(path.parent, "key", keep_last=1) as checkpoints:
+            checkpoints.newest()
 
     def folder_of(path: Path) -> None:
         check_dataset(path.parent, resolution_px=64, multiple_px=16, max_side_px=4096)
 
     def pictures(path: Path) -> None:
         for read in (partial(read_size, decode=True), lambda path: open_pixels([path], 16, 16)):
-            with suppress(OSError):  # as both say
+            try:
                 read(path)
+            except Exception as error:  # as all that decode say
+                explain_damage(error)
 
     def clips(path: Path) -> None:
-        with suppress(OSError):
-            facts = read_facts(path)
-            for span in choose_spans(facts, "head", (2,), 8.0):
+        try:
+            for span in choose_spans(read_facts(path), "head", (2,), 8.0):
                 for _ in read_clip(path, span):
                     pass
+        except Exception as error:
+            explain_damage(error)
 
     tensors = {"transformer.a.lora_A.weight": torch.zeros(2, 4)}
     tensors["transformer.a.lora_B.weight"] = torch.zeros(4, 2)
     weights = [save(tensors), save({"x_embedder.weight": torch.zeros(3, dtype=torch.bfloat16)})]
-    made = plan()
+    tensors["transformer.a.lora_B.weight"] += 1
+    states = ['{"step": 3}', '{"step": "/../../a"}', '[["step", 1e400]]', "7", "[" * 9999]
     readers: dict[str, tuple[str, list[bytes], Callable[[Path], Any]]] = {
         "plan": ("plan.yaml", [plan_text(made).encode()], load_plan),
-        "study": (
-            "plan.json",
-            [made.model_dump_json().encode()],
-            lambda path: parse_plan(path.read_text()),
-        ),
-        "record": ("record.json", [record().content], as_record),
+        "study": ("plan.json", [made.model_dump_json().encode()], as_plan),
+        "record": ("record.json", [own.content], as_record),
         "profile": ("hardware.json", [machine().model_dump_json().encode()], load_profile),
         "header": ("a.safetensors", weights, read_header),
         "adapter": ("b.safetensors", weights, read_adapter),
@@ -132,23 +199,32 @@ def make_readers() -> dict[str, tuple[str, list[bytes], Callable[[Path], Any]]]:
             pictures,
         ),
         "video": ("a.mp4", [video()], clips),
+        "caption": ("a.txt", ["a cat, 4k".encode(x) for x in ("utf-8", "utf-16")], folder_of),
+        "lists": ("a.yaml", [b"folders:\n- {path: photos, repeats: 2}"], list_folders),
+        "prices": ("a.yaml", [b"currency: USD\nper_hour:\n  h200: 3.5\n  4090: 1"], read_prices),
+        "undo": ("undo.jsonl", [b'{"what": "a", "was": [["a.txt", null]]}\n'], last_edit),
+        "checkpoint": (
+            "checkpoint-000003.safetensors",
+            [save(tensors, {"run": "key", "digest": "", "state": state}) for state in states],
+            checkpoint,
+        ),
+        "cached": (
+            "key.safetensors", [save(tensors, {"key": "key", "digest": ""})],
+            lambda path: Cache(path.parent).read("key"),
+        ),
     }  # fmt: skip
     for name, content in CONFIGS.items():
         readers[name] = name, [content], import_config
     return readers
 
 
-def fuzz(name: str, seconds: int) -> None:
+def fuzz(name: str, reader: tuple[str, list[bytes], Callable[[Path], Any]], seconds: int) -> None:
     """Feed one reader until the time is over, or it fails."""
     import atheris
 
-    with atheris.instrument_imports(include=["autotune"]):
-        readers = make_readers()
     from autotune.errors import BUG, explain_error
 
-    logging.disable()
-    warnings.simplefilter("ignore")
-    file, seeds, read = readers[name]
+    file, seeds, read = reader
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         corpus, path = Path(folder, "corpus"), Path(folder, "files", file)
         corpus.mkdir()
@@ -168,39 +244,48 @@ def fuzz(name: str, seconds: int) -> None:
         for content in seeds:  # imports take longer than an input may
             check(content)
 
+        def mutate(content: bytes, longest: int, seed: int) -> bytes:
+            chance = random.Random(seed)
+            found = mutate_value(content, chance) if chance.random() < 0.5 else None
+            return found[:longest] if found else atheris.Mutate(content, longest)
+
         longest = max([MAX_BYTES, *(2 * len(content) for content in seeds)])
         limits = {"seed": SEED, "max_len": longest, "timeout": MAX_SECONDS}
         limits |= {"rss_limit_mb": MAX_MIB, "max_total_time": seconds, "print_final_stats": 1}
         options = [f"-{key}={value}" for key, value in limits.items()]
-        atheris.Setup([name, *options, f"-artifact_prefix={folder}/", str(corpus)], check)
+        options += [f"-artifact_prefix={folder}/", str(corpus)]
+        atheris.Setup([name, *options], check, custom_mutator=mutate)
         atheris.Fuzz()
 
 
 def main() -> None:
+    import atheris
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("readers", nargs="*")
     parser.add_argument("--seconds", type=int, default=60)
-    parser.add_argument("--alone", help="fuzz this one in this process")
     asked = parser.parse_args()
-    if asked.alone:
-        fuzz(asked.alone, asked.seconds)
-    for name in asked.readers or make_readers():
-        command = [sys.executable, "-P", "-m", "benchmarks.faults.fuzz", "--alone", name]
-        done = subprocess.run(
-            [*command, "--seconds", str(asked.seconds)], capture_output=True, check=False
-        )
-        told = done.stderr.decode(errors="replace")
+    with atheris.instrument_imports(include=["autotune"]):
+        readers = make_readers()
+    logging.disable()
+    warnings.simplefilter("ignore")
+    for name in asked.readers or readers:
+        with tempfile.TemporaryFile() as log:
+            if (child := os.fork()) == 0:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                fuzz(name, readers[name], asked.seconds)
+                os._exit(1)  # libFuzzer ends the process
+            status = os.waitpid(child, 0)[1]
+            log.seek(0)
+            told = log.read().decode(errors="replace")
         counts = dict(re.findall(r"stat::(\w+): +(\d+)", told))
         found = re.findall(r"cov: (\d+)", told)
         row = {"reader": name, "inputs": int(counts.get("number_of_executed_units", 0))}
         row |= {"seconds": asked.seconds, "coverage": int(found[-1]) if found else 0}
-        row |= {"peak_mib": int(counts.get("peak_rss_mb", 0)), "failed": done.returncode != 0}
-        print(
-            json.dumps(
-                row | {"told": re.sub("INFO.*\n", "", told)[-2500:] if done.returncode else ""}
-            ),
-            flush=True,
-        )
+        row |= {"peak_mib": int(counts.get("peak_rss_mb", 0)), "failed": status != 0}
+        row |= {"told": re.sub("INFO.*\n", "", told)[-2500:] if status else ""}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

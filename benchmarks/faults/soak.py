@@ -43,6 +43,7 @@ def soak_steps(scratch: Path, num_steps: int) -> None:
     from tests.train.conftest import make_bench
 
     bench, process = make_bench(scratch / "bench"), psutil.Process()
+    bench.workload["effective_batch_size"] = 2
     rows: list[tuple[int, float, float, float]] = []
 
     def look(event: StepFinished) -> None:
@@ -57,6 +58,7 @@ def soak_steps(scratch: Path, num_steps: int) -> None:
         "num_steps": num_steps,
         "checkpointing_steps": max(20, num_steps // 100),
         "preview_steps": 1,
+        "preview_prompts": ("a red circle",),
     }
     often = max(100, num_steps // 40)
     job |= {"preview_every": often, "validation": "40%"}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autotune.data.captions import last_edit
 from autotune.data.dataset import DataReport, check_dataset, read_dataset, read_split, scan_dataset
 from autotune.data.items import DatasetOptions
 from autotune.models.registry import get_family
@@ -52,6 +53,14 @@ def test_no_metadata_file_crashes_the_reader(tmp_path_factory, content):
     assert len(problems) == sum(bool(line.strip()) for line in lines)
     (folder / "metadata.csv").write_bytes(b"file_name,text\n" + content)
     scan_dataset(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "[" * 9999, '{"what": 1, "was": []}', '{"what": "", "was": [["a", 3]]}']
+)
+def test_damaged_edits_are_not_undone(tmp_path, content):
+    (file := tmp_path / "undo.jsonl").write_text(content)
+    assert last_edit(file) is None
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])

@@ -25,7 +25,7 @@ from autotune.train.folder import ADAPTER_FILE, Checkpoints, claim_folder, list_
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import prepare
-from autotune.weights.files import find_weights, open_weights, weights_digest
+from autotune.weights.files import find_weights, open_weights, read_header, weights_digest
 from tests.events import steps_to
 from tests.forked import autotune_forked, start_forked
 from tests.search.machines import wait_until
@@ -117,6 +117,25 @@ def test_checkpoints_are_what_they_hold(tmp_path):
         second.replace(second.with_name(second.name.replace("2", "9")))
         assert checkpoints.newest().step == 2
     assert list(list_checkpoints(tmp_path)) == [1, 2]
+
+
+@pytest.mark.parametrize("step", ["../a", 1.5, -1, True, None])
+def test_steps_of_checkpoints_are_numbers(tmp_path, step):
+    with Checkpoints(tmp_path, "key", keep_last=9) as checkpoints:
+        checkpoints.save_best(step, {"a": torch.zeros(2)})
+        (tmp_path / "best.safetensors").rename(tmp_path / "checkpoint-000003.safetensors")
+        with pytest.raises(InvalidInput, match="are damaged"):
+            checkpoints.newest()
+
+
+def test_strange_states_are_refused(bench, tmp_path):
+    plan = bench.plan(num_steps=3, checkpointing_steps=1)
+    bench.loop(plan, tmp_path, kill_after=2)
+    (own,) = list_checkpoints(tmp_path / "checkpoints").values()
+    with Checkpoints(own.parent, read_header(own).metadata["run"], keep_last=1) as checkpoints:
+        checkpoints.save(1, {}, {"optimizer": 3})
+    with pytest.raises(InvalidInput, match="holds no state"):
+        bench.loop(plan, tmp_path)
 
 
 def test_deleted_outputs_keep_the_adapter(bench, tmp_path):
