@@ -1,4 +1,4 @@
-"""LTX-2.3 and LTX-2: streams of video and of sound, Gemma 3 and connectors for the text.
+"""LTX-2.5, 2.3 and 2: streams of video and of sound, Gemma and connectors for the text.
 
 Trained here on clips without sound and on images: the video's stream alone, as the authors' trainer
 does without sound (`training_strategies` of Lightricks/LTX-2@400fd31).
@@ -49,7 +49,9 @@ class LTX2(Family):
     }
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        return _connect(super().load_pipeline(folder, **components))
+        # What 2.5 has besides lengthens prompts, and tells how long a clip should be.
+        beside = dict.fromkeys(("prompt_enhancer", "processor", "duration_head"))
+        return _connect(super().load_pipeline(folder, **{**beside, **components}))
 
     def sample_shapes(
         self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1

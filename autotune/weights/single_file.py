@@ -34,7 +34,9 @@ PART_PREFIXES: Mapping[str, tuple[str, ...]] = {  # Stability's and ComfyUI's fo
 SCALES = (".scale_weight", ".weight_scale")  # of fp8 weights, in ComfyUI's older and newer files
 # Endings of what such files hold for 8-bit products of activations.
 UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-DROPPED = frozenset({"norm_final.weight", "rope.inv_freq"})  # which conversions leave out
+DROPPED = re.compile(  # which conversions leave out
+    r"norm_final\.weight|rope\.inv_freq|(?:video|audio)_embeddings_connector\..*"
+)
 NOT_ENCODER = ("position_ids", "logit_scale", "spiece_model", "tekken_model")
 HEADS = ("text_projection", "lm_head")  # in files of text encoders, and not used by pipelines
 
@@ -156,7 +158,8 @@ def _make_view(
 ) -> WeightSource:
     rows = _find_rows(part, type(model).__name__, cast(Any, model).config, conversion)
     used = {stored for runs, _ in rows.values() for stored, _, _ in runs}
-    if unknown := sorted(part.tensors.keys() - used - DROPPED):
+    unused = part.tensors.keys() - used
+    if unknown := sorted(name for name in unused if not DROPPED.fullmatch(name)):
         raise ModelMismatch(
             f"{part.source.path} has {unknown[0]}, for which the model has no place", hint=NAME_BASE
         )
@@ -286,7 +289,9 @@ def _convert(
     """Run diffusers' conversion; the stages of Wan 2.2's VAE and what is FLUX.2's own it lacks."""
     own, rest = {}, {}
     for written, tensor in state.items():
-        name = SCALES_OF_NORMS.sub(r"\1.scale", written)
+        name = SCALES_OF_NORMS.sub(r"\1.scale", written).replace(
+            "prompt_adaln_single", "prompt_adaln"
+        )
         if match := NESTED.match(name):
             own[_unnest(*match.groups())] = tensor
         elif name.startswith("bn."):

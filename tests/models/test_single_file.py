@@ -53,7 +53,7 @@ def header_only(state: State, file: Path) -> Path:
 @pytest.mark.parametrize(
     "family",
     [
-        *("anima", "flux1-dev", "ideogram-4", "minimax-h3"),
+        *("anima", "flux1-dev", "ideogram-4", "ltx-2.3", "minimax-h3"),
         *("qwen-image", "sd3.5", "sdxl", "wan-2.1", "z-image"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_transformer_not_trained_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("anima", "flux1-dev", "ideogram-4", "sd3.5", "sd3.5-medium"),
+        *("anima", "flux1-dev", "ideogram-4", "ltx-2.5", "sd3.5", "sd3.5-medium"),
         *("sdxl", "wan-2.1-14b", "z-image", "qwen-image"),
     ],
 )

@@ -1,11 +1,14 @@
-"""A small LTX-2.3 pipeline."""
+"""Small LTX-2.3 and 2.5 pipelines."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import diffusers
+import transformers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
 
+from autotune.models.facts import Config
 from autotune.models.family import Family
 from tests.small.parts import dynamic_scheduler, gemma3, gemma_tokenizer, invert_input_layer
 
@@ -13,7 +16,24 @@ CHANNELS, SOUND_CHANNELS = 32, 8
 WIDTH, SOUND_WIDTH, TEXT_WIDTH = 128, 64, 64
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_later_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    """Of LTX-2.5: Gemma 4, and a head that tells how long a clip should be."""
+    model = next(each for each in family.models if each.name == "ltx-2.5")
+    parts = build_parts(family, captions, model.config)
+    text = {
+        "vocab_size": len(parts["tokenizer"]), "hidden_size": TEXT_WIDTH, "num_hidden_layers": 2,
+        "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 32, "global_head_dim": 32,
+    }  # fmt: skip
+    kind = transformers.Gemma4UnifiedForConditionalGeneration
+    parts["text_encoder"] = kind(transformers.Gemma4UnifiedConfig(text_config=text)).eval()
+    parts["duration_head"] = LTX2DurationHead(WIDTH, SOUND_WIDTH).eval()
+    return parts
+
+
+def build_parts(
+    family: Family, captions: Sequence[str], config: Config | None = None
+) -> dict[str, Any]:
     """4 blocks of width 128, and of 64 for sound, which has 8 channels of 2 by 4."""
     tokenizer = gemma_tokenizer(captions, max_length=1024)
     text_encoder = gemma3(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2)
@@ -22,7 +42,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         attention_head_dim=WIDTH // 4, cross_attention_dim=WIDTH, audio_in_channels=SOUND_CHANNELS,
         audio_out_channels=SOUND_CHANNELS, audio_num_attention_heads=4,
         audio_attention_head_dim=SOUND_WIDTH // 4, audio_cross_attention_dim=SOUND_WIDTH,
-        num_layers=4, **family.models[0].config,
+        num_layers=4, **(config or family.transformer_config),
     )  # fmt: skip
     invert_input_layer(transformer.proj_out, transformer.proj_in.weight)
     return {

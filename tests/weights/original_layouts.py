@@ -131,11 +131,17 @@ def ideogram4(state: State) -> State:
     return relaid(state, NAMES["IDEOGRAM"], [("", parts)])
 
 
+def ltx2(state: State) -> State:
+    """With the connectors, which are beside the transformer there."""
+    connectors = {f"{kind}_embeddings_connector.a": torch.ones(8) for kind in ("video", "audio")}
+    return relaid(state, NAMES["LTX2"]) | connectors
+
+
 LAYOUTS: dict[str, Callable[[State], State]] = {
     "qwen-image": dict, "flux1-dev": flux1, "chroma": chroma, "sd3.5": sd3, "sdxl": sdxl_unet,
     "wan-2.1": lambda state: relaid(state, NAMES["WAN"]), "z-image": z_image,
     "anima": lambda state: within(relaid(state, NAMES["COSMOS"]), "net."),
-    "minimax-h3": minimax_h3, "ideogram-4": ideogram4,
+    "minimax-h3": minimax_h3, "ideogram-4": ideogram4, "ltx-2.3": ltx2,
 }  # fmt: skip
 
 
