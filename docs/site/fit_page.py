@@ -30,6 +30,7 @@ host with 64 GiB of memory. **Bold**: the model's memory and time were measured 
 least one setting ([how far off](evidence.md)). A dash: nothing fits without 4 bits.
 """
 RAM_GIB = (16, 32, 64, 128)
+SIZES = {"usual": "", "768": "@768"}  # what is chosen, by the end of names in the predictions
 
 
 def render() -> str:
@@ -38,20 +39,25 @@ def render() -> str:
     gpus, models = {}, {}
     for summary in list_models():
         defaults = FAMILIES[summary.family].defaults
-        predictions = catalog_predictions(summary.name)
+        by_size = {size: catalog_predictions(summary.name + end) for size, end in SIZES.items()}
         steps = defaults.num_steps(USUAL_IMAGES)
         unit = "a clip" if summary.kind == "video" else "an image"
         models[summary.name] = {
             "title": summary.hub_id.partition("/")[2],
             "license": summary.license,
             "steps": steps,
+            "px": defaults.resolution_px,
             "found": {
-                each.gpu: _answer(each, steps, defaults.effective_batch_size, unit)
-                for each in predictions
-                if each.step_seconds
+                size: {
+                    each.gpu: _answer(each, steps, defaults.effective_batch_size, unit)
+                    for each in predictions
+                    if each.step_seconds
+                }
+                for size, predictions in by_size.items()
+                if predictions
             },
         }
-        for each in predictions:
+        for each in by_size["usual"]:
             gpus[each.gpu] = {
                 "title": f"{cards[each.gpu].name.removeprefix('NVIDIA ')}, {each.memory_gb:g} GB",
                 "memory_gb": each.memory_gb,
