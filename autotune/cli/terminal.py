@@ -19,7 +19,6 @@ from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import TrainingPlan
 from autotune.report import run as texts
 from autotune.report.plan import job_text
-from autotune.report.run import PAGE_FILE, step_text, validation_text
 from autotune.report.text import memory_text, printable_lines, time_left_text, wrapped
 
 QUIET_SECONDS = 60.0  # longest time between two lines of a training run whose output goes to a file
@@ -146,7 +145,7 @@ class EventDisplay:
         self.previews = Path(plan.job.output) / PREVIEWS
         self._print(f"the run        {job_text(plan)}")
         if has_plotly():
-            page = Path(plan.job.output) / PAGE_FILE
+            page = Path(plan.job.output) / texts.PAGE_FILE
             self._print(f"the report     {page}, from the first preview on")
 
     def _trial(self, result: TrialResult) -> None:
@@ -171,14 +170,14 @@ class EventDisplay:
     def _step(self, event: events.StepFinished) -> None:
         self.num_steps += 1
         self.smoothed_loss = events.smooth(self.smoothed_loss, event.loss, self.num_steps)
-        note = step_text(event, self.smoothed_loss, self.promised_bytes)
+        note = texts.step_text(event, self.smoothed_loss, self.promised_bytes)
         if self.has_kept_promise and event.memory_bytes > (self.promised_bytes or math.inf):
             self.has_kept_promise = False
             held, promised = map(memory_text, (event.memory_bytes, self.promised_bytes))
             told = f"warning: {held} are held after step {event.step}; the plan promised {promised}"
             self._print(*wrapped(told, 4), style="yellow")
         self._update("training", event.step, event.num_steps, note=note)
-        if held_out := validation_text(event):
+        if held_out := texts.validation_text(event):
             self._print(held_out)
         is_tenth = event.step % max(1, event.num_steps // 10) == 0
         is_silent = time.monotonic() > self.last_line_at + QUIET_SECONDS

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -74,11 +73,11 @@ class _OnAttention:
         self._plain: Any = None
 
     def __enter__(self) -> None:
-        self._plain = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = self._attend
+        self._plain = nn.functional.scaled_dot_product_attention
+        nn.functional.scaled_dot_product_attention = self._attend
 
     def __exit__(self, *_: object) -> None:
-        functional.scaled_dot_product_attention = self._plain
+        nn.functional.scaled_dot_product_attention = self._plain
 
     def _attend(self, *args: Any, **kwargs: Any) -> Any:
         with self._mode:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from autotune.knobs.formats import NESTED_BLOCK, NF4_BLOCK, WEIGHT_FORMATS, slice_bytes_of
 from autotune.models.family import Family
@@ -87,8 +86,8 @@ class FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(stored, scale)
         if _scales_weight(stored, x):
-            return functional.linear(x, _weight(stored, scale, x.dtype), bias)
-        out = functional.linear(x, _weight(stored, None, x.dtype))
+            return nn.functional.linear(x, _weight(stored, scale, x.dtype), bias)
+        out = nn.functional.linear(x, _weight(stored, None, x.dtype))
         scale = scale.to(out.dtype)
         return out.mul_(scale) if bias is None else torch.addcmul(bias, out, scale, out=out)
 
@@ -195,8 +194,8 @@ def multiply(
     kernels, num_rows = kernels_for(left), len(left)
     missing = MIN_ROWS - num_rows if kernels.has_cuda_limits else 0
     if missing > 0:
-        left = functional.pad(left, (0, 0, 0, missing))
-        rows = functional.pad(rows, (0, 0, 0, missing))
+        left = nn.functional.pad(left, (0, 0, 0, missing))
+        rows = nn.functional.pad(rows, (0, 0, 0, missing))
     if right.stride(0) != 1 and (kernels.has_cuda_limits or right.dtype == FLOAT8):
         right = right.t().contiguous().t()  # kernels read the second factor by columns alone
     left = left.contiguous()  # what is rounded keeps the order in memory of what it was made of

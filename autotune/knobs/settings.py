@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import inspect
 import io
-import itertools
 import math
 import os
 import sys
@@ -272,7 +271,7 @@ def _state_bytes(choice: OptimizerChoice, shapes: tuple[tuple[tuple[int, ...], i
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     sizes = [sizes_of(parameter) for parameter in parameters]
-    holders = Counter(itertools.chain(*sizes))
+    holders = Counter(each for of_one in sizes for each in of_one)
     # Such as a table of 8 bits.
     shared = {at: size for state in sizes for at, size in state.items() if holders[at] > 1}
     own = [sum(size for at, size in state.items() if at not in shared) for state in sizes]

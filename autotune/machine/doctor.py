@@ -8,17 +8,7 @@ from pydantic import TypeAdapter
 
 from autotune.machine.capabilities import CUDA_13, lacks_code
 from autotune.machine.catalog import find_gpu
-from autotune.machine.facts import (
-    CUDA,
-    FREE,
-    MEMORY_SIGNALS,
-    TEXT,
-    Facts,
-    Reader,
-    integer,
-    read_host,
-    read_versions,
-)
+from autotune.machine.facts import CUDA, FREE, MEMORY_SIGNALS, TEXT, Facts, Reader, integer
 from autotune.machine.sources import System
 from autotune.plan.base import Frozen
 from autotune.plan.hardware import Host, Versions
@@ -117,8 +107,8 @@ def read_doctor_facts(system: System) -> DoctorFacts:
     visible = reader.raw("environment:CUDA_VISIBLE_DEVICES")
     readers = [Reader(system, index) for index in range(count)]
     return DoctorFacts(
-        host=read_host(reader),
-        versions=read_versions(reader),
+        host=reader.read_host(),
+        versions=reader.read_versions(),
         gpus=tuple(map(_read_gpu, readers)),
         visible_devices=visible if isinstance(visible, str) else None,
         nvml_absent=reader.absent.get("nvml"),

@@ -91,6 +91,27 @@ class Reader:
         except Unavailable:
             return None
 
+    def read_host(self) -> Host:
+        """Read the computer around the device. Raises AutotuneError if its memory is unknown."""
+        facts: dict[str, Any] = {"cpu": "unknown CPU", "logical_cores": 1, "system": "unknown"}
+        facts |= self.facts("host", HOST)
+        limit, wsl = facts.pop("container_free_bytes", None), facts.pop("wsl", False)
+        for name in ("memory_bytes", "available_memory_bytes"):
+            if name not in facts:
+                what = f"the system's RAM is unknown ({self.absent[f'host.{name}']})"
+                raise AutotuneError(what, hint="check /proc/meminfo and psutil")
+        free = min(facts["available_memory_bytes"], facts["memory_bytes"])
+        facts["available_memory_bytes"] = free if limit is None else min(free, limit)
+        by_system = {"Windows": "windows", "Darwin": "macos"}
+        model: Any = "wsl" if wsl else by_system.get(facts["system"].partition(" ")[0], "linux")
+        return Host(memory_model=model, **facts)
+
+    def read_versions(self) -> Versions:
+        """Read the versions of what decides how a step runs."""
+        return Versions(
+            **({"python": platform.python_version()} | self.facts("versions", VERSIONS))
+        )
+
 
 NO_PACKAGES = frozenset({"python", "cuda_runtime", "cuda_driver", "driver", "cudnn"})
 # Field of `Versions`: name of the distribution.
@@ -146,27 +167,6 @@ CUDA: Facts = {
     "other_process_bytes": (FREE, "nvml:other_process_bytes"),
     "links": (TypeAdapter(tuple[tuple[Natural, str], ...]), "nvml:links"),
 }
-
-
-def read_host(reader: Reader) -> Host:
-    """Read the computer around the device. Raises AutotuneError if its memory is unknown."""
-    facts: dict[str, Any] = {"cpu": "unknown CPU", "logical_cores": 1, "system": "unknown"}
-    facts |= reader.facts("host", HOST)
-    limit, wsl = facts.pop("container_free_bytes", None), facts.pop("wsl", False)
-    for name in ("memory_bytes", "available_memory_bytes"):
-        if name not in facts:
-            what = f"the system's RAM is unknown ({reader.absent[f'host.{name}']})"
-            raise AutotuneError(what, hint="check /proc/meminfo and psutil")
-    free = min(facts["available_memory_bytes"], facts["memory_bytes"])
-    facts["available_memory_bytes"] = free if limit is None else min(free, limit)
-    by_system = {"Windows": "windows", "Darwin": "macos"}
-    model: Any = "wsl" if wsl else by_system.get(facts["system"].partition(" ")[0], "linux")
-    return Host(memory_model=model, **facts)
-
-
-def read_versions(reader: Reader) -> Versions:
-    """Read the versions of what decides how a step runs."""
-    return Versions(**({"python": platform.python_version()} | reader.facts("versions", VERSIONS)))
 
 
 def read_device(reader: Reader, host: Host) -> Device:

@@ -20,7 +20,7 @@ import psutil
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.events import Notice, OnEvent, StatusChanged
 from autotune.machine import capabilities, catalog
-from autotune.machine.facts import Reader, read_device, read_host, read_versions
+from autotune.machine.facts import Reader, read_device
 from autotune.machine.sources import DriverSource, System, Unavailable
 from autotune.plan.base import digest_of, log_event, memory_bytes
 from autotune.plan.hardware import Device, HardwareProfile, OtherGpu, Rate, Versions
@@ -50,8 +50,8 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
         largest = max(gpus, key=lambda gpu: round((gpu.total_memory_bytes or 0) / 2**30))
         return first if largest.index == 0 else read_profile(system, largest.index)
     reader = Reader(system, index)
-    host = read_host(reader)
-    versions = read_versions(reader)
+    host = reader.read_host()
+    versions = reader.read_versions()
     device = read_device(reader, host)
     known = (
         catalog.find_gpu(device.name, device.total_memory_bytes) if device.kind == "cuda" else None

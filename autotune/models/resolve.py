@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from autotune.errors import InvalidInput
@@ -76,7 +75,7 @@ class ResolvedModel:
     # Weights of the VAE and text encoders that are not in `folder`, by component.
     part_files: Mapping[str, Path] = field(default_factory=dict)
 
-    @cached_property
+    @functools.cached_property
     def spec(self) -> ModelSpec:
         return build_spec(self.family, self.config, self.name)
 

@@ -27,7 +27,6 @@ from autotune.search.problem import PlannerBackend, PlanningProblem, advise_choi
 from autotune.search.request import ResolvedRequest
 from autotune.search.study import memoize, open_study, publish_plan, published_plan, run_search
 from autotune.search.trials import TrialFunction
-from autotune.search.winner import Trials
 from autotune.share.store import shareable_machine
 from autotune.share.warm_start import MatchedRecord, WarmStart
 from autotune.system.process import collect_rarely, interrupt_on_signal
@@ -157,7 +156,7 @@ class _Search:
     told: list[TrialResult] = field(default_factory=list)
     """Trials, in the order in which listeners and the plan number it."""
 
-    def explore(self, warm_start: WarmStart) -> Trials:
+    def explore(self, warm_start: WarmStart) -> winner.Trials:
         problem, study = self.problem, self.study
         sampler = ResidualSearch(
             problem.space,
@@ -191,8 +190,8 @@ class _Search:
         return (*trials, result) if result else trials
 
     def try_doubtful_again(
-        self, sampler: ResidualSearch, trials: Trials, run: TrialFunction
-    ) -> Trials:
+        self, sampler: ResidualSearch, trials: winner.Trials, run: TrialFunction
+    ) -> winner.Trials:
         repeated: set[Candidate] = set()
         while (doubtful := sampler.find_doubtful(trials)) and doubtful.candidate not in repeated:
             repeated.add(doubtful.candidate)
@@ -203,7 +202,7 @@ class _Search:
             trials = winner.mark_disturbed((*trials, *filter(None, (again,))))
         return trials
 
-    def try_compiled(self, trials: Trials) -> Trials:
+    def try_compiled(self, trials: winner.Trials) -> winner.Trials:
         problem, backend = self.problem, self.backend
         precisions = problem.space.choices["precision"]
 
@@ -230,7 +229,7 @@ class _Search:
             trials, problem, lambda what, candidate: self.try_once(what, candidate, run, judge)
         )
 
-    def confirm(self, trials: Trials) -> Trials:
+    def confirm(self, trials: winner.Trials) -> winner.Trials:
         problem = self.problem
         allowed = problem.limits.allowed_seconds(best_seconds(trials))
         seconds = max(winner.MIN_SECONDS, winner.SHARE_OF_SEARCH * allowed)
@@ -268,7 +267,7 @@ def freeze_plan(
     problem: PlanningProblem,
     autotune_version: str,
     predictions: Sequence[Prediction],
-    trials: Trials,
+    trials: winner.Trials,
     warm_start: WarmStart,
 ) -> TrainingPlan:
     """Choose the best of what was tried here or, where nothing could be, of what was predicted.

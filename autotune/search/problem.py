@@ -4,7 +4,6 @@ others would bring: what would fit if nothing does, what a larger batch or other
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Self, get_args
 
@@ -27,16 +26,7 @@ from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search import comparison, next
 from autotune.search.gradient_checks import check_gradients
 from autotune.search.request import ResolvedRequest, build_space, split_pins
-from autotune.search.space import (
-    SearchSpace,
-    block_count_frontier,
-    drop_beyond_host,
-    drop_block_swap,
-    drop_values,
-    expand_block_counts,
-    host_room,
-    keep_shardable,
-)
+from autotune.search.space import SearchSpace, block_count_frontier, expand_block_counts, host_room
 from autotune.search.trials import TrialFunction, rehearse_in_child_process, run_in_child_processes
 from autotune.share.store import Machine
 from autotune.share.warm_start import StoreMatches, find_matches
@@ -53,9 +43,9 @@ MIN_GAIN = 1.05  # factor of images per second from which a choice of the user i
 class PlannerBackend:
     """The side effects of planning, as functions: a test passes its own."""
 
-    trials: Callable[[ResolvedModel, CostModel], AbstractContextManager[TrialFunction]] = (
-        run_in_child_processes
-    )
+    trials: Callable[
+        [ResolvedModel, CostModel], contextlib.AbstractContextManager[TrialFunction]
+    ] = run_in_child_processes
     find_matches: Callable[[Machine, Workload], StoreMatches] = find_matches
     """Looks up records for the machine and the work of one process."""
     autotune_version: str = __version__
@@ -212,17 +202,17 @@ def _choose_strategy(
     number = request.num_gpus
     if number == 1:
         space = expand_block_counts(_drop_too_heavy(request, space, cost), cost)
-        within = drop_beyond_host(space, cost)
+        within = space.drop_beyond_host(cost)
         if len(within.candidates) < len(space.candidates):
             _require_host_for_swap(request, space, within, cost)
         return cost, within
-    space = drop_beyond_host(drop_block_swap(expand_block_counts(space, cost), number), cost)
+    space = expand_block_counts(space, cost).drop_block_swap(number).drop_beyond_host(cost)
     with contextlib.suppress(NothingFits):
         light, budget = _drop_too_heavy(request, space, cost), cost.budget_bytes
         fitting = [each for each in light.candidates if cost.weight_bytes(each) <= budget]
         if fitting and min_required_bytes(fitting, cost) <= budget:
             return cost, light
-    plain, why = keep_shardable(space), None
+    plain, why = space.keep_shardable(), None
     if cost.workload.adapter == "dora":
         why = "DoRA cannot be trained on weights sharded over them"
     elif not plain.candidates:
@@ -250,7 +240,7 @@ def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -
         smallest = min(sizes, key=lambda name: sizes[name])
         what = f"{cost.workload.model.name} as {smallest}: {dropped[smallest]}"
         raise NothingFits(what, hint=hint_to_fit(request, space, cost))
-    return drop_values(space, "quantization", dropped)
+    return space.drop_values("quantization", dropped)
 
 
 def min_required_bytes(
@@ -354,17 +344,17 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     smallest = min(candidate.micro_batch_size for candidate in space.candidates)
     sizes = space.choices["micro_batch_size"]
     larger: dict[Choice, str] = {size: "needs more" for size in sizes if size != smallest}
-    space = expand_block_counts(drop_values(space, "micro_batch_size", larger), own)
+    space = expand_block_counts(space.drop_values("micro_batch_size", larger), own)
     ways = {own.parallel: space}
     if number > 1:
-        space = drop_block_swap(space, number)
+        space = space.drop_block_swap(number)
         together = replace(own.parallel, strategy="ddp")
-        ways = {together: space, replace(together, strategy="fsdp2"): keep_shardable(space)}
+        ways = {together: space, replace(together, strategy="fsdp2"): space.keep_shardable()}
     needed = []
     for parallel, admitted in ways.items():
         if admitted.candidates:
             alone = own.with_parallel(parallel)
-            within = drop_beyond_host(admitted, alone).candidates
+            within = admitted.drop_beyond_host(alone).candidates
             needed.append(min_required_bytes(within, alone, cautious=request.is_local))
     return min(needed), own.budget_bytes
 

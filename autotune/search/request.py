@@ -15,7 +15,6 @@ from autotune.knobs.settings import allow_optimizer, usual_learning_rate
 from autotune.models import resolve
 from autotune.models.facts import USUAL_IMAGES
 from autotune.models.registry import find_published
-from autotune.models.resolve import ResolvedModel
 from autotune.plan.file import job_from, load_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job
@@ -78,7 +77,10 @@ def build_space(request: PlanRequest, context: TuningContext) -> SearchSpace:
 
 
 def build_job(
-    request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int
+    request: PlanRequest,
+    model: resolve.ResolvedModel,
+    dataset: Dataset | None,
+    effective_batch_size: int,
 ) -> Job:
     """Build the job: the user's words, else the earlier plan's, else the family's defaults."""
     defaults = model.family.defaults
@@ -114,7 +116,7 @@ class ResolvedRequest:
     """A request with model, data and job: all that can be wrong whatever the machine."""
 
     request: PlanRequest
-    model: ResolvedModel
+    model: resolve.ResolvedModel
     dataset: Dataset | None
     workload: Workload  # the work of all processes that train together
     job: Job
@@ -183,7 +185,7 @@ class ResolvedRequest:
         return replace(self, request=request)
 
 
-def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
+def resolve_request_model(request: PlanRequest) -> tuple[resolve.ResolvedModel, tuple[str, ...]]:
     """Resolve the model, from the hub if captions must be counted or it is unknown."""
     known = find_published(request.model_ref.name) is not None
     has_items = request.is_local and request.data

@@ -60,6 +60,65 @@ class SearchSpace:
         """Take the libraries' own way of each knob that a rule settles, where it may be tried."""
         return candidate.changed(**self._compared_choices())
 
+    def drop_values(self, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
+        """Leave out some values of a knob, each with the reason."""
+        left = tuple(each for each in self.candidates if getattr(each, knob) not in dropped)
+        choices = tuple(choice for choice in self.choices[knob] if choice not in dropped)
+        rejected = (*self.rejected[knob], *_with_reasons(dropped))
+        return replace(
+            self,
+            candidates=left,
+            choices={**self.choices, knob: choices},
+            rejected={**self.rejected, knob: rejected},
+        )
+
+    def drop_block_swap(self, num_processes: int) -> SearchSpace:
+        """Keep what several processes can use. Raises InvalidInput if blocks must be swapped."""
+        why = "several processes shard the weights instead"
+        swapped = {number: why for number in self.choices["swapped_blocks"] if number}
+        space = self.drop_values("swapped_blocks", swapped)
+        if not space.candidates:
+            what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
+            raise InvalidInput(what, hint="leave one of them out")
+        return space
+
+    def keep_shardable(self) -> SearchSpace:
+        """Keep the weights that several processes can shard; there may be no candidates."""
+        formats, modulations = self.choices["quantization"], self.choices["modulation"]
+        quantized = [name for name in formats if not WEIGHT_FORMATS[str(name)].can_shard]
+        why = "the weights are sharded over the processes, and this format cannot be sharded"
+        space = self.drop_values("quantization", dict.fromkeys(quantized, why))
+        ahead = [value for value in modulations if value == "ahead"]
+        why = (
+            "when weights are sharded over processes, those that it is computed from are gathered "
+            "only during a pass"
+        )
+        return space.drop_values("modulation", dict.fromkeys(ahead, why))
+
+    def drop_beyond_host(self, cost: CostModel) -> SearchSpace:
+        """Leave out what keeps more on the host than is left of it; if all does, keep the least."""
+        host, number = cost.hardware.host, cost.parallel.num_processes
+        room = host_room(host.memory_bytes, host.available_memory_bytes)
+        fitting: list[Candidate] = []
+        beyond: dict[Candidate, int] = {}
+        for each in self.candidates:
+            stays = not each.swapped_blocks and each.modulation != "ahead"
+            if stays or (needed := number * cost.host_memory_bytes(each)) <= room:
+                fitting.append(each)
+            else:
+                beyond[each] = needed
+        if not fitting:  # whatever is pinned takes so much: then as little as can be
+            least = min(beyond.values(), default=0)
+            fitting = [each for each, needed in beyond.items() if needed == least]
+        max_fitting = max((candidate.swapped_blocks for candidate in fitting), default=0)
+        min_beyond = min((candidate.swapped_blocks for candidate in beyond), default=0)
+        why = f"its weights take more of the host than the {room / 2**30:.1f} GiB that it has left"
+        first = max(max_fitting + 1, min_beyond)
+        dropped: dict[Choice, str] = {
+            k: why for k in self.choices["swapped_blocks"] if beyond and int(k) >= first
+        }
+        return replace(self.drop_values("swapped_blocks", dropped), candidates=tuple(fitting))
+
     def _compared_choices(self) -> dict[str, Choice]:
         return {
             knob.name: knob.compared_with
@@ -201,19 +260,6 @@ def _right_choices(knob: Knob, context: TuningContext) -> Choices:
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),
         rejected={**choices.rejected, **wrong},
         pinnable={choice: why for choice, why in choices.pinnable.items() if choice not in wrong},
-    )
-
-
-def drop_values(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
-    """Leave out some values of a knob, each with the reason."""
-    left = tuple(each for each in space.candidates if getattr(each, knob) not in dropped)
-    choices = tuple(choice for choice in space.choices[knob] if choice not in dropped)
-    rejected = (*space.rejected[knob], *_with_reasons(dropped))
-    return replace(
-        space,
-        candidates=left,
-        choices={**space.choices, knob: choices},
-        rejected={**space.rejected, knob: rejected},
     )
 
 
@@ -369,56 +415,6 @@ def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]
                 beaten |= best * np.exp(time_doubt(one, other)) < group.seconds
         left.append(group[~beaten])
     return left
-
-
-def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """Leave out what keeps more on the host than is left of it; of only such, keep the least."""
-    host, number = cost.hardware.host, cost.parallel.num_processes
-    room = host_room(host.memory_bytes, host.available_memory_bytes)
-    fitting: list[Candidate] = []
-    beyond: dict[Candidate, int] = {}
-    for each in space.candidates:
-        stays = not each.swapped_blocks and each.modulation != "ahead"
-        if stays or (needed := number * cost.host_memory_bytes(each)) <= room:
-            fitting.append(each)
-        else:
-            beyond[each] = needed
-    if not fitting:  # whatever is pinned takes so much: then as little as can be
-        least = min(beyond.values(), default=0)
-        fitting = [each for each, needed in beyond.items() if needed == least]
-    max_fitting = max((candidate.swapped_blocks for candidate in fitting), default=0)
-    min_beyond = min((candidate.swapped_blocks for candidate in beyond), default=0)
-    why = f"its weights take more of the host than the {room / 2**30:.1f} GiB that it has left"
-    first = max(max_fitting + 1, min_beyond)
-    dropped: dict[Choice, str] = {
-        k: why for k in space.choices["swapped_blocks"] if beyond and int(k) >= first
-    }
-    return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting))
-
-
-def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
-    """Keep what several processes can use. Raises InvalidInput if blocks must be swapped."""
-    why = "several processes shard the weights instead"
-    swapped = {number: why for number in space.choices["swapped_blocks"] if number}
-    space = drop_values(space, "swapped_blocks", swapped)
-    if not space.candidates:
-        what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
-        raise InvalidInput(what, hint="leave one of them out")
-    return space
-
-
-def keep_shardable(space: SearchSpace) -> SearchSpace:
-    """Keep the weights that several processes can shard; there may be no candidates."""
-    formats, modulations = space.choices["quantization"], space.choices["modulation"]
-    quantized = [name for name in formats if not WEIGHT_FORMATS[str(name)].can_shard]
-    why = "the weights are sharded over the processes, and this format cannot be sharded"
-    space = drop_values(space, "quantization", dict.fromkeys(quantized, why))
-    ahead = [value for value in modulations if value == "ahead"]
-    why = (
-        "when weights are sharded over processes, those that it is computed from are gathered only "
-        "during a pass"
-    )
-    return drop_values(space, "modulation", dict.fromkeys(ahead, why))
 
 
 def host_room(total_bytes: int, available_bytes: int) -> int:

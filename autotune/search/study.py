@@ -7,12 +7,10 @@ complete, with a violated constraint. No message, log or plan ever holds a datab
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
@@ -226,7 +224,7 @@ def take_snapshot(study: Study) -> StudySnapshot:
     message = f"it took its process down {MAX_RETRIES + 1} times"
     for each in crashed:
         results.setdefault(each, TrialResult(candidate=each, outcome="crash", message=message))
-    left = tuple(filterfalse(results.__contains__, running))
+    left = tuple(one for one in running if one not in results)
     return StudySnapshot(tuple(results.values()), left, has_waiting)
 
 
@@ -298,7 +296,7 @@ def run_search(
                 raise
             trial.set_user_attr(RESULT, result.model_dump_json())
         trial.set_constraint("failed (0 if it ran)", 0.0 if result.outcome == "ok" else 1.0)
-        return result.median_step_seconds or math.inf
+        return result.median_step_seconds or float("inf")
 
     study = study or optuna.create_study()
     study.sampler = ResidualSampler(search, is_over)

@@ -10,10 +10,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -132,7 +130,7 @@ def warm_up() -> None:
 RARELY = 100_000
 
 
-@contextmanager
+@contextlib.contextmanager
 def collect_rarely() -> Iterator[None]:
     """Look for cycles of objects rarely, in a `with` block or a decorated function. Imports of
     torch and transformers and traces of models make a million objects that stay: a plan takes an
@@ -153,7 +151,7 @@ def collect_rarely() -> Iterator[None]:
                 gc.set_threshold(*usual)
 
 
-_lock = Lock()
+_lock = threading.Lock()
 # The usual thresholds, once for each context open in any thread: the last to be left restores them.
 _before: list[tuple[int, int, int]] = []
 

@@ -1,7 +1,5 @@
 """The fit of a plan to a machine, a model and data: a reason for each misfit."""
 
-from itertools import chain
-
 from autotune.errors import DoesNotFit
 from autotune.knobs.caching import why_not_cast
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -200,4 +198,4 @@ def card_misfits(
         return ()
     others = [index for index in range(num_processes) if index != hardware.device.index]
     found = [memory_misfits(plan, probe(index=index), planned.num_processes) for index in others]
-    return tuple(chain.from_iterable(found))
+    return tuple(misfit for misfits in found for misfit in misfits)

@@ -4,6 +4,8 @@ Each checkpoint carries its run's key and a digest, so that nothing damaged or a
 from. Training waits only for the copy to the host, and for the last write.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
@@ -247,7 +249,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autotune-checkpoint")
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *failure: object) -> None:

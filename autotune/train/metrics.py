@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ CURVES = (
 
 MAX_LINE_BYTES = 1 << 16
 MAX_NUMBER = 1e100  # far beyond any measurement; sums of smaller numbers are finite
-NUMBERS = attrgetter(*CURVES)
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Metrics:
             self._on_warning(lost)
         self._file.write(_line(event))
         self._file.flush()
-        values = zip(CURVES, NUMBERS(event), strict=True)
+        values = [(name, getattr(event, name)) for name in CURVES]
         known = {name: value for name, value in values if value is not None}
         with self._without_failing_tracker():
             self._tracker.log(known, event.step)
@@ -119,7 +117,8 @@ def _step_in(line: bytes) -> StepFinished | None:
         event = StepFinished.model_validate_json(line)
     except (ValueError, RecursionError):
         return None
-    return event if max(map(abs, filter(None, NUMBERS(event))), default=0) <= MAX_NUMBER else None
+    numbers = filter(None, (getattr(event, name) for name in CURVES))
+    return event if max(map(abs, numbers), default=0) <= MAX_NUMBER else None
 
 
 def _line(event: StepFinished) -> str:

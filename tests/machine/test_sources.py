@@ -10,7 +10,7 @@ import pytest
 
 from autotune.machine import sources
 from autotune.machine.capabilities import compute_budget
-from autotune.machine.facts import Reader, read_host
+from autotune.machine.facts import Reader
 from autotune.machine.sources import System, Unavailable
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def test_small_containers_keep_a_share(groups, monkeypatch):
     large = SimpleNamespace(total=512 * GIB, available=400 * GIB)
     monkeypatch.setattr(sources.psutil, "virtual_memory", lambda: large)
     limit(groups, 2 * GIB, used=GIB // 4)
-    host = read_host(Reader(System(with_torch=False)))
+    host = Reader(System(with_torch=False)).read_host()
     total, free = host.memory_bytes, host.available_memory_bytes
     assert (total, free) == (2 * GIB, 2 * GIB - GIB // 4)
     assert compute_budget("host", total, free, None)[0] == int(1.5 * GIB)

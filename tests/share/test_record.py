@@ -9,17 +9,7 @@ from autotune.errors import InvalidInput
 from autotune.plan.candidate import TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.workload import Bucket, ModelSpec, Workload
-from autotune.share.store import (
-    MAX_RECORD_BYTES,
-    DamagedRecord,
-    Machine,
-    Record,
-    build_record,
-    name_of,
-    parse_record,
-    record_folder,
-    shareable_machine,
-)
+from autotune.share import store
 from autotune.share.warm_start import compare, compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
 from tests.share.examples import TRIALS, machine, plan, rate, record
@@ -34,7 +24,7 @@ def test_private_texts_stay_out():
     trials = tuple(each.changed(message=SECRET, final_loss=0.125) for each in TRIALS)
     job = {"output": SECRET, "preview_prompts": (SECRET,), "data": f"/data/{SECRET}"}
     planned = plan(here, workload(model=spec), trials, **job)
-    content = build_record(planned, here).content.decode()
+    content = store.build_record(planned, here).content.decode()
     assert SECRET not in content
     assert "0.125" not in content
 
@@ -42,13 +32,13 @@ def test_private_texts_stay_out():
 def test_altered_records_are_refused():
     crashed = trial(candidate(micro_batch_size=2), outcome="crash", step_seconds=(1e-6, 1e6))
     made = record(trials=(crashed, *TRIALS))
-    assert parse_record(made.content, made.key) == made
+    assert store.parse_record(made.content, made.key) == made
     for place in range(0, len(made.content), 97):
         altered = bytearray(made.content)
         altered[place] ^= 1 + place % 255
         for content in (bytes(altered), made.content[:place]):
-            with pytest.raises(DamagedRecord):
-                parse_record(content, made.key)
+            with pytest.raises(store.DamagedRecord):
+                store.parse_record(content, made.key)
 
 
 CHANGES = (
@@ -67,10 +57,16 @@ def test_other_files_are_no_records():
     sound = record().content
     altered = [sound.replace(old, new) for old, new in CHANGES]
     assert sound not in altered
-    for content in (b"", b"\xff\xfe", b"[" * 100_000, b" " * (MAX_RECORD_BYTES + 1), *altered):
-        name = name_of(content)
-        with pytest.raises(DamagedRecord, match=name[:12]) as caught:
-            parse_record(content, f"{record_folder(workload())}/{name}.json")
+    for content in (
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b" " * (store.MAX_RECORD_BYTES + 1),
+        *altered,
+    ):
+        name = store.name_of(content)
+        with pytest.raises(store.DamagedRecord, match=name[:12]) as caught:
+            store.parse_record(content, f"{store.record_folder(workload())}/{name}.json")
         assert caught.value.message.isprintable()
         assert len(caught.value.message) < 400
 
@@ -82,15 +78,15 @@ def test_impossible_speeds_are_refused(kind, rates, seconds, factor):
     keys = {**record().machine.match_keys, "device_kind": kind}
     there = record().machine.changed(match_keys=keys, rates=rates)
 
-    def made(seconds: float, factor: float) -> Record:
+    def made(seconds: float, factor: float) -> store.Record:
         ran = [one.changed(step_seconds=(seconds,) * len(one.step_seconds)) for one in TRIALS]
         images = factor * workload().effective_batch_size / seconds
         expected = record().expected.changed(step_seconds=seconds, images_per_second=images)
         return record(machine=there, trials=tuple(ran), expected=expected)
 
-    assert parse_record(made(1.8, 1.0).content, made(1.8, 1.0).key)
-    with pytest.raises(DamagedRecord, match="cannot be true"):
-        parse_record(made(seconds, factor).content, made(seconds, factor).key)
+    assert store.parse_record(made(1.8, 1.0).content, made(1.8, 1.0).key)
+    with pytest.raises(store.DamagedRecord, match="cannot be true"):
+        store.parse_record(made(seconds, factor).content, made(seconds, factor).key)
 
 
 VERIFIED = {"trials": TRIALS[1:2], "records": ("0" * 64,)}
@@ -109,7 +105,7 @@ VERIFIED = {"trials": TRIALS[1:2], "records": ("0" * 64,)}
 def test_short_searches_are_not_conclusive(changes, conclusive):
     made = plan(machine())
     limited = made.model_copy(update={"frozen": made.frozen.model_copy(update=changes)})
-    assert build_record(limited, machine()).conclusive == conclusive
+    assert store.build_record(limited, machine()).conclusive == conclusive
 
 
 def test_missing_evidence_is_not_shared():
@@ -121,11 +117,11 @@ def test_missing_evidence_is_not_shared():
         new = getattr(made.frozen, part).model_copy(update=changes)
         frozen = made.frozen.model_copy(update={part: new})
         with pytest.raises(InvalidInput, match=why):
-            build_record(made.model_copy(update={"frozen": frozen}), machine())
+            store.build_record(made.model_copy(update={"frozen": frozen}), machine())
 
 
 JUDGED = {
-    Machine: "match_keys device_name total_memory_bytes budget_bytes logical_cores "
+    store.Machine: "match_keys device_name total_memory_bytes budget_bytes logical_cores "
     "power_limit_watts versions rates noisy",
     Rate: "name value unit spread num_samples conditions",
     Workload: "rank lora_alpha lora_dropout targets adapted_blocks adapter ema_decay "
@@ -145,8 +141,8 @@ def test_new_fields_are_judged(kind):
     assert set(kind.model_fields) == set(JUDGED[kind].split())
 
 
-def here(**changes: Any) -> Machine:
-    return shareable_machine(machine(**changes))
+def here(**changes: Any) -> store.Machine:
+    return store.shareable_machine(machine(**changes))
 
 
 def test_equal_machines_match_exactly():

@@ -8,14 +8,7 @@ import transformers
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
 from autotune.models.family import Family
-from tests.small.parts import (
-    MISTRAL_CHAT,
-    QWEN_CHAT,
-    invert_input_layer,
-    mistral3,
-    qwen3,
-    qwen_tokenizer,
-)
+from tests.small import parts
 
 TEXT_WIDTH = 32
 
@@ -24,17 +17,21 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     """2 double-stream and 2 single-stream blocks of width 128."""
     is_dev = family.name == "flux2-dev"
     if is_dev:  # the pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27
-        tokenizer = qwen_tokenizer([*captions, SYSTEM_MESSAGE], MISTRAL_CHAT, chat=MISTRAL_CHAT)
-        text_encoder = mistral3(tokenizer, TEXT_WIDTH, num_layers=31)
+        tokenizer = parts.qwen_tokenizer(
+            [*captions, SYSTEM_MESSAGE], parts.MISTRAL_CHAT, chat=parts.MISTRAL_CHAT
+        )
+        text_encoder = parts.mistral3(tokenizer, TEXT_WIDTH, num_layers=31)
     else:
-        tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
-        text_encoder = qwen3(transformers.Qwen3ForCausalLM, tokenizer, TEXT_WIDTH, num_layers=28)
+        tokenizer = parts.qwen_tokenizer(captions, parts.QWEN_CHAT)
+        text_encoder = parts.qwen3(
+            transformers.Qwen3ForCausalLM, tokenizer, TEXT_WIDTH, num_layers=28
+        )
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=64, num_layers=2, num_single_layers=2, attention_head_dim=32,
         num_attention_heads=4, joint_attention_dim=3 * TEXT_WIDTH, axes_dims_rope=(8, 8, 8, 8),
         guidance_embeds=is_dev,
     )  # fmt: skip
-    invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
+    parts.invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
     vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(16, 32, 32, 32),
         layers_per_block=1,

@@ -8,32 +8,24 @@ import torch
 
 from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline
-from tests.small.parts import (
-    clip_text_encoder,
-    clip_tokenizer,
-    image_vae,
-    invert_input_layer,
-    qwen_processor,
-    qwen_text_encoder,
-    qwen_tokenizer,
-)
+from tests.small import parts
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     """With FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
     video = family.can_train_clips
     template = build_empty_pipeline(family.pipeline_class).prompt_template
-    tokenizer = qwen_tokenizer(captions, template)
-    tokenizer_2 = clip_tokenizer(captions)
-    text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
-    text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
+    tokenizer = parts.qwen_tokenizer(captions, template)
+    tokenizer_2 = parts.clip_tokenizer(captions)
+    text_encoder = parts.qwen_text_encoder(tokenizer, hidden_size=128)
+    text_encoder_2 = parts.clip_text_encoder(tokenizer_2, hidden_size=64)
     transformer = diffusers.Kandinsky5Transformer3DModel(
         in_visual_dim=16, out_visual_dim=16, in_text_dim=128, in_text_dim2=64, time_dim=64,
         model_dim=128, ff_dim=256, num_text_blocks=2, num_visual_blocks=4, axes_dims=(8, 12, 12),
         visual_cond=video,
     )  # fmt: skip
     _initialize(transformer)
-    vae = image_vae(family)
+    vae = parts.image_vae(family)
     if video:
         vae = diffusers.AutoencoderKLHunyuanVideo(
             block_out_channels=(16, 32, 32, 32),
@@ -43,7 +35,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         ).eval()
     return {
         "transformer": transformer, "vae": vae, "text_encoder": text_encoder,
-        "tokenizer": qwen_processor(tokenizer), "text_encoder_2": text_encoder_2,
+        "tokenizer": parts.qwen_processor(tokenizer), "text_encoder_2": text_encoder_2,
         "tokenizer_2": tokenizer_2,
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0 if video else 3.0),
     }  # fmt: skip
@@ -57,4 +49,4 @@ def _initialize(transformer: Any) -> None:
     # Channels go in innermost and come out outermost; conditioning channels go in only.
     first = transformer.visual_embeddings.in_layer.weight
     patches = first.unflatten(1, (4, -1))[:, :, :16].transpose(1, 2)
-    invert_input_layer(transformer.out_layer.out_layer, patches.flatten(1))
+    parts.invert_input_layer(transformer.out_layer.out_layer, patches.flatten(1))

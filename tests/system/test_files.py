@@ -17,15 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.system.files import (
-    MIN_AGE_SECONDS,
-    describe_url,
-    make_scratch_folder,
-    quote_error,
-    read_bounded,
-    require_writable,
-    write_text_atomic,
-)
+from autotune.system import files
 from autotune.system.lazy import lazy_module
 from autotune.system.memory import measure_peak_memory
 
@@ -35,11 +27,11 @@ def test_only_files_are_replaced(tmp_path):
     os.mkfifo(pipe)
     folder.mkdir()
     for place in (pipe, folder):
-        for write in (require_writable, lambda path: write_text_atomic(path, "text")):
+        for write in (files.require_writable, lambda path: files.write_text_atomic(path, "text")):
             with pytest.raises(OSError, match="not a regular file"):
                 write(place)
     assert pipe.is_fifo()
-    require_writable(tmp_path / "plan.yaml")
+    files.require_writable(tmp_path / "plan.yaml")
     assert sorted(tmp_path.iterdir()) == [folder, pipe]
 
 
@@ -53,7 +45,7 @@ def test_folders_need_not_sync(tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    write_text_atomic(tmp_path / "file", "text")
+    files.write_text_atomic(tmp_path / "file", "text")
     assert (tmp_path / "file").read_text() == "text"
 
 
@@ -72,10 +64,10 @@ def test_reading_is_bounded(tmp_path):
         "absent": os.strerror(errno.ENOENT),
     }.items():
         with pytest.raises(OSError, match=reason) as caught:
-            read_bounded(tmp_path / name, 1024)
+            files.read_bounded(tmp_path / name, 1024)
         assert caught.value.strerror
     (tmp_path / "whole").write_bytes(bytes(1024))
-    assert read_bounded(tmp_path / "whole", 1024) == bytes(1024)
+    assert files.read_bounded(tmp_path / "whole", 1024) == bytes(1024)
 
 
 @pytest.fixture
@@ -85,7 +77,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def grow_old(folder: Path) -> None:
-    then = time.time() - 2 * MIN_AGE_SECONDS
+    then = time.time() - 2 * files.MIN_AGE_SECONDS
     os.utime(folder, (then, then))
 
 
@@ -93,7 +85,7 @@ def made_by_a_child() -> tuple[int, Path]:
     """A process that waits beside its folder."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
-        folder = make_scratch_folder("test")
+        folder = files.make_scratch_folder("test")
         (Path(folder.name) / "file").write_text("left")
         os.write(writing, folder.name.encode())
         signal.pause()
@@ -106,12 +98,12 @@ def made_by_a_child() -> tuple[int, Path]:
 def test_folders_of_killed_processes_go():
     child, left = made_by_a_child()
     grow_old(left)
-    with make_scratch_folder("test") as own:
+    with files.make_scratch_folder("test") as own:
         assert (left / "file").exists(), "its process lives"
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         grow_old(Path(own))
-        make_scratch_folder("test").cleanup()
+        files.make_scratch_folder("test").cleanup()
         assert not left.exists()
         assert Path(own).is_dir()
     assert not Path(own).exists()
@@ -126,7 +118,7 @@ def test_links_files_and_young_folders_stay(place):
     young.mkdir()
     for path in (target, place / "autotune-scratch-file"):
         grow_old(path)
-    make_scratch_folder("test").cleanup()
+    files.make_scratch_folder("test").cleanup()
     assert target.is_dir()
     assert young.is_dir(), "it may not be locked yet"
     assert (place / "autotune-scratch-file").exists()
@@ -145,8 +137,8 @@ MARKS = st.text(alphabet="@:/?#;=&%[] ", max_size=4)
 def test_no_password_is_shown(marks, scheme):
     first, second, third, fourth, fifth = marks
     url = f"{scheme}{first}me{second}:{third}{SECRET}{fourth}@{fifth}host/db"
-    assert SECRET not in describe_url(url)
-    assert SECRET not in quote_error(OSError(f"cannot reach {SECRET}"), url)
+    assert SECRET not in files.describe_url(url)
+    assert SECRET not in files.quote_error(OSError(f"cannot reach {SECRET}"), url)
 
 
 NAME = "a_library_of_this_test"
