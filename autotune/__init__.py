@@ -45,8 +45,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from autotune import events as events
-    from autotune import records as records
+    from autotune import events as events, records as records
     from autotune.api import check, compare, estimate, list_gpus, list_models, plan, probe
     from autotune.errors import AutotuneError
     from autotune.exchange import audit, export_config

@@ -16,8 +16,7 @@ from autotune.interop.trainer import get_trainer
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import require_choice
 from autotune.knobs.settings import allow_optimizer, plain_choices
-from autotune.machine import catalog
-from autotune.machine import probe as machine
+from autotune.machine import catalog, probe as machine
 from autotune.models.registry import find_published
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.models.single_file import open_single_file, recognize
@@ -303,8 +302,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         assume=request.assume,
         on_event=request.on_event,
     )
-    from autotune.cost.estimate import estimate as estimate_candidate
-    from autotune.cost.estimate import require_divisor
+    from autotune.cost.estimate import estimate as estimate_candidate, require_divisor
     from autotune.cost.predict import CostModel
 
     require_divisor(request.micro_batch_size, batch)

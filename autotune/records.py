@@ -4,7 +4,6 @@ A store is a folder, a git checkout, or an address such as `s3://bucket/path`; N
 user's own.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -261,7 +260,7 @@ def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
     sound.sort(key=lambda pair: (pair[0].measured_on, len(pair[0].trials)), reverse=True)
     # A newer record of the same machine, versions and work supersedes one of no more trials, none
     # of which is faster: its date alone says nothing.
-    kept = defaultdict[tuple[object, ...], list[Record]](list)
+    kept: dict[tuple[object, ...], list[Record]] = {}
     for record, file in sound:
         machine = record.machine
         versions = machine.versions.changed(python="", driver=None)
@@ -270,7 +269,7 @@ def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
         best = (1 + SAME_SECONDS) * _best_seconds(record)
         newer = (
             other
-            for other in kept[about]
+            for other in kept.setdefault(about, [])
             if len(record.trials) <= len(other.trials) and _best_seconds(other) <= best
         )
         if found := next(newer, None):

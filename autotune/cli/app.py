@@ -18,10 +18,7 @@ from autotune.cli import demo, exchange  # noqa: F401 - they add their commands 
 from autotune.cli.commands import app
 from autotune.cli.options import INTERRUPTED
 from autotune.cli.output import Progress, print_json
-from autotune.errors import (  # at the top: without memory nothing is imported
-    InvalidInput,
-    explain_error,
-)
+from autotune.errors import InvalidInput, explain_error  # here: later memory may lack for it
 from autotune.report.text import printable, without_logins, wrapped
 from autotune.system.process import prepare_process
 

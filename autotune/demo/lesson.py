@@ -13,7 +13,6 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from autotune.demo import world
-from autotune.demo.world import COLORS, GROUNDS, SIZE_PX, Scene, draw_centered
 from autotune.errors import InvalidInput
 from autotune.models.registry import get_family
 from autotune.system import files, process
@@ -80,43 +79,43 @@ class ConceptFidelity:
     others_after: float
 
 
-def taught_scenes(shape: str = NEW_SHAPE) -> list[Scene]:
+def taught_scenes(shape: str = NEW_SHAPE) -> list[world.Scene]:
     """Draw the twelve pictures: the shape in four colors on three grounds."""
     rng = random.Random(5)
     pairs = product(TAUGHT_COLORS, TAUGHT_GROUNDS)
-    return [draw_centered(rng, shape, color, ground) for color, ground in pairs]
+    return [world.draw_centered(rng, shape, color, ground) for color, ground in pairs]
 
 
-def unseen_scenes() -> list[Scene]:
+def unseen_scenes() -> list[world.Scene]:
     """Draw the shape in all other colors and grounds; even ones are reported, odd ones tuned by."""
     rng = random.Random(6)
     taught = set(product(TAUGHT_COLORS, TAUGHT_GROUNDS))
-    combinations = [pair for pair in product(COLORS, GROUNDS) if pair not in taught]
+    combinations = [pair for pair in product(world.COLORS, world.GROUNDS) if pair not in taught]
     rng.shuffle(combinations)
-    return [draw_centered(rng, NEW_SHAPE, *combination) for combination in combinations]
+    return [world.draw_centered(rng, NEW_SHAPE, *combination) for combination in combinations]
 
 
-def known_scenes() -> tuple[list[Scene], list[Scene], list[Scene]]:
+def known_scenes() -> tuple[list[world.Scene], list[world.Scene], list[world.Scene]]:
     """Draw known shapes: 48 as reminders, 18 to report, 18 by which rates were chosen. Three in
     four of the 48 have colors and grounds of the twelve, or they would be confused."""
     rng = random.Random(7)
     taught = list(product(TAUGHT_COLORS, TAUGHT_GROUNDS))
-    others = [pair for pair in product(COLORS, GROUNDS) if pair not in taught]
-    parts: tuple[list[Scene], list[Scene], list[Scene]] = ([], [], [])
+    others = [pair for pair in product(world.COLORS, world.GROUNDS) if pair not in taught]
+    parts: tuple[list[world.Scene], list[world.Scene], list[world.Scene]] = ([], [], [])
     for shape in world.KNOWN_SHAPES:
         same, different = rng.sample(taught, len(taught)), rng.sample(others, len(others))
         rest = [*same[6:], *different[2:]]
         rng.shuffle(rest)
         drawn = [*same[:6], *different[:2]], rest[:3], rest[3:6]
         for part, pairs in zip(parts, drawn, strict=True):
-            part += [draw_centered(rng, shape, color, ground) for color, ground in pairs]
+            part += [world.draw_centered(rng, shape, color, ground) for color, ground in pairs]
     for part in parts:
         rng.shuffle(part)
     return parts
 
 
 def write_images(
-    folder: Path, scenes: Sequence[Scene], images: Sequence[Image.Image], repeats: int = 1
+    folder: Path, scenes: Sequence[world.Scene], images: Sequence[Image.Image], repeats: int = 1
 ) -> None:
     """Write images with their captions beside them, each to be seen `repeats` times per epoch."""
     folder.mkdir(parents=True)
@@ -148,8 +147,8 @@ def sample_images(
             negative_prompt=[" "] * len(part),
             true_cfg_scale=guidance,
             num_inference_steps=20,
-            width=SIZE_PX,
-            height=SIZE_PX,
+            width=world.SIZE_PX,
+            height=world.SIZE_PX,
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         ).images
     return images
@@ -164,7 +163,7 @@ def show_to_vae(pipeline: Any, images: Sequence[Image.Image]) -> list[Image.Imag
     return pipeline.image_processor.postprocess(decoded)  # type: ignore[no-any-return]
 
 
-def score_images(scenes: Sequence[Scene], images: Sequence[Image.Image]) -> list[float]:
+def score_images(scenes: Sequence[world.Scene], images: Sequence[Image.Image]) -> list[float]:
     """Score images made from the captions of scenes of one figure each."""
     scores = []
     for scene, image in zip(scenes, images, strict=True):

@@ -1,6 +1,5 @@
 """From a plan to another trainer's files. What the trainer lacks is found by reading them back."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -229,7 +228,7 @@ def is_equal(name: str, own: Any, other: Any, context: Context) -> bool:
         return layers_of(context.family, own) == layers_of(context.family, other)
     are_numbers = isinstance(own, float | int) and isinstance(other, float | int)
     if are_numbers and not isinstance(own, bool):
-        return math.isclose(own, other, rel_tol=1e-6)
+        return bool(abs(own - other) <= 1e-6 * max(abs(own), abs(other)))
     return own == other or str(own) == str(other)
 
 

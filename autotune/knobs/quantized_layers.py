@@ -277,8 +277,7 @@ def quantize_nf4(layer: nn.Linear) -> nn.Module:
 def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
     """Return bitsandbytes' 4-bit parameter, quantized in slices to the bits of the whole. On a CPU
     it takes seven times what it is given for a moment."""
-    from bitsandbytes import functional as bits
-    from bitsandbytes import nn as bnb
+    from bitsandbytes import functional as bits, nn as bnb
 
     flat = weight.reshape(-1)
     step = max(NF4_BLOCK, slice_bytes // weight.element_size() // NF4_BLOCK * NF4_BLOCK)

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -191,7 +190,7 @@ def has_valid_rates(saved: HardwareProfile, now: HardwareProfile) -> bool:
         return saved.host.logical_cores == now.host.logical_cores
     if before.power_limit_watts is None or device.power_limit_watts is None:
         return True
-    return math.isclose(before.power_limit_watts, device.power_limit_watts, rel_tol=POWER_TOLERANCE)
+    return abs(device.power_limit_watts / before.power_limit_watts - 1) <= POWER_TOLERANCE
 
 
 def profile_path(profile: HardwareProfile) -> Path:

@@ -19,14 +19,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from PIL import Image
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
-from autotune.models.facts import (
-    AttentionLayout,
-    Config,
-    Defaults,
-    ModulationLayers,
-    Parts,
-    PublishedModel,
-)
+from autotune.models import facts
 from autotune.models.latents import CONTROL
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import Weighting
@@ -49,15 +42,15 @@ class Family(ABC):
     """One model family. Stateless: instances live in the registry."""
 
     name: ClassVar[str]
-    models: ClassVar[tuple[PublishedModel, ...]]  # the first is meant by the family's name
-    defaults: ClassVar[Defaults]
+    models: ClassVar[tuple[facts.PublishedModel, ...]]  # the first is meant by the family's name
+    defaults: ClassVar[facts.Defaults]
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of its models, which families may share
     fine_tunes: ClassVar[tuple[str, ...]] = ()  # well-known ones, which come as files
 
     # The pipeline.
     pipeline_class: ClassVar[str]  # class name in diffusers, as in `model_index.json`
     # Values of `model_index.json` that tell families of one class apart; None: absent or false.
-    pipeline_config: ClassVar[Config] = {}
+    pipeline_config: ClassVar[facts.Config] = {}
     components: ClassVar[tuple[str, ...]] = COMPONENTS  # folders of a complete pipeline
     connectors: ClassVar[tuple[str, ...]] = ()  # `encode_prompt` needs them as text encoders
     decoders: ClassVar[tuple[str, ...]] = ("vae",)  # which follow the last step
@@ -68,20 +61,22 @@ class Family(ABC):
     transformer_class: ClassVar[str]  # class name in diffusers
     # Keys of published configurations that the class no longer takes, and that had no effect.
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
-    tiny_config: ClassVar[Config]  # leaves its head size and every kind of block
+    tiny_config: ClassVar[facts.Config]  # leaves its head size and every kind of block
     # The family as it trains each of several transformers for parts of the noise, by name.
     experts: ClassVar[Mapping[str, Family]] = {}
     expert: ClassVar[str | None] = None  # which of them is trained; None if there is one
     other_denoisers: ClassVar[tuple[str, ...]] = ()  # those for the other parts of the noise
     untrained_files: ClassVar[str] = ""  # pattern in names of files of one that is not trained
-    adapter_options: ClassVar[Config] = {}  # of `load_lora_weights`, for the one that is trained
+    # Of `load_lora_weights`, for the one that is trained.
+    adapter_options: ClassVar[facts.Config] = {}
 
     # Its layers.
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]]  # as peft's `target_modules`, by name
     # Names in `named_modules` of what holds the repeated blocks, in the order they run.
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
-    modulation: ClassVar[ModulationLayers | None] = None  # if it holds a large share of the weights
-    attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()  # that `norm_rope` knows
+    # If it holds a large share of the weights.
+    modulation: ClassVar[facts.ModulationLayers | None] = None
+    attention_layouts: ClassVar[tuple[facts.AttentionLayout, ...]] = ()  # that `norm_rope` knows
     excluded: ClassVar[Mapping[str, str]] = {}  # knobs that stay at their defaults, and why
     # Why its models are not trained in fp16 unless it is asked for, with who found that. Text
     # encoders and VAEs never compute in fp16.
@@ -109,7 +104,7 @@ class Family(ABC):
     prompt_size: ClassVar[tuple[tuple[str, int], ...]] = (("joint_attention_dim", 4096),)
     pooled_size: ClassVar[tuple[str, int] | None] = None
     pooled_output: ClassVar[int] = 1  # place of the pooled prompt in what `encode_prompt` returns
-    encode_options: ClassVar[Config] = {}  # arguments of `encode_prompt` besides the prompt
+    encode_options: ClassVar[facts.Config] = {}  # arguments of `encode_prompt` besides the prompt
     separates_prompts: ClassVar[bool] = False  # each prompt of a batch keeps its own length
     masks_padding: ClassVar[bool] = False  # if the prompts of a batch differ in length
     text_multiple: ClassVar[int] = 1  # to which the transformer itself pads each text
@@ -119,11 +114,11 @@ class Family(ABC):
     casts_to_weight_dtype: ClassVar[bool] = False
 
     @property
-    def transformer_config(self) -> Config:
+    def transformer_config(self) -> facts.Config:
         return self.models[0].config
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> facts.Parts:
         return self.models[0].parts
 
     @property
@@ -156,16 +151,16 @@ class Family(ABC):
             raise InvalidInput(f"{self.name} has no {name} expert", hint=hint)
         return self.experts[name]
 
-    def is_pipeline(self, index: Config) -> bool:
+    def is_pipeline(self, index: facts.Config) -> bool:
         """Tell if a `model_index.json` is that of this family's pipelines."""
         expected = {"_class_name": self.pipeline_class, **self.pipeline_config}
         return all((index.get(key) or None) == value for key, value in expected.items())
 
-    def noise_of(self, scheduler: Config, index: Config) -> NoiseProcess:
+    def noise_of(self, scheduler: facts.Config, index: facts.Config) -> NoiseProcess:
         """Return a model's noise process, by its scheduler and its `model_index.json`."""
         return self.noise
 
-    def build_transformer(self, config: Config) -> nn.Module:
+    def build_transformer(self, config: facts.Config) -> nn.Module:
         """Build the transformer with random weights, on torch's default device and dtype."""
         known = {k: v for k, v in public_config(config).items() if k not in self.obsolete_config}
         model: nn.Module = getattr(diffusers, self.transformer_class)(**known)
@@ -250,7 +245,7 @@ class Family(ABC):
         return [f"from diffusers import {kind}", "", f"pipeline = {kind}.from_pretrained({base})"]
 
     def sample_shapes(
-        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+        self, config: facts.Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
     ) -> Shapes:
         """Return the shape of every tensor in a sample of this bucket, for a transformer of this
         configuration; families without control images ignore `num_controls`."""
@@ -397,7 +392,7 @@ def unwrap_model(transformer: nn.Module) -> Any:
 CHECK_CONFIG = "check the config.json of what is trained, or update diffusers"
 
 
-def public_config(config: Config) -> dict[str, Any]:
+def public_config(config: facts.Config) -> dict[str, Any]:
     """Return the arguments of a constructor, without what diffusers notes about itself."""
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
@@ -407,7 +402,7 @@ def public_config(config: Config) -> dict[str, Any]:
 TORCH_LOCK = threading.RLock()
 
 
-def build_on_meta(family: Family, config: Config) -> Any:
+def build_on_meta(family: Family, config: facts.Config) -> Any:
     """Build the transformer on the meta device. Raises InvalidInput if its class refuses."""
     from diffusers.models.modeling_utils import no_init_weights
 

@@ -10,26 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from autotune.models import facts, latents
-from autotune.models.family import (
-    COMPONENTS,
-    Batch,
-    Family,
-    Images,
-    Options,
-    Pixels,
-    Sample,
-    Sizes,
-    Texts,
-    unwrap_model,
-)
+from autotune.models import facts, family, latents
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, torch
 
 MAX_TEXT_TOKENS = 2048  # at which its own code refuses prompts
 
 
-class Ideogram4(Family):
+class Ideogram4(family.Family):
     """Text to image. A token is 2x2 latents, normalized by channel; a prompt has its own length."""
 
     name = "ideogram-4"
@@ -37,7 +25,7 @@ class Ideogram4(Family):
     aliases = {"ideogram": "ideogram-4", "ideogram-v4": "ideogram-4"}
     pipeline_class = "Ideogram4Pipeline"
     transformer_class = "Ideogram4Transformer2DModel"
-    components = (*COMPONENTS, "unconditional_transformer")
+    components = (*family.COMPONENTS, "unconditional_transformer")
     other_denoisers = ("unconditional_transformer",)
     untrained_files = "uncond"
     latent_px = 16  # the autoencoder's factor of 8, and 2x2 patches
@@ -73,10 +61,14 @@ class Ideogram4(Family):
         pipeline.encode_prompt = encode_prompt
         return pipeline
 
-    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: family.Texts, controls: family.Sizes = ()
+    ) -> list[int]:
         return _count_tokens(latents.load_tokenizer(folder), captions)
 
-    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
+    def encode_caption(
+        self, pipeline: Any, caption: str, controls: family.Pixels = ()
+    ) -> family.Sample:
         (length,) = _count_tokens(pipeline.tokenizer, [caption])
         size = {"grid_h": 0, "grid_w": 0, "max_sequence_length": length}
         device = pipeline.text_encoder.device
@@ -98,7 +90,9 @@ class Ideogram4(Family):
         patches = latents.view(size, 2, 2, channels // 4, rows, columns).permute(0, 3, 4, 1, 5, 2)
         return patches.reshape(size, channels // 4, 2 * rows, 2 * columns)
 
-    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
+    def predict(
+        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch
+    ) -> Tensor:
         from diffusers.models.transformers import transformer_ideogram4 as stock
 
         prompt, mask = batch["prompt_embeds"], batch.get("prompt_mask")
@@ -130,7 +124,8 @@ class Ideogram4(Family):
     def while_sampling(self, pipeline: Any, bucket: Bucket) -> Iterator[None]:
         both = pipeline.transformer, pipeline.unconditional_transformer
         hooks = [
-            unwrap_model(each).register_forward_pre_hook(_widen, with_kwargs=True) for each in both
+            family.unwrap_model(each).register_forward_pre_hook(_widen, with_kwargs=True)
+            for each in both
         ]
         try:
             yield
@@ -138,7 +133,9 @@ class Ideogram4(Family):
             for hook in hooks:
                 hook.remove()
 
-    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
+    def call_options(
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: family.Images
+    ) -> family.Options:
         usual = super().call_options(pipeline, prompt, bucket, controls)
         (length,) = _count_tokens(pipeline.tokenizer, [prompt])
         return {**usual, "guidance_schedule": None, "max_sequence_length": length}
@@ -157,7 +154,9 @@ class _OneSegment:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _widen(module: Any, args: tuple[Any, ...], options: Options) -> tuple[Any, Options]:
+def _widen(
+    module: Any, args: tuple[Any, ...], options: family.Options
+) -> tuple[Any, family.Options]:
     """Give the transformer the text of `encode_prompt` as it takes it, and no mask."""
     hidden, text = options["hidden_states"], options["encoder_hidden_states"].flatten(1)
     width = module.config.llm_features_dim

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.models import facts, family
-from autotune.models.latents import (
-    ImageLatents,
-    adapted_layers,
-    build_empty_pipeline,
-    count_tokens,
-    load_processor,
-)
+from autotune.models import facts, family, latents
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, nn, torch
 
@@ -38,7 +31,9 @@ class Kandinsky5(family.Family):
     pooled_size = ("in_text_dim2", 768)
     max_text_tokens = MAX_TEXT_TOKENS
     max_side_px = POSITIONS * family.Family.size_multiple_px
-    target_sets = adapted_layers(BLOCK, ATTENTION, MLP, r"(text|visual)_modulation\.out_layer")
+    target_sets = latents.adapted_layers(
+        BLOCK, ATTENTION, MLP, r"(text|visual)_modulation\.out_layer"
+    )
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
     fp16_overflow = "ComfyUI runs it in bf16 or fp32 alone (comfy/supported_models.py, 01f03bbd)"
     modulation = facts.ModulationLayers(
@@ -66,7 +61,7 @@ class Kandinsky5(family.Family):
         return super().build_transformer(config)
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        processor = load_processor("Qwen2VLProcessor", folder / "tokenizer")
+        processor = latents.load_processor("Qwen2VLProcessor", folder / "tokenizer")
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
     def count_text_tokens(
@@ -74,11 +69,13 @@ class Kandinsky5(family.Family):
     ) -> list[int]:
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
 
-        stock = build_empty_pipeline(self.pipeline_class)
+        stock = latents.build_empty_pipeline(self.pipeline_class)
         texts = [stock.prompt_template.format(prompt_clean(caption)) for caption in captions]
         start = stock.prompt_template_encode_start_idx
         # The pipeline cuts characters of a long prompt, so a token or two fewer may remain.
-        return [min(length - start, MAX_TEXT_TOKENS) for length in count_tokens(folder, texts)]
+        return [
+            min(length - start, MAX_TEXT_TOKENS) for length in latents.count_tokens(folder, texts)
+        ]
 
     def predict(
         self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch
@@ -129,7 +126,7 @@ class Kandinsky5(family.Family):
         return (1.0, 1.0, 1.0)
 
 
-class Kandinsky5Image(ImageLatents, Kandinsky5):
+class Kandinsky5Image(latents.ImageLatents, Kandinsky5):
     """Image Lite, text to image: 50 visual blocks, and FLUX's VAE."""
 
     name = "kandinsky5-image-lite"
@@ -139,9 +136,9 @@ class Kandinsky5Image(ImageLatents, Kandinsky5):
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
         images = pixels[:, 0][None].to(vae.dtype)
-        latents: Tensor = vae.encode(images).latent_dist.mode()[0, :, None].to(pixels.dtype)
+        encoded: Tensor = vae.encode(images).latent_dist.mode()[0, :, None].to(pixels.dtype)
         # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
-        return latents * float(vae.config.scaling_factor)
+        return encoded * float(vae.config.scaling_factor)
 
     def call_options(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: family.Images
@@ -163,8 +160,8 @@ class Kandinsky5Video(Kandinsky5):
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
         clip = pixels[None, :, : self.whole_frames(pixels.shape[1])]
-        latents: Tensor = vae.encode(clip.to(vae.dtype)).latent_dist.mode()[0]
-        return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
+        encoded: Tensor = vae.encode(clip.to(vae.dtype)).latent_dist.mode()[0]
+        return encoded.to(pixels.dtype) * float(vae.config.scaling_factor)
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         # As `Kandinsky5T2VPipeline._get_scale_factor`.

@@ -23,8 +23,7 @@ from autotune.plan.base import Frozen, NaturalInt, digest_of, log_event
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.weights import files
-from autotune.weights.hub import fetch as fetch_files
-from autotune.weights.hub import missing_files, snapshot_in_cache, verify
+from autotune.weights.hub import fetch as fetch_files, missing_files, snapshot_in_cache, verify
 from autotune.weights.single_file import view_as
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")  # the name of a repository on the hub

@@ -7,17 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from autotune.errors import InvalidInput
-from autotune.plan.base import (
-    HIDDEN,
-    Frozen,
-    ImageSize,
-    NaturalInt,
-    Option,
-    PositiveInt,
-    Request,
-    image_size,
-    told,
-)
+from autotune.plan import base
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]  # the goal of a search: time or step memory
@@ -27,11 +17,11 @@ BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
 AdapterKind = Literal["lora", "rslora", "dora"]
 TextPadding = Literal["exact", "masked"]
 """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
-PositiveTokens = Annotated[int, PositiveInt]
+PositiveTokens = Annotated[int, base.PositiveInt]
 OptionValue = bool | int | float | str | tuple[float, ...]
 
 
-class OptimizerChoice(Frozen):
+class OptimizerChoice(base.Frozen):
     """The optimizer that the user wants: it decides what is learned, so none is searched."""
 
     name: str = Field(
@@ -51,7 +41,7 @@ class OptimizerChoice(Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             is_name = first["loc"] == ("name",)
-            why = "neither a name nor package:Class" if is_name else told(first)
+            why = "neither a name nor package:Class" if is_name else base.told(first)
             raise InvalidInput(
                 f"{name!r} is not an optimizer with such options: {why}",
                 hint="give --optimizer NAME or package:Class, --optimizer-option name=value",
@@ -75,28 +65,28 @@ ADAMW = OptimizerChoice()
 NamedOptimizer = Annotated[OptimizerChoice | str, AfterValidator(OptimizerChoice.named)]
 
 
-class ModelSpec(Frozen):
+class ModelSpec(base.Frozen):
     """A model, by its architecture rather than by where its files lie."""
 
     family: str
     """A name from the registry of families, e.g. `qwen-image`."""
     architecture: str
     """Digest of the transformer's class and configuration."""
-    num_parameters: int = PositiveInt
+    num_parameters: int = base.PositiveInt
     """Number of parameters of the transformer alone."""
-    num_blocks: int = PositiveInt
+    num_blocks: int = base.PositiveInt
     """Number of repeated blocks that can be checkpointed."""
     name: str
     """The hub id or the name of the folder."""
 
 
-class Bucket(Frozen):
+class Bucket(base.Frozen):
     """A shape that images or clips are resized to, and the number of items that have it."""
 
-    width_px: int = PositiveInt
-    height_px: int = PositiveInt
-    num_frames: int = PositiveInt
-    num_items: int = NaturalInt
+    width_px: int = base.PositiveInt
+    height_px: int = base.PositiveInt
+    num_frames: int = base.PositiveInt
+    num_items: int = base.NaturalInt
 
     @property
     def num_pixels(self) -> int:
@@ -104,28 +94,30 @@ class Bucket(Frozen):
         return self.num_frames * self.width_px * self.height_px
 
 
-class Learning(Frozen):
+class Learning(base.Frozen):
     """Choices that decide what is learned, whatever the model and the data."""
 
     rank: int = Field(default=16, ge=1, le=4096)
     """Rank of the adapter (network dim); by default the model's."""
-    lora_alpha: Annotated[float, Option("--alpha")] = Field(default=16.0, ge=1e-3, le=1e6)
+    lora_alpha: Annotated[float, base.Option("--alpha")] = Field(default=16.0, ge=1e-3, le=1e6)
     """Alpha of the adapter; by default in proportion to the rank."""
-    lora_dropout: Annotated[float, Option("--dropout")] = Field(default=0.0, ge=0, le=0.9)
+    lora_dropout: Annotated[float, base.Option("--dropout")] = Field(default=0.0, ge=0, le=0.9)
     """Share of the adapter's inputs to drop; any at all takes memory for a copy of them."""
     targets: str = "attention"
     """Adapted layers: attention (default), attention+mlp, all-linear; SDXL: attention+mlp+proj; or
     patterns of names: to_q,ff.*."""
-    adapted_blocks: Annotated[str, Option("--blocks", metavar="RANGES")] = Field(
+    adapted_blocks: Annotated[str, base.Option("--blocks", metavar="RANGES")] = Field(
         default="all", pattern=BLOCK_RANGES, max_length=200
     )
     """Adapt only layers of these blocks, numbered from 0: 10-30 or 0-4,18."""
     adapter: AdapterKind = "lora"
     """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms of
     outputs, too."""
-    ema_decay: Annotated[float, Option("--ema")] = Field(default=0.0, ge=0, le=0.99999)
+    ema_decay: Annotated[float, base.Option("--ema")] = Field(default=0.0, ge=0, le=0.99999)
     """Save an average of steps with this decay, e.g. 0.999; by default none."""
-    effective_batch_size: Annotated[int, Option("--batch-size")] = Field(default=1, ge=1, le=65536)
+    effective_batch_size: Annotated[int, base.Option("--batch-size")] = Field(
+        default=1, ge=1, le=65536
+    )
     """Images of one optimizer step (batch size x gradient accumulation x GPUs); by default the
     model's. How many pass at once is tuned."""
     quality: Quality = "high"
@@ -135,14 +127,14 @@ class Learning(Frozen):
     """Goal of the search: the fastest steps (throughput), or those with the least memory."""
 
 
-class WorkloadRequest(Learning, Request):
+class WorkloadRequest(Learning, base.Request):
     """A user's part of a workload; the rest is the family's or the data's."""
 
-    resolution: Annotated[ImageSize | None, Option(metavar="SIDE|WIDTHxHEIGHT")] = None
+    resolution: Annotated[base.ImageSize | None, base.Option(metavar="SIDE|WIDTHxHEIGHT")] = None
     """Size of images in pixels; images of other shapes get about its area."""
-    num_frames: Annotated[int, Option("--frames")] = Field(default=1, ge=1)
+    num_frames: Annotated[int, base.Option("--frames")] = Field(default=1, ge=1)
     """Frames of a clip; above 1, videos and subfolders of images in the data are clips."""
-    text_tokens: Annotated[int | None, HIDDEN] = None
+    text_tokens: Annotated[int | None, base.HIDDEN] = None
     """Length of captions if there is no data to count it from."""
     optimizer: NamedOptimizer = ADAMW
     """adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free; or package:Class, which
@@ -150,7 +142,7 @@ class WorkloadRequest(Learning, Request):
     optimizer_options: Annotated[
         OptimizerOptions,
         AfterValidator(as_options),
-        Option("--optimizer-option", metavar="NAME=VALUE"),
+        base.Option("--optimizer-option", metavar="NAME=VALUE"),
     ] = ()
     """An option of the optimizer, besides learning rate and weight decay."""
 
@@ -169,7 +161,7 @@ class WorkloadRequest(Learning, Request):
     @property
     def size_px(self) -> tuple[int, int] | None:
         """(width, height), if it was given."""
-        return None if self.resolution is None else image_size(self.resolution)
+        return None if self.resolution is None else base.image_size(self.resolution)
 
     @property
     def optimizer_choice(self) -> OptimizerChoice:
@@ -183,10 +175,10 @@ class Workload(Learning):
     """The class of work that a plan is made for: all that decides memory and speed."""
 
     model: ModelSpec
-    resolution_px: int = PositiveInt
+    resolution_px: int = base.PositiveInt
     """Side of the square whose area every bucket stays within."""
     buckets: tuple[Bucket, ...] = Field(min_length=1)
-    max_text_tokens: int = PositiveInt
+    max_text_tokens: int = base.PositiveInt
     """Length of the longest encoded caption. With the largest bucket it decides memory."""
     text_token_quantiles: tuple[PositiveTokens, ...] = Field(default=(), max_length=64)
     """Lengths of encoded captions in ascending order, each standing for the same number of
@@ -194,9 +186,9 @@ class Workload(Learning):
     text_padding: TextPadding
     num_control_images: int = Field(default=0, ge=0)
     """The most control images that an item has; 0 unless the model edits images."""
-    rank: int = PositiveInt
+    rank: int = base.PositiveInt
     lora_alpha: float = Field(gt=0)
-    effective_batch_size: int = PositiveInt
+    effective_batch_size: int = base.PositiveInt
     targets: str
     optimizer: OptimizerChoice = ADAMW
 

@@ -8,32 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune.plan import words
 from autotune.plan.candidate import CachingSettings, Candidate, Choice
 from autotune.plan.plan import CheckResult, Expected, TrainingPlan
 from autotune.plan.prediction import TIME_EVIDENCE
-from autotune.plan.words import (
-    MAIN,
-    MEMORY,
-    PLAIN,
-    TITLES,
-    caching_text,
-    label_of,
-    setting_text,
-    unusual_settings,
-    value_text,
-)
 from autotune.plan.workload import Workload
-from autotune.report import points, run
-from autotune.report.text import (
-    memory_text,
-    printable,
-    range_text,
-    rough_seconds,
-    seconds_text,
-    titled_lines,
-    with_command,
-    wrapped,
-)
+from autotune.report import points, run, text
 
 if TYPE_CHECKING:
     from autotune.search.space import SearchSpace
@@ -62,9 +42,10 @@ def settings_items(plan: TrainingPlan) -> list[tuple[str, str]]:
     """Return every knob's title and its value in words."""
     number = plan.frozen.workload.model.num_blocks
     items = [
-        (TITLES[name], value_text(name, value, number)) for name, value in plan.frozen.settings
+        (words.TITLES[name], words.value_text(name, value, number))
+        for name, value in plan.frozen.settings
     ]
-    return [*items, (TITLES["caching"], caching_text(plan.frozen.caching))]
+    return [*items, (words.TITLES["caching"], words.caching_text(plan.frozen.caching))]
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
@@ -77,20 +58,21 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     subject, passes = f"{name} on {gpus}{hardware.device_name}", batch // number // size
     shared = f" x {number} GPUs ({hardware.strategy})" if number > 1 else ""
     left = hardware.budget_bytes - expected.run_memory_bytes
-    needed, budget = memory_text(expected.run_memory_bytes), memory_text(hardware.budget_bytes)
+    sizes = (expected.run_memory_bytes, hardware.budget_bytes)
+    needed, budget = map(text.memory_text, sizes)
     facts = [
         ("fits" if is_measured else "should fit", f"{subject}, {data_text(work)}"),
         ("batch size", f"{batch} = {size} at a time x {passes} gradient accumulation{shared}"),
         ("settings", "; ".join(_main_settings(plan))),
         (
-            MEMORY[hardware.device_kind],
-            f"up to {needed} of {budget}, {memory_text(left)} stay free",
+            words.MEMORY[hardware.device_kind],
+            f"up to {needed} of {budget}, {text.memory_text(left)} stay free",
         ),
     ]
     if expected.host_memory_bytes is not None:
         less = "" if is_measured else "; if you have less: --host-memory SIZE"
-        own = memory_text(number * expected.host_memory_bytes)
-        facts.append((MEMORY["cpu"], f"up to {own}{less}"))
+        own = text.memory_text(number * expected.host_memory_bytes)
+        facts.append((words.MEMORY["cpu"], f"up to {own}{less}"))
     facts += [
         ("speed", speed_text(expected.step_seconds, expected.time_uncertainty, work)),
         ("the run", job_text(plan)),
@@ -98,11 +80,11 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     if expected.time_uncertainty is not None:
         facts.append(("uncertain", f"{TIME_EVIDENCE}; `train` measures it"))
     if is_measured:
-        took = seconds_text(frozen.search_seconds)
+        took = text.seconds_text(frozen.search_seconds)
         facts.append(
             ("measured", f"in {len(frozen.trials)} trial{'s' * (len(frozen.trials) > 1)}, {took}")
         )
-    facts += [("assumed", text.removeprefix("assumed: ")) for text in assumption_text(plan)]
+    facts += [("assumed", line.removeprefix("assumed: ")) for line in assumption_text(plan)]
     faster = [*_gains_of_memory(plan), *frozen.advice]
     facts += zip(("likely faster", *[""] * len(faster)), faster, strict=False)
     notes = []
@@ -112,8 +94,8 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     if confirmed and confirmed[-1].message:
         notes.append(f"not all of a run could be rehearsed: {confirmed[-1].message}")
     if caps := [t.memory_cap_bytes for t in frozen.trials if t.memory_cap_bytes is not None]:
-        notes.append(f"tried within {memory_text(max(caps))}, as you asked: never shared")
-    return titled_lines([*facts, *(("note", note) for note in notes)])
+        notes.append(f"tried within {text.memory_text(max(caps))}, as you asked: never shared")
+    return text.titled_lines([*facts, *(("note", note) for note in notes)])
 
 
 def data_text(work: Workload) -> str:
@@ -127,18 +109,18 @@ def data_text(work: Workload) -> str:
 
 def speed_text(step_seconds: float, doubt: float | None, work: Workload) -> str:
     """Tell the time of a step and of an image, as a range if it is predicted."""
-    form = seconds_text if doubt is None else rough_seconds
+    form = text.seconds_text if doubt is None else text.rough_seconds
     each = (step_seconds, step_seconds / work.effective_batch_size)
-    step, item = (range_text(seconds, doubt, form) for seconds in each)
+    step, item = (text.range_text(seconds, doubt, form) for seconds in each)
     return f"{step} a step, {item} {'a clip' if work.has_clips else 'an image'}"
 
 
 def _main_settings(plan: TrainingPlan) -> list[str]:
     settings, num_blocks = plan.frozen.settings, plan.frozen.workload.model.num_blocks
-    told = [setting_text("quantization", settings.quantization)]
-    told += unusual_settings(settings, MAIN[1:], num_blocks)
+    told = [words.setting_text("quantization", settings.quantization)]
+    told += words.unusual_settings(settings, words.MAIN[1:], num_blocks)
     if plan.frozen.caching != CachingSettings():
-        told.append(setting_text("caching", caching_text(plan.frozen.caching)))
+        told.append(words.setting_text("caching", words.caching_text(plan.frozen.caching)))
     return told
 
 
@@ -152,11 +134,11 @@ def _gains_of_memory(plan: TrainingPlan) -> list[str]:
     ]
     if not beyond:
         return []
-    memory = MEMORY[plan.frozen.hardware.device_kind]
+    memory = words.MEMORY[plan.frozen.hardware.device_kind]
     least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
     best = min(beyond, key=lambda alternative: alternative.step_seconds)
     gains = [
-        (f"{seconds / each.step_seconds:.2f}x", memory_text(each.run_memory_bytes - budget))
+        (f"{seconds / each.step_seconds:.2f}x", text.memory_text(each.run_memory_bytes - budget))
         for each in (least, best)
     ]
     further = f", {gains[1][0]} with {gains[1][1]}" * (least != best)
@@ -165,19 +147,22 @@ def _gains_of_memory(plan: TrainingPlan) -> list[str]:
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
     """Tell where the plan was written, and the command that goes on from it."""
-    frozen, words = plan.frozen, ["autotune", "train", str(file)]
-    words += ["--data", "FOLDER"] if plan.job.data is None else []
+    frozen, command = plan.frozen, ["autotune", "train", str(file)]
+    command += ["--data", "FOLDER"] if plan.job.data is None else []
     if frozen.workload.num_control_images and plan.job.control is None:
-        words += ["--control", "FOLDER"]
+        command += ["--control", "FOLDER"]
     is_here = frozen.expected.evidence != "predicted"
     hint = "train it with:" if is_here else f"on {frozen.hardware.device_name} train it with:"
     if frozen.overheads:
         trainer = frozen.overheads.program
         hint = f"write it for {trainer} with:"
-        words = ["autotune", "export-config", str(file), "--to", trainer, "-o", "FOLDER"]
-    lines = with_command(f"written to {file}; {hint}", shlex.join(words))
+        command = ["autotune", "export-config", str(file), "--to", trainer, "-o", "FOLDER"]
+    lines = text.with_command(f"written to {file}; {hint}", shlex.join(command))
     if len(lines) > 1:  # file and command stay whole, each on its own line
-        lines = [f"written to {printable(str(file))}", *with_command(hint, shlex.join(words))]
+        lines = [
+            f"written to {text.printable(str(file))}",
+            *text.with_command(hint, shlex.join(command)),
+        ]
     return "\n".join(lines)
 
 
@@ -189,8 +174,8 @@ def job_text(plan: TrainingPlan) -> str:
     if (cost := plan.job_cost) is not None:
         gpus = f"{number} GPUs, each " if number > 1 else ""
         price = f", {cost:.2f} for {gpus}{expected.price_per_hour:.2f} an hour"
-    form = seconds_text if expected.time_uncertainty is None else rough_seconds
-    total = range_text(plan.job_seconds, expected.time_uncertainty, form)
+    form = text.seconds_text if expected.time_uncertainty is None else text.rough_seconds
+    total = text.range_text(plan.job_seconds, expected.time_uncertainty, form)
     return f"{epochs}{plan.job.num_steps} steps, {total} in all{price}"
 
 
@@ -206,13 +191,13 @@ def check_lines(result: CheckResult, plan_file: str, machine: str = "this machin
     if result.fits:
         return [f"{plan_file} is valid and fits {machine}"]
     texts = [f"does not fit {machine}: {misfit}" for misfit in result.misfits]
-    return [line for text in texts for line in wrapped(text)]
+    return [line for one in texts for line in text.wrapped(one)]
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:
     """Say in one screen which settings mattered most, and what speaks against the others."""
-    frozen, memory = plan.frozen, MEMORY[plan.frozen.hardware.device_kind]
-    budget = memory_text(frozen.hardware.budget_bytes)
+    frozen, memory = plan.frozen, words.MEMORY[plan.frozen.hardware.device_kind]
+    budget = text.memory_text(frozen.hardware.budget_bytes)
     by_knob: dict[str, list[points.Worth]] = {}
     for worth in points.find_worths(plan, points.points_of(plan)):
         by_knob.setdefault(worth.knob, []).append(worth)
@@ -220,13 +205,14 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     for knob, worths in by_knob.items():
         running = [worth for worth in worths if worth.point.runs] or worths
         best = max(running, key=lambda worth: worth.speed)
-        text = f"with {best.value}: {_difference_text(best, frozen.expected, memory)}"
+        line = f"with {best.value}: {_difference_text(best, frozen.expected, memory)}"
         weight = abs(best.speed)
         for worth in worths:
-            if worth.value == setting_text(knob, PLAIN.get(knob, "")) and not worth.point.runs:
-                size = memory_text(worth.point.run_memory_bytes)
-                weight, text = 1.0, f"with {worth.value}: {size} {memory}, {budget} may be taken"
-        told.append((weight, knob, text))
+            plain = words.setting_text(knob, words.PLAIN.get(knob, ""))
+            if worth.value == plain and not worth.point.runs:
+                size = text.memory_text(worth.point.run_memory_bytes)
+                weight, line = 1.0, f"with {worth.value}: {size} {memory}, {budget} may be taken"
+        told.append((weight, knob, line))
     for reason in frozen.reasons:
         if reason.knob == "caching" and frozen.caching != CachingSettings() and reason.rejected:
             other = reason.rejected[0]
@@ -235,8 +221,8 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
             told.append((0.0, reason.knob, reason.why))
     values = dict(zip((*Candidate.model_fields, "caching"), settings_items(plan), strict=True))
     lines = []
-    for _, knob, text in sorted(told, reverse=True)[: run.MAX_REASONS]:
-        lines += [" ".join(values[knob]), *wrapped(f"    {text}", 0)]
+    for _, knob, line in sorted(told, reverse=True)[: run.MAX_REASONS]:
+        lines += [" ".join(values[knob]), *text.wrapped(f"    {line}", 0)]
     return lines
 
 
@@ -244,12 +230,12 @@ def _difference_text(worth: points.Worth, expected: Expected, memory: str) -> st
     outcome, kind = worth.point.outcome, worth.point.kind
     if kind == "failed":
         return outcome.partition(" (")[0]
-    text = f"{abs(worth.speed):.0%} {'faster' if worth.speed > 0 else 'slower'}"
-    text = "as fast" if text.startswith("0%") else text
+    told = f"{abs(worth.speed):.0%} {'faster' if worth.speed > 0 else 'slower'}"
+    told = "as fast" if told.startswith("0%") else told
     if abs(worth.memory_bytes) > 0.01 * expected.run_memory_bytes:
         more = "more" if worth.memory_bytes > 0 else "less"
-        text += f", {memory_text(abs(worth.memory_bytes))} {more} {memory}"
-    return f"{text} ({kind if worth.point.runs else outcome})"
+        told += f", {text.memory_text(abs(worth.memory_bytes))} {more} {memory}"
+    return f"{told} ({kind if worth.point.runs else outcome})"
 
 
 def every_reason_lines(plan: TrainingPlan) -> list[str]:
@@ -258,25 +244,25 @@ def every_reason_lines(plan: TrainingPlan) -> list[str]:
     for reason in plan.frozen.reasons:
         texts.append(f"{reason.knob} = {reason.chosen}: {reason.why}")
         texts += [f"    not {rejected.choice}: {rejected.reason}" for rejected in reason.rejected]
-    lines = [part for text in (*texts, *assumption_text(plan)) for part in wrapped(text, 4)]
+    lines = [part for one in (*texts, *assumption_text(plan)) for part in text.wrapped(one, 4)]
     if plan.frozen.trials:
         lines += ["", "trials", run.TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):
         lines += run.trial_lines(number, trial, plan.frozen.trials[0])
-        lines += wrapped(f"      {trial.message}") if trial.message else []
+        lines += text.wrapped(f"      {trial.message}") if trial.message else []
     if plan.frozen.fallbacks:
         lines += ["", "if memory is shorter than planned, in this order"]
     for fallback in plan.frozen.fallbacks:
-        lines += wrapped(f"    {label_of(fallback)}", 4)
+        lines += text.wrapped(f"    {words.label_of(fallback)}", 4)
     return lines
 
 
 def origin_lines(plan: TrainingPlan) -> list[str]:
     """List what `you set` and `we set`; a value equal to the default counts as ours."""
     return [
-        f"{'' if number else title:<9} {text}"
+        f"{'' if number else title:<9} {line}"
         for title, ours in (("you set", False), ("we set", True))
-        for number, text in enumerate(_user_or_default(plan, ours=ours))
+        for number, line in enumerate(_user_or_default(plan, ours=ours))
     ]
 
 
@@ -320,8 +306,8 @@ def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
     shown = []
     for name, value, default, source in values:
         if value is not None and (value == default) is ours:
-            text = f"{value:g}" if isinstance(value, float) else str(value)
-            shown.append(f"{name} {text}" + (f"  ({source})" if ours and source else ""))
+            written = f"{value:g}" if isinstance(value, float) else str(value)
+            shown.append(f"{name} {written}" + (f"  ({source})" if ours and source else ""))
     return shown
 
 
@@ -381,23 +367,24 @@ def difference_lines(found: Sequence[Difference]) -> list[str]:
 
     def shown(name: str, value: Any, doubt: float | None) -> str:
         if name.startswith("settings."):
-            return value_text(name.removeprefix("settings."), value)
+            return words.value_text(name.removeprefix("settings."), value)
         if name.endswith("_bytes") and isinstance(value, int):
-            return memory_text(value)
+            return text.memory_text(value)
         if name.endswith("_seconds") and isinstance(value, float):
-            return range_text(value, doubt, seconds_text if doubt is None else rough_seconds)
+            form = text.seconds_text if doubt is None else text.rough_seconds
+            return text.range_text(value, doubt, form)
         return f"{value:.2f}" if isinstance(value, float) else str(value)
 
     lines = []
     for item in found:
         name = item.name.rpartition(".")[2]
-        title = DIFFERING.get(item.name) or TITLES.get(name) or name.replace("_", " ")
+        title = DIFFERING.get(item.name) or words.TITLES.get(name) or name.replace("_", " ")
         first = shown(item.name, item.first, item.first_uncertainty)
         second = shown(item.name, item.second, item.second_uncertainty)
         ratio = item.ratio
         times = "" if ratio is None else f" {ratio:{'.2f' if ratio >= 0.1 else '.2g'}}x"
         line = f"{title:<22} {first:>20} -> {second:<20}{times}".rstrip()
-        split = [*wrapped(title), *wrapped(f"    {first} -> {second}{times}", 0)]
+        split = [*text.wrapped(title), *text.wrapped(f"    {first} -> {second}{times}", 0)]
         lines += [line] if max(map(len, (title, first, second))) <= 22 else split
     return lines or ["the plans do not differ"]
 
@@ -414,7 +401,7 @@ def knob_lines(space: SearchSpace) -> list[str]:
             against.setdefault((word, one.reason), []).append(one.choice)
         for (word, reason), values in against.items():
             lines.append(f"    {word} {_values_text(values)}: {reason}")
-    return [part for line in lines for part in wrapped(line, 4)]
+    return [part for line in lines for part in text.wrapped(line, 4)]
 
 
 def _values_text(values: Sequence[Choice]) -> str:

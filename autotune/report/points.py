@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from autotune.plan.candidate import Choice, counting_trials
 from autotune.plan.plan import TrainingPlan
@@ -90,7 +89,8 @@ def nearest_beyond(plan: TrainingPlan, points: Sequence[Point]) -> Point | None:
     return min(failed or faster or beyond, key=lambda point: point.run_memory_bytes, default=None)
 
 
-class Worth(NamedTuple):
+@dataclass(frozen=True)
+class Worth:
     """The best that is known with another value of a knob."""
 
     knob: str

@@ -9,16 +9,7 @@ from autotune.events import RecordsMatched, StepFinished
 from autotune.plan.candidate import Candidate, PhasePeak, QuantizationError, TrialResult
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan, ValidationResult
 from autotune.plan.words import OUTCOMES, UNTOLD
-from autotune.report.text import (
-    capped,
-    change_text,
-    loss_text,
-    memory_text,
-    seconds_text,
-    titled_command,
-    titled_lines,
-    wrapped,
-)
+from autotune.report import text
 
 PAGE_FILE = "report.html"
 LOG_FILE = "run.log"
@@ -33,7 +24,7 @@ def step_text(
     """Tell epoch, loss, speed and memory of one step; `promised_bytes` is all that a run takes."""
     epoch = "" if event.epoch is None else f"epoch {event.epoch}  "
     loss = event.loss if smoothed_loss is None else smoothed_loss
-    held, promise = memory_text(event.memory_bytes), memory_text(promised_bytes)
+    held, promise = text.memory_text(event.memory_bytes), text.memory_text(promised_bytes)
     unit = promise[-4:] if held[-4:] == promise[-4:] else ""  # 9.10/18.88 GiB
     memory = held if promised_bytes is None else f"{held.removesuffix(unit)}/{promise}"
     busy = "" if event.gpu_utilization is None else f"  GPU {event.gpu_utilization:.0%}"
@@ -41,7 +32,7 @@ def step_text(
     spikes = f"  {odd} spike{'s' * (odd != 1)}" if odd else ""
     skips = f"  {skipped} skipped" if skipped else ""
     speed = f"{event.seconds:.3f} s/step"
-    return f"{epoch}loss {loss_text(loss)}  {speed}  {memory}{busy}{spikes}{skips}"
+    return f"{epoch}loss {text.loss_text(loss)}  {speed}  {memory}{busy}{spikes}{skips}"
 
 
 def validation_text(event: StepFinished) -> str | None:
@@ -60,12 +51,16 @@ def _against_base(loss: float, base_loss: float) -> str:
 def result_lines(report: RunReport) -> list[str]:
     """Tell in a few lines what the run took, what it learned, and what went wrong."""
     taken, verdict = report.num_steps - report.resumed_at, report.verdict
-    step, planned = map(seconds_text, (report.measured_step_seconds, report.expected_step_seconds))
-    size, promised = map(memory_text, (report.run_memory_bytes, report.expected_run_memory_bytes))
-    image = seconds_text(1 / report.images_per_second if report.images_per_second else None)
-    loss = f"{loss_text(report.first_loss)} -> {loss_text(report.final_loss)}"
+    step, planned = map(
+        text.seconds_text, (report.measured_step_seconds, report.expected_step_seconds)
+    )
+    size, promised = map(
+        text.memory_text, (report.run_memory_bytes, report.expected_run_memory_bytes)
+    )
+    image = text.seconds_text(1 / report.images_per_second if report.images_per_second else None)
+    loss = f"{text.loss_text(report.first_loss)} -> {text.loss_text(report.final_loss)}"
     facts = [
-        ("trained", f"{taken} steps in {seconds_text(report.total_seconds)}"),
+        ("trained", f"{taken} steps in {text.seconds_text(report.total_seconds)}"),
         ("speed", f"{step} a step (planned {planned}), {image} an image"),
         ("memory", f"{size} at most (planned {promised})"),
         ("loss", f"{loss} while training, smoothed"),
@@ -76,8 +71,8 @@ def result_lines(report: RunReport) -> list[str]:
     if verdict and verdict.num_unmoved + verdict.num_not_finite:
         facts.append(("adapter", _verdict_lines(verdict)[0].removeprefix("adapter: ")))
     warnings = (*report.warnings, *missed_promises(report))
-    facts += [("held out", text.strip()) for text in _validation_lines(report.validation)]
-    return titled_lines([*facts, *(("warning", warning) for warning in warnings)])
+    facts += [("held out", line.strip()) for line in _validation_lines(report.validation)]
+    return text.titled_lines([*facts, *(("warning", warning) for warning in warnings)])
 
 
 def report_lines(report: RunReport) -> list[str]:
@@ -87,18 +82,23 @@ def report_lines(report: RunReport) -> list[str]:
     sizes = report.expected_peak_memory_bytes, report.measured_peak_memory_bytes
     expected, phases = phase_bytes(report.expected_phases), phase_bytes(report.phases)
     needs = report.expected_run_memory_bytes, report.run_memory_bytes
-    rows = [("step memory", *map(memory_text, sizes)), ("run memory", *map(memory_text, needs))]
+    rows = [
+        ("step memory", *map(text.memory_text, sizes)),
+        ("run memory", *map(text.memory_text, needs)),
+    ]
     for name, size in phases.items():
-        rows.append((f"  {name}", memory_text(expected.get(name)), memory_text(size)))
-    planned, measured = map(seconds_text, times)
-    change = change_text(times[1] / times[0] - 1)
+        rows.append((f"  {name}", text.memory_text(expected.get(name)), text.memory_text(size)))
+    planned, measured = map(text.seconds_text, times)
+    change = text.change_text(times[1] / times[0] - 1)
+    took = text.seconds_text(report.total_seconds)
+    first, final = map(text.loss_text, (report.first_loss, report.final_loss))
     lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",
         f"{'step time':<14}{planned:>12}{measured:>12}  ({change})",
         *(f"{name:<14}{a:>12}{b:>12}" for name, a, b in rows),
-        f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
+        f"{report.num_steps - report.resumed_at} steps in {took}, "
         f"{report.images_per_second:.2f} images/s{busy}; "
-        f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}, smoothed",
+        f"loss {first} -> {final}, smoothed",
     ]
     lines += [f"limited by {report.limited_by}"] if report.limited_by else []
     if saved := report.caching_saved_seconds:
@@ -107,7 +107,7 @@ def report_lines(report: RunReport) -> list[str]:
         lines.append(error_text(error, report.settings.quantization))
     warnings = (*report.warnings, *missed_promises(report))
     lines += [*adapter_lines(report), *(f"warning: {warning}" for warning in warnings)]
-    return [part for line in lines for part in wrapped(line)]
+    return [part for line in lines for part in text.wrapped(line)]
 
 
 def missed_promises(report: RunReport) -> list[str]:
@@ -153,10 +153,12 @@ def after_training_lines(
         convert = ["cp", adapter, converted]
     lines = [f"{'adapter':<15}{output / report.adapter}"]
     lines += [f"{'report':<15}{output / PAGE_FILE}"] if has_page else []
-    lines += titled_command(f"{'more pictures':<15}", ["autotune sample", folder, "--prompt TEXT"])
-    lines += titled_command(f"{'for ComfyUI':<15}", convert)
+    lines += text.titled_command(
+        f"{'more pictures':<15}", ["autotune sample", folder, "--prompt TEXT"]
+    )
+    lines += text.titled_command(f"{'for ComfyUI':<15}", convert)
     if report_to == "tensorboard":
-        lines += titled_command(f"{'curves':<15}", ["tensorboard --logdir", folder])
+        lines += text.titled_command(f"{'curves':<15}", ["tensorboard --logdir", folder])
     return lines
 
 
@@ -219,9 +221,9 @@ def trial_text(number: int, max_trials: int, result: TrialResult) -> str:
     of = f" of {max_trials}" if number <= max_trials else ""
     found = OUTCOMES[result.outcome]
     if result.outcome == "ok":
-        step, memory = result.median_step_seconds, memory_text(result.peak_memory_bytes)
+        step, memory = result.median_step_seconds, text.memory_text(result.peak_memory_bytes)
         again = " (tried for longer)" * result.confirms
-        found = f"{seconds_text(step)} a step, {memory}{again}"
+        found = f"{text.seconds_text(step)} a step, {memory}{again}"
     return f"trial {number}{of}: {found}"
 
 
@@ -233,7 +235,7 @@ def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[st
     elif verdict == "ok" and result.candidate.compile != "off":
         verdict = "compiled"
     seconds, num_bytes = result.median_step_seconds, result.peak_memory_bytes
-    time, memory = "-" if seconds is None else f"{seconds:.3f}", memory_text(num_bytes)
+    time, memory = "-" if seconds is None else f"{seconds:.3f}", text.memory_text(num_bytes)
     if num_bytes is not None and num_bytes >= 100 * 2**30:  # in at most nine columns
         memory = f"{num_bytes / 2**30:.{1 if num_bytes < 1000 * 2**30 else 0}f} GiB"
     values = dict(result.candidate)
@@ -245,7 +247,7 @@ def trial_lines(number: int, result: TrialResult, first: TrialResult) -> list[st
     differing = (f"{name}={value}" for name, value in told if value != known[name])
     changed = ", ".join(differing)  # as `--pin` takes them
     settings = changed or "-" if number == 1 else f"as 1 but {changed}" if changed else "as 1"
-    return wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
+    return text.wrapped(f"{figures} {settings}", SETTINGS_COLUMN - (number < 10))
 
 
 def records_lines(event: RecordsMatched) -> list[str]:
@@ -255,10 +257,10 @@ def records_lines(event: RecordsMatched) -> list[str]:
         "near": f"{event.num_records} of similar machines or work start the search",
     }
     texts = [found[event.kind]] if event.kind in found else []
-    texts += capped(event.refused, MAX_REASONS, ": `autotune profiles verify`")
-    return [note_text(text, "records") for text in texts]
+    texts += text.capped(event.refused, MAX_REASONS, ": `autotune profiles verify`")
+    return [note_text(one, "records") for one in texts]
 
 
-def note_text(text: str, title: str = "note") -> str:
+def note_text(note: str, title: str = "note") -> str:
     """Align a remark with the lines before the first trial."""
-    return "\n".join(titled_lines([(title, text)]))
+    return "\n".join(text.titled_lines([(title, note)]))

@@ -8,7 +8,6 @@ predicted not to fit or as large as one that ran out; on shared memory none that
 import math
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -185,17 +184,18 @@ class ResidualSearch:
             # Without a step it was the weights themselves that missed the quality floor.
             if result.outcome == "numerics" and not result.step_seconds:
                 too_coarse.add(quantization)
-        fewest: dict[object, int] = defaultdict(lambda: sys.maxsize)
+        fewest: dict[object, int] = {}
         wants_fewest = self.objective != "memory"
         for result in _ran(results) if wants_fewest else ():
             key = _without_swap(result.candidate)
-            fewest[key] = min(fewest[key], result.candidate.swapped_blocks)
+            fewest[key] = min(fewest.get(key, sys.maxsize), result.candidate.swapped_blocks)
         limit, host_limit = self._memory_limit(results, cost), _host_memory_limit(results, cost)
         found = []
         for key, candidate in self._by_swap:
             quantization = candidate.quantization
             is_barred = quantization in too_coarse or (candidate.attention, quantization) in broken
-            if candidate in tried or is_barred or candidate.swapped_blocks > fewest[key]:
+            is_barred |= candidate.swapped_blocks > fewest.get(key, sys.maxsize)
+            if candidate in tried or is_barred:
                 continue
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)

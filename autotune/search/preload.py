@@ -30,7 +30,6 @@ with (
     mock.patch.object(torch.cuda, "is_available", return_value=False),
     torch._inductor.config.patch(triton_disable_device_detection=True),
 ):
-    import diffusers  # noqa: F401
     import peft  # noqa: F401
     import torchao.quantization  # noqa: F401
     import transformers  # noqa: F401

@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import math
 import mmap
 import os
 import re
@@ -148,7 +147,7 @@ MAX_SHARE_OF_LOOKS = 0.02
 
 def resident_bytes() -> int:
     """Count resident memory of this process, without shared libraries as they were a moment ago."""
-    until, libraries = _recent_library_bytes.get(os.getpid(), (-math.inf, 0))
+    until, libraries = _recent_library_bytes.get(os.getpid(), (0.0, 0))
     if time.monotonic() > until:
         libraries = _look_at_libraries()
     return int(_process(os.getpid()).memory_info().rss) - libraries

@@ -102,10 +102,9 @@ def silence_progress_bars() -> None:
 
 def fork_server_context() -> "ForkServerContext":
     """Return what starts processes that have imported what trials need, with their server."""
-    import multiprocessing
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, get_context
 
-    context = multiprocessing.get_context("forkserver")
+    context = get_context("forkserver")
     context.set_forkserver_preload(["autotune.search.preload"])
     with _lock:
         before = os.environ.get("PYTHONSAFEPATH")

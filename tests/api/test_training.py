@@ -12,8 +12,7 @@ import autotune
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.plan import TrainingPlan
 from tests.small import write_small
-from tests.train.small import machine, write_model_and_images
-from tests.train.small import make_plan as plan_by_hand
+from tests.train.small import machine, make_plan as plan_by_hand, write_model_and_images
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "captions": ({"data": "bare"}, "have no caption"),

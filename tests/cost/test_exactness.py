@@ -5,8 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost.model import TracedModel

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tiny_models import cpu, gpu
 
 from autotune.cost.allocator import MIB, CachingAllocator, replayed

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost import recorder as shapes

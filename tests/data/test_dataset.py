@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autotune.data.captions import last_edit
 from autotune.data.dataset import DataReport, check_dataset, read_dataset, read_split, scan_dataset

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file

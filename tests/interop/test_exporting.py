@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autotune.api import list_choices
 from autotune.errors import InvalidInput

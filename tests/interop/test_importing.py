@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.interop.files import read_document

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers.models.normalization import RMSNorm
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from autotune.knobs import norm_rope as processor
 from autotune.knobs.norm_rope import KERNELS, NormRopeFunction, use_kernels

@@ -8,15 +8,17 @@ from types import ModuleType
 import pytest
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from autotune.knobs import modulation
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import Attention, Modulation, Quantization, Swapping
-from autotune.knobs.settings import ALLOCATOR_VARIABLES as VARIABLES
-from autotune.knobs.settings import configure_allocator, plain_choices
+from autotune.knobs.settings import (
+    ALLOCATOR_VARIABLES as VARIABLES,
+    configure_allocator,
+    plain_choices,
+)
 from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES, get_family

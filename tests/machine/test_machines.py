@@ -6,15 +6,12 @@ import os
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from autotune.cli.app import app
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.knobs.registry import Attention
-from autotune.machine import doctor
-from autotune.machine import probe as probing
-from autotune.machine import probe as store
+from autotune.machine import doctor, probe as probing, probe as store
 from autotune.machine.capabilities import OVERRIDES, classify_memory, compute_budget, limit_device
 from autotune.machine.doctor import findings, read_doctor_facts
 from autotune.machine.facts import SIZE, Reader

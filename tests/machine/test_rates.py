@@ -8,8 +8,7 @@ import sys
 from statistics import median
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from autotune.machine import rates
 from autotune.machine.clock import MAX_SAMPLES, BackgroundLoad, is_noisy, spread_of, time_calls

@@ -3,8 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.models.registry import FAMILIES, find_published, get_family

@@ -7,8 +7,10 @@ import pytest
 import torch
 from diffusers.modular_pipelines.minimax_h3 import before_denoise
 from diffusers.modular_pipelines.minimax_h3.decoders import MiniMaxH3AudioDecodeStep
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+from diffusers.pipelines.qwenimage import (
+    pipeline_qwenimage_edit as edit,
+    pipeline_qwenimage_edit_plus as plus,
+)
 from PIL import Image
 
 from autotune.models import qwen_image

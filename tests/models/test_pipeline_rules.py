@@ -6,10 +6,11 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from diffusers.pipelines.qwenimage import (
+    pipeline_qwenimage_edit as edit,
+    pipeline_qwenimage_edit_plus as plus,
+)
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from autotune.models.latents import build_empty_pipeline, pack, unpack

@@ -6,8 +6,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from peft import get_peft_model_state_dict
 
 from autotune.models.family import denoising_loss

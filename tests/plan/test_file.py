@@ -9,8 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, InvalidPlan

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from autotune.system import files
 from autotune.system.lazy import lazy_module

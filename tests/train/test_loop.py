@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from autotune.cost.kernels import substitutes
@@ -25,8 +24,7 @@ from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import get_family
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.plan import TrainingPlan
-from autotune.train import loop as loop_module
-from autotune.train import validation
+from autotune.train import loop as loop_module, validation
 from autotune.train.folder import list_checkpoints, update_norm
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import apply_settings

@@ -19,14 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted, reraise_oom
 from autotune.events import Event, RunStarted, StepFinished
-from autotune.train import monitor as watching
-from autotune.train import watchdog
+from autotune.train import monitor as watching, watchdog
 from autotune.train.folder import checkpoints_of
 from autotune.train.metrics import Metrics, read_metrics, serve_metrics
 from autotune.train.monitor import MemoryReading, Monitor

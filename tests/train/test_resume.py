@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.events import StepFinished
 from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan
-from autotune.train import folder as folder_module
-from autotune.train import validation
+from autotune.train import folder as folder_module, validation
 from autotune.train.folder import ADAPTER_FILE, Checkpoints, claim_folder, list_checkpoints
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics

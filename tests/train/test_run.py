@@ -35,8 +35,7 @@ from autotune.weights.tensors import save_file
 from tests.events import phases_to
 from tests.search.machines import make_plan
 from tests.train.conftest import CPU, PROMPT, Bench
-from tests.train.small import SETTINGS
-from tests.train.small import make_plan as plan_of
+from tests.train.small import SETTINGS, make_plan as plan_of
 
 PROMPTS = (PROMPT, "something else")
 Finished = tuple[Path, RunReport]

@@ -5,8 +5,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.exchange import convert_weights

@@ -7,12 +7,10 @@ import shutil
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.models.resolve import fetch as fetch_whole
-from autotune.models.resolve import fetch_model, resolve_model
+from autotune.models.resolve import fetch as fetch_whole, fetch_model, resolve_model
 from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights, HubError, MissingWeights, PickledWeights
 from autotune.weights.hub import fetch, select_files
