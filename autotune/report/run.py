@@ -102,7 +102,7 @@ def report_lines(report: RunReport) -> list[str]:
     ]
     lines += [f"limited by {report.limited_by}"] if report.limited_by else []
     if saved := report.caching_saved_seconds:
-        lines.append(f"caching saved {seconds_text(saved)} of encoding images and captions again")
+        lines.append(f"caching saved {text.seconds_text(saved)} of encoding what is known again")
     if error := report.quantization_error:
         lines.append(error_text(error, report.settings.quantization))
     warnings = (*report.warnings, *missed_promises(report))
