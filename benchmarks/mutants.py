@@ -37,8 +37,9 @@ TESTS = {
     "train/folder.py": "train/test_resume.py train/test_run.py",
     "share/store.py": "share",
     "share/warm_start.py": "share",
-    "train/step.py": "train/test_loop.py models/test_training.py models/test_experts.py",
-    "knobs/blocks.py": "knobs/test_block_swap.py train/test_model.py",
+    "train/step.py": "train/test_loop.py train/test_modulation.py models/test_experts.py "
+    "models/test_training.py",
+    "knobs/blocks.py": "knobs/test_block_swap.py train/test_model.py train/test_compile.py",
 }
 # Annotations (`int | None`) alone use it: a mutant fails at the import.
 LEFT_OUT = ("BinaryOperator_BitOr", "NoOp", "Variable")

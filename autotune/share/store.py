@@ -80,7 +80,7 @@ class Record(Frozen):
     search_seconds: float = Field(ge=0)
     calibration: tuple[Residual | None, ...] = Field(default=(), max_length=MAX_TRIALS)
     """For each trial that ran, how far it was from the cost model of this version."""
-    conclusive: bool = True
+    conclusive: bool
     """False if the search was cut short, or restricted by pins or exclusions."""
 
     @model_validator(mode="after")

@@ -29,7 +29,8 @@ import yaml
 
 from autotune.plan.base import digest_of
 
-SEED, MAX_BYTES, MAX_SECONDS, MAX_MIB = 45, 4096, 10, 2048
+MAX_BYTES, MAX_SECONDS, MAX_MIB = 4096, 10, 2048
+Reader = tuple[str, list[bytes], Callable[[Path], Any]]
 # Configurations as the trainers' own files begin.
 CONFIGS = {
     "config.yaml": b"job: extension\nconfig:\n  process:\n  - type: sd_trainer\n    network:\n"
@@ -73,7 +74,7 @@ def list_places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from list_places(one)
 
 
-def make_readers() -> dict[str, tuple[str, list[bytes], Callable[[Path], Any]]]:  # noqa: PLR0915
+def make_readers() -> dict[str, Reader]:  # noqa: PLR0915
     """Return for each reader the name of its file, sound contents, and what reads it."""
     import torch
     from PIL import Image
@@ -168,7 +169,7 @@ def make_readers() -> dict[str, tuple[str, list[bytes], Callable[[Path], Any]]]:
     weights = [save(tensors), save({"x_embedder.weight": torch.zeros(3, dtype=torch.bfloat16)})]
     tensors["transformer.a.lora_B.weight"] += 1
     states = ['{"step": 3}', '{"step": "/../../a"}', '[["step", 1e400]]', "7", "[" * 9999]
-    readers: dict[str, tuple[str, list[bytes], Callable[[Path], Any]]] = {
+    readers: dict[str, Reader] = {
         "plan": ("plan.yaml", [plan_text(made).encode()], load_plan),
         "study": ("plan.json", [made.model_dump_json().encode()], as_plan),
         "record": ("record.json", [own.content], as_record),
@@ -218,7 +219,7 @@ def make_readers() -> dict[str, tuple[str, list[bytes], Callable[[Path], Any]]]:
     return readers
 
 
-def fuzz(name: str, reader: tuple[str, list[bytes], Callable[[Path], Any]], seconds: int) -> None:
+def fuzz(name: str, reader: Reader, seconds: int, seed: int) -> None:
     """Feed one reader until the time is over, or it fails."""
     import atheris
 
@@ -244,13 +245,13 @@ def fuzz(name: str, reader: tuple[str, list[bytes], Callable[[Path], Any]], seco
         for content in seeds:  # imports take longer than an input may
             check(content)
 
-        def mutate(content: bytes, longest: int, seed: int) -> bytes:
-            chance = random.Random(seed)
+        def mutate(content: bytes, longest: int, number: int) -> bytes:
+            chance = random.Random(number)
             found = mutate_value(content, chance) if chance.random() < 0.5 else None
             return found[:longest] if found else atheris.Mutate(content, longest)
 
         longest = max([MAX_BYTES, *(2 * len(content) for content in seeds)])
-        limits = {"seed": SEED, "max_len": longest, "timeout": MAX_SECONDS}
+        limits = {"seed": seed, "max_len": longest, "timeout": MAX_SECONDS}
         limits |= {"rss_limit_mb": MAX_MIB, "max_total_time": seconds, "print_final_stats": 1}
         options = [f"-{key}={value}" for key, value in limits.items()]
         options += [f"-artifact_prefix={folder}/", str(corpus)]
@@ -264,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("readers", nargs="*")
     parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=45)
     asked = parser.parse_args()
     with atheris.instrument_imports(include=["autotune"]):
         readers = make_readers()
@@ -274,7 +276,7 @@ def main() -> None:
             if (child := os.fork()) == 0:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-                fuzz(name, readers[name], asked.seconds)
+                fuzz(name, readers[name], asked.seconds, asked.seed)
                 os._exit(1)  # libFuzzer ends the process
             status = os.waitpid(child, 0)[1]
             log.seek(0)

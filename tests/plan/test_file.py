@@ -20,6 +20,7 @@ from autotune.plan.file import (
     load_plan,
     parse_plan,
     plan_text,
+    read_listing,
     save_plan,
     seal,
     with_job,
@@ -186,6 +187,14 @@ def test_unreadable_files_are_refused(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlan, match="cannot read"):
         load_plan(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff", b"a: !b 1", b"[" * 9999, b"width_px: 1"])
+def test_unreadable_lists_are_refused(tmp_path, content):
+    if content:
+        (tmp_path / "list.yaml").write_bytes(content)
+    with pytest.raises(InvalidInput, match="buckets"):
+        read_listing(tmp_path / "list.yaml", Bucket, "buckets", "write some")
 
 
 def test_failed_write_leaves_old_plan(tmp_path, monkeypatch):

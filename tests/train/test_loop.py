@@ -359,6 +359,9 @@ def test_draws_depend_on_their_place(seed, step, place, shift):
     assert torch.equal(noise, again)
     assert sigma == same
     assert 0 < sigma < 1
+    assert all(
+        0 < Noising(seed, shift).level_of_quantile(edge, (3, 1, 2, 2)) < 1 for edge in (0, 1)
+    )
     assert not torch.equal(noise, Noising(seed, shift).draw(step, place + 1, (3, 1, 2, 2))[0])
 
 
