@@ -24,6 +24,9 @@ INTRODUCTION = """# Commands and options
 Every command with its options, as `--help` shows them; the page is generated from the program.
 `autotune.plan` and the other functions of Python take the same under the names in the second
 column. `--progress`, `--quiet` and `--verbose` may stand anywhere.
+
+Tests have the program parse every command of these guides. They run few of them as they stand,
+since most need a GPU, published weights or a network; the session of [Python](python.md) is run.
 """
 
 RESULTS: dict[str, Any] = {
