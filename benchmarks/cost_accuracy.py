@@ -112,7 +112,7 @@ def candidates(family: Family, num_blocks: int) -> list[Candidate]:
         {"quantization": "torchao-int8"}),
         (2, last, {"quantization": "bnb-nf4"}),
         (2, 1, {"selective_blocks": last - 1}),
-        (2, 0, {"quantization": "int8-matmul"}), (2, half, {"quantization": "torchao-fp8"}),
+        (2, 0, {"quantization": "int8-rotated"}), (2, half, {"quantization": "torchao-fp8"}),
     ]  # fmt: skip
     newer: dict[str, Any] = {}
     if family.modulation:

@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "torchao-int8": {"quantization": "torchao-int8"},
     "torchao-fp8": {"quantization": "torchao-fp8"},
     "bnb-nf4": {"quantization": "bnb-nf4"},
-    "int8-matmul": {"quantization": "int8-matmul"},
+    "int8-rotated": {"quantization": "int8-rotated"},
     "fp8-matmul": {"quantization": "fp8-matmul"},
 }
 MEASURES = ("new", "known", "loss")

@@ -70,7 +70,7 @@ class Table:
 
 BASE: Mapping[str, tuple[Choice, ...]] = {
     "micro_batch_size": (1, 2),
-    "quantization": ("none", "torchao-int8", "int8-matmul"),
+    "quantization": ("none", "torchao-int8", "int8-rotated"),
     "precision": ("bf16", "fp32"),
     "attention": ("native", "_native_math"),
 }
@@ -99,7 +99,7 @@ TABLES = {
         2,
         {
             **BASE,
-            "quantization": ("none", "torchao-int8", "int8-matmul", "bnb-nf4"),
+            "quantization": ("none", "torchao-int8", "int8-rotated", "bnb-nf4"),
             **blocks((0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 5)),
         },
     ),

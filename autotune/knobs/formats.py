@@ -54,11 +54,12 @@ SLOW_FLOAT8 = (
 
 
 def _multiplied(
-    dtype: str, torch_name: str, needs: Requirements, tolerance: float, why: str
+    name: str, torch_name: str, needs: Requirements, tolerance: float, why: str, how: str
 ) -> WeightFormat:
+    dtype = name.partition("-")[0]
     return WeightFormat(
-        f"{dtype}-matmul",
-        f"{torch_name} weights and activations, multiplied as they are",
+        name,
+        f"{torch_name} weights and activations, {how}",
         needs,
         quality="compact",
         bytes_per_parameter=1.0,
@@ -106,9 +107,16 @@ _ENTRIES = (
         tolerance_reason="3 bits of mantissa: weights are wrong by about 3%",
         hides_dtype=True,
     ),
-    _multiplied("int8", "int8", EIGHT_BITS, 0.08, "8 bits per row"),
     _multiplied(
-        "fp8", "float8", replace(EIGHT_BITS, compute_capability=(8, 9)), 0.3, "3 bits of mantissa"
+        "int8-rotated", "int8", EIGHT_BITS, 0.08, "8 bits per row", "rotated and multiplied"
+    ),
+    _multiplied(
+        "fp8-matmul",
+        "float8",
+        replace(EIGHT_BITS, compute_capability=(8, 9)),
+        0.3,
+        "3 bits of mantissa",
+        "multiplied as they are",
     ),
     WeightFormat(
         "bnb-nf4",

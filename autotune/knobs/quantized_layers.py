@@ -13,10 +13,15 @@ beforehand, so there the product's output is scaled, or the gradient that comes 
 * (G @ Q). What surrounds a product is as many bytes as a GPU moves in the product's time, so there
 it is compiled. Layers whose sides are no multiples of 16, which kernels on CUDA ask for, stay as
 they are.
+
+In int8 a few channels that are far larger than the others would set the scale of every row, so W
+and x are rotated first: W is stored as W @ R, x becomes x @ R, and the gradient of an input comes
+back by R. R is the block-diagonal regular Hadamard matrix of ConvRot (arXiv:2512.03673), which is
+its own inverse.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache, partial, reduce
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -51,10 +56,29 @@ def _in_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype)
 
 
+def hadamard(like: Tensor) -> Tensor:
+    """Return a block of the rotation for the columns of `like`: 64 of them, or 16, or 8.
+
+    Larger blocks spread outliers hardly better, and take more time.
+    """
+    four = (1 - 2 * torch.eye(4, dtype=like.dtype, device=like.device).flip(0)) / 2
+    two = like.new_tensor([[1, 1], [1, -1]]) * 0.5**0.5
+    factors = {64: (four, four, four), 16: (four, four), 8: (four, two)}
+    return reduce(torch.kron, next(factors[n] for n in factors if like.shape[-1] % n == 0))
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate the columns of `x` (rows, columns) in blocks."""
+    return (x.reshape(-1, len(rotation)) @ rotation.to(x.dtype)).view(x.shape)
+
+
 def store_rows(
-    layer: nn.Linear, dtype: torch.dtype, scales_as: torch.dtype = torch.float32
+    layer: nn.Linear,
+    dtype: torch.dtype,
+    scales_as: torch.dtype = torch.float32,
+    rotation: Tensor | None = None,
 ) -> None:
-    """Store the weight of `layer` in `dtype`, with fp32 `scale` (outputs,)."""
+    """Store the weight of `layer`, rotated, in `dtype`, with fp32 `scale` (outputs,)."""
     weight = layer.weight.data
     stored = weight.new_empty(weight.shape, dtype=dtype)
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -62,8 +86,9 @@ def store_rows(
     # In slices: a whole takes several times itself.
     for start in range(0, 0 if weight.is_meta else len(weight), step):
         rows = slice(start, start + step)
-        scales = row_scales(weight[rows], dtype).to(scales_as).float()
-        stored[rows], scale[rows] = _in_scale(weight[rows], scales, dtype), scales.flatten()
+        some = weight[rows] if rotation is None else rotate(weight[rows], rotation)
+        scales = row_scales(some, dtype).to(scales_as).float()
+        stored[rows], scale[rows] = _in_scale(some, scales, dtype), scales.flatten()
     stored = stored.view(torch.uint8) if dtype == FLOAT8 else stored
     layer.weight = nn.Parameter(stored, requires_grad=False)
     layer.register_parameter("scale", nn.Parameter(scale, requires_grad=False))
@@ -215,37 +240,50 @@ class EightBitProduct(torch.autograd.Function):
     """As `FrozenProduct`, multiplied in 8 bits: x (rows, inputs)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(stored, scale)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        stored: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        rotation: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(stored, scale, rotation)
         weight = as_stored(stored)
-        left, rows = kernels_for(x).quantize_rows(x, weight.dtype)
+        factor = x if rotation is None else rotate(x, rotation)
+        left, rows = kernels_for(x).quantize_rows(factor, weight.dtype)
         return multiply(left, rows, weight.t(), scale, bias, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        stored, scale = ctx.saved_tensors
+        stored, scale, rotation = ctx.saved_tensors
         weight = as_stored(stored)
         left, rows = kernels_for(gradient).quantize_folded(gradient, scale, weight.dtype)
-        return multiply(left, rows, weight, None, None, gradient.dtype), None, None, None
+        back = multiply(left, rows, weight, None, None, gradient.dtype)
+        return back if rotation is None else rotate(back, rotation), None, None, None, None
 
 
 class EightBitLinear(nn.Linear):
     """A Linear that multiplies in 8 bits; a layer becomes one in place, by its class."""
 
     scale: Tensor
+    rotation: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
         # For parameters torch's compiler would make code for each size.
-        scale, bias = self.scale.detach(), None if self.bias is None else self.bias.detach()
-        out: Tensor = EightBitProduct.apply(rows, self.weight, scale, bias)  # type: ignore[no-untyped-call]
+        others = (each if each is None else each.detach() for each in (self.bias, self.rotation))
+        out: Tensor = EightBitProduct.apply(rows, self.weight, self.scale.detach(), *others)  # type: ignore[no-untyped-call]
         return out if input.ndim == 2 else out.view(*input.shape[:-1], out.shape[-1])
 
 
 def _multiply_in(dtype: torch.dtype, layer: nn.Linear) -> None:
     if all(side % SIDE_MULTIPLE == 0 for side in layer.weight.shape):
-        store_rows(layer, dtype)
+        rotation = hadamard(layer.weight) if dtype == torch.int8 else None
+        store_rows(layer, dtype, rotation=rotation)
+        kept = None if rotation is None else nn.Parameter(rotation, requires_grad=False)
+        layer.register_parameter("rotation", kept)
         layer.__class__ = EightBitLinear
 
 

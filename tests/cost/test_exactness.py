@@ -26,8 +26,8 @@ from tests.builders import BITSANDBYTES
 STORED = [
     ("qwen-image", "torchao-int8"),
     ("flux1-dev", "torchao-fp8"),
-    ("qwen-image", "int8-matmul"),
-    ("flux1-dev", "int8-matmul"),
+    ("qwen-image", "int8-rotated"),
+    ("flux1-dev", "int8-rotated"),
     ("flux1-dev", "fp8-matmul"),
     *(
         pytest.param(name, "bnb-nf4", marks=BITSANDBYTES)
@@ -159,7 +159,7 @@ PEAKS = [
     ),
     *((name, 1.0, 0.0, "none", "stock") for name in ("qwen-image", "wan-2.2", "sdxl")),
     *(
-        (name, share, 0.0, "int8-matmul", "stock")
+        (name, share, 0.0, "int8-rotated", "stock")
         for name in ("qwen-image", "flux1-dev", "wan-2.1")
         for share in (0.0, 0.5)
     ),

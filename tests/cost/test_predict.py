@@ -46,7 +46,7 @@ def card_model(name):
     return CostModel.build(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
 
 
-@pytest.mark.quick("int8-matmul", "bnb-nf4")
+@pytest.mark.quick("int8-rotated", "bnb-nf4")
 @pytest.mark.parametrize("quantization", WEIGHT_FORMATS)
 def test_parts_add_up_and_survive_json(card, quantization):
     depth = {"micro_batch_size": 2, "checkpointed_blocks": 3}

@@ -72,15 +72,15 @@ def test_expandable_segments_reach_a_running_allocator(told):
 
 
 def test_eight_bit_products_need_compact():
-    names = ("quantization.int8-matmul", "quantization.fp8-matmul")
+    names = ("quantization.int8-rotated", "quantization.fp8-matmul")
     strict = Quantization().choices(context(*names))
-    both = ("int8-matmul", "fp8-matmul")
+    both = ("int8-rotated", "fp8-matmul")
     assert all("--quality compact" in strict.rejected[name] for name in both)
     places = context(*names), context(*names, kind="cpu")
     work = workload(quality="compact")
     card, cpu = (Quantization().choices(replace(each, workload=work)) for each in places)
-    assert card.admitted == ("int8-matmul", "fp8-matmul", "none")
-    assert cpu.admitted == ("int8-matmul", "none")
+    assert card.admitted == ("int8-rotated", "fp8-matmul", "none")
+    assert cpu.admitted == ("int8-rotated", "none")
     assert "float8 units" in cpu.pinnable["fp8-matmul"]
 
 

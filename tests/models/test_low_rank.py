@@ -11,7 +11,7 @@ from autotune.knobs.quantized_layers import quantize_inside
 from autotune.models.low_rank import LeanLora, make_lean
 from tests.builders import BITSANDBYTES
 
-FORMATS = ["none", "torchao-int8", "torchao-fp8", "int8-matmul", "fp8-matmul"]
+FORMATS = ["none", "torchao-int8", "torchao-fp8", "int8-rotated", "fp8-matmul"]
 
 
 def pair(weight_format="none", *, alpha=16.0, dropout=0.0, dtype=torch.float32):

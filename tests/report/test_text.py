@@ -88,7 +88,7 @@ def test_what_missed_its_promise_is_told():
 
 LONGEST = {
     "checkpointed_blocks": 20, "selective_blocks": 20, "swapped_blocks": 40,
-    "quantization": "int8-matmul", "attention": "_native_efficient",
+    "quantization": "int8-rotated", "attention": "_native_efficient",
 }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
     [
         ("torchao-int8", 0.003, 0.012),
         ("torchao-fp8", 0.02, 0.035),
-        ("int8-matmul", 0.005, 0.015),
+        ("int8-rotated", 0.005, 0.015),
         ("fp8-matmul", 0.03, 0.045),
         pytest.param("bnb-nf4", 0.07, 0.11, marks=BITSANDBYTES),
     ],

@@ -106,7 +106,7 @@ FORMATS = {
     "int8": "torchao-int8",
     "fp8": "torchao-fp8",
     "nf4": "bnb-nf4",
-    "int8mm": "int8-matmul",
+    "int8mm": "int8-rotated",
     "fp8mm": "fp8-matmul",
 }
 WORDS = {
