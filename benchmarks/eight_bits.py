@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def with_outliers(quantize: Any, count: int, size: float, *, is_drawn: bool) -> 
     return change
 
 
-def gradients(family: Family, transformer: Any, adapter: list[Tensor], batch: Batch) -> Tensor:
+def gradients(family: Family, transformer: Any, adapter: Sequence[Tensor], batch: Batch) -> Tensor:
     """Gradients of all weights of an adapter that has learned something."""
     generator = torch.Generator().manual_seed(1)
     for parameter in adapter:
@@ -101,7 +102,8 @@ def main() -> None:
     layers: Any = quantized_layers
     training_model: Any = model_module
     training_model.require_quality = lambda *_: None  # some of this would not be let through
-    torch._int_mm = exact_product
+    library: Any = torch
+    library._int_mm = exact_product
     layers.SIDE_MULTIPLE = 8  # layers of the small world are 120 wide
     functions = {name: getattr(layers, name) for name in FUNCTIONS}
     hadamard, room = layers.hadamard, Classroom()
@@ -125,7 +127,7 @@ def main() -> None:
                 if wanted is None:
                     wanted = found
                     continue
-                row = {"model": model, "outliers": outliers, "setting": setting}
+                row: dict[str, Any] = {"model": model, "outliers": outliers, "setting": setting}
                 row["gradient_error"] = round(float((found - wanted).norm() / wanted.norm()), 5)
                 print(row, flush=True)
                 with path.open("a") as file:
