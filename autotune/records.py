@@ -118,7 +118,7 @@ class Submission(Frozen):
     key: str
     """Its place in the project's repository."""
     record: str
-    """What travels, as JSON; nothing else does."""
+    """The record as JSON; nothing else travels."""
     pull_request: str
 
 

@@ -75,8 +75,8 @@ class StepMemoryModel:
     ) -> "StepMemoryModel":
         return StepMemoryModel(self.cost.with_calibration(trials, priors))
 
-    def as_trials_run(self) -> "StepMemoryModel":
-        return StepMemoryModel(self.cost.as_trials_run())
+    def single_process(self) -> "StepMemoryModel":
+        return StepMemoryModel(self.cost.single_process())
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ class SheetCost:
         known = [(candidate, residual) for candidate, residual in pairs if residual]
         return SheetCost(self.sheet, Calibration.of(known, rates_measured=False, priors=priors))
 
-    def as_trials_run(self) -> "SheetCost":
+    def single_process(self) -> "SheetCost":
         return self
 
 

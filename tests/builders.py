@@ -85,7 +85,6 @@ def attention_rates(capabilities: Iterable[str]) -> tuple[Rate, ...]:
 
 
 def workload(**changes: object) -> Workload:
-    """Qwen-Image at 512 px, with whatever is said otherwise."""
     values: dict[str, object] = {
         "model": ModelSpec(
             family="qwen-image", architecture="sha256:0", num_parameters=20_430_401_088,
@@ -109,14 +108,12 @@ def context(machine: HardwareProfile | None = None, work: Workload | None = None
 
 
 def candidate(**changes: object) -> Candidate:
-    """A candidate, with whatever is said otherwise."""
     return Candidate.model_validate({"micro_batch_size": 1, "checkpointed_blocks": 59, **changes})
 
 
 def trial(
     run: Candidate, seconds: float | None = 1.0, memory: int = GIB, **changes: object
 ) -> TrialResult:
-    """A trial that ran in `seconds`, or one that did not."""
     values: dict[str, object] = {
         "candidate": run,
         "outcome": "ok" if seconds else "oom",
@@ -131,7 +128,6 @@ def plan(
     *, planned: dict[str, Any] | None = None, expected: dict[str, Any] | None = None,
     **frozen: Any,
 ) -> TrainingPlan:  # fmt: skip
-    """A plan for a machine, with whatever is said otherwise of its parts."""
     device, batch = machine.device, work.effective_batch_size
     hardware = {
         "device_name": device.name, "device_kind": device.kind, "fingerprint": machine.fingerprint,

@@ -7,7 +7,6 @@ from autotune.events import Event, Notice, OnEvent, PhaseStarted, StepFinished
 
 
 def events_of(kind: type[Event], call: Callable[[Any], object]) -> OnEvent:
-    """Calls `call` with every event of this kind."""
     return lambda event: call(event) if isinstance(event, kind) else None  # type: ignore[func-returns-value,return-value]
 
 
@@ -20,5 +19,4 @@ def phases_to(call: Callable[[str], object]) -> OnEvent:
 
 
 def notices_to(call: Callable[[str], object]) -> OnEvent:
-    """Calls `call` with the text of every note and warning."""
     return events_of(Notice, lambda event: call(event.text))

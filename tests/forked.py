@@ -21,7 +21,6 @@ def start_forked(
     environment: Mapping[str, str] | None = None,
     step_wait_seconds: float | None = None,
 ) -> ForkServerProcess:
-    """Start `autotune ARGUMENTS` with more `environment`; what it prints is appended to files."""
     words = [str(argument) for argument in arguments]
     surroundings = {**os.environ, **(environment or {})}
     files = str(output), str(errors or output)

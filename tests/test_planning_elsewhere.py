@@ -109,7 +109,6 @@ def test_knobs_are_worth_three_percent(family: str, gpu: str) -> None:
     plain = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="bf16")
 
     def used(candidate: Candidate) -> set[tuple[str, object]]:
-        """Knobs that are not plain, but checkpointing, with values other than numbers of blocks."""
         values = {(name, value > 0 if name in BLOCK_COUNTS else value) for name, value in candidate}
         free = {"micro_batch_size", "checkpointed_blocks"}
         return {(n, v) for n, v in values if n not in free and v != getattr(plain, n)}

@@ -355,7 +355,7 @@ def _walk(root: Path, stamp: int) -> dict[str, list[Path]]:
 
 
 def places(site: Site, kind: str) -> list[Path]:
-    """What lies in the page's folders, by its kind."""
+    """List what lies in the page's folders, by its kind."""
     found = [path for root in site.roots for path in _walk(root, int(time.time()) // 3)[kind]]
     return list(dict.fromkeys(found))
 
@@ -530,7 +530,7 @@ def _is_plan(path: Path) -> bool:
 
 
 def _field(one: click.Parameter, value: Any) -> dict[str, Any]:
-    """What a form shows of an option: what the command line knows of it."""
+    """Describe an option for a form: what the command line knows of it."""
     kind, default = one.type, getattr(one, "default", None)
     many = isinstance(value, tuple | list)
     text = "\n".join(map(_text, value)) if many else "" if value in (None, False) else _text(value)
@@ -556,7 +556,7 @@ def _text(value: Any) -> str:
 
 @route("/plan/known")
 def _look_up(site: Site, asked: Asked) -> Response:
-    """What was computed ahead for a published model on a card of the catalog: at once."""
+    """Find what was computed ahead for a published model on a card of the catalog: at once."""
     model, hardware = asked.one("model"), asked.one("hardware")
     found = None
     if model and hardware:

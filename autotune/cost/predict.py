@@ -163,7 +163,7 @@ class CostModel:
             self, tables=tables, caching=settings, caching_reason=reason, calibration=None
         )
 
-    def as_trials_run(self) -> Self:
+    def single_process(self) -> Self:
         """Return the same work as trials do it: by autotune's executor in one process."""
         return replace(self, parallel=ONE_PROCESS, tables=self.tables.of_autotune)
 
@@ -171,7 +171,7 @@ class CostModel:
         """Tell how far the trial was from the uncalibrated prediction; None if it did not run."""
         if not trial.peak_memory_bytes:
             return None
-        return residual_of(trial, self.as_trials_run().predict_uncalibrated(trial.candidate))
+        return residual_of(trial, self.single_process().predict_uncalibrated(trial.candidate))
 
     def weight_bytes(self, candidate: Candidate) -> int:
         """Return the frozen weights as the candidate stores them; needs no trace."""
@@ -343,7 +343,7 @@ def prediction_errors(
     is predicted from those before it."""
     errors = []
     for number, trial in enumerate(trials):
-        known = cost.with_calibration(trials[:number], priors).as_trials_run()
+        known = cost.with_calibration(trials[:number], priors).single_process()
         prediction = known.predict(trial.candidate)
         if error := residual_of(trial, prediction):
             time, memory = prediction.time_uncertainty, prediction.memory_uncertainty

@@ -4,14 +4,8 @@ import platform
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    StrictBool,
-    StringConstraints,
-    TypeAdapter,
-    ValidationError,
-)
+import pydantic
+from pydantic import Field, TypeAdapter
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.machine.capabilities import classify_memory, compute_budget, device_with_budget
@@ -45,9 +39,13 @@ def positive_number(maximum: float) -> TypeAdapter[float]:
 # Bytes; more than a petabyte is nonsense. What is free may be 0.
 SIZE, FREE = integer(1, 2**50), integer(0, 2**50)
 # Printable and not empty.
-PRINTABLE = StringConstraints(strict=True, strip_whitespace=True, pattern=r"^(?: |[^\p{C}\p{Z}])+$")
+PRINTABLE = pydantic.StringConstraints(
+    strict=True, strip_whitespace=True, pattern=r"^(?: |[^\p{C}\p{Z}])+$"
+)
 TEXT: TypeAdapter[str] = TypeAdapter(Annotated[str, PRINTABLE])
-FLAG: TypeAdapter[Any] = TypeAdapter(Annotated[StrictBool | Literal[0, 1], AfterValidator(bool)])
+FLAG: TypeAdapter[Any] = TypeAdapter(
+    Annotated[pydantic.StrictBool | Literal[0, 1], pydantic.AfterValidator(bool)]
+)
 
 
 class Reader:
@@ -76,7 +74,7 @@ class Reader:
                 value = kind.validate_python(raw)
             except Unavailable as error:
                 reasons.append(f"{SOURCE_NAMES[source]}: {error}")
-            except ValidationError:
+            except pydantic.ValidationError:
                 reasons.append(f"{SOURCE_NAMES[source]}: reports {raw!r:.60}, which is invalid")
             else:
                 return value

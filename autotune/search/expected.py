@@ -78,7 +78,7 @@ def build_expectation(
         others = [phase.run_memory_bytes for phase in prediction.phases if phase.name != "train"]
         overhead = max([overhead, *(needed - largest for needed in others)])
     if trials:  # which ran in one process of autotune's executor
-        alone = cost.as_trials_run().predict(best.candidate)
+        alone = cost.single_process().predict(best.candidate)
         overhead += prediction.allocated_memory_bytes - alone.allocated_memory_bytes
     data_bytes = held_data_bytes(cost, workload, job, best.candidate.precision)
     on_host = shares_host_memory(cost.hardware.device.memory_kind)

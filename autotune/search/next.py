@@ -300,7 +300,7 @@ class ResidualSearch:
         best, doubts = best_seconds(results), []
         for result in running:
             others = [other for other in results if other.candidate != result.candidate]
-            expected = self._calibrate(others).as_trials_run().predict(result.candidate)
+            expected = self._calibrate(others).single_process().predict(result.candidate)
             ratio = (result.median_step_seconds or 0.0) / expected.step_seconds
             sigma = math.hypot(expected.time_uncertainty, NOISE["time"])
             would_win = expected.step_seconds < (1 - MIN_GAIN) * best

@@ -429,7 +429,7 @@ def _trial_runner(model: ResolvedModel, cost: CostModel) -> ProcessTrialRunner:
         cost.workload,
         budget_bytes=cost.budget_bytes,
         resident_bytes=cost.resident_encoder_bytes,
-        predict=cost.as_trials_run().predict,
+        predict=cost.single_process().predict,
     )
 
 

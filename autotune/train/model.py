@@ -323,7 +323,7 @@ def _outputs(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 class FrozenLayer(NamedTuple):
-    """What the adapter adds to a Linear layer: `scale * up @ down`, in fp32 on the host."""
+    """An addition to a Linear layer: `scale * up @ down`, in fp32 on the host."""
 
     down: Tensor
     up: Tensor

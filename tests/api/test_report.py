@@ -21,14 +21,12 @@ PLAN = Path(FOLDER) / "wall.yaml"
 
 
 def noise(path: Path, side_px: int = 64) -> None:
-    """A picture that compresses badly."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = random.Random(0).randbytes(3 * side_px**2)
     Image.frombytes("RGB", (side_px, side_px), pixels).save(path, format="PNG")
 
 
 def run_folder(folder: Path, plan: TrainingPlan | None = None, *, finished: bool = True) -> Path:
-    """A folder as a run leaves it."""
     plan = plan or with_job(golden_plan(), preview_prompts=("a red heart",))
     folder.mkdir()
     save_plan(plan, folder / RUN_PLAN_FILE)

@@ -11,7 +11,6 @@ from autotune.models.registry import FAMILIES
 
 @pytest.fixture(scope="session")
 def predictor() -> Callable[[str], CostModel]:
-    """One predictor per family on the CPU, with everything it has traced."""
     made: dict[str, CostModel] = {}
 
     def of(name: str) -> CostModel:

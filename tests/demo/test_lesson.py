@@ -39,7 +39,6 @@ def has_learned(found: ConceptFidelity) -> bool:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder that the demo made, and what it printed."""
     folder = tmp_path_factory.mktemp("demo") / "demo"
     process = autotune("demo", "--no-profiles", "--output", folder, timeout=1500)
     assert process.returncode == 0, process.stderr

@@ -23,13 +23,11 @@ SYNTAX = re.compile(r"^ {4}(?:\$ )?(autotune .*)$", re.MULTILINE)
 
 
 def words_of(line: str) -> list[str]:
-    """The arguments, without what the page says about them after two spaces or a hash."""
     line = re.split(r"\s{2,}|\s[#|>]|\s&&", line)[0]
     return shlex.split(re.sub(r"\.\.\.|[`\[\]]", "", line))[1:]
 
 
 def parse(words: list[str]) -> None:
-    """Have the command line parse the words, without running anything."""
     command: Any = app
     context = command.make_context("autotune", list(words))
     while hasattr(command, "commands"):

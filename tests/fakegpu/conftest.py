@@ -56,8 +56,6 @@ def _do(parent: Connection, machine: str, work: Callable[[], object]) -> None:
 
 
 class StandIn:
-    """What the stand-in has counted."""
-
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
         self._library.fakegpu_count.restype = ctypes.c_int64
@@ -74,7 +72,6 @@ class StandIn:
         return Counter({name: self.count(name) - before[name] for name in names})
 
     def kernels(self) -> str:
-        """The names of all kernels that were launched, one a line after how often."""
         with tempfile.NamedTemporaryFile("r") as file:
             self._library.fakegpu_write_kernels(file.name.encode())
             return file.read()
@@ -101,7 +98,6 @@ def standin() -> StandIn:
 
 @pytest.fixture
 def pipeline(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the family's small pipeline and what it trains on, written once."""
     folder = tmp_path_factory.getbasetemp() / "small" / name
     if not folder.exists():
         in_fork("4090", lambda: importlib.import_module("tests.small").write_small(name, folder))

@@ -33,7 +33,6 @@ def _any_quality(monkeypatch):
 def start(
     folder: Path, *, device: str = "cuda:0", padding: str = "exact", **changes: object
 ) -> StepRunner:
-    """A runner that has taken its first steps."""
     resolved = resolve_model(ModelRef.of(folder / "model"))
     sizes = {"resolution": (128, 128), "effective_batch_size": 2, "text_tokens": 16}
     work = describe_workload(resolved, None, WorkloadRequest(rank=4, **sizes))

@@ -36,8 +36,6 @@ def settings(precision):
 
 @pytest.fixture
 def run(data, hardware, settings, tmp_path):
-    """Train with other settings or another job."""
-
     def run(on_event=lambda event: None, *, name="out", resume=False, **changes):
         fields = Candidate.model_fields
         turned = {key: changes.pop(key) for key in list(changes) if key in fields}

@@ -40,7 +40,6 @@ EXACT = yaml.safe_load((Path(__file__).parent / "exact.yaml").read_text())
 
 
 def exact_of(trainer: str, model: str) -> dict[str, Any]:
-    """Values that a trainer can express exactly for a model."""
     spec = plan_of(model).frozen.workload.model
     defaults, total = FAMILIES[spec.family].defaults, spec.num_blocks
     of_models = (own for names, own in EXACT[trainer].items() if model in names.split())

@@ -104,7 +104,7 @@ def test_winners_fit_the_trainer_too(own):
     failures = [one.failure for one in refuse_beyond(ran, theirs, (least + most) // 2)]
     assert sum(failure is None for failure in failures) == 1
     assert refuse_beyond(ran, own, 0) == ran
-    assert theirs.as_trials_run().predict(SETTINGS).phases == own.predict(SETTINGS).phases
+    assert theirs.single_process().predict(SETTINGS).phases == own.predict(SETTINGS).phases
 
 
 def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Segment:

@@ -20,8 +20,6 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """Blocks of a frozen and a trained Linear, each under a checkpoint."""
-
     def __init__(self, num_blocks: int = 5) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -39,7 +37,6 @@ class Model(nn.Module):
 
 
 def gradients(model: nn.Module, num_passes: int = 2) -> list[torch.Tensor]:
-    """Of all trained parameters after some passes: the second starts where the first ended."""
     torch.manual_seed(1)
     for _ in range(num_passes):
         model(torch.randn(3, 32)).square().sum().backward()

@@ -41,7 +41,6 @@ def input_of(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, gradient of the output and of the input."""
     torch.manual_seed(2)
     x = x.clone().requires_grad_()
     out = layer(x)

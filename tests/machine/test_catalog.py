@@ -147,7 +147,6 @@ def meant(name):
 
 
 def all_meant(error):
-    """The ids that a refusal offers."""
     return {*error.message.partition(" any of ")[2].split(", ")} - {""}
 
 

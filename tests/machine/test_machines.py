@@ -38,7 +38,6 @@ def found(system):
 
 
 def changed(name, **sources):
-    """The machine with some values of some sources replaced."""
     new = {source: {**SOURCES[name].get(source, {}), **own} for source, own in sources.items()}
     return FakeSystem({**SOURCES[name], **new})
 
@@ -87,7 +86,6 @@ def test_cpus_are_known_by_facts():
 
 
 def test_fullest_gpu_decides(monkeypatch):
-    """The second of two is busy."""
     free, busy = (read_profile(machine("two-gpus"), index) for index in range(2))
     monkeypatch.setattr("autotune.machine.probe.probe", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
@@ -104,7 +102,6 @@ def test_fullest_gpu_decides(monkeypatch):
 
 
 def unequal(*sizes_gib):
-    """GPUs of these sizes."""
     torch, nvml = SOURCES["two-gpus"]["torch"]["devices"], SOURCES["two-gpus"]["nvml"]["devices"]
     cards = [{**torch[0], "name": f"card of {n}", "total_bytes": n * GIB} for n in sizes_gib]
     seen = [{**nvml[0], "free_bytes": n * GIB - GIB} for n in sizes_gib]

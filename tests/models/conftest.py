@@ -8,7 +8,6 @@ from tests.models.small import make_small
 
 @pytest.fixture(scope="session")
 def one_thread():
-    """Threads that wait for each other cost small tensors far more than they give."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -23,8 +23,6 @@ NO_GUIDANCE = {"z-image": 0.0, "krea-2": 0.0}  # which calls the transformer onc
 
 @dataclass(frozen=True)
 class Small:
-    """A family with its small pipeline on disk and in memory."""
-
     family: Family
     folder: Path
     pipeline: Any
@@ -34,7 +32,6 @@ class Small:
         return getattr(self.pipeline, self.family.denoiser)
 
     def stock(self) -> Any:
-        """diffusers' own pipeline of the same components."""
         kind, components = getattr(diffusers, self.family.pipeline_class), self.pipeline.components
         if not issubclass(kind, diffusers.ModularPipeline):
             return type(self.pipeline)(**components)
@@ -57,14 +54,12 @@ class Small:
         return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
 
     def shown(self, pixels: torch.Tensor) -> torch.Tensor:
-        """As its VAE sees pixels in [-1, 1]."""
         if self.family.name == "minimax-h3":
             return ((pixels + 1) / 2 - self._color(0)) / self._color(1)
         is_rgba = type(self.pipeline.vae).__name__ == "AutoencoderKLQwenImage21"
         return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1) if is_rgba else pixels
 
     def seen(self, decoded: torch.Tensor) -> torch.Tensor:
-        """Pixels in [0, 1] of what the VAE decodes."""
         if self.family.name == "minimax-h3":
             return decoded * self._color(1) + self._color(0)
         return (decoded + 1) / 2

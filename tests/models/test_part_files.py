@@ -86,7 +86,6 @@ def test_parts_come_from_own_files(small_pipelines, tmp_path):
 
 
 def flat(state: State) -> State:
-    """Qwen2.5-VL before transformers nested it, as ComfyUI has it."""
     nested = re.compile(r"^model\.language_model\.")
     return {nested.sub("model.", name): tensor for name, tensor in state.items()}
 

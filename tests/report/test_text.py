@@ -103,7 +103,7 @@ def long_plan(evidence, number):
         strategy=strategy,
         assumed=("flash_attn", "bitsandbytes") if evidence == "predicted" else (),
     )
-    model = frozen.workload.model.changed(name="hunyuanvideo-community/Kandinsky-5.0-T2V-Lite-sft")
+    model = frozen.workload.model.changed(name="kandinskylab-community/Kandinsky-5.0-T2V-Lite")
     doubt = 0.68 if evidence == "predicted" else None
     expected = frozen.expected.changed(
         evidence=evidence, time_uncertainty=doubt, step_seconds=1234.5, host_memory_bytes=999 << 30

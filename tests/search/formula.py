@@ -90,7 +90,7 @@ class FormulaCostModel:
     def with_parallel(self, parallel: Parallel) -> "FormulaCostModel":
         return replace(self, parallel=parallel)
 
-    def as_trials_run(self) -> "FormulaCostModel":
+    def single_process(self) -> "FormulaCostModel":
         return self
 
     def residual(self, trial: TrialResult) -> Residual | None:

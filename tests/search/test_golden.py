@@ -39,7 +39,6 @@ class Golden:
     """Whether another search has answered the request on such a machine."""
 
     def replayed(self) -> str:
-        """The plan that its own trials give, as the file would be."""
         beside = json.loads((FOLDER / f"{self.name}.json").read_text())
         hardware, *records = (
             kind.model_validate_json(json.dumps(data))
@@ -143,7 +142,6 @@ def _record_of(plan: TrainingPlan) -> Record:
 
 
 def main() -> None:
-    """Simulate and plan anew; measured trials stay."""
     for golden in GOLDEN:
         if golden.wall_gib is None:
             (FOLDER / f"{golden.name}.yaml").write_text(golden.replayed())

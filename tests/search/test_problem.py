@@ -109,7 +109,6 @@ def test_excluded_formats_are_not_advised(excluded):
 
 
 def planned_seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) -> float:
-    """Of a step of the predicted plan."""
     capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")
     made = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
     host = {"memory_bytes": host_gib * GIB, "available_memory_bytes": host_gib * GIB * 9 // 10}
@@ -119,7 +118,6 @@ def planned_seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) ->
 
 
 def seconds(*sizes: int, **changes: Any) -> float:
-    """The same; infinite if nothing fits."""
     try:
         return planned_seconds(*sizes, **changes)
     except NothingFits:

@@ -182,7 +182,6 @@ class LookAround:
 
 
 def look_around(_: LookAround, __: ChildState) -> tuple[int, bool]:
-    """Number of its threads, and whether CUDA ran there or may not start here."""
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     return threads, torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
 

@@ -46,7 +46,6 @@ def plan(
     trials: tuple[TrialResult, ...] = TRIALS,
     **job: object,
 ) -> TrainingPlan:
-    """A plan measured on `here`, won by the fastest trial."""
     here, work = here or machine(), work or workload()
     best = min((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0.0)
     expected = {
@@ -60,7 +59,6 @@ def plan(
 def record(
     here: HardwareProfile | None = None, work: Workload | None = None, **changes: object
 ) -> Record:
-    """The record of such a plan, with whatever is said otherwise."""
     here = here or machine()
     made = build_record(plan(here, work), here).changed(measured_on=DAY)
     if "trials" in changes:

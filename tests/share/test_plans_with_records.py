@@ -43,7 +43,6 @@ H100 = {
 
 
 def gpu(**changes: object) -> HardwareProfile:
-    """An H100 on which everything that trains is open."""
     one = machine().capabilities[0]
     capabilities = tuple(one.changed(name=name) for name in CAPABILITIES)
     return machine(**{**H100, "capabilities": capabilities, **changes})

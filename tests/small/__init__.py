@@ -16,13 +16,11 @@ from autotune.models.registry import get_family
 
 
 def shortest_clip(family: Family) -> int:
-    """Count the frames of the shortest clip that a family trains; 1 if it trains none."""
     frames = (number for number in count(2) if family.whole_frames(number) == number)
     return next(frames) if family.can_train_clips else 1
 
 
 def write_small_pipeline(family: Family | str, folder: Path, captions: Sequence[str]) -> None:
-    """Write the family's pipeline, whose tokenizer knows the captions."""
     family = get_family(family) if isinstance(family, str) else family
     module = import_module(f"tests.small.{type(family).__module__.rpartition('.')[2]}")
     with torch.random.fork_rng(devices=[]):

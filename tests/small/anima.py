@@ -13,7 +13,6 @@ TEXT_WIDTH = 64
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """4 blocks of width 128, with 2 heads."""
     tokenizer = qwen_tokenizer(captions, "")
     t5_words = t5_tokenizer(captions, max_length=512)
     conditioner = diffusers.AnimaTextConditioner(

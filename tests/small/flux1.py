@@ -23,7 +23,6 @@ BLOCKS: dict[str, Any] = {
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """2 double-stream and 2 single-stream blocks of width 128."""
     parts = _build_chroma(captions) if family.name == "chroma" else _build_flux(captions)
     transformer = parts["transformer"]
     invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)

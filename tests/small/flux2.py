@@ -14,7 +14,6 @@ TEXT_WIDTH = 32
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """2 double-stream and 2 single-stream blocks of width 128."""
     is_dev = family.name == "flux2-dev"
     if is_dev:  # the pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27
         tokenizer = parts.qwen_tokenizer(

@@ -12,7 +12,6 @@ from tests.small import parts
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """With FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
     video = family.can_train_clips
     template = build_empty_pipeline(family.pipeline_class).prompt_template
     tokenizer = parts.qwen_tokenizer(captions, template)

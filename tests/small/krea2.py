@@ -14,7 +14,6 @@ TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # of the text encoder: the outputs that
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """4 blocks of width 128, with 4 heads for queries and 2 for keys."""
     stock = build_empty_pipeline("Krea2Pipeline")
     template = stock.prompt_template_encode_prefix + stock.prompt_template_encode_suffix
     tokenizer = qwen_tokenizer(captions, template)

@@ -34,7 +34,6 @@ def build_later_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]
 def build_parts(
     family: Family, captions: Sequence[str], config: Config | None = None
 ) -> dict[str, Any]:
-    """4 blocks of width 128, and of 64 for sound, which has 8 channels of 2 by 4."""
     tokenizer = gemma_tokenizer(captions, max_length=1024)
     text_encoder = gemma3(tokenizer, hidden_size=TEXT_WIDTH, num_layers=2)
     transformer = diffusers.LTX2VideoTransformer3DModel(
@@ -67,7 +66,6 @@ def build_parts(
 
 
 def _connectors(num_layers: int) -> Any:
-    """For an encoder of so many layers, its embedding among them."""
     return LTX2TextConnectors(
         caption_channels=TEXT_WIDTH, text_proj_in_factor=num_layers,
         video_connector_num_attention_heads=4, audio_connector_num_attention_heads=4,

@@ -14,7 +14,6 @@ TEXT_WIDTH, TEXT_LAYERS = 32, 51  # of which it takes the 50th
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """4 blocks of width 128, with 2 heads."""
     tokenizer = qwen_tokenizer(captions, "")
     kind = transformers.Qwen3VLForConditionalGeneration
     transformer = diffusers.MiniMaxH3Transformer3DModel(

@@ -71,7 +71,6 @@ def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
 
 
 def _qwen_vision(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    """A vision tower of one layer, and the tokens that stand for what it sees."""
     vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
     vision["out_hidden_size"] = hidden_size
     to_id = tokenizer.convert_tokens_to_ids
@@ -140,7 +139,6 @@ def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
 
 
 def qwen_image_processor() -> Any:
-    """Image processor of Qwen2.5-VL that shrinks images to at most 16 tokens."""
     return Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2})
 
 
@@ -152,7 +150,6 @@ SPECIAL = ("bos", "eos", "pad")
 
 
 def clip_tokenizer(captions: Sequence[str]) -> Any:
-    """A `CLIPTokenizer` with the words and characters of `captions` as its vocabulary."""
     words = sorted({word for caption in captions for word in caption.lower().split()})
     characters = sorted({character for word in words for character in word})
     pieces = [*characters, *(f"{character}</w>" for character in characters)]
@@ -172,7 +169,6 @@ def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
 
 
 def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
-    """A unigram `T5Tokenizer` with the words and characters of `captions` as its vocabulary."""
     words = sorted({word for caption in captions for word in caption.split()})
     characters = sorted({character for word in words for character in word})
     scored = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]

@@ -21,7 +21,6 @@ from tests.small.parts import (
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """Blocks of width 128: 6, or 4 of 2.1."""
     parts = _build_21(captions) if "2.1" in family.name else _build(family, captions)
     transformer = parts["transformer"]
     invert_input_layer(transformer.proj_out, transformer.img_in.weight)

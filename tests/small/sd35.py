@@ -18,7 +18,6 @@ from tests.small.parts import (
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """4 blocks of width 128, of which the first two attend twice, as medium's do."""
     tokenizer, tokenizer_3 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=256)
     clip = clip_text_encoder(tokenizer, hidden_size=64).config
     transformer = diffusers.SD3Transformer2DModel(

@@ -12,7 +12,6 @@ from tests.small.parts import clip_text_encoder, clip_tokenizer, image_vae
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """The published stages, 32 to 64 channels wide."""
     tokenizer = clip_tokenizer(captions)
     text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
     text_encoder_2 = transformers.CLIPTextModelWithProjection(text_encoder.config).eval()

@@ -10,7 +10,6 @@ from tests.small.parts import invert_input_layer, t5_encoder, t5_tokenizer
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """4 blocks; with a boundary, a transformer for each side of it."""
     vae_config, boundary_ratio = family.parts.vae_config, family.pipeline_config["boundary_ratio"]
     is_5b = "patch_size" in vae_config
     tokenizer = t5_tokenizer(captions, max_length=512)

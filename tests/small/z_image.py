@@ -11,7 +11,6 @@ from tests.small.parts import QWEN_CHAT, image_vae, invert_input_layer, qwen3, q
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """4 blocks of width 128 after refiners of one block each."""
     tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
     text_encoder = qwen3(transformers.Qwen3Model, tokenizer, hidden_size=128, num_layers=2)
     transformer = diffusers.ZImageTransformer2DModel(

@@ -59,7 +59,6 @@ class Bench:
         return seal(plan.job, plan.frozen.changed(workload=changed))
 
     def changed(self, settings: Candidate = SETTINGS, **workload: Any) -> "Bench":
-        """The same with a model of its own."""
         bench = replace(self, workload=workload)
         trained = load_model(self.resolved, bench.plan().frozen.workload, settings, CPU, 3)
         return replace(bench, trained=trained, initial=values_of(trained.adapter))

@@ -155,7 +155,6 @@ with watchdog.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
 
 @pytest.fixture
 def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with the bytes that the watchdog takes for available."""
     path = tmp_path / "available"
     path.write_text(str(PLENTY))
     command = (sys.executable, "-c", READER.format(path=str(path)))

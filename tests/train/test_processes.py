@@ -71,7 +71,6 @@ class Nodes:
             time.sleep(0.01)
 
     def finish(self, started: list[ForkServerProcess], seconds: float = 240) -> list[int | None]:
-        """Exit statuses, once all have ended."""
         deadline = time.monotonic() + seconds
         for process in started:
             process.join(max(0.0, deadline - time.monotonic()))

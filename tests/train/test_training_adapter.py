@@ -29,7 +29,6 @@ def write_adapter(bench: Bench, file: Path, seed: int = 0) -> None:
 
 
 def merge(model: Path, state: dict[str, torch.Tensor]) -> Path:
-    """Copy a pipeline, with the LoRA in its transformer's weights."""
     merged = Path(shutil.copytree(model, model.parent / "merged"))
     for file in (merged / "transformer").glob("*.safetensors"):
         weights = load_file(file)

@@ -35,7 +35,6 @@ def save_model(
     max_shard_bytes: int,
     stem: str = "diffusion_pytorch_model",
 ) -> list[Path]:
-    """A model's file, or shards and index; returns the weight files."""
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +64,6 @@ def bits(tensor: Any) -> bytes:
 
 
 def read_all(source, *, loader="pread"):
-    """All tensors at once."""
     import torch
 
     from autotune.weights.tensors import get_loader

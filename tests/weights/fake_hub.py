@@ -15,8 +15,6 @@ ABSENT = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not fou
 
 
 class FakeHub:
-    """Repositories by name; `requests` are what was asked."""
-
     def __init__(self):
         self.repos: dict[str, Path] = {}
         self.gated: set[str] = set()
@@ -47,7 +45,6 @@ def describe_file(path, name):
 
 @contextmanager
 def fake_hub():
-    """The hub, and its address for HF_ENDPOINT."""
     hub = FakeHub()
 
     class Handler(BaseHTTPRequestHandler):
