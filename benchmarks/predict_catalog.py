@@ -4,7 +4,7 @@ model's defaults.
     python benchmarks/predict_catalog.py [MODEL[@PX] ...]        without names, all
 
 Z-Image took 10 CPU-seconds for its first card, then 2 to 7 for each: all of it takes some 25
-CPU-minutes, and all 107 cards of the catalog four hours, which nobody kept up.
+CPU-minutes, and all 113 cards of the catalog four hours, which nobody kept up.
 
 `autotune plan` shows it where there is no GPU, and a test compares some of it with the planner.
 Written again whenever the cost model, the knobs, a family's defaults or the catalog change what is

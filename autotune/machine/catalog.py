@@ -47,10 +47,18 @@ NVIDIA_ONLY = "it knows NVIDIA's GPUs; with {} one, only the CPU would train"
 # Cards that people name, by their names without spaces, and why there is no plan for them.
 NOT_COVERED = (
     (
-        r"^(nvidia|geforce|gtx)*(9[5-8]0|10[1-8]0)(ti)?(\d+gb)?$|titanx|^(tesla)?[pmk]\d{2,3}$",
+        r"^(nvidia|geforce|gtx)*(9[5-8]0|10[1-8]0)(ti)?(\d+gb)?$|titanx|^(tesla|quadro)*[pmk]\d{2,4}$",
         "it has no tensor cores and no bf16, and PyTorch's builds for CUDA 13 have no code for it",
     ),
-    (r"^(nvidia|geforce|gtx)*16[356]0(ti|super)*$", "it has no tensor cores, and fp16 gives NaN"),
+    (
+        r"^(nvidia|geforce|gtx)*16[356]0(ti|super)*$|^(nvidia)?t\d{3,4}$",
+        "it has no tensor cores, and fp16 gives NaN",
+    ),
+    (
+        r"orin|xavier|jetson(agx)?(nano|tx)",
+        "PyTorch's own builds have no code for its GPU; with NVIDIA's for JetPack, `autotune plan` "
+        "on the device tries what fits",
+    ),
     (r"amd|radeon|^rx\d|instinct|^mi\d{3}|ryzen|strix|7900xt", NVIDIA_ONLY.format("an AMD")),
     (r"intel|arc|gaudi|^[ab][357][5-8]0$", NVIDIA_ONLY.format("an Intel")),
     (

@@ -69,7 +69,7 @@ def test_geforce_sums_at_half_rate():
     for gpu in load_catalog():
         if "x 512 x" in gpu.source or "x 1024 x" in gpu.source:
             assert ("x 512 x" in gpu.source) == ("GeForce" in gpu.name), gpu.id
-        if gpu.int8_tflops and gpu.id not in ("nvidia-b300", "nvidia-a10g"):
+        if gpu.int8_tflops and gpu.id not in ("nvidia-b300", "nvidia-gb300", "nvidia-a10g"):
             per_product = gpu.int8_tflops / (gpu.bf16_tflops or gpu.fp16_tflops)
             assert round(per_product) == (4 if "GeForce" in gpu.name else 2), gpu.id
 
@@ -202,7 +202,8 @@ def test_names_that_people_use():
         "4070 laptop=rtx-4070-laptop, Laptop 4070=rtx-4070-laptop, 4070m=rtx-4070-laptop, "
         "4070 mobile=rtx-4070-laptop, 4090d=rtx-4090-d, l40=l40, l40s=l40s, T4=t4, "
         "RTX 4000 Ada=rtx-4000-ada, pro 6000=rtx-pro-6000, dgx spark=gb10, Jetson Thor=thor, "
-        "h200=h200-sxm, a100 40gb=a100-40gb, v100 pcie 16gb=v100-pcie-16gb, b300=b300"
+        "h200=h200-sxm, a100 40gb=a100-40gb, v100 pcie 16gb=v100-pcie-16gb, b300=b300, "
+        "gb200=gb200, titan v=titan-v, quadro rtx 8000=quadro-rtx-8000, rtx 8000=quadro-rtx-8000"
     )
     for name, id_ in (pair.split("=") for pair in written.split(", ")):
         assert meant(name) == f"nvidia-{id_}"
@@ -214,7 +215,7 @@ def test_names_that_people_use():
         ("h100", {"h100-sxm", "h100-pcie", "h100-nvl"}),
         ("A100 PCIe", {"a100-pcie-40gb", "a100-pcie-80gb"}),
         ("gh200", {"gh200-96gb", "gh200-144gb"}),
-        ("rtx 6000", {"rtx-6000-ada", "rtx-pro-6000"}),
+        ("rtx 6000", {"quadro-rtx-6000", "rtx-6000-ada", "rtx-pro-6000"}),
     ],
 )
 def test_ambiguous_names_list_all_cards(name, ids):
