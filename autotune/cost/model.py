@@ -224,6 +224,7 @@ class TracedModel:
         if ahead := find_modulation_ahead(transformer):
             ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
         with Remembering():  # type: ignore[no-untyped-call]
+            self._fill_caches(transformer, dtype)
             products = self.overheads.products.get(quantization) if self.overheads else None
             quantize_for_tracing(self.family, transformer, quantization, self.rules, products)
             practice = self._practice(quantization)
@@ -232,7 +233,6 @@ class TracedModel:
             # peft would draw the adapter's numbers on the host first.
             with torch.device("meta"), not_drawn:
                 add_adapter_as_practiced(self.family, transformer, work, dtype, practice)
-            self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
         return trained
 
@@ -331,7 +331,7 @@ class TracedModel:
                 vae.enable_tiling()
             for name in BLENDS & set(dir(vae)):
                 setattr(vae, name, lambda _, tile, extent: tile)
-            decode = trace.trace_inference(decode_latents, vae, self.rules)
+            decode = trace.trace_inference(decode_latents, vae, self.rules, vae.decoder)
         weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
         flops = sum(count * work[2] for work, count in encode.work.items())
         moved = sum(count * work[3] for work, count in encode.work.items())

@@ -107,6 +107,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             segment.work[work] += 1
         return out
 
+    def take_briefly(self, num_bytes: int) -> None:
+        """Count memory that is taken and given back, as by operations that are not traced."""
+        self._allocate(self.segments[-1], num_bytes)()
+
     def _watch(self, tensor: Tensor, segment: Segment | None) -> int:
         storage = tensor.untyped_storage()
         key: int = storage._cdata

@@ -167,6 +167,8 @@ class PassTables:
         """
         if self.model.rules == "cpu":
             return np.zeros(len(recomputed))
+        if not recomputed.any():
+            return self._scaled_waste(choice, allocator, 0, saved_bytes)
         last = max(1, self._num_blocks - 1)
         share = np.minimum(1.0, recomputed / last)
         low, high = (self._waste_bytes(choice, allocator, end) for end in (0, last))

@@ -9,7 +9,7 @@ middle one to any depth.
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -137,16 +137,60 @@ def trace_pass(
     )
 
 
-def trace_inference(call: Callable[[], object], module: nn.Module, rules: DeviceRules) -> Segment:
-    """Trace what `call` takes, on meta tensors without gradients, beyond `module`'s own bytes."""
+def trace_inference(
+    call: Callable[[], object],
+    module: nn.Module,
+    rules: DeviceRules,
+    alike: nn.Module | None = None,
+) -> Segment:
+    """Trace what `call` takes, on meta tensors without gradients, beyond `module`'s own bytes.
+
+    Of calls of `alike` with equal shapes the first is traced, and the others take as much memory.
+    """
     recorder = Recorder(rules)
     recorder.seed(stored_tensors(module))
     recorder.mark("all")
     kernel = kernel_for("native", rules, masked=False)
     with substitutes(kernel, rules), recorder, torch.no_grad():
+        if alike is not None:
+            alike.forward = _traced_once(alike.forward, recorder)
         call()
     summarize(recorder.segments)
     return recorder.segments[0]
+
+
+def _traced_once(forward: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    # Tiles and frames of a clip call a decoder hundreds of times, with a thousand operations each.
+    # `feat_cache` is where Wan's keeps features of the frames before.
+    def shape_of(item: Any) -> Any:
+        return (item.shape, item.dtype) if isinstance(item, Tensor) else item
+
+    def like(known: Any) -> Any:
+        is_shape = isinstance(known, tuple)
+        return torch.empty(known[0], dtype=known[1], device="meta") if is_shape else known
+
+    seen: dict[Hashable, tuple[int, Any, list[Any]]] = {}
+
+    def run(*args: Any, **options: Any) -> Any:
+        cache = options.get("feat_cache") or []
+        others = (value for name, value in options.items() if not name.startswith("feat_"))
+        key = repr([shape_of(item) for item in (*args, *cache, *others)])
+        if key in seen:
+            peak_bytes, result, kept = seen[key]
+            recorder.take_briefly(peak_bytes)
+            out = like(result)
+            for at, known in enumerate(kept):
+                cache[at] = like(known)
+            return out
+        segment = recorder.segments[-1]
+        start = len(segment.events)
+        out = forward(*args, **options)
+        levels = accumulate(size for _, size in segment.events[start:])
+        if isinstance(out, Tensor):
+            seen[key] = max(0, *levels), shape_of(out), [shape_of(item) for item in cache]
+        return out
+
+    return run
 
 
 def stored_tensors(of: nn.Module | Tensor) -> Iterator[Tensor]:

@@ -3,20 +3,21 @@ others would bring: what would fit if nothing does, what a larger batch or other
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, get_args
 
 from autotune.cost.memory import ONE_PROCESS, Parallel
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
 from autotune.models.family import Family
 from autotune.models.registry import find_published
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import digest_of
-from autotune.plan.candidate import Candidate, Choice, TrialResult
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate, Choice, TrialResult
 from autotune.plan.hardware import KEY_NAMES, Capability, HardwareProfile, shares_host_memory
 from autotune.plan.job import Job
 from autotune.plan.prediction import Prediction
@@ -383,13 +384,16 @@ def advise_choices(
     effective, found = work.effective_batch_size, []
     batches = [best.changed(micro_batch_size=effective * factor) for factor in LARGER_BATCHES]
     looser = _looser_formats(space, cost) if cost.overheads is None else ()  # or not its own
+    if best.quantization == "none" and not any(getattr(best, name) for name in BLOCK_COUNTS):
+        # Then nothing is faster but what multiplies in 8 bits.
+        looser = [name for name in looser if WEIGHT_FORMATS[str(name)].product_dtype]
     formats = [best.changed(quantization=name) for name in looser]
     for bases in (formats, batches):
         best_gain, chosen = MIN_GAIN, best
         for base in bases:
             if any(knob.why_not(base, cost.context) for knob in KNOBS):
                 continue
-            for candidate in block_count_frontier(base, space.choices, cost):
+            for candidate in _fastest_first(base, space, cost):
                 prediction = cost.predict(candidate)
                 images = max(effective, candidate.micro_batch_size)
                 gain = images / prediction.step_seconds / (effective / step_seconds)
@@ -407,6 +411,15 @@ def advise_choices(
         share = step_time.overhead_seconds / step_seconds
         found.append(f"{share:.0%} of a step waits for launches: try --pin compile=block")
     return tuple(found)
+
+
+def _fastest_first(base: Candidate, space: SearchSpace, cost: CostModel) -> Iterable[Candidate]:
+    # What keeps all and swaps nothing is the fastest: if it fits, other mixtures need no traces.
+    plain = base.changed(**dict.fromkeys(BLOCK_COUNTS, 0))
+    admits = all(0 in space.choices[name] for name in BLOCK_COUNTS)
+    if admits and cost.predict(plain).run_memory_bytes <= cost.budget_bytes:
+        return (plain,)
+    return block_count_frontier(base, space.choices, cost)
 
 
 def _looser_formats(space: SearchSpace, cost: CostModel) -> list[Choice]:
