@@ -59,6 +59,7 @@ def reveal_packages() -> None:
 NOISY_LOGGERS = (
     "torch",
     "torch.utils._pytree",
+    "torch.utils.flop_counter",  # it misses triton, which predictions hide
     "torchao",
     "diffusers",
     "transformers",
