@@ -97,6 +97,9 @@ def test_bug_report_holds_nothing_private(capfd, journey, tmp_path, monkeypatch)
     result = Path(shutil.copytree(journey.result, tmp_path / "result"))
     with (result / LOG_FILE).open("a") as log:
         log.write("read https://me:word@host/x?y=z of /home/somebody/beach.jpg by abcdefghij\n")
+    (tmp_path / "key").write_text("a private key")
+    (result / "metrics.jsonl").unlink()
+    (result / "metrics.jsonl").symlink_to(tmp_path / "key")
     archive = tmp_path / "bug.zip"
     process = autotune_here(capfd, "bug-report", result, "-o", archive)
     assert process.returncode == 0, process.stderr
@@ -104,7 +107,15 @@ def test_bug_report_holds_nothing_private(capfd, journey, tmp_path, monkeypatch)
         texts = {name: file.read(name).decode() for name in file.namelist()}
     everything = "\n".join(texts.values())
     captions = {path.read_text() for path in Path(journey.plan.job.data).glob("*.txt")}
-    private = captions | {"word@", "y=z", "somebody", "beach", "abcdefghij", str(journey.folder)}
+    private = captions | {
+        "a private key",
+        "word@",
+        "y=z",
+        "somebody",
+        "beach",
+        "abcdefghij",
+        str(journey.folder),
+    }
     assert [each for each in private if each in everything] == []
     assert json.loads(texts["plan.json"])["digest"] == journey.plan.digest
     assert {"versions.json", "machine.json", "report.json", "run.log"} < set(texts)

@@ -54,7 +54,7 @@ class Job:
         try:
             found = json.loads(read_bounded(self.folder / COMMAND, MAX_TOLD_BYTES))["words"]
             return list(map(str, found)) or ["?"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return ["?"]
 
     @property

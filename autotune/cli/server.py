@@ -134,7 +134,7 @@ class Asked(dict[str, list[str]]):
 
     def number(self, name: str, default: int, limit: int = 10**6) -> int:
         text = self.one(name)
-        return min(int(text), limit) if text.isascii() and text.isdigit() else default
+        return min(int(text[:9]), limit) if text.isascii() and text.isdigit() else default
 
 
 @dataclass(frozen=True)
@@ -289,13 +289,18 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
     Raises InvalidInput if a folder does not exist, the port is taken, or other machines could come
     in without a token of yours.
     """
-    split = urlsplit(f"//{host}")
-    name, port = split.hostname or LOOPBACK[0], split.port or 0
+    hint = "choose another address: --host 127.0.0.1:PORT"
+    try:
+        split = urlsplit(f"//{host}")
+        name, port = split.hostname or LOOPBACK[0], split.port or 0
+    except ValueError as error:
+        raise InvalidInput(f"{host} is no address: {error}", hint=hint) from error
     is_open = name not in LOOPBACK
     if is_open and (token is None or len(token) < 16):
-        why = f"at {name} anyone who reaches this machine could come in"
-        hint = "choose a secret of 16 characters or more: --token SECRET, or AUTOTUNE_TOKEN"
-        raise InvalidInput(why, hint=hint)
+        raise InvalidInput(
+            f"at {name} anyone who reaches this machine could come in",
+            hint="choose a secret of 16 characters or more: --token SECRET, or AUTOTUNE_TOKEN",
+        )
     for folder in folders:
         if not folder.is_dir():
             raise InvalidInput(f"there is no folder {folder}", hint="name a folder that exists")
@@ -305,7 +310,6 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
         info = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(info[4][:2], family=info[0])
     except OSError as error:
-        hint = "choose another address: --host 127.0.0.1:PORT"
         raise InvalidInput(f"cannot listen at {host}: {error.strerror}", hint=hint) from error
     port = listening.getsockname()[1]
     addresses = [one for own in psutil.net_if_addrs().values() for one in own]

@@ -19,7 +19,7 @@ from autotune.plan.file import RUN_PLAN_FILE, load_plan
 from autotune.plan.job import Job
 from autotune.report.run import LOG_FILE
 from autotune.report.text import titled_lines, without_logins
-from autotune.system.files import atomic_write, read_bounded
+from autotune.system.files import atomic_write, is_inside, read_bounded
 from autotune.train.folder import REPORT_FILE
 from autotune.train.metrics import METRICS_FILE
 
@@ -48,12 +48,10 @@ def bug_report(target: Path | None = None, path: Path | None = None) -> dict[str
     private |= {platform.node(), os.environ.get("USER", ""), os.environ.get("LOGNAME", "")}
     texts = dict(_facts())
     if target is not None:
-        texts |= _of_plan(target / RUN_PLAN_FILE if target.is_dir() else target, private)
-        texts |= {
-            name: _end_of(target / name)
-            for name in (REPORT_FILE, LOG_FILE, METRICS_FILE)
-            if target.is_dir()
-        }
+        is_run, names = target.is_dir(), (REPORT_FILE, LOG_FILE, METRICS_FILE)
+        if not is_run or is_inside(target, RUN_PLAN_FILE):
+            texts |= _of_plan(target / RUN_PLAN_FILE if is_run else target, private)
+        texts |= {name: _end_of(target, name) for name in names if is_run}
     words = sorted((word for word in private - {"root"} if len(word) > 2), key=len, reverse=True)
     texts = {name: _without(words, text) for name, text in texts.items()}
     if path is not None:
@@ -89,9 +87,11 @@ def _of_plan(file: Path, private: set[str]) -> dict[str, str]:
     return {"plan.json": _json(plan)}
 
 
-def _end_of(file: Path) -> str:
+def _end_of(folder: Path, name: str) -> str:
+    if not is_inside(folder, name):  # what it leads to may be private
+        return "a link"
     try:
-        text = read_bounded(file, MAX_BYTES).decode(errors="replace")
+        text = read_bounded(folder / name, MAX_BYTES).decode(errors="replace")
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return "\n".join(text.splitlines()[-LAST_LINES:])

@@ -31,7 +31,7 @@ from autotune.report.page import Picture, Preview, Subject, build_page, has_plot
 from autotune.report.plan import settings_items
 from autotune.report.run import LOG_FILE, PAGE_FILE, report_lines
 from autotune.report.text import printable, titled_lines
-from autotune.system.files import read_bounded, write_text_atomic
+from autotune.system.files import is_inside, read_bounded, write_text_atomic
 from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE, PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
 from autotune.train.metrics import METRICS_FILE, read_metrics
@@ -341,18 +341,19 @@ def push_to_hub(folder: Path, repo: str, tell: Callable[[str], None]) -> str:
     ]
     names = (ADAPTER_FILE, *(name for _, name in pictures))
     for name in names:
-        _require_own(folder / name)
+        _require_own(folder, name)
     write_text_atomic(folder / "README.md", _model_card(found, found.report, repo, pictures))
     names = ("README.md", *names)
     tell(f"uploading to {repo}: {', '.join(names)}")
     return upload(repo, {name: folder / name for name in names})
 
 
-def _require_own(path: Path) -> None:
+def _require_own(folder: Path, name: str) -> None:
     """Refuse what a run did not write: a link, or other content, could publish anything."""
+    path = folder / name
     try:
-        if path.is_symlink():
-            raise OSError("it is a link")
+        if not is_inside(folder, name):
+            raise OSError("it is a link, or in a linked folder")
         if path.name == ADAPTER_FILE:
             read_header(path)
         else:

@@ -66,6 +66,11 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def is_inside(folder: Path, name: str) -> bool:
+    """Return whether a file is the folder's own: neither a link, nor in a linked folder."""
+    return Path(os.path.realpath(folder / name)) == Path(os.path.realpath(folder)) / name
+
+
 def decode_text(content: bytes) -> str:
     """Decode UTF-8, or UTF-16 with its mark, as Windows writes it. Raises UnicodeDecodeError."""
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

@@ -97,7 +97,7 @@ def make_readers() -> dict[str, Reader]:  # noqa: PLR0915
     from autotune.models.single_file import open_single_file, recognize
     from autotune.plan.file import load_plan, parse_plan, plan_text
     from autotune.report.plan import explain_lines, plan_lines
-    from autotune.share.store import architecture_folder, name_of, parse_record, shareable_machine
+    from autotune.share.store import name_of, parse_record, shareable_machine
     from autotune.share.warm_start import compare
     from autotune.train.folder import Checkpoints, read_report
     from autotune.train.metrics import read_metrics
@@ -129,7 +129,7 @@ def make_readers() -> dict[str, Reader]:  # noqa: PLR0915
     vars(of_folder)["_digest"] = lambda metadata, tensors: metadata["digest"]
     made, own = plan(), record()
     work, here = made.frozen.workload, shareable_machine(machine())
-    folder = architecture_folder(own.workload)
+    folder = own.key.partition("/")[0]
 
     def as_record(path: Path) -> None:
         content = path.read_bytes()

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import struct
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import autotune
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.file import load_plan, save_plan, seal, with_job
 from autotune.report.files import push_to_hub
+from autotune.train.folder import comparison_file
 from autotune.weights.hub import require_hub
 from tests.api.test_report import run_folder
 from tests.report.page.pages import FOLDER
@@ -126,6 +128,18 @@ def test_only_what_run_wrote_is_uploaded(hub, run, tmp_path, name, kind):
     else:
         (run / name).write_text("-----BEGIN PRIVATE KEY-----")
     with pytest.raises(InvalidInput, match="is not uploaded"):
+        push_to_hub(run, "me/heart", lambda _: None)
+    assert not hub.files
+
+
+def test_no_linked_folder_is_uploaded(hub, run, tmp_path):
+    plan, picture = load_plan(run / "run-plan.yaml"), run / comparison_file("with", 1)
+    save_plan(with_job(plan, preview_prompts=(PROMPT, PROMPT)), run / "run-plan.yaml")
+    shutil.rmtree(picture.parent, ignore_errors=True)
+    (tmp_path / "photos").mkdir()
+    picture.parent.symlink_to(tmp_path / "photos")
+    shutil.copy(run / "sample_with_adapter.png", picture)
+    with pytest.raises(InvalidInput, match="in a linked folder"):
         push_to_hub(run, "me/heart", lambda _: None)
     assert not hub.files
 

@@ -279,6 +279,21 @@ def test_an_open_address_needs_a_token(tmp_path):
             serve([tmp_path], "0.0.0.0:0", token, print)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1:99999", "127.0.0.1:x", "["])
+def test_odd_addresses_are_refused(tmp_path, host):
+    with pytest.raises(InvalidInput, match="is no address"):
+        serve([tmp_path], host, TOKEN, print)
+
+
+def test_odd_jobs_and_numbers_are_harmless(user, site):
+    site.jobs.draft(["plan"])
+    (job,) = site.jobs
+    (job.folder / "command.json").write_text("[" * 5000)
+    assert job.words == ["?"]
+    asked = f"folder=photos&resolution={'1' * 5000}"
+    assert "bug in autotune" not in user.get(f"/data/check?{asked}").text
+
+
 def test_only_plans_are_shown(user, site):
     from autotune.plan.file import save_plan
 
