@@ -3,6 +3,7 @@
 probe ──> plan ──> plan.yaml ──> train
 """
 
+import io
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from autotune.cli.commands import app
 from autotune.cli.options import INTERRUPTED
 from autotune.cli.output import Progress, print_json
 from autotune.errors import InvalidInput, explain_error  # here: later memory may lack for it
-from autotune.report.text import printable, without_logins, wrapped
+from autotune.report.text import folded, printable, without_logins
 from autotune.system.process import prepare_process
 
 
@@ -39,7 +40,8 @@ def main() -> None:
         status = INTERRUPTED
     except click.UsageError as error:
         error.message = without_logins(error.message) + _told_here(error)  # type: ignore[misc]
-        error.show()
+        error.show(told := io.StringIO())
+        _tell(told.getvalue())
         command = error.ctx.command_path if error.ctx else "autotune"
         _exit(error.format_message(), f"{command} --help", error.exit_code)
     except BrokenPipeError:
@@ -103,10 +105,13 @@ def _repeat_interrupt(lost: Any) -> None:
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:
     message, hint = (without_logins(printable(" ".join(text.split()))) for text in (message, hint))
-    for line in (f"error: {message}", f"hint: {hint}"):  # whole lines are easier to find in a log
-        shown = wrapped(line, 4) if sys.stderr.isatty() else [line]
-        sys.stderr.write("".join(f"{part}\n" for part in shown))
+    _tell(f"error: {message}\nhint: {hint}\n")
     _exit(message, hint, status)
+
+
+def _tell(text: str) -> None:
+    # Whole lines are easier to find in a log.
+    sys.stderr.write(folded(text) if sys.stderr.isatty() else text)
 
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:

@@ -10,7 +10,7 @@ from click.exceptions import Exit
 import autotune
 from autotune.cli.commands import JSON, OUTPUT, PATH, PLAN, app
 from autotune.cli.options import Commands
-from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
+from autotune.cli.output import Progress, print_remark, print_result, show_events
 
 CONFIG = click.argument(
     "config_file", type=PATH, metavar="FILE", help="A configuration of another trainer."
@@ -45,7 +45,7 @@ def import_config(
         made = plan_from_config(config, path=path, hardware=hardware, on_event=show)
     for remark in made.remarks:
         print_remark(f"note: {remark}")
-    print_remark(f"written to {path}; train it with: autotune train {shlex.quote(str(path))}")
+    print_remark(f"written to {path}; train it with:", f"autotune train {shlex.quote(str(path))}")
 
 
 @app.command()
@@ -94,7 +94,7 @@ def audit(config_file: Path, hardware: str | None, measure: bool, form: str, as_
     with show_events() as show:
         found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
     if form == "markdown":
-        print_out(audit_markdown(found))
+        click.echo(audit_markdown(found))  # its tables stay as they are
         return
     print_result(found, as_json, audit_lines)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
-from autotune.report.text import with_command, wrapped
+from autotune.report.text import with_command
 
 if TYPE_CHECKING:
     from autotune.events import Event
@@ -51,8 +51,8 @@ def print_remark(text: str, command: str = "") -> None:
     from autotune.cli import terminal
 
     lines = [f"{text} {command}".rstrip()]
-    if terminal.err.is_terminal:
-        lines = with_command(text, command) if command else wrapped(text, 4)
+    if command and terminal.err.is_terminal:
+        lines = with_command(text, command)
     terminal.err.print("\n".join(lines))
 
 

@@ -19,18 +19,21 @@ from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import TrainingPlan
 from autotune.report import run as texts
 from autotune.report.plan import job_text
-from autotune.report.text import memory_text, printable_lines, time_left_text, wrapped
+from autotune.report.text import folded, memory_text, printable_lines, time_left_text
 
 QUIET_SECONDS = 60.0  # longest time between two lines of a training run whose output goes to a file
 
 
 class PlainConsole(Console):
-    """Prints text without markup or control characters: some comes from untrusted files."""
+    """Prints text without markup or control characters: some comes from untrusted files. On a
+    terminal lines are broken between words, so that it breaks none within one."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def print(self, *objects: Any, **style: Any) -> None:
+        if self.is_terminal:
+            objects = tuple(folded(each) if isinstance(each, str) else each for each in objects)
         try:
             super().print(*objects, **style)
         except OSError:
@@ -62,25 +65,27 @@ class _Count(progress.MofNCompleteColumn):
         return super().render(task) if task.total else Text()
 
 
-class _TimeLeft(progress.TimeRemainingColumn):
+class _Time(progress.TimeRemainingColumn):
     def render(self, task: progress.Task) -> Text:
         left = task.fields["max_seconds_left"]
-        return super().render(task) if left is None else Text(f"≤ {timedelta(seconds=round(left))}")
+        if left is None:
+            return super().render(task) if task.total else Text(f"{task.elapsed or 0:.0f} s")
+        return Text(f"≤ {timedelta(seconds=round(left))}")
 
 
-class _Note(progress.ProgressColumn):
-    def render(self, task: progress.Task) -> Text:
-        note = " ".join(task.fields["note"].split())  # the one that is cut on short lines
-        return Text(note, no_wrap=True, overflow="ellipsis")
+class _Words(progress.TextColumn):
+    def __init__(self, text: str) -> None:
+        super().__init__(text, markup=False, table_column=Column(overflow="fold"))
 
 
 def _bar() -> progress.Progress:
+    room = min(24, err.width - 96)  # 80 columns are needed for numbers
     return progress.Progress(
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(bar_width=max(4, min(24, err.width - 76))),
-        _Count(),
-        _Note(table_column=Column()),
-        _TimeLeft(compact=True),
+        _Words("{task.description}"),
+        *[progress.BarColumn(bar_width=room)] * (room > 0),
+        _Count(table_column=Column(no_wrap=True)),
+        _Words("{task.fields[note]}"),
+        _Time(compact=True, table_column=Column(no_wrap=True)),
         console=err,
         transient=True,
         disable=not err.is_terminal,
@@ -111,9 +116,9 @@ class EventDisplay:
             case events.Progressed():
                 self._update(event.name, event.done, event.total)
             case events.Notice():
-                warns, warning = event.level == "warning", wrapped(f"warning: {event.text}", 4)
-                lines = warning if warns else [texts.note_text(event.text, event.topic)]
-                self._print(*lines, style="yellow" if warns else None)
+                warns, note = event.level == "warning", texts.note_text(event.text, event.topic)
+                line = f"warning: {event.text}" if warns else note
+                self._print(line, style="yellow" if warns else None)
             case events.SearchSpaceBuilt():
                 self.max_trials = event.max_trials
                 self._detail(f"{event.num_candidates} candidates")
@@ -154,7 +159,7 @@ class EventDisplay:
         text = texts.trial_text(number, self.max_trials, result)
         self._detail(*[texts.TRIAL_HEADER] * (number == 1))
         self._detail(*texts.trial_lines(number, result, self.trials[0]))
-        self._detail(*wrapped(f"    {result.message}") if result.message else [])
+        self._detail(*[f"    {result.message}"] * bool(result.message))
         if self.bar.disable and not self.is_verbose:
             self._print(text)
         self._update_trials(text.partition(": ")[2])
@@ -175,8 +180,8 @@ class EventDisplay:
             self.has_kept_promise = False
             held, promised = map(memory_text, (event.memory_bytes, self.promised_bytes))
             told = f"warning: {held} are held after step {event.step}; the plan promised {promised}"
-            self._print(*wrapped(told, 4), style="yellow")
-        self._update("training", event.step, event.num_steps, note=note)
+            self._print(told, style="yellow")
+        self._update("step", event.step, event.num_steps, note=note)
         if held_out := texts.validation_text(event):
             self._print(held_out)
         is_tenth = event.step % max(1, event.num_steps // 10) == 0
@@ -201,12 +206,13 @@ class EventDisplay:
         self, name: str, done: int | None = None, total: int | None = None, **fields: Any
     ) -> None:
         shown: dict[str, Any] = {"note": "", "max_seconds_left": None, **fields}
+        shown["note"] = " ".join(shown["note"].split())
         if self.bar.disable and not self.has_spoken:
             self._print(name)  # off a terminal no bar says that something happens
         if total is None:
             self._end_task()  # rich would keep the number of parts
         if self.task is None:
-            self.task = self.bar.add_task(name, **shown)
+            self.task = self.bar.add_task(name, total=total, **shown)
         self.bar.update(self.task, description=name, total=total, completed=done, **shown)
 
     def _end_task(self) -> None:

@@ -15,7 +15,6 @@ from autotune.plan.words import MEMORY
 from autotune.report.text import (
     WIDTH,
     capped,
-    cut,
     memory_text,
     seconds_text,
     titled_lines,
@@ -312,10 +311,11 @@ def weights_lines(summary: FileSummary) -> str:
         f"{summary.name}: {memory_text(summary.size_bytes)}",
         f"tensors: {len(rows)} ({kinds})",
         f"values that are not finite: {'not counted' if bad is None else bad}",
-        *(f"metadata {k}: {' '.join(v.split())}" for k, v in sorted(summary.metadata.items())),
-        "",
     ]
-    lines = list(map(cut, lines))  # metadata may be pages long
+    for name, value in sorted(summary.metadata.items()):
+        told = wrapped(f"metadata {name}: {' '.join(value.split())}", 4)  # may be pages long
+        lines += capped(told, MAX_NAMED, " lines: --json has all")
+    lines.append("")
     for name, facts in rows:
         if len(name) > room:
             lines.append(name)
@@ -329,8 +329,8 @@ def record_list_lines(rows: Sequence[Any]) -> list[str]:
     for row in rows:
         memory = f"{memory_text(row.peak_memory_bytes)} in a step"
         numbers = f"{seconds_text(row.step_seconds)}, {memory}"
-        lines.append(cut(f"{row.name[:12]}  {row.measured_on}  {row.device_name}"))
-        lines.append(cut(f"    {row.family}  {row.work}  {row.num_trials} trials"))
+        lines += wrapped(f"{row.name[:12]}  {row.measured_on}  {row.device_name}", 4)
+        lines += wrapped(f"    {row.family}  {row.work}  {row.num_trials} trials", 4)
         lines += wrapped(f"    {row.settings}: {numbers}", 0)
         if row.match:
             told = f": {'; '.join(row.reasons)}" if row.reasons else ""

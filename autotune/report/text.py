@@ -92,6 +92,11 @@ def wrapped(text: str, hanging: int = 2) -> list[str]:
     ) or [""]
 
 
+def folded(text: str) -> str:
+    """Break lines that are too wide between words; commands have been (`with_command`)."""
+    return "\n".join(part for line in text.split("\n") for part in wrapped(line, 4))
+
+
 def titled_lines(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Write titles in a column and their texts beside them."""
     return [
@@ -100,9 +105,11 @@ def titled_lines(facts: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def with_command(words: str, command: str) -> list[str]:
-    """Write words and a command to copy in one line or, if that is too long, in two."""
+    """Write words and a command to copy in one line or, if that is too long, on lines of its own
+    that a shell takes as they are."""
     line = printable(f"{words} {command}")
-    return [line] if len(line) <= WIDTH else [*wrapped(words), f"    {printable(command)}"]
+    quoted = re.findall(r"(?:'[^']*'|\S)+", printable(command))
+    return [line] if len(line) <= WIDTH else [*wrapped(words), *titled_command("    ", quoted)]
 
 
 def titled_command(title: str, words: Sequence[str]) -> list[str]:
@@ -124,12 +131,6 @@ def capped(lines: Sequence[str], limit: int, rest: str) -> list[str]:
     """Keep the first `limit` lines; `rest` tells where to find more."""
     more = len(lines) - limit
     return [*lines[:limit], f"... and {more} more{rest}"] if more > 0 else list(lines)
-
-
-def cut(text: str) -> str:
-    """Keep as much of `text` as fits one line."""
-    plain = printable(text)
-    return plain if len(plain) <= WIDTH else plain[: WIDTH - 3] + "..."
 
 
 def printable(text: str) -> str:

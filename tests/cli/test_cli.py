@@ -272,9 +272,13 @@ def test_a_bar_shows_numbers_whole(monkeypatch, columns):
     bar = terminal._bar()
     show = EventDisplay(bar)
     show.promised_bytes = 15 << 30
-    show(steps_of(90, 1000)[-1].changed(epoch=12, gpu_utilization=0.97, gradient_spikes=30))
-    console.print(bar.get_renderable())
-    *_, shown = console.file.getvalue().splitlines()
-    assert "90/1000" in shown
-    assert "GiB" in shown
-    assert len(shown) <= columns
+    step = steps_of(90, 1000)[-1].changed(epoch=12, gpu_utilization=0.97)
+    for number, more in ((1, {}), (2, {"gradient_spikes": 30, "overflowed_gradients": 7})):
+        show(step.changed(**more))
+        console.file = io.StringIO()
+        console.print(bar.get_renderable())
+        lines = console.file.getvalue().rstrip().splitlines()
+        assert len(lines) <= number or columns > 80
+        assert max(map(len, lines)) <= columns
+        text = " ".join(" ".join(lines).split())
+        assert re.search("90/1000 epoch 12 .* 9.00/15.00 GiB GPU 97%", text.replace(" --:--", ""))
