@@ -328,8 +328,7 @@ def inspect_weights(
     path, name = Path(path), "counting NaN and infinite values"
     on_event(StatusChanged(text=name))
     source = files.open_weights(path)
-    located = source.locations.values()
-    total, done, summaries = sum(entry.size_bytes for _, entry in located), 0, []
+    located, summaries = source.locations.values(), list[TensorSummary]()
     for file, entry in located:
         num_nan, num_inf = _count_nonfinite(file, entry) if count_values else (None, None)
         summary = TensorSummary(
@@ -341,8 +340,7 @@ def inspect_weights(
             num_inf=num_inf,
         )
         summaries.append(summary)
-        done += entry.size_bytes
-        on_event(Progressed(name=name, done=done, total=total))
+        on_event(Progressed(name=name, done=len(summaries), total=len(located)))
     return FileSummary(
         name=path.absolute().name,
         size_bytes=sum(file.size_bytes for file in source.files),

@@ -1,45 +1,23 @@
 """Closed pipes, control characters, plans side by side, and whose each value is."""
 
-import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from autotune.api import list_models
 from autotune.cli.terminal import err, out
-from autotune.interop.importing import Audit, import_config
-from autotune.plan.candidate import CachingSettings, Candidate, Outcome, TrialResult
-from autotune.plan.plan import CheckResult
-from autotune.plan.prediction import (
-    Estimate,
-    JobTime,
-    MemoryBreakdown,
-    PhaseMemory,
-    Prediction,
-    SettingWorth,
-    StepTime,
-)
-from autotune.plan.words import PHASES, label_of
-from autotune.records import RecordSummary
-from autotune.report.configs import audit_lines, import_lines
-from autotune.report.machine import data_report_lines, record_list_lines
+from autotune.plan.candidate import CachingSettings, Outcome, TrialResult
+from autotune.plan.prediction import StepTime
 from autotune.report.plan import (
-    check_lines,
-    difference_lines,
     differences,
     every_reason_lines,
     explain_lines,
     plan_lines,
     train_hint,
 )
-from autotune.report.predictions import comparison_lines, estimate_lines, model_lines
 from autotune.report.run import missed_promises, report_lines, result_lines, trial_text
 from autotune.report.text import range_text, rough_seconds, seconds_text
-from autotune.search.comparison import ComparedGpu, Comparison
-from tests.interop.test_importing import CONFIGS
 from tests.report.page.pages import golden_plan, run_report
-from tests.report.test_machine import REPORT
 
 
 def test_control_characters_are_replaced(capfd):
@@ -133,73 +111,6 @@ def test_answers_fit_a_screen(evidence, number):
     text = " ".join(" ".join(lines).split())
     assert plan.frozen.hardware.device_name in text
     assert ("±" in text, "such ranges" in text) == (False, evidence == "predicted")
-
-
-def test_no_answer_is_wider():
-    gpu = "nvidia-rtx-5000-ada-generation-laptop-gpu"
-    plans = [long_plan(evidence, 8) for evidence in ("measured", "predicted")]
-    settings = Candidate(micro_batch_size=1, **LONGEST)
-    work = plans[0].frozen.workload
-    sizes = dict.fromkeys(MemoryBreakdown.model_fields, 999 << 30)
-    phase = {"run_memory_bytes": 999 << 30, "allocated_memory_bytes": 999 << 30, "breakdown": sizes}
-    prediction = Prediction(
-        candidate=settings, allocated_memory_bytes=999 << 30, run_memory_bytes=999 << 30,
-        host_memory_bytes=999 << 30, step_seconds=5e3, images_per_second=1e-4,
-        step_time=StepTime(**dict.fromkeys(StepTime.model_fields, 1e5)),
-        phases=tuple(PhaseMemory.model_validate({"name": name, **phase}) for name in PHASES),
-        memory_uncertainty=0.1, time_uncertainty=0.7,
-    )  # fmt: skip
-    seconds = dict.fromkeys(JobTime.model_fields, 1e6)
-    found = Estimate(
-        hardware="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", budget_bytes=999 << 30,
-        fits=False, workload=work, prediction=prediction, run_memory_bytes=999 << 30,
-        step_seconds=5e3, num_steps=10**6, job=JobTime(**seconds), price_per_hour=99.9, cost=1e6,
-    )  # fmt: skip
-    figures = {"step_seconds": 5e3, "time_uncertainty": 0.7, "run_memory_bytes": 999 << 30}
-    compared = ComparedGpu(
-        gpu=gpu[:27], memory_gb=999, settings=settings, num_steps=10**6, image_seconds=5e3,
-        other_seconds=1e6, **figures,
-    )  # fmt: skip
-    nowhere = ComparedGpu(gpu=gpu, memory_gb=1, misfit="too small")
-    comparison = Comparison(
-        model="black-forest-labs/FLUX.2-klein-base-9B-distilled-and-more-of-a-name",
-        gpus=(compared, *[nowhere] * 9), host_memory_bytes=999 << 30, currency="USD", priced="2026",
-    )  # fmt: skip
-    worth = SettingWorth(
-        knob="selective_blocks", written=0, better=40,
-        step_seconds_saved=99.9, run_memory_saved_bytes=999 << 30,
-    )  # fmt: skip
-    row = RecordSummary(
-        name="0" * 64, measured_on="2026-11-27", device_name=found.hardware, family="qwen-image",
-        work="1024px-1f-r16-attention-b4-exact", settings=label_of(settings), num_trials=512,
-        step_seconds=5e3, peak_memory_bytes=999 << 30, match="near", reasons=("word " * 30,),
-    )  # fmt: skip
-    files = [path for path in CONFIGS.iterdir() if not re.search("_(data|bnb)", path.name)]
-    configs = [*map(import_config, files)]
-    views = [
-        estimate_lines(found),
-        comparison_lines(comparison),
-        difference_lines(differences(*plans, price_per_hour=99.9)),
-        difference_lines(differences(golden_plan(), plans[1])),
-        check_lines(CheckResult(fits=False, misfits=("long " * 30,)), "plan.yaml", gpu),
-        report_lines(run_report(plans[0])),
-        data_report_lines(REPORT.changed(folder="photos " * 20, enlarged=("long name.png",) * 9)),
-        record_list_lines([row]),
-        model_lines(list_models()),
-        *(import_lines(config) for config in configs),
-    ]
-    views += [
-        audit_lines(
-            Audit(
-                config=config, as_written=found, breaks=("word " * 30,), fastest=found,
-                worth=(worth,), in_trainer=found,
-            )
-        )
-        for config in configs
-    ]  # fmt: skip
-    lines = [line for view in views for line in view]
-    assert [line for line in lines if len(line) > 80] == []
-    assert label_of(settings).split()[-1] in " ".join(lines)
 
 
 def test_trial_is_told_in_one_line():
