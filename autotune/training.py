@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from autotune.api import plan
+from autotune.data.captions import Captioned, edit_captions, read_captions, reworded
 from autotune.data.dataset import DataReport, check_dataset
 from autotune.data.items import make_options
 from autotune.errors import InvalidInput, first_line
@@ -59,6 +61,54 @@ def check_data(request: CheckDataRequest) -> DataReport:
         on_progress=lambda done, total: request.on_event(
             Progressed(name="reading", done=done, total=total)
         ),
+    )
+
+
+def caption_data(
+    place: str | Path,
+    *,
+    model: str | None = None,
+    prompt: str | None = None,
+    caption: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    on_event: OnEvent = log_event,
+    **rewording: Any,
+) -> dict[str, str]:
+    """Write or edit captions of a folder's images, or of one, and return those that changed by the
+    names of their images; `rewording` is that of `reworded`, the only change by itself.
+
+    A `model` of this machine describes images without a caption, or `caption` becomes theirs;
+    with `overwrite` all get it. A `dry_run` changes nothing, and of a model tells what it takes.
+    Raises InvalidInput for no images or no such model, NothingFits if it needs more memory than is
+    free.
+    """
+    place = Path(place)
+    folder = place if place.is_dir() else place.parent
+    found = read_captions(folder) if folder.is_dir() else []
+    items = [one for one in found if place.is_dir() or one.media.name == place.name]
+    if not items:
+        raise InvalidInput(f"there are no images at {place}", hint="name a folder of images")
+    describe: Callable[[Captioned], str] = lambda one: caption or one.caption  # noqa: E731
+    if model or caption:
+        items = [one for one in items if not one.is_locked and (overwrite or not one.caption)]
+    elif not any(rewording.values()):
+        hint = "give --model, --caption, --trigger, --prefix or --replace"
+        raise InvalidInput("nothing is to be changed", hint=hint)
+    if model and items:
+        from autotune.data.describe import find_describer
+
+        load = find_describer(model, len(items), on_event)
+        if dry_run:
+            return {}
+        describe = load(prompt)
+    return edit_captions(
+        folder,
+        items,
+        lambda one: reworded(describe(one), **rewording),
+        f"captions by {model}" if model else "captions",
+        at_once=bool(model),
+        dry_run=dry_run,
     )
 
 

@@ -384,3 +384,49 @@ def check_data(asked: dict[str, Any], strict: bool, as_json: bool) -> None:
     print_result(found, as_json, data_report_lines)
     if not (found.is_clean if strict else found.can_train):
         raise Exit(2)
+
+
+@data.command("caption")
+@click.argument("place", type=PATH, metavar="FOLDER|IMAGE", help="Images to caption.")
+@click.option("--model", help="Describe images with this: a known model, folder or hub id.")
+@click.option("--prompt", help="Question to that model, instead of the usual one.")
+@click.option("--caption", help="Caption of images that have none.")
+@click.option("--trigger", default="", help="Word put in front of every caption that lacks it.")
+@click.option("--prefix", default="", help="Words put in front of every caption.")
+@click.option(
+    "--replace",
+    "replacements",
+    multiple=True,
+    metavar="WORDS=OTHERS",
+    help="Replace words of captions; repeat for more.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace captions that are there.")
+@click.option("--dry-run", is_flag=True, help="Only show what would change, or what is needed.")
+@JSON
+def caption_data(place: Path, replacements: tuple[str, ...], as_json: bool, **asked: Any) -> None:
+    """Write captions with a model that is on this machine, or edit those that there are.
+
+    Run again, it goes on where it stopped; `data undo` takes back what it changed last.
+    """
+    from autotune.training import caption_data
+
+    pairs = [text.partition("=") for text in replacements]
+    if not all(words and sign for words, sign, _ in pairs):
+        raise click.BadParameter("it is not WORDS=OTHERS", param_hint="--replace")
+    asked["replacements"] = {words: others for words, _, others in pairs}
+    with show_events() as show:
+        changed = caption_data(place, **asked, on_event=show)
+    lines = [f"{name}: {text}" for name, text in changed.items()]
+    verb = "would change" if asked["dry_run"] else "changed"
+    print_result({"captions": changed}, as_json, lambda _: [*lines, f"{verb}: {len(changed)}"])
+
+
+@data.command("undo")
+@click.argument("folder", type=PATH, metavar="FOLDER", help="Images whose captions were edited.")
+@JSON
+def undo_captions(folder: Path, as_json: bool) -> None:
+    """Take back what `data caption`, or the page, changed last in a folder."""
+    from autotune.data.captions import undo_edit
+
+    told = undo_edit(folder)
+    print_result({"undone": told}, as_json, lambda _: f"taken back: {told}")

@@ -24,7 +24,7 @@ from autotune.cli.commands import app
 from autotune.cli.jobs import ANSWER, EVENTS, EXIT, Job, is_locked
 from autotune.cli.options import GIVEN
 from autotune.cli.server import Asked, Site, route
-from autotune.data.captions import Captioned, edit_captions, last_edit, read_captions, undo_edit
+from autotune.data.captions import edit_captions, last_edit, read_captions, reworded, undo_edit
 from autotune.data.media import CAPTION_SUFFIXES
 from autotune.data.pixels import IMAGE_SUFFIXES, open_image
 from autotune.errors import AutotuneError, InvalidInput
@@ -70,11 +70,12 @@ FIELDS = {  # of each command, those that the page's forms may fill in
         "prices",
     ),
     "audit": ("config_file", "hardware"),
+    "data caption": ("place", "trigger", "replacements"),
     "weights convert": ("source", "target", "to", "overwrite"),
     "profiles list": (),
 }
 PATHS = {"data", "base", "control", "output", "path", "plan", "run_folder", "config_file"}
-PATHS |= {"source", "target", "prices"}
+PATHS |= {"source", "target", "prices", "place"}
 FORMATS = {"diffusers": "diffusers", "comfyui": "ComfyUI", "kohya": "Kohya"}
 
 
@@ -179,6 +180,9 @@ def _complete(site: Site, name: str, asked: Asked) -> None:
         run, texts = asked.one("run_folder"), [asked.one(n) for n in ("prompt", "seed")]
         named = "-".join(re.sub(r"[^a-z0-9]+", "-", text.lower())[:40] for text in texts)
         asked["path"] = [f"{run}/samples/{named.strip('-') or 'sample'}.png"]
+    if name == "data caption":
+        asked["place"], find = [asked.one("folder")], asked.one("find")
+        asked["replacements"] = [f"{find}={asked.one('replacement')}"] * bool(find)
     if name == "weights convert":
         asked["source"] = [f"{asked.one('run_folder')}/{ADAPTER_FILE}"]
         target = f"{asked.one('to')}_lora_weights.safetensors"
@@ -360,10 +364,6 @@ def places(site: Site, kind: str) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _undo_file(site: Site) -> Path:
-    return site.workspace / ".autotune" / "undo.jsonl"
-
-
 def _data_folder(site: Site, asked: Asked) -> Path | None:
     folders = places(site, "data")
     if name := asked.one("folder"):
@@ -390,7 +390,8 @@ def _show_data(site: Site, asked: Asked) -> Response:
         captioned=sum(bool(item.caption) for item in items),
         start=at,
         size=PAGE_SIZE,
-        undo=last_edit(_undo_file(site)),
+        undo=folder and last_edit(folder),
+        undo_command=folder and command_text(["data", "undo", site.shown(folder)]),
         told=asked.one("told"),
     )
 
@@ -413,13 +414,14 @@ def _check_data(site: Site, asked: Asked) -> Response:
 
 @route("/data/caption", "POST")
 def _edit_caption(site: Site, asked: Asked) -> Response:
-    name, undo_file = asked.one("name"), _undo_file(site)
-    items = read_captions(site.inside(asked.one("folder")), site.has)
+    name, folder, text = asked.one("name"), site.inside(asked.one("folder")), asked.one("caption")
+    items = read_captions(folder, site.has)
     own = [item for item in items if item.media.name == name and not item.is_locked]
     if not own:
         raise InvalidInput(f"no caption of {name} can be edited", hint="reload the page")
-    edit_captions(own, lambda item: asked.one("caption"), undo_file, f"the caption of {name}")
-    return site.render("saved_part.html")
+    edit_captions(folder, own, lambda item: text, f"the caption of {name}")
+    words = ["data", "caption", "--overwrite", f"--caption={text}", site.shown(own[0].media.path)]
+    return site.render("saved_part.html", command=command_text(words))
 
 
 @route("/data/replace", "POST")
@@ -428,15 +430,15 @@ def _replace_in_captions(site: Site, asked: Asked) -> Response:
     trigger, find, replacement = (asked.one(name) for name in ("trigger", "find", "replacement"))
     if not trigger and not find:
         raise InvalidInput("both fields are empty", hint="fill in one of them")
-
-    def change(item: Captioned) -> str:
-        text = item.caption.replace(find, replacement) if find else item.caption
-        return text if not trigger or trigger in text else f"{trigger}, {text}".removesuffix(", ")
-
+    pairs = {find: replacement} if find else {}
     what = f"the trigger word {trigger}" if trigger else f"“{find}” by “{replacement}”"
-    what += f" in {site.shown(folder)}"
-    number = edit_captions(read_captions(folder, site.has), change, _undo_file(site), what)
-    told = f"{number} caption{'s' * (number != 1)} changed"
+    changed = edit_captions(
+        folder,
+        read_captions(folder, site.has),
+        lambda item: reworded(item.caption, trigger=trigger, replacements=pairs),
+        what,
+    )
+    told = f"{len(changed)} caption{'s' * (len(changed) != 1)} changed"
     return RedirectResponse(f"/data?folder={_quoted(str(folder))}&told={_quoted(told)}", 303)
 
 
@@ -447,10 +449,9 @@ def _undo(site: Site, asked: Asked) -> Response:
             raise InvalidInput(f"{name} is no caption", hint="edit it by hand")
         return site.inside(name)
 
-    told = f"taken back: {undo_edit(_undo_file(site), allow)}"
-    return RedirectResponse(
-        f"/data?folder={_quoted(asked.one('folder'))}&told={_quoted(told)}", 303
-    )
+    folder = site.inside(asked.one("folder"))
+    told = f"taken back: {undo_edit(folder, allow)}"
+    return RedirectResponse(f"/data?folder={_quoted(str(folder))}&told={_quoted(told)}", 303)
 
 
 @route("/upload", "PUT")

@@ -1,16 +1,20 @@
 """Captions of a folder, read as training reads them, and edited so that it can be undone."""
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from autotune.data.media import Media, find_captions, find_media, list_contents
 from autotune.errors import InvalidInput
-from autotune.system.files import read_bounded, write_text_atomic
+from autotune.system.files import data_path, read_bounded, write_text_atomic
 
 MAX_CAPTION_BYTES = 1 << 20
 MAX_UNDO_BYTES = 64 << 20
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Captioned(NamedTuple):
@@ -49,30 +53,64 @@ def _read(file: Path) -> str | None:
         return None
 
 
+def reworded(
+    text: str, *, trigger: str = "", prefix: str = "", replacements: Mapping[str, str] = NOTHING
+) -> str:
+    """Replace words of a caption, then put a prefix and a trigger word in front if it lacks
+    them."""
+    for find, replacement in replacements.items():
+        text = text.replace(find, replacement)
+    if text not in ("", trigger) and prefix.strip() not in text:
+        text = f"{prefix.rstrip()} {text}"
+    return text if trigger in text else f"{trigger}, {text}".removesuffix(", ")
+
+
 def edit_captions(
-    items: Iterable[Captioned], change: Callable[[Captioned], str], undo_file: Path, what: str
-) -> int:
-    """Write what `change` makes of each caption that can be edited, and return how many changed;
-    `undo_file` keeps what they were."""
+    folder: Path,
+    items: Iterable[Captioned],
+    change: Callable[[Captioned], str],
+    what: str,
+    *,
+    at_once: bool = False,
+    dry_run: bool = False,
+) -> dict[str, str]:
+    """Write what `change` makes of each caption that can be edited, and return those that changed
+    by the names of their images. Each is written `at_once`, or all if nothing went wrong, or none
+    in a `dry_run`."""
+    free = [one for one in items if not one.is_locked]
+    if at_once and free:
+        _remember(folder, free, what)
     edits = []
-    for one in items:
+    for one in free:
         text = change(one).replace("\r\n", "\n").strip()
-        if not one.is_locked and text != one.caption:
-            edits.append((one.file, text, _read(one.file)))
-    if edits:
-        entry = {"what": what, "was": [(str(file), was) for file, _, was in edits]}
-        lines = [json.dumps(entry), *_undo_lines(undo_file)]
-        while sum(map(len, lines)) > MAX_UNDO_BYTES and len(lines) > 1:
-            lines.pop()
-        write_text_atomic(undo_file, "\n".join(lines) + "\n")
-    for file, text, _ in edits:
-        write_text_atomic(file, text + "\n")
-    return len(edits)
+        if text != one.caption:
+            edits.append((one, text))
+            if at_once:
+                write_text_atomic(one.file, text + "\n")
+    if edits and not (at_once or dry_run):
+        _remember(folder, [one for one, _ in edits], what)
+        for one, text in edits:
+            write_text_atomic(one.file, text + "\n")
+    return {one.media.name: text for one, text in edits}
 
 
-def _undo_lines(undo_file: Path) -> list[str]:
+def _remember(folder: Path, items: Iterable[Captioned], what: str) -> None:
+    entry = {"what": what, "was": [(str(one.file), _read(one.file)) for one in items]}
+    lines = [json.dumps(entry), *_undo_lines(folder)]
+    while sum(map(len, lines)) > MAX_UNDO_BYTES and len(lines) > 1:
+        lines.pop()
+    _undo_file(folder).parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(_undo_file(folder), "\n".join(lines) + "\n")
+
+
+def _undo_file(folder: Path) -> Path:
+    key = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]
+    return data_path("captions", f"{key}.jsonl")
+
+
+def _undo_lines(folder: Path) -> list[str]:
     try:
-        lines = read_bounded(undo_file, 2 * MAX_UNDO_BYTES).decode().splitlines()
+        lines = read_bounded(_undo_file(folder), 2 * MAX_UNDO_BYTES).decode().splitlines()
         last = json.loads(lines[0])
         texts = [last["what"], *(text for name, was in last["was"] for text in (name, was or ""))]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -80,18 +118,18 @@ def _undo_lines(undo_file: Path) -> list[str]:
     return lines if all(isinstance(text, str) for text in texts) else []
 
 
-def last_edit(undo_file: Path) -> str | None:
+def last_edit(folder: Path) -> str | None:
     """Tell what was edited last, if anything can be undone."""
-    lines = _undo_lines(undo_file)
+    lines = _undo_lines(folder)
     return str(json.loads(lines[0])["what"]) if lines else None
 
 
-def undo_edit(undo_file: Path, allow: Callable[[str], Path]) -> str:
+def undo_edit(folder: Path, allow: Callable[[str], Path] = Path) -> str:
     """Take back what was edited last, and return what it was; `allow` refuses a file that may not
     be written. Raises InvalidInput if there is nothing."""
-    lines = _undo_lines(undo_file)
+    lines = _undo_lines(folder)
     if not lines:
-        raise InvalidInput("there is nothing to undo", hint="captions are as they were")
+        raise InvalidInput(f"nothing was edited in {folder}", hint="captions are as they were")
     entry = json.loads(lines[0])
     for name, was in entry["was"]:
         file = allow(name)
@@ -99,5 +137,5 @@ def undo_edit(undo_file: Path, allow: Callable[[str], Path]) -> str:
             file.unlink(missing_ok=True)
         else:
             write_text_atomic(file, was + "\n")
-    write_text_atomic(undo_file, "".join(f"{line}\n" for line in lines[1:]))
+    write_text_atomic(_undo_file(folder), "".join(f"{line}\n" for line in lines[1:]))
     return str(entry["what"])

@@ -6,7 +6,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -177,12 +177,14 @@ def _is_weightless(component: str) -> bool:
     return component.startswith(WEIGHTLESS) or component.endswith(WEIGHTLESS)
 
 
-def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
+def snapshot_in_cache(
+    repo: str, revision: str = "main", indices: Sequence[str] = files.PIPELINE_INDICES
+) -> Path | None:
     """Find that revision's folder in the hub's cache, complete or not, without the network."""
     try:
         found = [
             huggingface_hub.try_to_load_from_cache(repo, index, revision=revision)
-            for index in files.PIPELINE_INDICES
+            for index in indices
         ]
     except errors.HFValidationError:
         return None

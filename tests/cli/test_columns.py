@@ -160,6 +160,10 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
     "sample": [("RUN --prompt x", {"autotune.sample": [Path(FOLDER) / "a.png"]}, FOLDER)],
     "data check": [("DIR", {"autotune.check_data": REPORT.changed(folder=FOLDER)}, FOLDER)],
+    "data caption": [
+        (f"{FOLDER} --trigger x", {"autotune.training.caption_data": {"a.png": REASON}}, REASON)
+    ],
+    "data undo": [(FOLDER, {"autotune.data.captions.undo_edit": REASON}, REASON)],
     "import-config": [
         (f"FILE{more}", {"autotune.import_config": config}, "")
         for config in CONFIGURATIONS
