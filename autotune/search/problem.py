@@ -22,7 +22,7 @@ from autotune.plan.hardware import KEY_NAMES, Capability, HardwareProfile, share
 from autotune.plan.job import Job
 from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
-from autotune.plan.words import value_text
+from autotune.plan.words import setting_text
 from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search import comparison, next
 from autotune.search.gradient_checks import check_gradients
@@ -403,7 +403,7 @@ def advise_choices(
             continue
         option = f"--batch-size {chosen.micro_batch_size * number}, which changes what is learned"
         if bases is formats:
-            stored = value_text("quantization", chosen.quantization)
+            stored = setting_text("quantization", chosen.quantization)
             option = f"--quality compact: {stored}, less exact"
         found.append(f"{best_gain:.2f}x by {option}")
     step_time = cost.predict(best).step_time
