@@ -16,8 +16,9 @@ from autotune.errors import InvalidInput
 pytest.importorskip("starlette", reason="starlette is not installed: pip install '.[dev]'")
 from starlette.testclient import TestClient
 
+from autotune.cli import pages  # noqa: F401 - it adds the routes
+from autotune.cli.forms import build_words, values_of
 from autotune.cli.jobs import Jobs, is_locked
-from autotune.cli.pages import build_words, values_of
 from autotune.cli.server import ROUTES, Asked, Site, build_app, serve
 from autotune.demo.lesson import SMALL_WORLD
 from tests.report.page.pages import golden_plan
@@ -224,7 +225,12 @@ def test_captions_are_edited_and_taken_back(user, site):
     def captions() -> list[str]:
         return [(photos / f"{name}.txt").read_text().strip() for name in "ab"]
 
-    user.post("/data/caption", data={"folder": "photos", "name": "a.png", "caption": "one cat"})
+    saved = user.post(
+        "/data/caption", data={"folder": "photos", "name": "a.png", "caption": "one cat"}
+    )
+    assert (
+        "autotune data caption --overwrite &#39;--caption=one cat&#39; photos/a.png" in saved.text
+    )
     user.post("/data/replace", data={"folder": "photos", "find": "cat", "replacement": "dog"})
     user.post("/data/replace", data={"folder": "photos", "trigger": "sks"})
     assert captions() == ["sks, one dog", "sks, two dogs"]

@@ -1,0 +1,186 @@
+"""Forms of the pages: what they offer to choose from, and the commands that they ask for."""
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+import autotune
+from autotune.cli import exchange  # noqa: F401 - it adds its commands to `app`
+from autotune.cli.commands import app
+from autotune.cli.options import GIVEN
+from autotune.cli.server import Asked, Site
+from autotune.data.pixels import IMAGE_SUFFIXES
+from autotune.errors import InvalidInput
+from autotune.plan.file import RUN_PLAN_FILE
+from autotune.system.files import open_regular
+from autotune.train.folder import ADAPTER_FILE
+
+ON_DEVICE = ("probe", "train", "sample")  # and plans for this machine: one at a time
+MAX_DEPTH, MAX_PLACES = 4, 4000  # of folders that are looked through
+FIRST = ("model", "data", "hardware", "resolution", "num_steps", "quality", "max_memory")
+MORE = (
+    *("trigger", "rank", "lora_alpha", "targets", "effective_batch_size", "learning_rate"),
+    *("lr_scheduler", "timestep_shift", "num_train_epochs", "preview_prompts", "preview_every"),
+    *("validation", "flip", "objective", "optimizer", "host_memory", "max_trials"),
+    *("search_seconds", "pins", "base", "control"),
+)
+FIELDS = {  # of each command, those that the page's forms may fill in
+    "probe": (),
+    "plan": (*FIRST, *MORE, "path", "output"),
+    "train": ("plan", "output", "num_steps", "preview_prompts", "preview_every", "resume"),
+    "sample": ("run_folder", "prompt", "count", "seed", "num_steps", "strengths", "path"),
+    "compare": (*FIRST[:2], *FIRST[3:6], "max_cost", "max_hours", "prices"),
+    "audit": ("config_file", "hardware"),
+    "data caption": ("place", "trigger", "replacements"),
+    "weights convert": ("source", "target", "to", "overwrite"),
+    "profiles list": (),
+}
+PATHS = {"data", "base", "control", "output", "path", "plan", "run_folder", "config_file"}
+PATHS |= {"source", "target", "prices", "place"}
+
+
+def find_command(name: str) -> click.Command:
+    """Find a command by its words."""
+    command: Any = app
+    for word in name.split():
+        command = command.commands[word]
+    return command  # type: ignore[no-any-return]
+
+
+def build_words(site: Site, name: str, asked: Asked) -> list[str]:
+    """Write the command that a form asks for. Raises InvalidInput for a path outside."""
+    if name not in FIELDS:
+        raise InvalidInput(f"the page has no command {name}", hint="use the terminal")
+    command = find_command(name)
+    words, arguments = name.split(), list[str]()
+    for one in command.get_params(click.Context(command)):
+        if one.name not in FIELDS[name]:
+            continue
+        is_many = isinstance(one, click.Option) and one.multiple
+        texts = [line for text in asked.many(one.name) for line in text.splitlines()[:100]]
+        texts = texts if is_many else asked.many(one.name)[:1]
+        values = [_checked(site, one.name, text) for text in texts if text]
+        if isinstance(one, click.Argument):
+            arguments += values
+        elif isinstance(one, click.Option) and one.is_flag:
+            words += [one.opts[-1]] if "on" in values else []
+        else:
+            flag = max(one.opts, key=len)
+            for value in values:
+                words += [f"{flag}={value}"] if value.startswith("-") else [flag, value]
+    ends = ["--"] if any(value.startswith("-") for value in arguments) else []
+    return [*words, *ends, *arguments]
+
+
+def _checked(site: Site, name: str, value: str) -> str:
+    if name in PATHS:
+        return site.shown(site.inside(value))
+    if name == "hardware" and value not in {gpu.id for gpu in autotune.list_gpus()}:
+        raise InvalidInput(f"the catalog has no {value}", hint="choose a card from the list")
+    if name == "optimizer" and ":" in value:
+        raise InvalidInput("a class of another package is loaded", hint="use the terminal")
+    if name == "model":
+        place = site.workspace / value
+        if place.exists() or value.startswith(("/", ".", "~")):
+            return site.shown(site.inside(value))
+    if name == "validation" and not value.endswith("%"):
+        return site.shown(site.inside(value))
+    return value
+
+
+def values_of(words: Sequence[str]) -> dict[str, Any]:
+    """The values that a command's words give, by name; none if they are not understood."""
+    name = " ".join(words[:2]) if " ".join(words[:2]) in FIELDS else words[0]
+    if name not in FIELDS:
+        return {}
+    command = find_command(name)
+    try:
+        context = command.make_context(name, [*words[len(name.split()) :]], resilient_parsing=True)
+    except (click.ClickException, ValueError):
+        return {}
+    given = context.params.items()
+    return {name: v for name, v in given if context.get_parameter_source(name) in GIVEN}
+
+
+def is_queued(words: Sequence[str]) -> bool:
+    """Tell if a command waits until those before it have ended."""
+    return words[0] in ON_DEVICE or (words[0] == "plan" and "--hardware" not in words)
+
+
+def command_text(words: Sequence[str]) -> str:
+    """The command as a shell takes it."""
+    return shlex.join(["autotune", *words])
+
+
+def complete(site: Site, name: str, asked: Asked) -> None:
+    """Name the files of a command that the form leaves open, as no command asks twice."""
+    if name == "plan" and not asked.one("path"):
+        asked["path"] = [_unused(site, "plan", ".yaml")]
+    if name == "train" and not asked.one("output"):
+        asked["output"] = [_unused(site, f"runs/{Path(asked.one('plan', 'run')).stem}", "")]
+    if name == "sample":
+        run, texts = asked.one("run_folder"), [asked.one(n) for n in ("prompt", "seed")]
+        named = "-".join(re.sub(r"[^a-z0-9]+", "-", text.lower())[:40] for text in texts)
+        asked["path"] = [f"{run}/samples/{named.strip('-') or 'sample'}.png"]
+    if name == "data caption":
+        asked["place"], find = [asked.one("folder")], asked.one("find")
+        asked["replacements"] = [f"{find}={asked.one('replacement')}"] * bool(find)
+    if name == "weights convert":
+        asked["source"] = [f"{asked.one('run_folder')}/{ADAPTER_FILE}"]
+        target = f"{asked.one('to')}_lora_weights.safetensors"
+        asked["target"], asked["overwrite"] = [f"{asked.one('run_folder')}/{target}"], ["on"]
+
+
+def _unused(site: Site, stem: str, suffix: str) -> str:
+    names = (f"{stem}{'' if number == 1 else f'-{number}'}{suffix}" for number in range(1, 10**6))
+    return next(name for name in names if not os.path.lexists(site.workspace / name))
+
+
+@lru_cache(maxsize=8)
+def _walk(root: Path, stamp: int) -> dict[str, list[Path]]:
+    """Folders of images, models and runs, YAML files and other configurations below a root."""
+    found: dict[str, list[Path]] = {name: [] for name in ("data", "model", "run", "plan", "other")}
+    for place, folders, names in islice(os.walk(root), MAX_PLACES):
+        here, is_deep = Path(place), len(Path(place).relative_to(root).parts) >= MAX_DEPTH
+        folders[:] = [] if is_deep else sorted(n for n in folders if not n.startswith("."))
+        if "model_index.json" in names:
+            found["model"].append(here)
+            folders.clear()
+        elif RUN_PLAN_FILE in names:
+            found["run"].append(here)
+            folders.clear()
+        else:
+            if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names):
+                found["data"].append(here)
+            found["plan"] += [here / n for n in names if n.endswith((".yaml", ".yml"))]
+            found["other"] += [here / n for n in names if n.endswith((".toml", ".json"))]
+    return found
+
+
+def quoted(text: str) -> str:
+    """Return text as a part of an address."""
+    return quote(text, safe="")
+
+
+def places(site: Site, kind: str) -> list[Path]:
+    """List what lies in the page's folders, by its kind."""
+    found = [path for root in site.roots for path in _walk(root, int(time.time()) // 3)[kind]]
+    return list(dict.fromkeys(found))
+
+
+def is_plan(path: Path) -> bool:
+    """Tell a plan from other YAML files by its beginning."""
+    try:
+        with open_regular(path) as file:
+            return b"frozen:" in file.read(1 << 20)
+    except OSError:
+        return False
