@@ -92,6 +92,8 @@ def caption_data(
     describe: Callable[[Captioned], str] = lambda one: caption or one.caption  # noqa: E731
     if model or caption:
         items = [one for one in items if not one.is_locked and (overwrite or not one.caption)]
+        if not items:
+            on_event(Notice(text="every image has a caption; --overwrite writes them anew"))
     elif not any(rewording.values()):
         hint = "give --model, --caption, --trigger, --prefix or --replace"
         raise InvalidInput("nothing is to be changed", hint=hint)

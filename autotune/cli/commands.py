@@ -418,7 +418,10 @@ def caption_data(place: Path, replacements: tuple[str, ...], as_json: bool, **as
         changed = caption_data(place, **asked, on_event=show)
     lines = [f"{name}: {text}" for name, text in changed.items()]
     verb = "would change" if asked["dry_run"] else "changed"
+    folder = place if place.is_dir() else place.parent
     print_result({"captions": changed}, as_json, lambda _: [*lines, f"{verb}: {len(changed)}"])
+    if changed and not asked["dry_run"]:
+        print_remark("to take it back:", f"autotune data undo {shlex.quote(str(folder))}")
 
 
 @data.command("undo")
