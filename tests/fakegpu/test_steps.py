@@ -132,6 +132,7 @@ def test_swapped_blocks_are_copied_once(standin):
         ("qwen-image", {"quantization": "torchao-int8", "swapped_blocks": 1}),
         ("qwen-image", {"modulation": "ahead"}),
         ("sdxl", {"quantization": "bnb-nf4"}),
+        ("flux1-dev", {"quantization": "int8-rotated"}),
     ],
 )
 def test_second_device_trains_alone(name, machine, changes, pipeline, standin):
