@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from autotune.knobs.modulation import find_modulation_ahead, take_loaded_layers
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.models.adapter import add_adapter
-from autotune.models.family import Batch, Family
+from autotune.models.family import PRIOR, Batch, Family
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import Workload
 from autotune.train.model import TrainingModel, apply_knobs
@@ -87,6 +87,8 @@ def batches(
     sample = {
         name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
     }
+    if workload.preserve_prior:
+        sample[PRIOR] = torch.ones(())
     return [family.collate([sample] * size) for _ in range(workload.effective_batch_size // size)]
 
 

@@ -311,7 +311,9 @@ class Parallel:
         weight_bytes = self.weight_bytes(model_bytes)
         return replace(one, weight_bytes=weight_bytes, gathered_bytes=gathered)
 
-    def exchange_seconds(self, device: Device, model_bytes: ModelBytes, accumulation: int) -> float:
+    def exchange_seconds(
+        self, device: Device, model_bytes: ModelBytes, accumulation: float
+    ) -> float:
         """Return the time in which one step's gradients and weights are sent, besides computing.
 
         Each collective is a ring, through which every byte but a process's own passes.

@@ -26,7 +26,7 @@ from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.settings import encoder_precision
 from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.facts import Parts
-from autotune.models.family import TORCH_LOCK, Batch, Family, build_on_meta
+from autotune.models.family import PRIOR, TORCH_LOCK, Batch, Family, build_on_meta
 from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.workload import Bucket, Workload
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
@@ -291,6 +291,8 @@ class TracedModel:
         others = max(1, text_tokens - 1) if self.masked(size) else text_tokens
         samples = [sample(tokens) for tokens in (text_tokens, *[others] * (size - 1))]
         batch = self.family.collate(samples, token_multiple)
+        if work.preserve_prior:  # what the base predicted is there, too
+            batch[PRIOR] = torch.empty_like(batch["latents"])
         return {name: tensor.to("meta") for name, tensor in batch.items()}
 
     def forward_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> int:

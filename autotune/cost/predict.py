@@ -290,12 +290,17 @@ class CostModel:
         choice, accumulation = choice_of(candidate), self._accumulation(candidate)
         rates, model_bytes = self.tables.rates_of(choice), self.tables.model_bytes(choice)
         shares = self.tables.typical_shares(choice)
+        # Forward passes through the base alone, in micro-batches. Processes that hold the weights
+        # together all make one with each.
+        share = self.workload.preserve_prior
+        prior = accumulation * (1.0 if share and self.parallel.num_shards > 1 else share)
+        base = prior * shares * composed.forward[:, :-1] * (np.array(CLASSES) != "adapter")
         forward = accumulation * shares * composed.forward[:, :-1]
-        whole = accumulation * shares * composed.work[:, :-1]
+        whole = accumulation * shares * composed.work[:, :-1] + base
         recomputing = (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None]
         again = (RECOMPUTED_LAUNCHES - 1) * rates.python_share * composed.recompute[:, -1]
         begun = accumulation * composed.forward[:, -1]
-        host = accumulation * (composed.work[:, -1] + again)
+        host = accumulation * (composed.work[:, -1] + again) + prior * composed.forward[:, -1]
         if candidate.compile == "block":
             begun, host = begun * LAUNCH_SHARE, host * LAUNCH_SHARE
             for device in (forward, whole):
@@ -310,16 +315,18 @@ class CostModel:
             begun, at_first = begun[:, None], forward.sum(axis=1)[:, None]
             later = _idle_seconds(host - begun, computing - at_first + optimizer)
             overhead = _idle_seconds(begun, at_first) + later
-        exchange = self.parallel.exchange_seconds(self.hardware.device, model_bytes, accumulation)
+        half = accumulation + prior / 2  # a pass through the base is one of two
+        exchange = self.parallel.exchange_seconds(self.hardware.device, model_bytes, half)
         transfer = np.maximum(0.0, exchange - computing)
         if swapped.any():
             swap = self.overheads.swap if self.overheads else SwapPractice()
             bandwidth = rates.host_to_device if swap.from_pinned else rates.from_pageable
             again = accumulation * recomputing
             once = forward.sum(axis=1)[:, None] + again
-            computed = np.stack([once - again, again, computing - once]) / accumulation
+            backward = computing - base.sum(axis=1)[:, None] - once
+            computed = np.stack([once - again, again, backward]) / accumulation
             sizes = np.array(model_bytes.block_weight_bytes) / bandwidth
-            transfer = transfer + accumulation * swap_seconds(swap, sizes, swapped, computed)
+            transfer = transfer + half * swap_seconds(swap, sizes, swapped, computed)
         if model_bytes.modulation:
             overhead = overhead + self.tables.modulation_seconds(choice)
         return {

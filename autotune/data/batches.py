@@ -38,6 +38,7 @@ class Draw(NamedTuple):
     dropped: bool = False
     caption: int = 0
     flipped: bool = False
+    is_prior: bool = False  # the base's prediction is preserved, of its prior caption
 
 
 Chunk = Sequence[Draw]
@@ -68,6 +69,8 @@ class BatchOrder:
     caption_dropout: float = 0.0  # drawn anew each time an image is seen
     num_captions: tuple[int, ...] = ()  # of each item, one of which is drawn; empty for one each
     flip: bool = False
+    preserve_prior: float = 0.0  # share of images that preserve the base's prediction
+    num_prior_captions: tuple[int, ...] = ()  # of each item, one of which is drawn
 
     @cached_property
     def epoch_size(self) -> int:
@@ -110,8 +113,9 @@ class BatchOrder:
             ]
             yield from chain.from_iterable(planned)
 
-    def _group(self, image: Draw) -> int:
-        return self.groups[image.item]
+    def _group(self, image: Draw) -> tuple[int, bool]:
+        # Only what preserves the prior passes through the base, so it has micro-batches of its own.
+        return self.groups[image.item], image.is_prior
 
     def _cut(self, images: Chunk, micro_batch_size: int) -> list[Chunk]:
         parts: list[Chunk] = []
@@ -123,8 +127,9 @@ class BatchOrder:
 
 def _shuffle_epoch(order: BatchOrder, epoch: int) -> Chunk:
     rng = random.Random(f"{order.seed} order {epoch}")
-    dropout, captions, flips = (
-        random.Random(f"{order.seed} {name} {epoch}") for name in ("dropout", "captions", "flips")
+    dropout, captions, flips, priors = (
+        random.Random(f"{order.seed} {name} {epoch}")
+        for name in ("dropout", "captions", "flips", "priors")
     )
     remaining: defaultdict[int, list[int]] = defaultdict(list)
     for index, (group, repeats) in enumerate(zip(order.groups, order.repeats, strict=True)):
@@ -139,7 +144,7 @@ def _shuffle_epoch(order: BatchOrder, epoch: int) -> Chunk:
         chosen = remaining[rng.choices(groups, [len(remaining[group]) for group in groups])[0]]
         sequence += chosen[:needed]
         del chosen[:needed]
-    return tuple(
+    draws = (
         Draw(
             index,
             dropped=dropout.random() < order.caption_dropout,
@@ -148,6 +153,15 @@ def _shuffle_epoch(order: BatchOrder, epoch: int) -> Chunk:
         )
         for index in sequence
     )
+    if not order.preserve_prior:
+        return tuple(draws)
+
+    def with_prior(draw: Draw) -> Draw:
+        caption = priors.randrange(order.num_prior_captions[draw.item])
+        return draw._replace(dropped=False, caption=caption, is_prior=True)
+
+    share = order.preserve_prior
+    return tuple(with_prior(draw) if priors.random() < share else draw for draw in draws)
 
 
 def _even_parts(images: Chunk, number: int) -> list[Chunk]:

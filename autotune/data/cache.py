@@ -234,6 +234,7 @@ class ItemEntries:
 
     prompts: tuple[CacheEntry, ...]
     empty_prompt: CacheEntry | None  # None unless captions may be dropped
+    prior_prompts: tuple[CacheEntry, ...]  # empty unless the base's predictions are preserved
     latents: Mapping[str, CacheEntry]  # by name in the sample: `latents`, `control_latents_1` ...
     flipped_latents: Mapping[str, CacheEntry]  # empty unless images may be flipped
     mask_key: str | None = None
@@ -241,7 +242,8 @@ class ItemEntries:
     @property
     def all(self) -> tuple[CacheEntry, ...]:
         empty = (self.empty_prompt,) if self.empty_prompt else ()
-        return (*self.prompts, *empty, *self.latents.values(), *self.flipped_latents.values())
+        latents = (*self.latents.values(), *self.flipped_latents.values())
+        return (*self.prompts, *empty, *self.prior_prompts, *latents)
 
     @cached_property
     def keys(self) -> frozenset[str]:
@@ -255,12 +257,16 @@ def make_item_entries(
     identity: EncoderIdentity,
     *,
     with_empty: bool,
+    with_prior: bool = False,
     with_flipped: bool = False,
     digest: Callable[[Path], str] = file_digest,
 ) -> ItemEntries:
     """Make the entries of one item in the shape of `bucket`. Raises OSError."""
-    captions = (*item.captions, EMPTY_CAPTION) if with_empty else item.captions
-    prompts = [make_prompt_entry(one, item.control_paths, bucket, identity) for one in captions]
+    others = (EMPTY_CAPTION,) * with_empty, item.prior_captions * with_prior
+    prompts, empty, priors = (
+        tuple(make_prompt_entry(one, item.control_paths, bucket, identity) for one in captions)
+        for captions in (item.captions, *others)
+    )
     latents = {"latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item)}
     for number, path in enumerate(item.control_paths, start=1):
         name = f"control_latents_{number}"
@@ -269,8 +275,7 @@ def make_item_entries(
     if with_flipped:
         own = (item.pixel_paths, bucket, identity, digest, item)
         flipped["latents"] = _make_latents_entry(*own, flipped=True)
-    empty = prompts.pop() if with_empty else None
-    return ItemEntries(tuple(prompts), empty, latents, flipped)
+    return ItemEntries(prompts, next(iter(empty), None), priors, latents, flipped)
 
 
 def make_prompt_entry(

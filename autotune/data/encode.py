@@ -35,7 +35,7 @@ from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_m
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.quantized_layers import quantize_inside, torch_dtype
 from autotune.knobs.settings import encoder_precision
-from autotune.models.family import Sample
+from autotune.models.family import PRIOR, Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.workload import Bucket
@@ -201,6 +201,10 @@ class EncodedDataset:
         return tuple(len(entries.prompts) for entries in self.entries)
 
     @cached_property
+    def num_prior_captions(self) -> tuple[int, ...]:
+        return tuple(len(entries.prior_prompts) for entries in self.entries)
+
+    @cached_property
     def _is_weighted(self) -> bool:
         return any(entries.mask_key for entries in self.entries) or any(
             item.weight != 1 for item in self.items
@@ -226,11 +230,18 @@ class EncodedDataset:
         )
 
     def sample(
-        self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False
+        self,
+        index: int,
+        dropped: bool = False,
+        caption: int = 0,
+        flipped: bool = False,
+        is_prior: bool = False,
     ) -> Sample:
-        """Read one sample; `dropped` has the empty caption. Raises AutotuneError if it is lost."""
+        """Read one sample; `dropped` has the empty caption, `is_prior` one of those by which the
+        base's prediction is preserved. Raises AutotuneError if it is lost."""
         entries = self.entries[index]
-        prompt = entries.empty_prompt if dropped else entries.prompts[caption]
+        own = entries.prior_prompts if is_prior else entries.prompts
+        prompt = entries.empty_prompt if dropped else own[caption]
         if prompt is None:
             raise ValueError("the data was encoded without caption dropout")
         sources = entries.flipped_latents if flipped else entries.latents
@@ -238,6 +249,8 @@ class EncodedDataset:
         if self._is_weighted:
             size = pixels["latents"].shape[-2:]
             pixels["loss_weights"] = self._loss_weights(index, size, flipped=flipped)
+        if is_prior:
+            pixels[PRIOR] = torch.ones(())
         return {**self._read(prompt.key), **pixels}
 
     def _loss_weights(self, index: int, size: tuple[int, ...], *, flipped: bool) -> Tensor:
@@ -266,6 +279,7 @@ def encode_dataset(
     cache: Cache,
     *,
     caption_dropout: float = 0.0,
+    preserve_prior: float = 0.0,
     flip: bool = False,
     mask_floor: float = 0.0,
     on_progress: OnProgress | None = None,
@@ -277,9 +291,8 @@ def encode_dataset(
     cache.remove_stale()
     bucket_indices = assign_buckets(dataset.items, buckets)
     of_items = [buckets[index] for index in bucket_indices]
-    planned, masks, failures = _plan_entries(
-        encoders, dataset.items, of_items, cache, caption_dropout > 0, flip
-    )
+    drawn = caption_dropout > 0, preserve_prior > 0, flip
+    planned, masks, failures = _plan_entries(encoders, dataset.items, of_items, cache, *drawn)
     needed = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
     store = EntryStore(cache, len(needed), on_progress)
     unreadable = _encode_missing(encoders, store, needed.values())
@@ -317,12 +330,14 @@ def list_entries(
     cache: Cache,
     *,
     caption_dropout: float = 0.0,
+    preserve_prior: float = 0.0,
     flip: bool = False,
 ) -> tuple[tuple[Item, ...], tuple[ItemEntries, ...]]:
     """List items and entries as `encode_dataset` does if all files are whole; loads no model."""
     items, indices = dataset.items, assign_buckets(dataset.items, buckets)
     of_items = [buckets[index] for index in indices]
-    planned, _, _ = _plan_entries(encoders, items, of_items, cache, caption_dropout > 0, flip)
+    drawn = caption_dropout > 0, preserve_prior > 0, flip
+    planned, _, _ = _plan_entries(encoders, items, of_items, cache, *drawn)
     return tuple(items[index] for index in planned), tuple(planned.values())
 
 
@@ -332,18 +347,18 @@ def _plan_entries(
     buckets: Sequence[Bucket],
     cache: Cache,
     with_empty: bool,
-    flip: bool,
+    with_prior: bool,
+    with_flipped: bool,
 ) -> tuple[dict[int, ItemEntries], dict[str, Tensor], dict[int, str]]:
     planned: dict[int, ItemEntries] = {}
     failures: dict[int, str] = {}
     masks: dict[str, Tensor] = {}
     digest = lru_cache(maxsize=None)(file_digest)  # of a video with many clips once
     identity, model = encoders.identity, encoders.model
+    how: Any = {"with_empty": with_empty, "with_prior": with_prior, "with_flipped": with_flipped}
     for index, (item, bucket) in enumerate(zip(items, buckets, strict=True)):
         try:
-            entries = make_item_entries(
-                item, bucket, identity, with_empty=with_empty, with_flipped=flip, digest=digest
-            )
+            entries = make_item_entries(item, bucket, identity, **how, digest=digest)
             if item.mask_path:
                 shape = model.family.sample_shapes(model.config, bucket, 1)["latents"][-2:]
                 key, mask = find_mask(cache, item, item.mask_path, bucket, shape)

@@ -24,7 +24,9 @@ MASK_TOLERANCE = 0.01
 MIN_RATE_SHARE = 0.95  # of the model's frame rate, under which a video is named
 MAX_CAPTION_BYTES = 1 << 20  # far above what any text encoder reads
 EMPTY_CAPTION = ""  # what a sample is conditioned on if its caption is dropped
-COPIED_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask")  # of a job
+COPIED_FIELDS = (  # of a job
+    *("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask", "prior_captions"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class DatasetOptions:
     crop: Crop = "center"
     flip: bool = False
     loss_mask: LossMask = "none"
+    prior_captions: tuple[str, ...] = ()  # those without the trigger, if there are none
 
     @property
     def clip_lengths(self) -> tuple[int, ...]:
@@ -86,6 +89,8 @@ class Item:
     mask_path: Path | None = None  # its brightness, or the image's own alpha, weighs the loss
     crop: Crop = "center"
     weight: float = 1.0
+    # Of which the base model's prediction may be preserved.
+    prior_captions: tuple[str, ...] = (EMPTY_CAPTION,)
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -195,6 +200,8 @@ class ItemReader:
             other_captions=captions[1:],
             mask_path=self._find_mask(media, width_px / height_px),
             crop=self.options.crop,
+            prior_captions=self.options.prior_captions
+            or tuple(_drop_trigger(text, self.options.trigger) for text in captions),
         )
 
     def _find_mask(self, media: Media, aspect_ratio: float) -> Path | None:
@@ -299,6 +306,14 @@ def _add_trigger(text: str, trigger: str | None) -> str:
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}" if text else trigger
+
+
+def _drop_trigger(text: str, trigger: str | None) -> str:
+    """Return a caption without the trigger; without one nothing says what of it is new."""
+    if not trigger:
+        return EMPTY_CAPTION
+    rest = re.sub(rf"(?<!\w){re.escape(trigger)}(?!\w)", "", text)
+    return ", ".join(filter(None, (" ".join(part.split()) for part in rest.split(","))))
 
 
 PIECES = re.compile(r"'\w+|\w+|[^\w\s]+")  # of a text, each of which is at least one token

@@ -180,6 +180,21 @@ def disable_dropout(transformer: nn.Module) -> Iterator[None]:
             layer.train()
 
 
+@contextlib.contextmanager
+def without_adapter(transformer: nn.Module) -> Iterator[None]:
+    """Compute as the base does. Unlike `disable_adapters` it leaves alone what is trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 # Numbers of blocks in a layer's name.
 LISTS = re.compile(r"(_blocks|^blocks|\bresnets|\battentions|^layers|_refiner)\.\d+\.")
 

@@ -35,6 +35,7 @@ Texts: TypeAlias = Sequence[str]
 Images: TypeAlias = Sequence[Image.Image]
 Options: TypeAlias = dict[str, Any]
 
+PRIOR = "prior"  # in a sample whose target is the base's prediction, and then that prediction
 COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")  # of most pipelines
 
 
@@ -433,14 +434,16 @@ def denoising_loss(
 
     `batch` has `latents` (batch, channels, frames, height, width), the conditioning, and if any
     sample has a mask or a weight `loss_weights` (batch, 1, 1, height, width), factors of the
-    squared error. `levels` (batch,) are as `process` counts them, by default the family's.
+    squared error; `prior`, if it is there, is what is to be predicted. `levels` (batch,) are as
+    `process` counts them, by default the family's.
     """
     process, clean = process or family.noise, batch["latents"]
     if weighting != "none" or "loss_weights" in batch:
         return image_losses(family, transformer, batch, noise, levels, process, weighting).mean()
     noisy = process.add_noise(clean, noise, levels)
     predicted = family.predict(transformer, noisy, levels, batch)
-    return nn.functional.mse_loss(predicted.float(), process.target(clean, noise, levels).float())
+    target = process.target(clean, noise, levels) if PRIOR not in batch else batch[PRIOR]
+    return nn.functional.mse_loss(predicted.float(), target.float())
 
 
 def image_losses(
@@ -456,7 +459,8 @@ def image_losses(
     clean = batch["latents"]
     noisy = process.add_noise(clean, noise, levels)
     predicted = family.predict(transformer, noisy, levels, batch)
-    errors = (predicted.float() - process.target(clean, noise, levels).float()).square()
+    target = process.target(clean, noise, levels) if PRIOR not in batch else batch[PRIOR]
+    errors = (predicted.float() - target.float()).square()
     if "loss_weights" in batch:
         errors = errors * batch["loss_weights"].float()
     errors = errors.flatten(1).mean(dim=1)

@@ -122,6 +122,9 @@ class DataFields(Frozen):
     """Caption of images that have none."""
     trigger: Words | None = None
     """Word put in front of every caption that lacks it."""
+    prior_captions: Annotated[tuple[Words, ...], HIDDEN] = Field(default=(), max_length=1000)
+    """Captions to preserve the base model's prediction of, with `preserve_prior`; by default each
+    image's own without the trigger, or none at all if there is no trigger."""
     num_frames: Annotated[int, Option("--frames")] = Field(default=1, ge=1)
     """Frames of a clip; above 1, videos and subfolders of images in the data are clips."""
     clips: Annotated[ClipChoice, Option(metavar="head|all|NUMBER")] = "head"

@@ -293,6 +293,7 @@ def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
         ("rank", work.rank, usual.rank, why.get("rank")),
         ("alpha", work.lora_alpha, alpha, "in proportion to the rank"),
         ("dropout", work.lora_dropout, 0.0, scripts),
+        ("preserved prior", work.preserve_prior, 0.0, scripts),
         ("optimizer", named, "adamw", "AdamW in fp32"),
         ("batch", work.effective_batch_size, batch, "our choice"),
         ("steps", num_steps, steps, views),

@@ -11,7 +11,7 @@ import torch
 
 from autotune.errors import AutotuneError, first_line, is_out_of_memory
 from autotune.knobs.modulation import find_modulation_ahead
-from autotune.models.family import Batch, Family, Sample
+from autotune.models.family import PRIOR, Batch, Family, Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import Candidate, Outcome, TrialResult
 from autotune.plan.workload import (
@@ -32,6 +32,7 @@ from autotune.train.step import (
     StepOutcome,
     optimizer_step,
     pick_inputs,
+    predict_base,
     to_device,
 )
 
@@ -207,6 +208,7 @@ class StepRunner:
         )
         self.batches = self._batches(loaded.largest)
         self.step_number = 0
+        self.noising = Noising(process=model.noise)
 
     def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
         """Take steps while `needs_another_step` of the steady ones' seconds. Memory of compiled
@@ -262,11 +264,14 @@ class StepRunner:
             self.model.family,
             self.model.transformer,
             self.optimizer,
-            (to_device(batch, self.model.device, self.model.dtype) for batch in self.batches),
-            noising=Noising(process=self.model.noise),
+            map(self._to_device, self.batches),
+            noising=self.noising,
             step=self.step_number,
             effective_batch_size=self.workload.effective_batch_size,
         )
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return to_device(batch, self.model.device, self.model.dtype)
 
     def _prepare_modulation(self) -> float:
         windows = self.loaded.windows
@@ -275,18 +280,41 @@ class StepRunner:
         windows.prepare(self.step_number + 1)
         return windows.share_seconds
 
+    def _pass_through_base(self) -> float:
+        """Predict as images do that preserve the prior; returns a step's share of its seconds."""
+        share = self.workload.preserve_prior
+        if not share:
+            return 0.0
+        model, started, position = self.model, time.perf_counter(), 0
+        for batch in map(self._to_device, self.batches):
+            noisy, step = batch["latents"], self.step_number + 1  # levels that are held for it
+            levels = [
+                self.noising.level_at(step, position + at, noisy.shape[1:])
+                for at in range(len(noisy))
+            ]
+            known = torch.tensor(levels, device=model.device), batch
+            base = predict_base(model.family, model.transformer, noisy, *known)
+            base.sum().item()  # the device has finished by then
+            position += len(noisy)
+        return share * (time.perf_counter() - started)
+
     def timed_step(self) -> tuple[StepOutcome, float]:
         """Take a step; its loss is read back, so the device has finished by then."""
-        share = self._prepare_modulation()
+        share = self._prepare_modulation() + self._pass_through_base()
         started = time.perf_counter()
         outcome = self.step()
         return outcome, time.perf_counter() - started + share
 
     def memory_step(self) -> tuple[int, float]:
-        """Take a step; returns its peak of memory in bytes, and its seconds."""
+        """Take a step, in which all images preserve the prior if any may; returns its peak of
+        memory in bytes, and its seconds."""
         self._prepare_modulation()
+        plain = self.batches
+        if self.workload.preserve_prior:
+            self.batches = [{**batch, PRIOR: torch.ones(())} for batch in plain]
         started = time.perf_counter()
         _, peak = memory.measure_peak_memory(self.model.device, self._live_tensors, self.step)
+        self.batches = plain
         return peak, time.perf_counter() - started
 
     def _live_tensors(self) -> list[torch.Tensor]:

@@ -69,6 +69,8 @@ class TrainingLoop:
             caption_dropout=job.caption_dropout,
             num_captions=encoded.num_captions,
             flip=job.flip,
+            preserve_prior=plan.frozen.workload.preserve_prior,
+            num_prior_captions=encoded.num_prior_captions,
         )
         self.num_steps = job.steps_on(order.epoch_size, order.effective_batch_size)
         self.optimizer = AdapterOptimizer(
@@ -83,7 +85,8 @@ class TrainingLoop:
         given = job.timestep_shift
         shift = model.family.shift_at if given == "by_resolution" else given
         noise = job.timestep_sampling, job.weighting_scheme, model.noise
-        self.noising = Noising(job.seed, shift, *noise)
+        together = processes.num_shards > 1 and order.preserve_prior > 0
+        self.noising = Noising(job.seed, shift, *noise, always_predicts_base=together)
         self.windows = make_windows(model, encoded, order, self.noising, processes, self._to_device)
         meter = HeldOutLoss(model, held_out, self.noising, self._to_device) if held_out else None
         self.validation = Validation(

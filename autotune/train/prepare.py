@@ -253,7 +253,8 @@ def describe_workload(
     }
     sides = family.size_multiple_px, family.max_side_px
     buckets = (bucket,) if dataset is None else make_buckets(dataset.items, resolution, *sides)
-    lengths = sorted(_text_lengths(model, dataset, buckets, request.text_tokens, drops_captions))
+    others = request.text_tokens, drops_captions, request.preserve_prior > 0
+    lengths = sorted(_text_lengths(model, dataset, buckets, *others))
     if lengths[-1] > family.max_text_tokens:
         hint = f"the nearest valid length is {family.max_text_tokens} tokens"
         raise InvalidInput(f"{family.name} accepts no caption of {lengths[-1]} tokens", hint=hint)
@@ -312,6 +313,7 @@ def _text_lengths(
     buckets: tuple[Bucket, ...],
     text_tokens: int | None,
     drops_captions: bool,
+    preserves_prior: bool,
 ) -> list[int]:
     usual = model.family.defaults.text_tokens if text_tokens is None else text_tokens
     if model.config_folder is None or dataset is None:
@@ -320,8 +322,9 @@ def _text_lengths(
     captions: list[str] = []
     controls: list[list[tuple[int, int]]] = []
     for item, index in zip(dataset.items, assign_buckets(dataset.items, buckets), strict=True):
-        captions += item.captions
-        controls += [[sizes[index]] * len(item.control_paths)] * len(item.captions)
+        own = (*item.captions, *item.prior_captions * preserves_prior)
+        captions += own
+        controls += [[sizes[index]] * len(item.control_paths)] * len(own)
     if drops_captions:
         captions, controls = [*captions, EMPTY_CAPTION], [*controls, controls[0]]
     tokenizer = f"the tokenizer in {model.config_folder}"

@@ -172,10 +172,14 @@ class _Run:
         """Refuse another run's checkpoints before encoding, unless broken files may be left out."""
         training, buckets = self.prepared.data.training, self.prepared.workload.buckets
         if training.num_unverified == 0:
-            job, encoders = self.plan.job, self.encoders
-            how: Any = {"caption_dropout": job.caption_dropout, "flip": job.flip}
-            items, entries = list_entries(encoders, training, buckets, self.cache, **how)
+            known = self.encoders, training, buckets, self.cache
+            items, entries = list_entries(*known, **self._drawn)
             folder.require_same_run(self.output, folder.compute_run_key(self.plan, items, entries))
+
+    @property
+    def _drawn(self) -> dict[str, Any]:
+        share, job = self.plan.frozen.workload.preserve_prior, self.plan.job
+        return {"caption_dropout": job.caption_dropout, "preserve_prior": share, "flip": job.flip}
 
     def _load(self) -> TrainingModel:
         self.on_event(events.PhaseStarted(name="loading the transformer"))
@@ -232,8 +236,7 @@ class _Run:
             self.prepared.data.whole,
             self.prepared.workload.buckets,
             self.cache,
-            caption_dropout=job.caption_dropout,
-            flip=job.flip,
+            **self._drawn,
             mask_floor=job.mask_floor,
             on_progress=report_progress,
         )

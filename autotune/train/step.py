@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autotune.data import batches, encode
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, window_steps
-from autotune.models.family import Batch, Family, denoising_loss, unwrap_model
+from autotune.models.adapter import without_adapter
+from autotune.models.family import PRIOR, Batch, Family, denoising_loss, unwrap_model
 from autotune.models.latents import send
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan.job import TimestepSampling, Weighting
@@ -35,6 +36,8 @@ class Noising:
     sampling: TimestepSampling = "logit_normal"
     weighting: Weighting = "none"
     process: NoiseProcess = FLOW_MATCHING
+    # Where processes hold the weights together, all pass through the base if one of them does.
+    always_predicts_base: bool = False
 
     def draw(self, step: int, position: int, shape: Sequence[int]) -> tuple[Tensor, float]:
         """Draw noise of `shape` and a level, by seed, step and position alone."""
@@ -85,7 +88,22 @@ class Noising:
         noise = send(torch.stack([noise for noise, _ in draws]).to(clean.dtype), clean.device)
         levels = send(torch.tensor([level for _, level in draws]), clean.device)
         kind = self.process, self.weighting
+        if PRIOR in batch or self.always_predicts_base:
+            noisy = self.process.add_noise(clean, noise, levels)
+            base = predict_base(family, transformer, noisy, levels, batch)
+            batch = {**batch, PRIOR: base} if PRIOR in batch else batch
+            del noisy, base
         return denoising_loss(family, transformer, batch, noise, levels, *kind)
+
+
+@torch.no_grad()
+def predict_base(
+    family: Family, transformer: nn.Module, noisy: Tensor, levels: Tensor, batch: Batch
+) -> Tensor:
+    """Predict as the model does without the adapter that is trained."""
+    bare = unwrap_model(transformer)
+    with without_adapter(bare):
+        return family.predict(bare, noisy, levels, batch)
 
 
 def _seed_at(seed: int, step: int, position: int) -> int:

@@ -22,6 +22,7 @@ from autotune.demo.lesson import (
     taught_scenes,
 )
 from autotune.demo.world import Scene
+from autotune.models.family import PRIOR
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
@@ -55,6 +56,9 @@ class Job:
     guidance: float = OWN_GUIDANCE
     """With which the model draws these."""
     shape: str = NEW_SHAPE
+    preserve: float = 0.0
+    """Share of images that preserve the base's prediction of a caption in `prior`."""
+    prior: tuple[str, ...] = ()
 
 
 @dataclass
@@ -103,7 +107,10 @@ class Classroom:
             model.adapter, learning_rate=job.rate, weight_decay=job.decay, max_grad_norm=1.0
         )
         noising, images, rng = Noising(seed, job.shift), self.images(job), random.Random(seed)
-        queue: list[dict[str, torch.Tensor]] = []
+        marker = {PRIOR: torch.ones(())}
+        with torch.no_grad():
+            priors = [self.family.encode_caption(self.pipeline, one) | marker for one in job.prior]
+        drawing, queue = random.Random(f"{seed} priors"), []
         for step in range(job.steps):
             while len(queue) < job.batch:
                 queue += rng.sample(images, len(images))
@@ -111,7 +118,15 @@ class Classroom:
             optimizer.inner.param_groups[0]["lr"] = job.rate * fall
             picked, queue = queue[: job.batch], queue[job.batch :]
             size = settings.micro_batch_size
-            parts = [picked[start : start + size] for start in range(0, job.batch, size)]
+            if job.preserve:
+                picked = [
+                    one | drawing.choice(priors) if drawing.random() < job.preserve else one
+                    for one in picked
+                ]
+            kinds = [[one for one in picked if (PRIOR in one) is kind] for kind in (False, True)]
+            parts = [
+                own[start : start + size] for own in kinds for start in range(0, len(own), size)
+            ]
             batches = [
                 {name: torch.stack([one[name] for one in part]) for name in part[0]}
                 for part in parts

@@ -151,7 +151,8 @@ def make_bench(folder: Path, family: str = "qwen-image") -> Bench:
     settings, work, cache = plan.frozen.settings, plan.frozen.workload, folder / "cache"
     encoders = Encoders(resolved, CachingSettings(), CPU, settings.precision)
     data = read_dataset(images)
-    encoded = encode_dataset(encoders, data, work.buckets, Cache(cache), caption_dropout=0.1)
+    drawn = {"caption_dropout": 0.1, "preserve_prior": 0.5}
+    encoded = encode_dataset(encoders, data, work.buckets, Cache(cache), **drawn)
     trained = load_model(resolved, work, settings, CPU, plan.job.seed)
     initial = values_of(trained.adapter)
     return Bench(model_folder, images, cache, hardware, resolved, trained, encoded, initial)
