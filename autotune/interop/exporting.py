@@ -31,6 +31,7 @@ LEARNING = (
     *("max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale"),
     *("weighting_scheme", "caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop"),
     *("loss_mask", "mask_floor", "expert", "from_adapter", "training_adapter"),
+    "prior_captions",
 )
 # Knobs of how files and batches are read: they change neither learning nor the device's memory.
 LOADING = ("loader", "data_workers", "batch_memory")

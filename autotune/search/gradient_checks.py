@@ -170,6 +170,7 @@ def small_workload(family: Family, workload: Workload) -> Workload:
         text_token_quantiles=(),
         effective_batch_size=2,
         lora_dropout=0.0,
+        preserve_prior=0.0,
         adapted_blocks="all",
         ema_decay=0.0,
         optimizer=ADAMW,

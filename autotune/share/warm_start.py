@@ -237,6 +237,7 @@ def _work_facts(work: Workload) -> dict[str, Fact]:
         "caption padding": Fact(work.text_padding, 0.5),
         "rank": Fact(work.rank, 0.5),
         "adapted layers": Fact(work.targets, 1.0),
+        "preserved prior": Fact(str(work.preserve_prior > 0), 0.5),
         "adapter dropout": Fact(str(work.lora_dropout > 0), 0.5),
         "adapted blocks": Fact(work.adapted_blocks, 1.0),
         "kind of adapter": Fact(str(work.adapter == "dora"), 2.0),

@@ -132,7 +132,7 @@ class Data:
         self.read_seconds, self.fail_at, self.uneven = read_seconds, fail_at, uneven
         self.num_read = 0
 
-    def sample(self, index, dropped=False, caption=0, flipped=False):
+    def sample(self, index, dropped=False, caption=0, flipped=False, is_prior=False):
         time.sleep(self.read_seconds + (0.002 * (index % 3) if self.uneven else 0))
         if self.num_read == self.fail_at:
             raise AutotuneError("lost an entry", hint="run again")
