@@ -24,6 +24,7 @@ from autotune.demo.lesson import known_scenes, unseen_scenes
 CAPTIONS = tuple(scene.caption for scene in known_scenes()[0])
 SETTINGS = {
     "plain": Job(own=0, steps=100),
+    "plain, fewer steps": Job(own=0, steps=75),
     "preserved": Job(own=0, steps=125, preserve=0.2, prior=CAPTIONS),
     "preserved, empty caption": Job(own=0, steps=125, preserve=0.2, prior=("",)),
 }
