@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import diffusers
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
@@ -18,6 +20,7 @@ from autotune.cost.kernels import CLASSES
 from autotune.cost.memory import GATHERED_BLOCKS, Parallel
 from autotune.cost.predict import CostModel, choice_of, prediction_errors
 from autotune.cost.tables import PassTables
+from autotune.cost.trace import trace_inference
 from autotune.errors import InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
@@ -417,3 +420,21 @@ def test_doubt_is_of_differing_terms():
     doubt = math.hypot(*(prior.sigma(name) for name, _ in differing))
     assert time_doubt(one, other) == pytest.approx(doubt)
     assert time_doubt(one, one) == 0
+
+
+def test_tiles_alike_are_traced_once():
+    with torch.device("meta"):
+        vae = diffusers.AutoencoderKLWan(
+            base_dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[True]
+        ).eval()
+        latents = torch.empty(1, 4, 5, 40, 24)
+    vae.enable_tiling(32, 32, 24, 24)
+    calls: list[int] = []
+    vae.decoder.conv_in.register_forward_pre_hook(lambda *_: calls.append(1))
+    numbers, peaks = [], []
+    for alike in (None, vae.decoder):
+        traced = trace_inference(lambda: vae.decode(latents), vae, "cuda", alike)
+        peaks.append(traced.peak_bytes)
+        numbers.append(len(calls))
+    assert peaks[0] == peaks[1] > 0
+    assert numbers[1] < 1.3 * numbers[0]
