@@ -152,7 +152,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         for fits, why, seen in ((False, (REASON,), REASON), (True, (), PLAN))
     ],
     "explain": [(f"{PLAN}{all_}", {"autotune.load_plan": LONG}, "") for all_ in ("", " --all")],
-    "diff": [("a b", {"autotune.load_plan": [golden_plan(), LONG]}, "Kandinsky-5.0-T2V-Lite-sft")],
+    "diff": [("a b", {"autotune.load_plan": [golden_plan(), LONG]}, LONG.frozen.workload.model.name)],
     "report": [(f"{FOLDER}", {"autotune.report": Path(FOLDER) / "report.html"}, FOLDER)],
     "train": [
         (f"p --output {FOLDER}{more}", {"autotune.train": RUN, "autotune.load_plan": LONG}, FOLDER)
