@@ -71,6 +71,7 @@ def long_estimate() -> Estimate:
 
 
 LONG = long_plan("predicted", 8)
+LONG_NAME = LONG.frozen.workload.model.name
 ESTIMATE = long_estimate()
 COMPARISON = Comparison(
     model=MODEL, host_memory_bytes=SIZE, currency="USD", priced="2026",
@@ -152,7 +153,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         for fits, why, seen in ((False, (REASON,), REASON), (True, (), PLAN))
     ],
     "explain": [(f"{PLAN}{all_}", {"autotune.load_plan": LONG}, "") for all_ in ("", " --all")],
-    "diff": [("a b", {"autotune.load_plan": [golden_plan(), LONG]}, LONG.frozen.workload.model.name)],
+    "diff": [("a b", {"autotune.load_plan": [golden_plan(), LONG]}, LONG_NAME)],
     "report": [(f"{FOLDER}", {"autotune.report": Path(FOLDER) / "report.html"}, FOLDER)],
     "train": [
         (f"p --output {FOLDER}{more}", {"autotune.train": RUN, "autotune.load_plan": LONG}, FOLDER)
