@@ -317,10 +317,10 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     if not is_first_process():
         return
     folder = asked.get("output", Job.model_fields["output"].default)
-    planned = autotune.load_plan(asked.get("plan", Path(folder) / "run-plan.yaml")).job
-    output = Path(asked.get("output", planned.output))
+    planned = autotune.load_plan(asked.get("plan", Path(folder) / "run-plan.yaml"))
+    output = Path(asked.get("output", planned.job.output))
     has_page = (output / PAGE_FILE).is_file()
-    after = after_training_lines(report, output, planned.report_to, has_page=has_page)
+    after = after_training_lines(report, output, planned, has_page=has_page)
     lines = report_lines if Progress.is_verbose else result_lines
     print_result(report, as_json, lambda _: [*lines(report), *after])
     if repository is not None:

@@ -418,7 +418,7 @@ def add_adapter_as_practiced(
         add_adapter(family, transformer, workload, dtype)
         return
     own = torch.float32 if dtype == torch.float32 or practice.precision == "fp32" else dtype
-    add_adapter(family, transformer, workload, own, lean=False)
+    add_adapter(family, transformer, workload, own, lean=workload.adapter == "lokr")  # as theirs
     if practice.autocasts and own != dtype:
         _cast_when_read(transformer, dtype)
 

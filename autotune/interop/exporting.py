@@ -217,6 +217,7 @@ def _assumed(family: Family) -> dict[str, Any]:
         **{PIN + name: value for name, value in CachingSettings()},
         **{"lora_dropout": 0.0, "adapted_blocks": "all", "adapter": "lora", "ema_decay": 0.0},
         "preserve_prior": 0.0,
+        "lokr_factor": 0,
         "guidance_scale": family.defaults.training_guidance,
     }
 

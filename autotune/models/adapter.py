@@ -1,4 +1,4 @@
-"""Adapters (LoRA, rsLoRA, DoRA): the layers that they may be for, and putting them on."""
+"""Adapters (LoRA, rsLoRA, DoRA, LoKr): the layers that they may be for, and putting them on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.models.family import Family
 from autotune.plan.workload import Workload
 from autotune.system.files import read_table
 from autotune.system.lazy import nn, torch
-from autotune.weights.names import LAYOUTS, expand
+from autotune.weights.names import LAYOUTS, expand, lokr_shapes
 
 ADAPTER_NAME = "default"
 
@@ -95,6 +95,10 @@ def adapter_shapes(
     for name, module in transformer.named_modules():
         if is_chosen(name):
             num_outputs, num_inputs, *kernel = module.weight.shape
+            if workload.adapter == "lokr":
+                shape = (num_outputs, num_inputs, *kernel)
+                shapes.update(lokr_shapes(shape, workload.rank, workload.lokr_factor).values())
+                continue
             shapes[workload.rank, num_inputs, *kernel] += 1
             shapes[num_outputs, workload.rank, *(1 for _ in kernel)] += 1
             if workload.adapter == "dora":  # the lengths of the outputs' weights
@@ -117,23 +121,36 @@ def add_adapter(
     into it and keep the copy for the backward pass. Dropout works even in evaluation mode, as all
     are trained. Without `lean`, layers compute as peft's do. Raises InvalidInput for no layers.
     """
-    from peft import LoraConfig
+    from peft import LoKrConfig, LoraConfig
 
-    modules = choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
-    config = LoraConfig(
-        r=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        lora_dropout=workload.lora_dropout,
-        init_lora_weights=True,
-        use_rslora=workload.adapter == "rslora",
-        use_dora=workload.adapter == "dora",
-        target_modules=modules if isinstance(modules, str) else list(modules),
-    )
+    chosen = choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
+    modules = chosen if isinstance(chosen, str) else list(chosen)
+    config: LoKrConfig | LoraConfig
+    if workload.adapter == "lokr":
+        config = LoKrConfig(
+            r=workload.rank,
+            alpha=workload.lora_alpha,
+            decompose_factor=workload.lokr_factor or -1,
+            init_weights="lycoris",  # as the trainers that have LoKr
+            target_modules=modules,
+        )
+    else:
+        config = LoraConfig(
+            r=workload.rank,
+            lora_alpha=workload.lora_alpha,
+            lora_dropout=workload.lora_dropout,
+            init_lora_weights=True,
+            use_rslora=workload.adapter == "rslora",
+            use_dora=workload.adapter == "dora",
+            target_modules=modules,
+        )
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with _no_import_of_bitsandbytes():
             transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+    if workload.adapter == "lokr":
+        transformer.eval()  # in training mode each of peft's layers draws a number for a dropout
     if lean:
         from autotune.models.low_rank import make_lean  # which needs torch to be defined
 

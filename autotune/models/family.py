@@ -245,6 +245,14 @@ class Family(ABC):
         kind = "DiffusionPipeline"
         return [f"from diffusers import {kind}", "", f"pipeline = {kind}.from_pretrained({base})"]
 
+    def adapter_code(self, kind: str, source: str, file: str) -> str:
+        """Return the line of Python that loads a file of an adapter of this kind into it."""
+        how, options = "load_lora_weights", self.adapter_options
+        if kind == "lokr":  # which few pipelines load
+            how, options = f"{self.denoiser}.load_lora_adapter", {"prefix": self.adapter_component}
+        named = (f"{key}={value!r}" for key, value in {"weight_name": file, **options}.items())
+        return f'pipeline.{how}("{source}", {", ".join(named)})'
+
     def sample_shapes(
         self, config: facts.Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
     ) -> Shapes:

@@ -14,7 +14,7 @@ Objective = Literal["throughput", "memory"]  # the goal of a search: time or ste
 GOALS: Mapping[Objective, str] = {"throughput": "fastest", "memory": "smallest"}
 """Word for the winner by each, among the settings that run."""
 BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
-AdapterKind = Literal["lora", "rslora", "dora"]
+AdapterKind = Literal["lora", "rslora", "dora", "lokr"]
 TextPadding = Literal["exact", "masked"]
 """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
 PositiveTokens = Annotated[int, base.PositiveInt]
@@ -111,8 +111,11 @@ class Learning(base.Frozen):
     )
     """Adapt only layers of these blocks, numbered from 0: 10-30 or 0-4,18."""
     adapter: AdapterKind = "lora"
-    """LoRA; rsLoRA, scaled by alpha over the root of the rank; or DoRA, which learns the norms of
-    outputs, too."""
+    """LoRA; rsLoRA, scaled by alpha over the root of the rank; DoRA, which learns the norms of
+    outputs, too; or LoKr, Kronecker products."""
+    lokr_factor: Annotated[int, base.Option("--factor")] = Field(default=0, ge=0, le=4096)
+    """Rows and columns of LoKr's smaller matrix where they divide the layer's; by default (0) both
+    matrices are about square. A rank from half of the larger one's size on keeps that whole."""
     ema_decay: Annotated[float, base.Option("--ema")] = Field(default=0.0, ge=0, le=0.99999)
     """Save an average of steps with this decay, e.g. 0.999; by default none."""
     effective_batch_size: Annotated[int, base.Option("--batch-size")] = Field(

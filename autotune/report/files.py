@@ -289,8 +289,6 @@ def _model_card(
     }
     told = {key: value for key, value in header.items() if value}
     base = json.dumps(base_model or "FOLDER OF THE BASE MODEL", ensure_ascii=False)
-    options = {"weight_name": ADAPTER_FILE, **family.adapter_options}
-    loading = ", ".join(f"{key}={value!r}" for key, value in options.items())
     num_items = sum(bucket.num_items for bucket in work.buckets)
     return "\n".join(
         [
@@ -299,15 +297,16 @@ def _model_card(
             "---",
             f"# {name.rpartition('/')[2]}",
             "",
-            f"A LoRA for {_escaped(base_model or work.model.name)}, trained by autotune: rank "
-            f"{work.rank} on {_escaped(work.targets)}, effective batch "
-            f"{work.effective_batch_size}, {report.num_steps} steps at a learning rate of "
-            f"{job.learning_rate:g} ({work.optimizer.name}), on {num_items} items.",
+            f"A {'LoKr' if work.adapter == 'lokr' else 'LoRA'} for "
+            f"{_escaped(base_model or work.model.name)}, trained by autotune: rank {work.rank} "
+            f"on {_escaped(work.targets)}, effective batch {work.effective_batch_size}, "
+            f"{report.num_steps} steps at a learning rate of {job.learning_rate:g} "
+            f"({work.optimizer.name}), on {num_items} items.",
             "",
             *(f"![{_escaped(prompt)}]({file})\n" for prompt, file in pictures),
             "```python",
             *family.loading_code(base),
-            f'pipeline.load_lora_weights("{name}", {loading})',
+            family.adapter_code(work.adapter, name, ADAPTER_FILE),
             "```",
             "",
             "```",

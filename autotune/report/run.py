@@ -143,7 +143,7 @@ def phase_bytes(phases: Iterable[PhasePeak], process_bytes: int = 0) -> dict[str
 
 
 def after_training_lines(
-    report: RunReport, output: Path, report_to: str, *, has_page: bool
+    report: RunReport, output: Path, plan: TrainingPlan, *, has_page: bool
 ) -> list[str]:
     """Tell where the adapter is, and the commands that come next."""
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
@@ -157,7 +157,14 @@ def after_training_lines(
         f"{'more pictures':<15}", ["autotune sample", folder, "--prompt TEXT"]
     )
     lines += text.titled_command(f"{'for ComfyUI':<15}", convert)
-    if report_to == "tensorboard":
+    if (work := plan.frozen.workload).adapter == "lokr":
+        from autotune.models.registry import get_family
+        from autotune.train.folder import ADAPTER_FILE
+
+        family = get_family(work.model.family).with_expert(plan.job.expert)
+        line = family.adapter_code(work.adapter, str(output), ADAPTER_FILE)
+        lines += [f"{'in diffusers':<15}{line}"]
+    if plan.job.report_to == "tensorboard":
         lines += text.titled_command(f"{'curves':<15}", ["tensorboard --logdir", folder])
     return lines
 

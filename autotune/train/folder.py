@@ -34,7 +34,7 @@ from autotune.system.files import PART_FILES
 from autotune.system.lazy import Tensor, nn, torch
 from autotune.weights.adapters import read_adapter, require_layers, write_adapter
 from autotune.weights.files import BadWeights, read_header
-from autotune.weights.names import LoraLayer
+from autotune.weights.names import KroneckerLayer, Layer
 from autotune.weights.tensors import load_file, save_file
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
@@ -349,7 +349,9 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
     set's."""
     modules: dict[str, Any] = dict(transformer.named_modules())
     adapted = {
-        name: part for name, part in modules.items() if ADAPTER_NAME in getattr(part, "lora_A", ())
+        name: part
+        for name, part in modules.items()
+        if ADAPTER_NAME in getattr(part, "lora_A", getattr(part, "lokr_w1", ()))
     }
     adapter = read_adapter(path, modules, family.transformer_class)
     require_layers(path, adapter, modules)
@@ -360,16 +362,31 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
         message = f"{path} adapts other layers than the plan: {different[0]}, which {whose}{more}"
         hint = "plan with the adapter's own --targets, for the model that it belongs to"
         raise InvalidInput(message, hint=hint)
-    values = {}
+    values: dict[str, Tensor] = {}
     for name, layer in layers.items():
         module = adapted[name]
-        down, up = module.lora_A[ADAPTER_NAME].weight, module.lora_B[ADAPTER_NAME].weight
-        vectors = module.lora_magnitude_vector
+        vectors = getattr(module, "lora_magnitude_vector", {})
         magnitude = vectors[ADAPTER_NAME].weight if ADAPTER_NAME in vectors else None
-        if (layer.magnitude is None) != (magnitude is None):
-            own, other = ("LoRA", "DoRA") if layer.magnitude is None else ("DoRA", "LoRA")
-            message = f"{path} is a {own}, the plan trains a {other}"
+        own = "LoKr" if isinstance(layer, KroneckerLayer) else _kind(layer.magnitude)
+        planned = "LoKr" if hasattr(module, "lokr_w1") else _kind(magnitude)
+        if own != planned:
+            message = f"{path} is a {own}, the plan trains a {planned}"
             raise InvalidInput(message, hint=f"plan with --adapter {own.lower()}")
+        if not all(tensor.isfinite().all() for tensor in layer.tensors):
+            message = f"{path}: {name} has values that are not finite"
+            raise BadWeights(message, hint="take an earlier checkpoint")
+        if isinstance(layer, KroneckerLayer):
+            made = {part: getattr(module, part) for part in module.adapter_layer_names}
+            sizes = {part: x[ADAPTER_NAME].shape for part, x in made.items() if ADAPTER_NAME in x}
+            if sizes != {part: x.shape for part, x in layer.factors.items()}:
+                message = f"{path}: the factors of {name} have other shapes than the plan's"
+                first = len(layer.matrix("lokr_w1"))
+                hint = f"plan with its own rank and factor, perhaps --rank {layer.rank} --factor"
+                raise InvalidInput(message, hint=f"{hint} {first}")
+            factors = layer.scaled(1 / module.scaling[ADAPTER_NAME]).factors
+            values |= {f"{name}.{part}.{ADAPTER_NAME}": x.float() for part, x in factors.items()}
+            continue
+        down, up = module.lora_A[ADAPTER_NAME].weight, module.lora_B[ADAPTER_NAME].weight
         if layer.rank != len(down):
             message = f"{path} has rank {layer.rank}, the plan {len(down)}"
             raise InvalidInput(message, hint=f"plan --rank {layer.rank}")
@@ -377,15 +394,16 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
             message = f"{path} is for another model: {name} differs in shape"
             raise InvalidInput(message, hint="name that model's adapter")
         scale = layer.alpha / layer.rank / module.scaling[ADAPTER_NAME]
-        if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
-            message = f"{path}: {name} has values that are not finite"
-            raise BadWeights(message, hint="take an earlier checkpoint")
         if magnitude is not None and layer.magnitude is not None:
             vector = f"{name}.lora_magnitude_vector.{ADAPTER_NAME}.weight"
             values[vector] = layer.magnitude.float().reshape_as(magnitude)
         values[f"{name}.lora_A.{ADAPTER_NAME}.weight"] = layer.down.float()
         values[f"{name}.lora_B.{ADAPTER_NAME}.weight"] = layer.up.float() * scale
     return values
+
+
+def _kind(magnitude: object) -> str:
+    return "LoRA" if magnitude is None else "DoRA"
 
 
 def export_trained(adapter: Path, to: AdapterFormat) -> Path:
@@ -413,8 +431,12 @@ def judge_adapter(
     )
 
 
-def update_norm(layer: LoraLayer) -> float:
-    """Return the norm of up @ down * alpha / rank without the product: |UD|^2 = <U'U, DD'>."""
+def update_norm(layer: Layer) -> float:
+    """Return the norm of up @ down * alpha / rank without the product: |UD|^2 = <U'U, DD'>; of a
+    Kronecker product it is the product of norms."""
+    if isinstance(layer, KroneckerLayer):
+        norms = (float(layer.matrix(name).double().norm()) for name in ("lokr_w1", "lokr_w2"))
+        return math.prod(norms)
     down, up = layer.down.double(), layer.up.double()
     squared = float(((up.T @ up) * (down @ down.T)).sum())
     if not math.isfinite(squared):

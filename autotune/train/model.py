@@ -34,6 +34,7 @@ from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import shard_on_arrival
 from autotune.weights import adapters, files, stream
 from autotune.weights.empty import build_empty
+from autotune.weights.names import LoraLayer
 from autotune.weights.stream import DtypePolicy, Transform
 
 RANDOM_SEED = 0
@@ -344,11 +345,10 @@ class TrainingAdapter:
         self.is_off = False
         self.layers: dict[str, FrozenLayer] = {}
         for name, layer in adapter.layers.items():
-            if layer.magnitude is not None or not isinstance(modules[name], nn.Linear):
-                what = "a DoRA" if layer.magnitude is not None else f"for {name}, no Linear layer"
-                raise InvalidInput(
-                    f"{path} is {what}", hint="a training adapter is a LoRA of Linear layers"
-                )
+            is_plain = isinstance(modules[name], nn.Linear) and layer.magnitude is None
+            if not isinstance(layer, LoraLayer) or not is_plain:
+                message = f"what {path} has for {name} is no LoRA of a Linear layer"
+                raise InvalidInput(message, hint="a training adapter is a LoRA of Linear layers")
             if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
                 message = f"{path}: {name} has values that are not finite"
                 raise files.BadWeights(message, hint="download it again")

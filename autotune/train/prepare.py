@@ -276,6 +276,10 @@ def _check_learning(model: ResolvedModel, request: WorkloadRequest) -> None:
     check_options(optimizer)
     if request.ema_decay and optimizer.name == "schedule-free":
         raise InvalidInput("schedule-free already averages its steps", hint="leave --ema out")
+    if request.adapter == "lokr" and request.lora_dropout:
+        raise InvalidInput("LoKr has no dropout", hint="leave --dropout out")
+    if request.lokr_factor and request.adapter != "lokr":
+        raise InvalidInput("only LoKr has a factor", hint="--adapter lokr, or no --factor")
     if request.targets not in family.target_sets or request.adapted_blocks != "all":
         transformer = build_on_meta(family, model.config)
         choose_layers(family, transformer, request.targets, request.adapted_blocks)

@@ -385,10 +385,11 @@ class PreviewSampler:
         return list(zip(*first.values(), strict=True))
 
     def load_adapter(self, adapter: Path) -> None:
-        """Load an adapter file by the pipeline's own loader."""
+        """Load an adapter file by the pipeline's own loader; few have one for LoKr."""
         hint = "name the output folder of `autotune train`, or train again"
-        for name, layer in read_adapter(adapter).layers.items():
-            if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
+        read = read_adapter(adapter)
+        for name, layer in read.layers.items():
+            if not all(tensor.isfinite().all() for tensor in layer.tensors):
                 raise InvalidInput(f"{adapter}: {name} has values that are not finite", hint=hint)
         family = self.model.family
         others = {name: getattr(self.pipeline, name) for name in family.other_denoisers}
@@ -396,7 +397,11 @@ class PreviewSampler:
             for name in others:  # diffusers would end their streaming
                 setattr(self.pipeline, name, self.transformer)
             options = {"weight_name": adapter.name, **family.adapter_options}
-            self.pipeline.load_lora_weights(adapter.parent, **options)
+            if read.is_lokr:
+                options = {"weight_name": adapter.name, "prefix": family.adapter_component}
+                self.transformer.load_lora_adapter(adapter.parent, **options)
+            else:
+                self.pipeline.load_lora_weights(adapter.parent, **options)
         except Exception as error:  # anything, for an adapter of another model
             if is_out_of_memory(error):
                 raise

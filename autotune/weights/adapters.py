@@ -1,9 +1,13 @@
-"""LoRA adapters as files, in the three formats that people exchange.
+"""LoRA and LoKr adapters as files, in the three formats that people exchange.
 
     diffusers   transformer.<module>.lora_A.weight, .lora_B.weight, for a UNet unet.<module>...;
                 ranks in the metadata, where `load_lora_weights` looks for them
     comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
+
+All have .lokr_w1, .lokr_w2 of a LoKr, or products of .lokr_w2_a, .lokr_w2_b, as LyCORIS names them.
+Its alpha counts only beside such a product, but in peft's configuration always: it becomes part of
+the values as soon as it is read.
 
 ComfyUI and kohya find a module by its name in their own model: the authors' (`names`), or
 diffusers' own. ComfyUI ignores an alpha in the metadata, and diffusers does not take most models'
@@ -32,12 +36,16 @@ from autotune.weights.names import (
     CHROMA_CLASS,
     FLUX1_CLASS,
     LAYOUTS,
+    NOT_READ_BY,
+    KroneckerLayer,
+    Layer,
     Layout,
     LoraLayer,
     can_write,
     find_class,
     find_layout,
     join_layers,
+    lokr_shapes,
     restore_dots,
     split_layers,
 )
@@ -53,6 +61,7 @@ PREFIXES: Mapping[str, AdapterFormat] = {
     "diffusion_model.": "comfyui",
     "lora_unet_": "kohya",
     "lora_transformer_": "kohya",  # OneTrainer's
+    "lycoris_": "kohya",  # LyCORIS's, as SimpleTuner uses it
 }
 UNET_STAGES = ("down_blocks.", "mid_block.", "up_blocks.")
 PARTS: Mapping[str, str] = {
@@ -62,6 +71,7 @@ PARTS: Mapping[str, str] = {
     "lora_up.weight": "up",
     "alpha": "alpha",
     "lora_magnitude_vector": "magnitude",
+    **{f"lokr_{x}": f"lokr_{x}" for x in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
 }
 
 EXPORT_AGAIN = "export or train the adapter again"
@@ -85,9 +95,13 @@ class AdapterInfo(Frozen):
 class Adapter:
     """An adapter independent of any format: layers by module name, and metadata of no format."""
 
-    layers: Mapping[str, LoraLayer]
+    layers: Mapping[str, Layer]
     metadata: Mapping[str, str]
     component: str = "transformer"
+
+    @property
+    def is_lokr(self) -> bool:
+        return any(isinstance(layer, KroneckerLayer) for layer in self.layers.values())
 
     @property
     def info(self) -> AdapterInfo | None:
@@ -105,9 +119,12 @@ def save_adapter(
 ) -> None:
     """Save what `get_peft_model_state_dict` returns for `load_lora_weights`, atomically."""
     bare = {name.removeprefix(f"{component}."): tensor for name, tensor in state.items()}
-    layers = _collect_layers(bare, dict.fromkeys(_module_names(bare), info.alpha))
+    names = _module_names(bare)
+    layers = _collect_layers(
+        bare, dict.fromkeys(names, info.alpha), dict.fromkeys(names, info.rank)
+    )
     for name, layer in layers.items():
-        if layer.rank != info.rank:
+        if isinstance(layer, LoraLayer) and layer.rank != info.rank:
             message = f"{name} has rank {layer.rank}, not {info.rank}"
             raise InvalidInput(message, hint="give the rank that was trained")
     write_adapter(path, Adapter(layers, {INFO_KEY: info.model_dump_json()}, component), "diffusers")
@@ -141,14 +158,15 @@ def parse_adapter(
     bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     kept = {key: value for key, value in metadata.items() if key == INFO_KEY}
     if source == "diffusers":
-        alphas = _configured_alphas(metadata, prefix, _module_names(bare))
-        return Adapter(_collect_layers(bare, alphas), kept, prefix[:-1])
+        names = _module_names(bare)
+        alphas, ranks = (_configured(metadata, prefix, names, what) for what in ("alpha", "rank"))
+        return Adapter(_collect_layers(bare, alphas, ranks), kept, prefix[:-1])
     if source == "kohya":
         known = [*module_names, *_stored_module_names(metadata), *restore_dots(_module_names(bare))]
         bare = _restore_dots(bare, known)
-    adapter = Adapter(_collect_layers(bare, {}), kept)
+    adapter = Adapter(_collect_layers(bare, {}, {}), kept)
     layers = adapter.layers
-    widths = {name: (layer.down.shape[1], layer.up.shape[0]) for name, layer in layers.items()}
+    widths = {name: layer.shape[::-1] for name, layer in layers.items()}
     if layout := find_layout(widths, transformer or _stored_class(adapter)):
         with _reraise_bad_shapes():
             layers = split_layers(layers, layout)
@@ -173,7 +191,7 @@ def require_layers(source: Path, adapter: Adapter, modules: Mapping[str, Any]) -
     for name, layer in adapter.layers.items():
         module = modules[name]
         sizes = [getattr(module, f"{side}_features", None) for side in ("in", "out")]
-        if None not in sizes and sizes != [layer.down.shape[1], len(layer.up)]:
+        if None not in sizes and sizes != [*layer.shape[::-1]]:
             message = f"{source} is for another model: {name} differs in shape"
             raise InvalidInput(message, hint="name that model")
 
@@ -205,7 +223,7 @@ def _split_key(key: str) -> tuple[str, str]:
     kind = next((kind for kind, parts in others.items() if re.search(parts, key)), "no LoRA")
     raise InvalidInput(
         f"{key!r} is part of {kind}",
-        hint="only LoRA and diffusers' DoRA are understood: train one, or merge "
+        hint="LoRA, LoKr and diffusers' DoRA are understood: train one, or merge "
         "this one into the model with its program, and name that by --model",
     )
 
@@ -215,25 +233,48 @@ def _module_names(bare: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def _collect_layers(
-    bare: Mapping[str, Tensor], alphas: Mapping[str, float]
-) -> dict[str, LoraLayer]:
+    bare: Mapping[str, Tensor], alphas: Mapping[str, float], ranks: Mapping[str, float]
+) -> dict[str, Layer]:
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in bare.items():
         module, part = _split_key(key)
         # torch has no arithmetic for fp8
         is_fp8 = tensor.is_floating_point() and tensor.itemsize == 1
         modules.setdefault(module, {})[part] = tensor.to(torch.bfloat16) if is_fp8 else tensor
-    layers = {}
+    layers: dict[str, Layer] = {}
     for module, parts in sorted(modules.items()):
-        if not _is_pair(parts):
+        factors = {name: tensor for name, tensor in parts.items() if name.startswith("lokr_")}
+        if not (_are_factors(factors) if factors else _is_pair(parts)):
             message = f"{module} lacks one of its two matrices, or they do not fit together"
             raise CorruptFile(message, hint=EXPORT_AGAIN)
-        stored = parts["alpha"].flatten().tolist() if "alpha" in parts else [parts["down"].shape[0]]
+        made = KroneckerLayer(factors) if factors else None
+        rank = ranks.get(module, made.rank) if made else parts["down"].shape[0]
+        stored = parts["alpha"].flatten().tolist() if "alpha" in parts else [rank]
+        if made and made.is_whole:
+            stored = [rank]
         alpha = alphas.get(module, float(stored[0]) if len(stored) == 1 else math.nan)
         if not math.isfinite(alpha):
             raise CorruptFile(f"the alpha of {module} is not a finite number", hint=EXPORT_AGAIN)
-        layers[module] = LoraLayer(parts["down"], parts["up"], alpha, parts.get("magnitude"))
+        layers[module] = (
+            made.scaled(alpha / rank)
+            if made
+            else LoraLayer(parts["down"], parts["up"], alpha, parts.get("magnitude"))
+        )
+    if len({*map(type, layers.values())}) > 1:
+        message = "some of its layers are a LoRA's, others a LoKr's"
+        raise InvalidInput(message, hint="use it in the program that it was made for")
     return layers
+
+
+def _are_factors(factors: Mapping[str, Tensor]) -> bool:
+    names = ("lokr_w1", "lokr_w2")
+    try:
+        whole = [KroneckerLayer(factors).matrix(name) for name in names]
+    except (KeyError, RuntimeError):
+        return False
+    is_given_twice = any({name, f"{name}_a"} <= factors.keys() for name in names)
+    are_matrices = all(x.ndim > 1 and x.numel() and x.is_floating_point() for x in whole)
+    return are_matrices and not is_given_twice
 
 
 def _is_pair(parts: Mapping[str, Tensor]) -> bool:
@@ -264,21 +305,22 @@ def _restore_dots(bare: Mapping[str, Tensor], module_names: Iterable[str]) -> di
     return renamed
 
 
-def _configured_alphas(
-    metadata: Mapping[str, str], prefix: str, modules: Iterable[str]
+def _configured(
+    metadata: Mapping[str, str], prefix: str, modules: Iterable[str], what: str
 ) -> dict[str, float]:
-    """Alpha of each module as peft reads it: `alpha_pattern` first, then `lora_alpha`."""
+    """Alpha or rank of each module as peft reads it: `alpha_pattern` first, then `lora_alpha`."""
     if DIFFUSERS_KEY not in metadata:
         return {}
     try:
         config = json.loads(metadata[DIFFUSERS_KEY])
         patterns = {
-            key: float(value) for key, value in config.get(prefix + "alpha_pattern", {}).items()
+            key: float(value) for key, value in config.get(f"{prefix}{what}_pattern", {}).items()
         }
         for key in patterns:
             if not PLAIN_NAME.fullmatch(key):
                 raise ValueError(f"{key!r} names no layer")
-        default = config.get(prefix + "lora_alpha")
+        keys = ("lora_alpha", "alpha") if what == "alpha" else ("r",)
+        default = next((config[prefix + key] for key in keys if prefix + key in config), None)
         alphas = {} if default is None else dict.fromkeys(modules, float(default))
         order = {key.replace("\\", ""): number for number, key in enumerate(patterns)}
         values = tuple(patterns.values())
@@ -304,6 +346,13 @@ def serialize_adapter(
             hint="train --adapter lora for others",
         )
     layout = None if to == "diffusers" else _find_layout(adapter, to, transformer)
+    prefix = {
+        "diffusers": f"{adapter.component}.",
+        "comfyui": "diffusion_model.",
+        "kohya": "lora_unet_",
+    }[to]
+    if to == "comfyui" and layout and _is_read_in_parts(adapter, layout):
+        prefix, layout = "transformer.", None
     with _reraise_bad_shapes():
         layers = join_layers(adapter.layers, layout) if layout else adapter.layers
     # By lora_down diffusers knows authors' names of FLUX.1 as such.
@@ -311,29 +360,35 @@ def serialize_adapter(
     down, up = ("lora_down", "lora_up") if to == "kohya" or is_flux1 else ("lora_A", "lora_B")
     if to != "kohya":
         layers = {name: _fold_alpha(layer) for name, layer in layers.items()}
-    prefixes = {
-        "diffusers": f"{adapter.component}.",
-        "comfyui": "diffusion_model.",
-        "kohya": "lora_unet_",
-    }
+    keys = {name: prefix + (name.replace(".", "_") if to == "kohya" else name) for name in layers}
+    if len({*keys.values()}) < len(keys):
+        message = "two modules have one name once dots are underscores"
+        raise InvalidInput(message, hint="choose diffusers or comfyui")
     tensors: dict[str, Tensor] = {}
     for module, layer in layers.items():
-        key = prefixes[to] + (module.replace(".", "_") if to == "kohya" else module)
-        tensors[f"{key}.{down}.weight"] = layer.down
-        tensors[f"{key}.{up}.weight"] = layer.up
+        key = keys[module]
+        if isinstance(layer, KroneckerLayer):
+            tensors |= {f"{key}.{name}": tensor for name, tensor in layer.factors.items()}
+        else:
+            tensors[f"{key}.{down}.weight"] = layer.down
+            tensors[f"{key}.{up}.weight"] = layer.up
         if layer.magnitude is not None:
             tensors[f"{key}.lora_magnitude_vector"] = layer.magnitude
         if to == "kohya":
             tensors[f"{key}.alpha"] = _to_scalar(layer.alpha)
-    if to == "kohya" and len(tensors) < len(layers) * 3:
-        message = "two modules have one name once dots are underscores"
-        raise InvalidInput(message, hint="choose diffusers or comfyui")
     metadata: dict[str, str] = {}
     if to == "diffusers":
-        metadata = _peft_metadata(layers, prefixes[to])
+        metadata = _peft_metadata(layers, prefix)
     elif to == "kohya":
         metadata = _kohya_metadata(layers)
     return tensors, {**metadata, **adapter.metadata}
+
+
+def _is_read_in_parts(adapter: Adapter, layout: Layout) -> bool:
+    # ComfyUI puts a LoKr into rows of one of its layers, if diffusers' name of them tells it to.
+    is_known = layout not in [LAYOUTS.get(name) for name in NOT_READ_BY["diffusers"][1]]
+    parts = (layout.parts(layout.original(name)) for name in adapter.layers)
+    return is_known and adapter.is_lokr and any(len(each) > 1 for each in parts)
 
 
 @contextlib.contextmanager
@@ -361,8 +416,8 @@ def _find_layout(adapter: Adapter, to: AdapterFormat, transformer: str | None) -
     return layout if layout and (layout.kohya_has_own_names or to != "kohya") else None
 
 
-def _fold_alpha(layer: LoraLayer) -> LoraLayer:
-    if layer.alpha == layer.rank:
+def _fold_alpha(layer: Layer) -> Layer:
+    if isinstance(layer, KroneckerLayer) or layer.alpha == layer.rank:
         return layer
     return replace(layer, up=layer.up * (layer.alpha / layer.rank), alpha=float(layer.rank))
 
@@ -372,16 +427,18 @@ def _to_scalar(value: float) -> Tensor:
     return short if short.item() == value else short.new_tensor(value, dtype=torch.float64)
 
 
-def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, str]:
+def _peft_metadata(layers: Mapping[str, Layer], prefix: str) -> dict[str, str]:
     rank = mode(layer.rank for layer in layers.values())
     ranks = {f"^{re.escape(name)}": x.rank for name, x in layers.items() if x.rank != rank}
+    lokr = [layer for layer in layers.values() if isinstance(layer, KroneckerLayer)]
     config = {
         "r": rank,
-        "lora_alpha": rank,
+        "alpha" if lokr else "lora_alpha": rank,
         # A pattern for whole names: in a list, `proj_out` would also mean `blocks.0.proj_out`.
         "target_modules": "|".join(re.escape(name) for name in layers),
         "rank_pattern": ranks,
         "alpha_pattern": ranks,
+        **(_lokr_options(lokr) if lokr else {}),
     }
     if any(layer.magnitude is not None for layer in layers.values()):
         config["use_dora"] = True
@@ -389,10 +446,23 @@ def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, st
     return {DIFFUSERS_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 
 
-def _kohya_metadata(layers: Mapping[str, LoraLayer]) -> dict[str, str]:
+def _lokr_options(layers: list[KroneckerLayer]) -> dict[str, bool | int]:
+    both = any("lokr_w1_a" in layer.factors for layer in layers)
+    made = [{name: (*tensor.shape,) for name, tensor in x.factors.items()} for x in layers]
+    for factor in (0, *sorted({len(layer.matrix("lokr_w1")) for layer in layers})):
+        if made == [lokr_shapes(x.shape, x.rank, factor, decompose_both=both) for x in layers]:
+            return {"decompose_factor": factor or -1, "decompose_both": both}
+    raise InvalidInput(
+        "diffusers makes no LoKr of such shapes: no one factor cuts them so",
+        hint="choose the format comfyui",
+    )
+
+
+def _kohya_metadata(layers: Mapping[str, Layer]) -> dict[str, str]:
+    kind = "lokr" if any(isinstance(x, KroneckerLayer) for x in layers.values()) else "lora"
     return {
         MODULES_KEY: json.dumps(list(layers)),
-        "ss_network_module": "networks.lora",
+        "ss_network_module": f"networks.{kind}",
         "ss_network_dim": str(mode(layer.rank for layer in layers.values())),
         "ss_network_alpha": str(mode(layer.alpha for layer in layers.values())),
     }

@@ -5,11 +5,13 @@ sources, with commits, are in `tests/clients`, which the tables in `names.yaml` 
 FLUX's `norm_out` is left out: its rows are in another order there.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import ClassVar
 
 from autotune.errors import InvalidInput
 from autotune.plan.job import AdapterFormat
@@ -179,10 +181,93 @@ class LoraLayer:
     def rank(self) -> int:
         return int(self.down.shape[0])
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.up), int(self.down.shape[1])
 
-def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:
-    """Join layers to those of the authors. Raises InvalidInput for one without such a name."""
-    joined: dict[str, LoraLayer] = {}
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.down, self.up
+
+
+@dataclass(frozen=True)
+class KroneckerLayer:
+    """The factors of a LoKr's module by their names in files; its update is `kron(w1, w2)`, and
+    either may be a product itself."""
+
+    factors: Mapping[str, Tensor]
+    magnitude: ClassVar[None] = None
+
+    def matrix(self, name: str) -> Tensor:
+        """Return `lokr_w1` or `lokr_w2`, multiplied out."""
+        if name in self.factors:
+            return self.factors[name]
+        a, b = self.factors[f"{name}_a"], self.factors[f"{name}_b"]
+        core = self.factors.get(name.replace("w", "t"))
+        return a @ b if core is None else torch.einsum("ij...,ip,jr->pr...", core, a, b)
+
+    @property
+    def is_whole(self) -> bool:
+        return {"lokr_w1", "lokr_w2"} <= self.factors.keys()
+
+    @property
+    def rank(self) -> int:
+        """That of a product, or one with which peft keeps both whole."""
+        b = self.factors.get("lokr_w2_b", self.factors.get("lokr_w1_b"))
+        return len(b) if b is not None else max(self.factors["lokr_w2"].shape[:2])
+
+    @property
+    def alpha(self) -> float:
+        """With which LyCORIS adds the factors as they are."""
+        return float(self.rank)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        left, right = self.matrix("lokr_w1").shape, self.matrix("lokr_w2").shape
+        return left[0] * right[0], left[1] * right[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.factors.values())
+
+    def scaled(self, scale: float) -> "KroneckerLayer":
+        """Return it with its update multiplied."""
+        first = "lokr_w1" if "lokr_w1" in self.factors else "lokr_w1_a"
+        changed = {first: self.factors[first] * scale} if scale != 1 else {}
+        return KroneckerLayer({**self.factors, **changed})
+
+
+def factorize(size: int, factor: int) -> tuple[int, int]:
+    """Cut a layer's side in two as LyCORIS and peft do: by `factor`, if it divides, else with the
+    first as near to the root as it can be, and, unless `factor` is 0, below it."""
+    if factor and size % factor == 0:
+        return factor, size // factor
+    limit = min(factor or size, math.isqrt(size))
+    first = next(number for number in range(limit, 0, -1) if size % number == 0)
+    return first, size // first
+
+
+def lokr_shapes(
+    shape: Sequence[int], rank: int, factor: int, *, decompose_both: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the factors that peft makes for a weight of this shape, by name."""
+    (rows, row_size), (columns, column_size) = (factorize(size, factor) for size in shape[:2])
+    found: dict[str, tuple[int, ...]] = {"lokr_w1": (rows, columns)}
+    if decompose_both and rank < max(rows, columns) / 2:
+        found = {"lokr_w1_a": (rows, rank), "lokr_w1_b": (rank, columns)}
+    if rank >= max(row_size, column_size) / 2:
+        return found | {"lokr_w2": (row_size, column_size, *shape[2:])}
+    width = column_size * math.prod(shape[2:])
+    return found | {"lokr_w2_a": (row_size, rank), "lokr_w2_b": (rank, width)}
+
+
+Layer = LoraLayer | KroneckerLayer
+
+
+def join_layers(layers: Mapping[str, Layer], layout: Layout) -> dict[str, Layer]:
+    """Join layers to those of the authors. Raises InvalidInput for one without such a name, or if
+    it is a LoKr's and only a part."""
+    joined: dict[str, Layer] = {}
     for name, layer in layers.items():
         try:
             original = layout.original(name)
@@ -192,27 +277,40 @@ def join_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, Lo
         parts = layout.parts(original)
         if len(parts) == 1:
             joined[original] = _swap_halves(layer, original, layout)
+        elif isinstance(layer, KroneckerLayer):
+            message = f"{name} is a part of {original}, and no LoKr of that does the same"
+            raise InvalidInput(message, hint="choose the format diffusers, or train a LoRA")
         elif original not in joined:
-            joined[original] = _join([layers.get(part) for part in parts], parts)
+            joined[original] = _join([layers.get(part) for part in parts], parts)  # type: ignore[misc]
     return joined
 
 
-def split_layers(layers: Mapping[str, LoraLayer], layout: Layout) -> dict[str, LoraLayer]:
+def split_layers(layers: Mapping[str, Layer], layout: Layout) -> dict[str, Layer]:
     """Invert `join_layers`; each part gets its rows of `up` and all of `down`."""
-    split: dict[str, LoraLayer] = {}
+    split: dict[str, Layer] = {}
     for name, layer in layers.items():
         parts = layout.parts(name)
         if len(parts) == 1:
             split[parts[0]] = _swap_halves(layer, name, layout)
+        elif isinstance(layer, KroneckerLayer):
+            message = f"{name} is {' and '.join(parts)} in diffusers, and a LoKr has no such parts"
+            raise InvalidInput(message, hint="use it in the program that it was made for")
         else:
             split |= _split(layer, parts)
     return split
 
 
-def _swap_halves(layer: LoraLayer, original: str, layout: Layout) -> LoraLayer:
-    name, has_two = split_number(original)[0], len(layer.up) == 2 * layer.down.shape[1]
+def _swap_halves(layer: Layer, original: str, layout: Layout) -> Layer:
+    name, has_two = split_number(original)[0], layer.shape[0] == 2 * layer.shape[1]
     if name not in layout.gated and not (name in layout.swapped and has_two):
         return layer
+    if isinstance(layer, KroneckerLayer):
+        first = "lokr_w1" if "lokr_w1" in layer.factors else "lokr_w1_a"
+        half, rest = divmod(len(layer.factors[first]), 2)
+        if rest:
+            message = f"the halves of {original} are in another order there, and its LoKr has none"
+            raise InvalidInput(message, hint="train it with an even --factor, or a LoRA")
+        return KroneckerLayer({**layer.factors, first: layer.factors[first].roll(half, 0)})
     return replace(layer, up=layer.up.roll(len(layer.up) // 2, 0))
 
 

@@ -1,13 +1,17 @@
 """The names of layers in adapter files, against tables of each program's, from its own source."""
 
+import contextlib
+import json
 import re
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import diffusers
 import pytest
 import torch
 import yaml
+from peft import get_peft_model_state_dict
 
 from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
@@ -20,6 +24,7 @@ from autotune.weights.names import (
     KEPT_NAMES,
     LAYOUTS,
     NOT_READ_BY,
+    KroneckerLayer,
     LoraLayer,
     can_write,
     find_class,
@@ -44,8 +49,7 @@ def parts_of(program, model, key):
     raise AssertionError(f"{program} has no layer {key}")
 
 
-def make_layers(family, targets):
-    """An adapter of a small model, not zero, of another alpha than rank."""
+def small_config(family):
     config = {**family.transformer_config, **family.tiny_config}
     if family.name == "sdxl":  # the place of a layer among the published stages is in its name
         config |= {
@@ -56,8 +60,13 @@ def make_layers(family, targets):
             "attention_head_dim": (1, 1, 1),
             "layers_per_block": 2,
         }
-    transformer = build_on_meta(family, config)
-    work = workload(rank=2, lora_alpha=3.0, targets=targets)
+    return config
+
+
+def make_layers(family, targets, kind="lora"):
+    """An adapter of a small model, not zero, of another alpha than rank."""
+    transformer = build_on_meta(family, small_config(family))
+    work = workload(rank=2, lora_alpha=3.0, targets=targets, adapter=kind)
     add_adapter(family, transformer, work, torch.float32)
     generator = torch.Generator().manual_seed(0)
     made = {}
@@ -66,6 +75,10 @@ def make_layers(family, targets):
             parts = (module.lora_A["default"], module.lora_B["default"])
             down, up = (torch.randn(part.weight.shape, generator=generator) for part in parts)
             made[name] = LoraLayer(down, up, 3.0)
+        elif "default" in getattr(module, "lokr_w1", ()):
+            parts = {part: getattr(module, part) for part in module.adapter_layer_names}
+            sizes = {part: each["default"].shape for part, each in parts.items() if each}
+            made[name] = KroneckerLayer({part: torch.randn(sizes[part]) for part in sizes})
     return made
 
 
@@ -195,6 +208,37 @@ def test_unread_formats_are_known(family):
     if model not in (FLUX1_CLASS, CHROMA_CLASS):  # their converter takes full size alone
         is_read = diffusers_finds(family, made, files["comfyui"])
         assert is_read == (model not in NOT_READ_BY["comfyui"][1])
+
+
+# Of diffusers' pipelines, those whose own loader takes a LoKr; the model's does for all families.
+LOKR_PIPELINES = {"z-image", "flux2-klein", "flux2-dev"}
+
+
+@pytest.mark.quick("flux2-klein")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_lokr_is_read(family):
+    begin, model = family.denoiser, family.transformer_class
+    made = make_layers(family, list(family.target_sets)[-1], "lokr")
+    adapter = Adapter(made, {}, begin)
+    tensors, metadata = serialize_adapter(adapter, "diffusers")
+    transformer = family.build_transformer(small_config(family))
+    options = {"prefix": begin, "metadata": json.loads(metadata["lora_adapter_metadata"])}
+    transformer.load_lora_adapter(dict(tensors), **options)
+    loaded = get_peft_model_state_dict(transformer, adapter_name="default_0")
+    assert {f"{begin}.{key}" for key in loaded} == tensors.keys()
+    assert all(torch.equal(each, tensors[f"{begin}.{key}"]) for key, each in loaded.items())
+    pipeline = object.__new__(getattr(diffusers, family.pipeline_class))
+    for name, part in {begin: transformer, "load_lora_into_transformer": mock.Mock()}.items():
+        object.__setattr__(pipeline, name, part)
+    takes = pytest.raises(ValueError, match="Invalid")
+    with contextlib.nullcontext() if family.name in LOKR_PIPELINES else takes:
+        pipeline.load_lora_weights(dict(tensors))
+    if family.name == "minimax-h3":
+        with pytest.raises(InvalidInput, match="is a part of"):
+            serialize_adapter(adapter, "comfyui", model)
+        return
+    written, _ = serialize_adapter(adapter, "comfyui", model)
+    assert all(comfyui_finds(model, key.partition(".lokr_")[0]) for key in written)
 
 
 def test_layers_tell_their_model():

@@ -219,6 +219,8 @@ def test_what_dropout_keeps_is_predicted(predictor):
     [
         ("qwen-image", {"adapter": "dora", "adapted_blocks": "1-2"}, 0),
         ("flux1-dev", {"adapter": "dora"}, 2),
+        ("flux1-dev", {"adapter": "lokr", "rank": 4}, 0),
+        ("qwen-image", {"adapter": "lokr", "rank": 64, "lokr_factor": 4}, 2),
         ("flux1-dev", {"adapted_blocks": "1,3"}, 2),
         ("flux1-dev", {"targets": "to_q,ff.*"}, 0),
         ("flux1-dev", {"preserve_prior": 0.2}, 0),

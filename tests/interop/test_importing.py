@@ -97,6 +97,30 @@ def test_full_training_is_refused(tmp_path, name, old, new, words):
         import_config(changed)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "expected"),
+    [
+        ("ai_toolkit.yaml", "type: lora", "type: lokr", (4096, 4096, 0)),
+        ("ai_toolkit.yaml", "type: lora", "type: lokr\n        lokr_factor: 8", (4096, 4096, 8)),
+        ("ai_toolkit.yaml", "type: lora", "type: lokr\n        lokr_full_rank: false", (32, 32, 0)),
+        ("onetrainer.json", "{", '{"peft_type": "LOKR", "lokr_dim": 8,', (8, 16, 0)),
+        (
+            "onetrainer.json",
+            "{",
+            '{"peft_type": "LOKR", "lokr_full_matrix": true, "lokr_decompose_factor": 16,',
+            (4096, 4096, 16),
+        ),
+    ],
+)
+def test_lokr_is_imported(tmp_path, name, old, new, expected):
+    changed = tmp_path / name
+    changed.write_text((CONFIGS / name).read_text().replace(old, new, 1))
+    config = import_config(changed)
+    learned = (config.options.get(key, 0) for key in ("rank", "lora_alpha", "lokr_factor"))
+    assert (config.options["adapter"], *learned) == ("lokr", *expected)
+    assert not any("lokr" in key or key.endswith("type") for key in lost(config))
+
+
 def test_cousins_commands_are_told_apart(tmp_path):
     for script in ("hv_train_network", "flux_kontext_train_network"):
         command = tmp_path / "run.sh"

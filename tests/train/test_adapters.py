@@ -26,6 +26,8 @@ from tests.train.conftest import CPU, Bench, save, values_of
 CHANGES: dict[str, dict[str, Any]] = {
     "rslora": {"adapter": "rslora"},
     "dora": {"adapter": "dora"},
+    "lokr": {"adapter": "lokr", "rank": 2, "lora_alpha": 3.0},
+    "lokr-whole": {"adapter": "lokr", "rank": 64, "lokr_factor": 4},
     "blocks": {"adapted_blocks": "1", "targets": "to_q,*.to_out.0"},
     "average": {"ema_decay": 0.9},
 }
@@ -53,7 +55,8 @@ def test_diffusers_computes_what_was_trained(bench, tmp_path, kind):
     loop.model = dataclasses.replace(loop.model, transformer=again.transformer)
     assert loop.evaluate() == pytest.approx(loss, rel=1e-5)
     stock = family.load_pipeline(changed.model_folder)
-    stock.load_lora_weights(tmp_path, weight_name="resumed.safetensors")
+    loader = stock.transformer.load_lora_adapter if "lokr" in kind else stock.load_lora_weights
+    loader(tmp_path, weight_name="resumed.safetensors")
     loop.model = dataclasses.replace(loop.model, transformer=stock.transformer)
     assert loop.evaluate() == pytest.approx(loss, rel=1e-5)
     stock.transformer.disable_adapters()

@@ -24,8 +24,11 @@ from autotune.weights.names import (
     FLUX1_CLASS,
     LAYOUTS,
     SD3_CLASS,
+    KroneckerLayer,
     LoraLayer,
+    factorize,
     find_class,
+    lokr_shapes,
     split_layers,
 )
 from autotune.weights.tensors import save_file
@@ -149,6 +152,79 @@ def test_conversions_keep_the_adapter(found, chain):
         assert (back.up * (back.alpha / back.rank)).allclose(expected, rtol=tolerance)
 
 
+LOKR_PARTS = {
+    "whole": lokr_shapes((12, 20), 8, 2),
+    "product": lokr_shapes((12, 20), 2, 2),
+    "products": lokr_shapes((48, 48), 2, 0, decompose_both=True),
+}
+
+
+def lycoris_update(parts):
+    """The change of a weight by LyCORIS's formula, of which ComfyUI's is a part: element by element
+    w1[i, j] * w2[k, l], with alpha over rank only if a factor is a product."""
+    scale = parts["alpha"] / len(parts["lokr_w2_b"]) if "lokr_w2_b" in parts else 1
+    halves = []
+    for name in ("lokr_w1", "lokr_w2"):
+        halves.append(parts[name] if name in parts else parts[f"{name}_a"] @ parts[f"{name}_b"])
+    (rows, columns), (own_rows, own_columns) = (half.shape for half in halves)
+    whole = torch.empty(rows * own_rows, columns * own_columns)
+    for i in range(rows * own_rows):
+        for j in range(columns * own_columns):
+            left = halves[0][i // own_rows, j // own_columns]
+            whole[i, j] = left * halves[1][i % own_rows, j % own_columns] * scale
+    return whole
+
+
+@pytest.mark.parametrize("kind", LOKR_PARTS)
+def test_lokr_is_lycoris_formula_in_every_format(kind):
+    module = "transformer_blocks.0.attn.to_q"
+    parts = {name: torch.randn(shape) for name, shape in LOKR_PARTS[kind].items()}
+    parts["alpha"] = torch.tensor(3.0)
+    expected = lycoris_update(parts)
+    name = "lycoris_" + module.replace(".", "_")
+    adapter = parse_adapter({f"{name}.{part}": x for part, x in parts.items()}, {}, [module])
+    for to in FORMATS:
+        state, metadata = serialize_adapter(adapter, to, "QwenImageTransformer2DModel")
+        adapter = parse_adapter(state, metadata)
+        found = {key.rpartition(".")[2]: tensor for key, tensor in state.items()}
+        written = lycoris_update({"alpha": len(found.get("lokr_w2_b", ())), **found})
+        torch.testing.assert_close(written, expected)
+
+
+def test_peft_scales_whole_factors_too():
+    parts = {name: torch.randn(shape) for name, shape in LOKR_PARTS["whole"].items()}
+    state = {f"transformer.a.{name}": tensor for name, tensor in parts.items()}
+    config = {"transformer.r": 4, "transformer.alpha": 2, "transformer.rank_pattern": {"a": 8}}
+    (layer,) = parse_adapter(state, {DIFFUSERS_KEY: json.dumps(config)}).layers.values()
+    assert torch.equal(layer.factors["lokr_w1"], parts["lokr_w1"] / 4)
+
+
+def test_lokr_is_cut_as_peft_cuts():
+    from peft.tuners.lokr.layer import factorization
+
+    for factor in (-1, 1, 2, 4, 7, 8, 16, 100):
+        for size in (*range(1, 65), 127, 360, 3072, 12288):
+            assert factorize(size, max(0, factor)) == factorization(size, factor)
+
+
+@pytest.mark.parametrize("transformer", ["FluxTransformer2DModel", "MiniMaxH3Transformer3DModel"])
+def test_lokr_of_parts_is_written_where_it_is_read(transformer):
+    names = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "out.0")]
+    made = {name: torch.randn(shape) for name, shape in lokr_shapes((16, 16), 2, 4).items()}
+    adapter = Adapter(dict.fromkeys(names, KroneckerLayer(made)), {})
+    with pytest.raises(InvalidInput, match="is a part of"):
+        serialize_adapter(adapter, "kohya", transformer)
+    if transformer == "MiniMaxH3Transformer3DModel":  # ComfyUI knows no names of such parts
+        with pytest.raises(InvalidInput, match="is a part of"):
+            serialize_adapter(adapter, "comfyui", transformer)
+        return
+    state, _ = serialize_adapter(adapter, "comfyui", transformer)
+    assert {key.rpartition(".")[0] for key in state} == {f"transformer.{name}" for name in names}
+    joined = {f"diffusion_model.double_blocks.0.img_attn.qkv.{part}": x for part, x in made.items()}
+    with pytest.raises(InvalidInput, match="has no such parts"):
+        parse_adapter(joined, {}, transformer=transformer)
+
+
 FOREIGN = {
     "lora_unet_blocks_0_to_q.lora_down.weight": torch.ones(2, 3),
     "lora_unet_blocks_0_to_q.lora_up.weight": torch.ones(4, 2),
@@ -181,6 +257,7 @@ def test_foreign_kohya_files_need_names():
         (pair(torch.ones(1, 2), torch.ones(2, 1), alpha=torch.ones(2)), {}, CorruptFile),
         (pair(torch.ones(1, 2), torch.ones(2, 1), alpha=torch.tensor(torch.inf)), {}, CorruptFile),
         (pair(torch.ones(4, 9), torch.ones(7, 4), "single_blocks.0.linear1"), {}, CorruptFile),
+        ({"transformer.a.lokr_w1": torch.ones(2, 2)}, {}, CorruptFile),
         (FOREIGN, {"autotune_modules": "{"}, CorruptFile),
         (FOREIGN, {"autotune_modules": "[1]"}, CorruptFile),
     ],
