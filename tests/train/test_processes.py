@@ -134,7 +134,9 @@ def test_two_nodes_learn_what_one_learns(bench, tmp_path, strategy):
     assert_one_learns_the_same(bench, plan, two.output(0) / ADAPTER_FILE)
 
 
-def test_sharded_weights_learn_as_one(bench, tmp_path):
+@pytest.mark.parametrize("kind", ["lora", pytest.param("lokr", marks=pytest.mark.slow)])
+def test_sharded_weights_learn_as_one(bench, tmp_path, kind):
+    bench = bench.changed(adapter=kind)
     plan = bench.plan(num_processes=2, strategy="fsdp2", num_steps=3)
     two = Nodes(tmp_path, plan)
     assert two.finish(two.start()) == [0, 0], two.log()
