@@ -124,7 +124,7 @@ JUDGED = {
     store.Machine: "match_keys device_name total_memory_bytes budget_bytes logical_cores "
     "power_limit_watts versions rates noisy",
     Rate: "name value unit spread num_samples conditions",
-    Workload: "rank lora_alpha lora_dropout targets adapted_blocks adapter ema_decay "
+    Workload: "rank lora_alpha lora_dropout targets adapted_blocks adapter lokr_factor ema_decay "
     "preserve_prior effective_batch_size quality objective model resolution_px buckets "
     "max_text_tokens text_token_quantiles text_padding num_control_images optimizer",
     ModelSpec: "family architecture num_parameters num_blocks name",
