@@ -135,7 +135,7 @@ def _record_of(plan: TrainingPlan) -> Record:
             "schema_version": 2, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
             "machine": shareable_machine(SIMULATED), "workload": frozen.workload,
             "settings": frozen.settings, "expected": frozen.expected, "trials": frozen.trials,
-            "search_seconds": frozen.search_seconds,
+            "search_seconds": frozen.search_seconds, "conclusive": True,
         },
         strict=False,
     )  # fmt: skip
