@@ -18,12 +18,14 @@ class ModularFamily(Family):
 
     workflow: ClassVar[str]  # of the pipeline's blocks
     text_blocks: ClassVar[tuple[str, ...]]  # those of it that encode a prompt, before all others
+    unused_blocks: ClassVar[tuple[str, ...]] = ()  # which are taken out
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         """Load the pipeline in `folder`. Parts are loaded by the classes that its blocks name and
         from nowhere else, whatever its index says."""
         dtype = components.pop("torch_dtype", None)
-        pipeline = classic(self.pipeline_class)(self.workflow, self.text_blocks)
+        how = self.workflow, self.text_blocks, self.unused_blocks
+        pipeline = classic(self.pipeline_class)(*how)
         for name in pipeline.pretrained_component_names:
             if name not in components:
                 kind = pipeline.get_component_spec(name).type_hint
@@ -59,8 +61,12 @@ def classic(name: str) -> Any:
         transformer: Any
         _working_device: torch.device | None = None
 
-        def __init__(self, workflow: str, text_blocks: tuple[str, ...]) -> None:
+        def __init__(
+            self, workflow: str, text_blocks: tuple[str, ...], unused: tuple[str, ...] = ()
+        ) -> None:
             blocks = getattr(diffusers, stock.default_blocks_name)().get_workflow(workflow)
+            for each in unused:
+                blocks.sub_blocks.pop(each)
             super().__init__(blocks)
             parts, join = blocks.sub_blocks, diffusers.SequentialPipelineBlocks.from_blocks_dict
             self._of_text = join({name: parts[name] for name in text_blocks})

@@ -11,6 +11,7 @@ from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
 from autotune.models.flux1 import Chroma, Flux1Dev, Flux1Kontext
 from autotune.models.flux2 import Flux2Dev, Flux2Klein
+from autotune.models.flux3 import Flux3
 from autotune.models.ideogram4 import Ideogram4
 from autotune.models.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.models.krea2 import Krea2
@@ -96,6 +97,7 @@ FAMILIES = Families(
     Anima(),
     MiniMaxH3(),
     Ideogram4(),
+    Flux3(),
 )
 
 

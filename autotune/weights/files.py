@@ -402,6 +402,8 @@ def read_model_index(folder: Path) -> dict[str, Any]:
         match entry:
             case [library, kind, {"type_hint": [hinted_library, hinted_kind]}]:  # of blocks
                 index[name] = [library or hinted_library, kind or hinted_kind]
+                if index[name][1] in ("AutoProcessor", "AutoTokenizer"):  # which families build
+                    index[name] = [None, None]
     for name, entry in index.items():
         if not isinstance(entry, list) or (
             entry and all(isinstance(part, int | float) for part in entry)

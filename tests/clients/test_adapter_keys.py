@@ -33,6 +33,7 @@ from tests.builders import workload
 
 TABLES = Path(__file__).parent
 PROGRAMS = ("comfyui", "kohya")
+UNNAMED = {"Flux3Transformer2DModel"}  # whose layers no source that is named here knows
 CASES = [(family, targets) for family in FAMILIES.values() for targets in family.target_sets]
 
 
@@ -145,7 +146,8 @@ def test_diffusers_finds_every_layer(family):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_known_layers_are_in_the_tables(program):
     known = {name for name in (*LAYOUTS, *KEPT_NAMES) if can_write(program, name)}
-    assert known == table(program).keys() == {each.transformer_class for each in FAMILIES.values()}
+    classes = {each.transformer_class for each in FAMILIES.values()}
+    assert known == table(program).keys() == classes - UNNAMED
     prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
     for model, layout in LAYOUTS.items():
         known = table(program)[model]["layers"]
@@ -197,6 +199,8 @@ def diffusers_finds(family, made, tensors):
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 def test_unread_formats_are_known(family):
     model, targets = family.transformer_class, list(family.target_sets)[-1]
+    if model in UNNAMED:
+        return
     made = make_layers(family, targets)
     files = {
         to: serialize_adapter(Adapter(made, {}, family.denoiser), to, model)[0]
@@ -248,6 +252,8 @@ def test_layers_tell_their_model():
         told = FLUX1_CLASS if family.name == "chroma" else family.transformer_class
         own = told if told in LAYOUTS else ""
         assert find_class(layers) == (None if family.name in ("anima", "ltx-2.3") else own)
+        if told in UNNAMED:
+            continue
         adapter = Adapter(layers, {}, family.denoiser)
         tensors, metadata = serialize_adapter(adapter, "comfyui", family.transformer_class)
         assert parse_adapter(tensors, metadata).layers.keys() == layers.keys()

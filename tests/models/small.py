@@ -35,7 +35,10 @@ class Small:
         kind, components = getattr(diffusers, self.family.pipeline_class), self.pipeline.components
         if not issubclass(kind, diffusers.ModularPipeline):
             return type(self.pipeline)(**components)
-        stock = kind()
+        blocks = getattr(diffusers, kind.default_blocks_name)()
+        for name in self.family.unused_blocks:
+            blocks.sub_blocks.pop(name)
+        stock = kind(blocks)
         names = components.keys() & set(stock.pretrained_component_names)
         stock.update_components(**{name: components[name] for name in names})
         return stock

@@ -31,6 +31,14 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         guidance_embeds=is_dev,
     )  # fmt: skip
     parts.invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return {
+        "scheduler": scheduler, "vae": small_vae(), "text_encoder": text_encoder,
+        "tokenizer": tokenizer, "transformer": transformer,
+    }  # fmt: skip
+
+
+def small_vae() -> Any:
     vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(16, 32, 32, 32),
         layers_per_block=1,
@@ -38,8 +46,4 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         latent_channels=16,
     ).eval()
     vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-    return {
-        "scheduler": scheduler, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer,
-        "transformer": transformer,
-    }  # fmt: skip
+    return vae

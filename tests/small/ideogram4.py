@@ -9,6 +9,7 @@ import transformers
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION_LAYERS
 
 from autotune.models.family import Family
+from tests.small.flux2 import small_vae
 from tests.small.parts import QWEN_VL_CHAT, qwen3_vl, qwen_tokenizer
 
 TEXT_WIDTH = 32
@@ -18,16 +19,9 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     """Two transformers of 4 blocks of width 128, with 2 heads."""
     tokenizer = qwen_tokenizer(captions, QWEN_VL_CHAT, chat=QWEN_VL_CHAT)
     layers = QWEN3_VL_ACTIVATION_LAYERS
-    vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(16, 32, 32, 32),
-        layers_per_block=1,
-        norm_num_groups=8,
-        latent_channels=16,
-    ).eval()
-    vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
-        "vae": vae,
+        "vae": small_vae(),
         "text_encoder": qwen3_vl(
             transformers.Qwen3VLModel, tokenizer, TEXT_WIDTH, num_layers=layers[-1] + 1
         ),
