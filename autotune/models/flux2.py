@@ -1,7 +1,8 @@
 """FLUX.2 klein and dev."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.models import facts
 from autotune.models.family import Batch, Family
@@ -29,20 +30,20 @@ class Flux2Klein(Family):
     latent_channels = ("in_channels", 128)
     prompt_size = (("joint_attention_dim", 15360),)
     max_text_tokens = TEXT_TOKENS
-    target_sets = {
+    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}|{SINGLE}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",
         # the modulation is outside of the blocks
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",
     }
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks", "single_transformer_blocks")
     excluded = {
         "modulation": (
             "its blocks share their modulation layers, which hold at most 4% of the weights"
         )
     }
     # Not of single-stream blocks: there one projection makes all.
-    attention_layouts = (
+    attention_layouts: ClassVar[tuple[facts.AttentionLayout, ...]] = (
         facts.AttentionLayout(
             "Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=facts.ADDED_TEXT
         ),
