@@ -93,7 +93,7 @@ def test_infinite_gradients_change_nothing():
 
 def test_plans_load_no_code(monkeypatch):
     choice = OptimizerChoice(name="antigravity:Optimizer")
-    with pytest.raises(InvalidInput, match="takes your consent") as caught:
+    with pytest.raises(InvalidInput, match="needs your consent") as caught:
         settings.check_options(choice)
     assert "--optimizer antigravity:Optimizer" in caught.value.hint
     assert "antigravity" not in __import__("sys").modules

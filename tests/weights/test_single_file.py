@@ -89,7 +89,7 @@ FUSED, NORM = "layers.0.attention.qkv.weight", "layers.0.attention.q_norm.weight
 SCALE = "layers.0.attention.qkv.weight_scale"
 CHANGES: dict[str, tuple[Callable[[State], Any], str]] = {
     "lacks": (lambda state: state.pop(NORM), r"lacks layers\.0\.attention\.norm_q\.weight"),
-    "extra": (lambda state: state.update({"more.weight": torch.ones(2)}), "no place for, more"),
+    "extra": (lambda state: state.update({"more.weight": torch.ones(2)}), "unlike the model, more"),
     "narrow": (lambda state: state.update({FUSED: state[FUSED][:, :-1]}), "has shape"),
     "uneven": (lambda state: state.update({FUSED: state[FUSED][:-1]}), "has shape"),
     "int8": (
