@@ -52,8 +52,8 @@ SMALLER = ("qwen-image", "flux1-dev", "z-image", "sdxl")
 
 def predict(name: str, gpu: CatalogGpu) -> dict[str, object] | None:
     model, _, side = name.partition("@")
-    smaller = {"resolution": int(side)} if side else {}
-    request = PlanRequest(model=model, hardware="another", **smaller)
+    request = PlanRequest(model=model, hardware="another")
+    request = request.changed(resolution=int(side)) if side else request
     try:
         plan = make_plan(request, profile_of_gpu(gpu)).plan
     except NothingFits:

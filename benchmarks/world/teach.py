@@ -110,7 +110,8 @@ class Classroom:
         marker = {PRIOR: torch.ones(())}
         with torch.no_grad():
             priors = [self.family.encode_caption(self.pipeline, one) | marker for one in job.prior]
-        drawing, queue = random.Random(f"{seed} priors"), []
+        drawing = random.Random(f"{seed} priors")
+        queue: list[dict[str, torch.Tensor]] = []
         for step in range(job.steps):
             while len(queue) < job.batch:
                 queue += rng.sample(images, len(images))
