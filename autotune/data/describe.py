@@ -1,6 +1,7 @@
 """A vision-language model of this machine that says what a picture shows: nothing is downloaded."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -12,7 +13,7 @@ from PIL import Image
 
 from autotune.data.captions import Captioned
 from autotune.data.pixels import open_image, to_rgb
-from autotune.errors import InvalidInput, NothingFits
+from autotune.errors import InvalidInput, NothingFits, first_line
 from autotune.events import Notice, OnEvent, Progressed, StatusChanged
 from autotune.machine.sources import available_bytes
 from autotune.models.latents import image_processor, load_tokenizer
@@ -43,7 +44,8 @@ def find_describer(
     found = Describer.find(name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
-    needed = found.weights_bytes + found.work_bytes
+    with _reraise_damage(name):
+        needed = found.weights_bytes + found.work_bytes
     sizes = [f"{size / 2**30:.1f} GiB" for size in (needed, found.weights_bytes, free)]
     text = f"{name} needs about {sizes[0]} ({sizes[1]} of weights) of {sizes[2]} that are free"
     if needed > free:
@@ -53,7 +55,8 @@ def find_describer(
     def load(prompt: str | None) -> Callable[[Captioned], str]:
         on_event(StatusChanged(text=f"loading {name}"))
         silence_progress_bars()
-        describe, number = found.load(device), count()
+        with _reraise_damage(name):
+            describe, number = found.load(device), count()
 
         def write(one: Captioned) -> str:
             on_event(Progressed(name="captions", done=next(number), total=num_images))
@@ -62,6 +65,15 @@ def find_describer(
         return write
 
     return load
+
+
+@contextlib.contextmanager
+def _reraise_damage(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        message = f"the files of {name} are not those of a whole model: {first_line(error)}"
+        raise InvalidInput(message, hint="fetch it again, or name another model") from error
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,6 @@ class Describer:
             size={"shortest_edge": 56 * 56, "longest_edge": MAX_AREA_PX},
         )  # fmt: skip
         beside = [self.folder, self.folder.parent / "processor", self.folder.parent / "tokenizer"]
-        place = next(each for each in beside if (each / "tokenizer_config.json").is_file())
+        (place, *_) = [each for each in beside if (each / "tokenizer_config.json").is_file()]
         kind = image_processor("Qwen3VLProcessor" if is_third else "Qwen2VLProcessor")
         return kind(processor, load_tokenizer(place, "."))

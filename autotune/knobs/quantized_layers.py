@@ -78,7 +78,8 @@ def store_rows(
     scales_as: torch.dtype = torch.float32,
     rotation: Tensor | None = None,
 ) -> None:
-    """Store the weight of `layer`, rotated, in `dtype`, with fp32 `scale` (outputs,)."""
+    """Store the weight of `layer`, rotated if it is to be, in `dtype`, with fp32 `scale`
+    (outputs,)."""
     weight = layer.weight.data
     stored = weight.new_empty(weight.shape, dtype=dtype)
     scale = weight.new_empty(len(weight), dtype=torch.float32)

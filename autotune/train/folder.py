@@ -380,7 +380,7 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
             sizes = {part: x[ADAPTER_NAME].shape for part, x in made.items() if ADAPTER_NAME in x}
             if sizes != {part: x.shape for part, x in layer.factors.items()}:
                 message = f"{path}: the factors of {name} have other shapes than the plan's"
-                first = len(layer.matrix("lokr_w1"))
+                first = layer.matrix_shape("lokr_w1")[0]
                 hint = f"plan with its own rank and factor, perhaps --rank {layer.rank} --factor"
                 raise InvalidInput(message, hint=f"{hint} {first}")
             factors = layer.scaled(1 / module.scaling[ADAPTER_NAME]).factors

@@ -269,12 +269,13 @@ def _collect_layers(
 def _are_factors(factors: Mapping[str, Tensor]) -> bool:
     names = ("lokr_w1", "lokr_w2")
     try:
-        whole = [KroneckerLayer(factors).matrix(name) for name in names]
+        shapes = [KroneckerLayer(factors).matrix_shape(name) for name in names]
     except (KeyError, RuntimeError):
         return False
     is_given_twice = any({name, f"{name}_a"} <= factors.keys() for name in names)
-    are_matrices = all(x.ndim > 1 and x.numel() and x.is_floating_point() for x in whole)
-    return are_matrices and not is_given_twice
+    are_matrices = all(len(shape) > 1 and math.prod(shape) for shape in shapes)
+    are_numbers = all(tensor.is_floating_point() for tensor in factors.values())
+    return are_matrices and are_numbers and not is_given_twice
 
 
 def _is_pair(parts: Mapping[str, Tensor]) -> bool:
@@ -449,7 +450,7 @@ def _peft_metadata(layers: Mapping[str, Layer], prefix: str) -> dict[str, str]:
 def _lokr_options(layers: list[KroneckerLayer]) -> dict[str, bool | int]:
     both = any("lokr_w1_a" in layer.factors for layer in layers)
     made = [{name: (*tensor.shape,) for name, tensor in x.factors.items()} for x in layers]
-    for factor in (0, *sorted({len(layer.matrix("lokr_w1")) for layer in layers})):
+    for factor in (0, *sorted({layer.matrix_shape("lokr_w1")[0] for layer in layers})):
         if made == [lokr_shapes(x.shape, x.rank, factor, decompose_both=both) for x in layers]:
             return {"decompose_factor": factor or -1, "decompose_both": both}
     raise InvalidInput(

@@ -206,6 +206,14 @@ class KroneckerLayer:
         core = self.factors.get(name.replace("w", "t"))
         return a @ b if core is None else torch.einsum("ij...,ip,jr->pr...", core, a, b)
 
+    def matrix_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of `matrix`, for which a small file may ask any amount of memory.
+
+        Raises KeyError or RuntimeError if its factors are missing or do not fit together.
+        """
+        on_meta = {part: tensor.to("meta") for part, tensor in self.factors.items()}
+        return tuple(KroneckerLayer(on_meta).matrix(name).shape)
+
     @property
     def is_whole(self) -> bool:
         return {"lokr_w1", "lokr_w2"} <= self.factors.keys()
@@ -223,7 +231,7 @@ class KroneckerLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        left, right = self.matrix("lokr_w1").shape, self.matrix("lokr_w2").shape
+        left, right = self.matrix_shape("lokr_w1"), self.matrix_shape("lokr_w2")
         return left[0] * right[0], left[1] * right[1]
 
     @property

@@ -199,6 +199,17 @@ def test_peft_scales_whole_factors_too():
     assert torch.equal(layer.factors["lokr_w1"], parts["lokr_w1"] / 4)
 
 
+def test_small_lokr_takes_little_memory():
+    side = 400_000  # 640 GB, multiplied out
+    parts = {
+        "a.lokr_w1": torch.ones(2, 2), "a.lokr_w2_a": torch.ones(side, 1),
+        "a.lokr_w2_b": torch.ones(1, side),
+    }  # fmt: skip
+    state = {f"diffusion_model.{name}": tensor for name, tensor in parts.items()}
+    (layer,) = parse_adapter(state, {}).layers.values()
+    assert layer.shape == (2 * side, 2 * side)
+
+
 def test_lokr_is_cut_as_peft_cuts():
     from peft.tuners.lokr.layer import factorization
 
