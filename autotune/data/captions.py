@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from autotune.data.items import add_trigger
 from autotune.data.media import Media, find_captions, find_media, list_contents
 from autotune.errors import InvalidInput
 from autotune.system.files import data_path, read_bounded, write_text_atomic
@@ -62,7 +63,7 @@ def reworded(
         text = text.replace(find, replacement)
     if text not in ("", trigger) and prefix.strip() not in text:
         text = f"{prefix.rstrip()} {text}"
-    return text if trigger in text else f"{trigger}, {text}".removesuffix(", ")
+    return add_trigger(text, trigger)
 
 
 def edit_captions(

@@ -244,7 +244,7 @@ class ItemReader:
             for order in order_tags(text, options.shuffle_tags, options.keep_tags, options.seed)
         )
         default = " ".join((options.caption or "").split())
-        return tuple(_add_trigger(order or default, options.trigger) for order in orders)
+        return tuple(add_trigger(order or default, options.trigger) for order in orders)
 
     def _read_texts(self, media: Media) -> tuple[str, ...]:
         line = self.captions.lines.find(media.name)
@@ -302,7 +302,8 @@ def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, .
     return tuple(dict.fromkeys(orders))
 
 
-def _add_trigger(text: str, trigger: str | None) -> str:
+def add_trigger(text: str, trigger: str | None) -> str:
+    """Put a trigger word in front of a caption that lacks it as a word."""
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}" if text else trigger

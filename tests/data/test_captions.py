@@ -1,5 +1,6 @@
 """Captions that models of this machine write, and that words change."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import transformers
 from PIL import Image
 
 from autotune import events
-from autotune.data.captions import undo_edit
+from autotune.data.captions import reworded, undo_edit
 from autotune.data.describe import Describer
 from autotune.errors import InvalidInput, NothingFits
 from autotune.system.memory import measure_peak_memory
@@ -42,6 +43,7 @@ def test_words_change_and_are_taken_back(photos):
     assert captions(photos) == before
     assert caption_data(photos, **words) == shown
     assert captions(photos)["a"] == "sks, photo of a cat on grass"
+    assert reworded("she asks", trigger="sks") == "sks, she asks"  # as training reads it
     assert caption_data(photos, **words) == {}
     assert caption_data(photos, caption="for none of them") == {}
     caption_data(photos / "b.png", caption="another", overwrite=True)
@@ -123,3 +125,13 @@ def test_nothing_is_fetched_for_captions(photos):
         caption_data(photos, model="qwen-image")
     with pytest.raises(InvalidInput, match="describes no pictures"):
         caption_data(photos, model=model_of("sdxl", photos.parent / "small"))
+
+
+def test_damaged_models_are_told(photos):
+    folder = Path(model_of("qwen-image-edit", photos.parent / "damaged"))
+    file = folder / "text_encoder" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["num_attention_heads"] = 0
+    file.write_text(json.dumps(config))
+    with pytest.raises(InvalidInput, match="not those of a whole model"):
+        caption_data(photos, model=str(folder))
