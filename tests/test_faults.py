@@ -1,6 +1,7 @@
 """Short forms of the campaigns in `benchmarks/faults`, which say how the long ones are run."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.slow
+needs_root = pytest.mark.skipif(
+    not os.access("/dev/loop-control", os.W_OK), reason="disks are mounted by root"
+)
 
 
 def rows_of(campaign: str, *words: str) -> list[dict[str, Any]]:
@@ -17,7 +21,14 @@ def rows_of(campaign: str, *words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in told.splitlines()]
 
 
-@pytest.mark.parametrize("words", ["kill", "quota vanish clock --work push save"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "kill",
+        "quota vanish clock stop --work push save --stop-seconds 3",
+        pytest.param("full readonly --work push save", marks=needs_root),
+    ],
+)
 def test_struck_work_ends_as_whole(words):
     rows = rows_of("strike", *words.split(), "--number", "1")
     assert [row for row in rows if row["wrong"]] == []

@@ -47,8 +47,6 @@ class Metrics:
         self.path = path = folder / METRICS_FILE
         earlier = [event for event in read_metrics(path) if event.step <= resumed_at]
         write_text_atomic(path, "".join(_line(event) for event in earlier))
-        self.losses = [event.loss for event in earlier]
-        self.seconds = [event.seconds for event in earlier]
         self._file = path.open("a", encoding="utf-8")
         self._on_warning = on_warning
         self._tracker = Tracker()
@@ -74,8 +72,6 @@ class Metrics:
             self._tracker.show(named, step)
 
     def add(self, event: StepFinished) -> None:
-        self.losses.append(event.loss)
-        self.seconds.append(event.seconds)
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file.close()

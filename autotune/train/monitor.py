@@ -88,9 +88,6 @@ class Monitor:
         self.can_spill, self.allocator = can_spill, allocator
         self.read = read or (lambda: read_memory(device))
         self.peaks: dict[str, PhasePeak] = {}
-        self.seconds: list[float] = []
-        self.data_seconds: list[float] = []
-        self.utilization: list[float] = []  # in [0, 1]
         self.norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         # In all starts of the run: a few are clipped and forgotten, many mean too high a rate.
         self.num_spikes = self.num_nonfinite = self.num_overflows = 0
@@ -100,6 +97,7 @@ class Monitor:
         self._computing: deque[float] = deque(maxlen=SPILL_STEPS)
         self._known_retries = 0
         self._told: set[str] = set()
+        self._utilization: float | None = None  # in [0, 1]
         self._utilization_read_at = -math.inf
 
     @classmethod
@@ -158,8 +156,6 @@ class Monitor:
 
     def check(self, reading: MemoryReading, seconds: float, data_seconds: float) -> list[str]:
         """Return new warnings after a step of so many seconds, some of which it waited for data."""
-        self.seconds.append(seconds)
-        self.data_seconds.append(data_seconds)
         self._computing.append(seconds - data_seconds)
         self._held_bytes = max(self._held_bytes, reading.held_bytes)
         found: dict[str, str] = {}
@@ -209,8 +205,8 @@ class Monitor:
         if self.device.type == "cuda" and time.monotonic() - self._utilization_read_at >= 1:
             self._utilization_read_at = time.monotonic()
             with contextlib.suppress(Exception):  # no NVML, or a GPU that does not support it
-                self.utilization.append(torch.cuda.utilization(self.device) / 100)
-        return self.utilization[-1] if self.utilization else None
+                self._utilization = torch.cuda.utilization(self.device) / 100
+        return self._utilization
 
 
 class Growth:

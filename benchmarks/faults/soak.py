@@ -44,15 +44,17 @@ def soak_steps(scratch: Path, num_steps: int) -> None:
 
     bench, process = make_bench(scratch / "bench"), psutil.Process()
     bench.workload["effective_batch_size"] = 2
-    rows: list[tuple[int, float, float, float]] = []
+    # Touched whole beforehand, so that memory does not grow by what looks at it.
+    rows = torch.full((num_steps // 10, 4), -1.0, dtype=torch.float64)
 
     def look(event: StepFinished) -> None:
         if event.step % 10 == 0:
             gc.collect(0)
             mib = process.memory_info().rss / 2**20
-            rows.append((event.step, mib, process.num_fds(), threading.active_count()))
-        if event.step % 1000 == 0:
-            print(rows[-1], file=sys.stderr, flush=True)
+            seen = event.step, mib, process.num_fds(), threading.active_count()
+            rows[event.step // 10 - 1] = torch.tensor(seen)
+            if event.step % 1000 == 0:
+                print(seen, file=sys.stderr, flush=True)
 
     job = {
         "num_steps": num_steps,
@@ -65,10 +67,10 @@ def soak_steps(scratch: Path, num_steps: int) -> None:
     job |= {"validation_every": often, "keep_best": True}
     began = time.monotonic()
     bench.train(bench.plan(**job, output=str(scratch / "run")), steps_to(look))
-    late = rows[len(rows) // 2 :]
+    late = rows[len(rows) // 2 :].tolist()
     row = {"soak": "steps", "number": num_steps, "seconds": round(time.monotonic() - began)}
     for at, name in enumerate(("memory_mib", "descriptors", "threads"), 1):
-        found, half = slope([(each[0], each[at]) for each in late])
+        found, half = slope([(int(each[0]), each[at]) for each in late])
         row[name] = {"last": late[-1][at], "per_1000_steps": round(found, 4), "±": round(half, 4)}
     print(json.dumps(row), flush=True)
 

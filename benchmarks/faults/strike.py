@@ -2,10 +2,12 @@
 
     nice .venv/bin/python -P -m benchmarks.faults.strike [FAULT...] [--work NAME...] [--number 20]
 
-Faults are kill, full, readonly, quota, vanish, clock and stop; works are plan, cache, train, save
-and push, on a small model and a simulated machine. Each is struck in a fork, at a moment that is
-drawn: half of the kills leave half of a file that was to be renamed. Disks are tmpfs mounts, so
-root is needed, or `unshare -rm`. Writes one JSON line for each work and fault, with what differed.
+Faults are kill, full, readonly, quota, vanish, clock and stop; works are plan, cache, train, save,
+report and push, on a small model and a simulated machine. Each is struck in a fork, at a moment
+that is drawn: a third of the kills come inside a write and leave a part of the file. A full disk is
+a tmpfs, one that turns read-only an ext4 on a loop device that meets an error, with files open and
+its journal lost, so root is needed. A quota is an error of the opening alone: few kernels have them
+on such disks. Writes one JSON line for each work and fault, with what differed.
 """
 
 import argparse
@@ -135,25 +137,72 @@ def jump_clocks(chance: random.Random) -> None:
     time.time = jumping
 
 
-def remount(folder: Path, options: str) -> bool:
-    """Change a mount; return True if it failed, as while a file is open for writing."""
-    return bool(subprocess.call(["mount", "-o", f"remount,{options}", str(folder)]))
+def call(*words: object) -> None:
+    subprocess.run([str(word) for word in words], check=True, stdout=subprocess.DEVNULL)
+
+
+def make_disk(fault: str, folder: Path) -> None:
+    """Mount a disk there that can be filled, or that can turn read-only while files are open."""
+    image = folder.with_suffix(".img")
+    if fault == "full":
+        call("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder)
+        return
+    image.touch()
+    os.truncate(image, 64 << 20)
+    call("mkfs.ext4", "-q", image)
+    call("mount", "-o", "loop,errors=remount-ro", image, folder)
+    (folder / "lost+found").rmdir()
+
+
+def mend_disk(fault: str, folder: Path) -> None:
+    """Let a disk be written again; what its journal had not noted is lost, as after a power cut."""
+    if fault == "full":
+        call("mount", "-o", "remount,size=64m", folder)
+        return
+    image = folder.with_suffix(".img")
+    unmount(folder)
+    checked = subprocess.run(["e2fsck", "-fy", image], check=False, capture_output=True)
+    assert checked.returncode < 4, "not mended"
+    call("mount", "-o", "loop", image, folder)
+    shutil.rmtree(folder / "lost+found", ignore_errors=True)
+
+
+def unmount(folder: Path) -> None:
+    """Wait for children that end with the struck process; they may still look at it."""
+    for _ in range(60):
+        if not subprocess.call(["umount", str(folder)], stderr=subprocess.DEVNULL):
+            return
+        time.sleep(0.5)
+    sys.exit(f"something still uses {folder}")
+
+
+def fail_disk(folder: Path) -> None:
+    """Tell its driver of an error: it takes no more writes, to open files neither."""
+    mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
+    device = next(Path(device).name for device, place, *_ in mounts if place == str(folder))
+    Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
 
 
 def make_harm(fault: str, number: int, folder: Path, chance: random.Random) -> Callable[[], None]:
     """Return what a struck process does to itself first."""
 
-    def kill(renamed: str) -> None:
-        if renamed:
+    is_inside = fault == "kill inside a write"
+
+    def kill(renamed: str) -> bool:
+        if is_inside and not renamed:
+            return True
+        if is_inside:
             os.truncate(renamed, int(chance.random() * Path(renamed).stat().st_size))
         os.kill(os.getpid(), signal.SIGKILL)
+        return False
 
     def refuse(renamed: str) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     acts: dict[str, Callable[[str], object]] = {
         "kill": kill,
-        "readonly": lambda renamed: remount(folder, "ro"),
+        "kill inside a write": kill,
+        "readonly": lambda renamed: fail_disk(folder),
         "quota": refuse,
         "vanish": lambda renamed: shutil.rmtree(folder),
     }
@@ -180,41 +229,47 @@ def find_wrong(target: Target, folder: Path, child: int) -> Iterator[str]:
         time.sleep(0.5)
 
 
-def strike(target: Target, folder: Path, fault: str, seed: str) -> str:
+def strike(target: Target, folder: Path, fault: str, seed: str, stop_seconds: float) -> str:
     """Strike once, then do the work to its end; return what is wrong, or nothing."""
     work, chance = target.work, random.Random(seed)
     number, seconds = chance.randrange(target.num_writes), chance.uniform(0, target.seconds)
     room, has_disk = int(chance.random() * target.kib), fault in ("full", "readonly")
-    is_timed = fault == "stop" or (fault == "kill" and chance.random() < 0.5)
+    moments = {"stop": ["by time"], "readonly": ["by time", "at a write"]}
+    moments["kill"] = ["by time", "at a write", "inside a write"]
+    moment = chance.choice(moments.get(fault, ["at a write"]))
+    is_timed = moment == "by time"
     folder.mkdir()
     if has_disk:
-        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-        subprocess.run(mount, check=True)
+        make_disk(fault, folder)
     work.begin(folder)
     if fault == "full":
-        remount(folder, f"size={used_kib(folder) + room + 4}k")
-    harm = make_harm("" if is_timed else fault, number, folder, chance)
+        call("mount", "-o", f"remount,size={used_kib(folder) + room + 4}k", folder)
+    what = f"{fault} {moment}" if moment == "inside a write" else fault
+    harm = make_harm("" if is_timed else what, number, folder, chance)
     log = folder.with_suffix(".log")
     child = fork(lambda: work.run(folder), log, strike=harm)
     if is_timed:
         time.sleep(seconds)
-        os.kill(child, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        if fault == "readonly":
+            fail_disk(folder)
+        else:
+            os.kill(child, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         if fault == "stop":
-            time.sleep(chance.uniform(5, 60))
+            time.sleep(stop_seconds)
             os.kill(child, signal.SIGCONT)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     is_wrong = code == UNTYPED or (code != 0 and fault in ("clock", "stop"))
     found = [f"{code}: {log.read_text()[-1500:]}"] if is_wrong else []
     if has_disk:
-        remount(folder, "rw,size=64m")
+        mend_disk(fault, folder)
     if fault == "vanish":
         folder.mkdir(exist_ok=True)
         work.begin(folder)
     found += find_wrong(target, folder, child)
     if has_disk:
-        subprocess.run(["umount", str(folder)], check=True)
+        unmount(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    target.ended[f"{'by time' if is_timed else 'at a write'}, ended with {code}"] += 1
+    target.ended[f"{moment}, ended with {code}"] += 1
     return " | ".join(found)
 
 
@@ -228,6 +283,7 @@ def main() -> None:
     parser.add_argument("--work", nargs="*")
     parser.add_argument("--number", type=int, default=20)
     parser.add_argument("--seed", type=int, default=45)
+    parser.add_argument("--stop-seconds", type=float, default=150)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="strike-") as scratch:
         from benchmarks.faults.works import make_works
@@ -241,10 +297,11 @@ def main() -> None:
                 for number in range(asked.number):
                     seed = f"{asked.seed} {name} {fault} {number}"
                     at = Path(scratch, f"{name}-{fault}-{number}")
-                    if found := strike(target, at, fault, seed):
+                    if found := strike(target, at, fault, seed, asked.stop_seconds):
                         wrong.append({"seed": seed, "what": found})
                 row = {"work": name, "fault": fault, "number": asked.number}
                 row |= {"writes": target.num_writes, "ended": dict(target.ended), "wrong": wrong}
+                row |= {"stop_seconds": asked.stop_seconds} if fault == "stop" else {}
                 row["seconds"] = round(time.monotonic() - began)
                 print(json.dumps(row), flush=True)
 

@@ -1,4 +1,4 @@
-"""The works that are struck: a search, a cache, a run, its end, and a push, all small."""
+"""The works that are struck: a search, a cache, a run, its end, a report and a push, all small."""
 
 import hashlib
 import os
@@ -14,6 +14,7 @@ from autotune.data.encode import Encoders, encode_dataset
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import load_plan, save_plan
 from autotune.records import merge_stores
+from autotune.report.files import report as write_report
 from autotune.search import study
 from autotune.share.store import Store
 from autotune.train.folder import ADAPTER_FILE, REPORT_FILE
@@ -79,7 +80,11 @@ def make_works(scratch: Path) -> dict[str, Work]:
     def push(folder: Path) -> None:
         merge_stores(source, Store(str(folder / "team")))
 
+    def report(folder: Path) -> None:
+        write_report(whole / "run", path=folder / "report.html")
+
     return {
+        "report": Work(report, lambda folder: digests(folder, "*.html")),
         "push": Work(push, lambda folder: digests(folder, "*.json")),
         "cache": Work(cache, lambda folder: digests(folder, "*.safetensors")),
         "save": Work(train, trained, begin_save),
