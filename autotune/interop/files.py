@@ -100,7 +100,8 @@ def with_references(
         if setting.key not in references or not isinstance(setting.value, str):
             continue
         named = Path(setting.value.replace("\\", "/"))
-        there = next(filter(is_file, (folder / named, named, folder / named.name)), None)
+        places = (folder / named, named, folder / named.name, folder.parent / named.name)
+        there = next(filter(is_file, places), None)
         if there is None:
             missing.append(setting)
             continue
@@ -334,7 +335,7 @@ def _kohya(
 def _simpletuner(title: str, values: Values, head: str) -> Mapping[str, str]:
     own = _nest(_in_file(values))
     sections = own.pop("backends")
-    sections[0]["resolution"] = values["resolution"]
+    own["resolution"] = sections[0]["resolution"]
     variables = {**values, "env.CONFIG_BACKEND": "json", "env.CONFIG_PATH": "config.json"}
     return {
         "config.json": _json_text(own),

@@ -95,8 +95,8 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
     written = [replace(one, key=one.key.removeprefix(table.root)) for one in written]
     written, missing = files.with_references(written, path.parent, table.references)
     settings = {table.aliases.get(s.key, s.key): s for s in _flattened(written, table)}
-    if what := table.find_refusal({key: one.value for key, one in settings.items()}):
-        message = f"{path} trains what autotune does not: {what}"
+    if what := table.find_refusal(settings):
+        message = f"{path}, which is for {table.title}, cannot be taken over: {what}"
         raise InvalidInput(message, hint="take one for a LoRA of a model in `autotune models`")
     known = _find_model(table, settings, path)
     table = table.for_model(known)
@@ -159,7 +159,8 @@ def read_settings(
         values |= found
         reported = [one for one in present if one.line] or list(present[:1])
         if lost:
-            lines.append(line_for("not_carried", reported[-1], lost))
+            named = (one for one in reported if not isinstance(one.value, bool))
+            lines.append(line_for("not_carried", next(named, reported[0]), lost))
         elif not rule.names:
             lines += [line_for("carried", one, "as in autotune") for one in reported if one.line]
         for kind, is_wanted in (("carried", False), ("pinned", True)):
@@ -229,7 +230,8 @@ def _model_of(trainer: Trainer, known: KnownModel, settings: Settings) -> tuple[
     meaning = f"model {known.name}" + f", {known.assumes}" * bool(known.assumes)
     lines = [line_for("carried", settings[key], meaning) for key in known.keys if key in settings]
     named = (settings[key] for key in trainer.weights_keys if key in settings)
-    weights = next((one for one in named if one.value), None)
+    usual = (ConfigValue(key, known.defaults.get(key)) for key in trainer.weights_keys)
+    weights = next((one for one in (*named, *usual) if one.value), None)
     if weights is None or weights.value == files.FILL_IN:
         return known.name, lines
     name = str(weights.value)

@@ -4,6 +4,7 @@ A name is an option of `autotune.plan`, a field of `Candidate`, or `caching.FIEL
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from autotune.models.family import Family
-from autotune.models.noise import MIN_SNR_GAMMA, DiscreteDiffusion
+from autotune.models.noise import DiscreteDiffusion
 from autotune.plan.candidate import Candidate, count_blocks
 
 Values = Mapping[str, Any]  # by the trainer's keys, or by autotune's names
@@ -89,6 +90,12 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def side(value: Any) -> int:
+    """Convert the side of images in pixels, or of a square of so many megapixels."""
+    found = number(value)
+    return whole(value) if found > 16 else 64 * round(math.sqrt(found * 1e6) / 64)
+
+
 # A name takes a whole number unless it is here.
 VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("data", "control", "caption", "trigger", "attention"), text),
@@ -96,6 +103,7 @@ VALUE_KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("max_grad_norm", "guidance_scale", "caption_dropout"), number),
     **dict.fromkeys(("caching.text_encoder_streamed", "flip"), boolean),
     "swapped_blocks": lambda value: str(whole(value)),
+    "resolution": side,
     "preview_prompts": lambda value: tuple(map(str, listed(value))),
 }
 
@@ -105,9 +113,9 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
 
     A row has their values, one of `=`, `>` (only read) and `<` (only written), our values, and
     after a bar how they differ. Values are JSON or words, with alternatives between bars; `*` is
-    any value, or none is written; `-` is none, `#` any number and `$` any text, the same on both
-    sides; a word that ends with `*` is any that begins so. `@family` among the keys is a condition,
-    and `!KEY` is only written. The first row that fits counts.
+    any value, or none is written; `-` is none, `#` any number and `$` any text, in the same order
+    on both sides; a word that ends with `*` is any that begins so. `@family` among the keys is a
+    condition, and `!KEY` is only written. The first row that fits counts.
     """
     keys, names = (side.split() for side in keys_and_names.split("->"))
     table = []
@@ -177,7 +185,7 @@ def _parse(word: str) -> Any:
 
 def _fill(pattern: str, bound: list[Any]) -> Any:
     if pattern in ("#", "$"):
-        return bound[0]
+        return bound.pop(0) if len(bound) > 1 else bound[0]
     value = _parse(pattern.split("|", maxsplit=1)[0])
     return None if value == "*" else value.rstrip("*") if isinstance(value, str) else value
 
@@ -306,35 +314,48 @@ def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
     return Rule((key, warmup), ("lr_scheduler", "lr_warmup_steps"), read, write)
 
 
-def min_snr(key: str, off: float | None = None) -> Rule:
+def min_snr(key: str, off: str = "-") -> Rule:
     """Relate the limit of the signal-to-noise ratio in a discrete schedule's loss."""
 
-    def read(values: Values, context: Context) -> Values:
-        limit = number(values.get(key) or 0)
-        found = ("uniform", 1.0, "min_snr" if limit else "none")
-        lost = "" if limit in (0, MIN_SNR_GAMMA) else f"autotune's limit is {MIN_SNR_GAMMA:g}"
-        return {**dict(zip(MIN_SNR_NAMES, found, strict=True)), LOST: lost}
-
-    def write(ours: Values, context: Context) -> Values:
-        return {key: MIN_SNR_GAMMA if ours.get("weighting_scheme") == "min_snr" else off}
-
-    return Rule((key,), MIN_SNR_NAMES, read, write)
+    rows = f"""5.0 = uniform 1.0 min_snr
+        {off}|-|0 > uniform 1.0 none
+        {off}     < * * *
+        #   > uniform 1.0 min_snr | autotune's limit is 5"""
+    return value_table(f"{key} -> {' '.join(MIN_SNR_NAMES)}", rows)
 
 
-def weight_decay_among(key: str, is_list: bool) -> Rule:
-    """Relate the weight decay among arguments of an optimizer, in a list or in one text."""
+def weight_decay(key: str, optimizer: str, none_in: str, form: str = "number") -> Rule:
+    """Relate the weight decay: a number, or among an optimizer's arguments in a `list` or a `text`.
+    Without it, optimizers that begin as the words of `none_in` have none, others 0.01."""
 
     def read(values: Values, context: Context) -> Values:
-        found = {"weight_decay": 0.01, **named_arguments(values.get(key))}
-        decay = number(found.pop("weight_decay"))
+        has_none = str(values.get(optimizer)).lower().startswith(tuple(none_in.split()))
+        given = values.get(key)
+        found = {"weight_decay": given} if form == "number" else named_arguments(given)
+        decay = found.pop("weight_decay", None)
         others = ", ".join(f"{name}={value}" for name, value in found.items())
-        return {"weight_decay": decay, LOST: f"{others}: {NO_ARGUMENT}" if others else ""}
+        usual = 0.0 if has_none else 0.01
+        own = {"weight_decay": usual if decay is None else number(decay)}
+        return {**own, LOST: f"{others}: {NO_ARGUMENT}" if others else ""}
 
     def write(ours: Values, context: Context) -> Values:
-        written = f"weight_decay={ours['weight_decay']}"
-        return {key: [written] if is_list else written}
+        decay = ours["weight_decay"]
+        written = f"weight_decay={decay}"
+        return {key: {"number": decay, "text": written, "list": [written]}[form]}
 
-    return Rule((key,), ("weight_decay",), read, write)
+    return Rule((key, optimizer), ("weight_decay",), read, write)
+
+
+def learning_rate(keys: str, optimizer: str) -> Rule:
+    """Relate the rate, which for Prodigy is 1 if it is below 0.1."""
+    rate = same(f"learning_rate={keys}")
+
+    def read(values: Values, context: Context) -> Values:
+        found = rate.read(values, context)
+        is_prodigy = str(values.get(optimizer)).lower().startswith("prodigy")
+        return {name: 1.0 if is_prodigy and own < 0.1 else own for name, own in found.items()}
+
+    return replace(rate, keys=(*rate.keys, optimizer), read=read)
 
 
 def named_arguments(value: Any) -> dict[str, str]:

@@ -105,16 +105,20 @@ def _of_family(by_beginning: Mapping[str, Any], family: Family) -> Any:
     return next(own for of, own in by_beginning.items() if family.name.startswith(of))
 
 
-def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) -> Rule:
+def targets_by_ends(
+    key: str, usual: Mapping[str, str], joined: bool = False, named: str = "", *sets: Any
+) -> Rule:
     """Relate ends of names as peft takes them: a list, or with `joined` one text with commas.
-    `usual`: by how families' names begin, what is adapted if the key is not there."""
+    `usual`: by how families' names begin, what is adapted if the key is not there, nor `named`,
+    which names one of `sets`."""
 
     def choose(values: Values, context: Context) -> set[str]:
         given = values.get(key)
         if isinstance(given, str):
             is_json = given.startswith("[")
             given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
-        ends = given or expand(_of_family(usual, context.family))
+        own = sets[0][values[named]] if values.get(named) else _of_family(usual, context.family)
+        ends = given or expand(own)
         return {layer for layer in adapter.all_layers(context.family) if _ends(layer, ends)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
@@ -130,7 +134,7 @@ def targets_by_ends(key: str, usual: Mapping[str, str], joined: bool = False) ->
             found |= dict.fromkeys(blocks or [end])
         yield {key: ",".join(found) if joined else list(found)}
 
-    return _targets([key], choose, ways)
+    return _targets([key, *filter(None, [named])], choose, ways)
 
 
 def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:

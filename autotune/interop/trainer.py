@@ -62,23 +62,22 @@ class Trainer:
     sections_kept: tuple[str, ...] | None = None  # beginnings of keys, if others mean nothing
     notes: tuple[str, ...] = ()  # what it computes differently whatever its settings are
     constants: Values = field(default_factory=dict)  # learned so, by our names
-    # By what a file trains instead of a LoRA: `KEY=PATTERN|PATTERN`, with `!=` for any other value
-    # that is there, or `!KEY` for a file without such a key.
+    # By what a file is if no plan can be made of it: `KEY=PATTERN|PATTERN`, with `!=` for any other
+    # value that is there, or `!KEY` for a file without such a key.
     refuses: Mapping[str, str] = field(default_factory=dict)
 
-    def find_refusal(self, written: Values) -> str | None:
-        """Return what a file trains if it is no LoRA."""
-
-        def holds(word: str) -> bool:
-            key, equals, values = word.partition("=")
-            if not equals:
-                return not any(fnmatchcase(one, key[1:]) for one in written)
-            found = written.get(key.removesuffix("!"))
-            fits = any(fnmatchcase(str(found).lower(), one.lower()) for one in values.split("|"))
-            return found is not None and fits != key.endswith("!")
-
-        found = (why for why, words in self.refuses.items() if any(map(holds, words.split())))
-        return next(found, None)
+    def find_refusal(self, settings: Mapping[str, ConfigValue]) -> str | None:
+        """Return what a file is if no plan can be made of it, and the setting that says so."""
+        for why, words in self.refuses.items():
+            for key, _, values in (word.partition("=") for word in words.split()):
+                if key[0] == "!" and not any(fnmatchcase(one, key[1:]) for one in settings):
+                    return f"{why} (no {key[1:]})"
+                found = settings.get(key.removesuffix("!"))
+                text = "" if found is None or found.value is None else str(found.value).lower()
+                fits = any(fnmatchcase(text, one.lower()) for one in values.split("|"))
+                if found is not None and text and fits != key.endswith("!"):
+                    return f"{why} ({found.key} {text[:200]}, line {found.line})"
+        return None
 
     def detects(self, settings: Iterable[ConfigValue]) -> bool:
         """Tell if a file is this trainer's."""
@@ -234,8 +233,8 @@ def _known_models(data: Mapping[str, Any]) -> list[KnownModel]:
             for names, more in data.get("special", {}).items():
                 if any(fnmatchcase(name, pattern) for pattern in names.split()):
                     special |= {key: _as_read(key, value) for key, value in more.items()}
-            found = find_published(name)
+            found = find_published(name.partition("@")[0])
             assert found is not None, f"no published model is called {name}"
             by_key = dict(zip(keys.split(), written, strict=True))
-            models.append(KnownModel(name, *found, by_key, **special))
+            models.append(KnownModel(name.partition("@")[0], *found, by_key, **special))
     return models

@@ -65,7 +65,12 @@ def test_an_import_is_exact():
     ("old", "new", "words"),
     [
         ("lr: 1e-4", "lr: fast", "line 35: ai-toolkit's train.lr cannot be fast"),
-        ("arch: qwen_image", "arch: chroma", "(model.arch chroma, line 41;"),
+        ("arch: qwen_image", "arch: hidream", "(model.arch hidream, line 41;"),
+        (
+            "arch: qwen_image",
+            "arch: chroma",
+            "but not from these files (model.arch chroma, line 41)",
+        ),
         ("type: diffusion_trainer", "type: something", "not a configuration of a known trainer"),
         ("device: cuda", "device: &a cuda", "anchors"),
         ("lr: 1e-4", "lr: !!python/object:os.system 1", "tags"),
@@ -125,9 +130,8 @@ def test_cousins_commands_are_told_apart(tmp_path):
     for script in ("hv_train_network", "flux_kontext_train_network"):
         command = tmp_path / "run.sh"
         command.write_text(f"accelerate launch {script}.py --network_module networks.lora_flux")
-        with pytest.raises(InvalidInput) as refused:
+        with pytest.raises(InvalidInput, match="for musubi-tuner"):
             import_config(command)
-        assert "of musubi-tuner" in refused.value.hint
 
 
 def test_numbers_may_be_written_as_text(tmp_path):
