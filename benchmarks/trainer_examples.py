@@ -1,9 +1,9 @@
 """Imports every configuration and documented command that other trainers ship.
 
-    python benchmarks/trainer_examples.py CHECKOUTS            # counts, as docs/other-trainers.md has them
-    python benchmarks/trainer_examples.py CHECKOUTS --each     # a line for each file
+    python benchmarks/trainer_examples.py CHECKOUTS           # counts, as in docs/other-trainers.md
+    python benchmarks/trainer_examples.py CHECKOUTS --each    # a line for each file
 
-CHECKOUTS holds a folder `OWNER+NAME` for each repository, at the commits in `autotune/interop/data`.
+CHECKOUTS holds a folder `OWNER+NAME` for each repository, at the commit in `autotune/interop/data`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def find_examples(checkouts: Path, written: Path) -> Iterator[tuple[str, str, Pa
                 continue
             text = page.read_text(encoding="utf-8", errors="replace")
             for found in BLOCK.finditer(text):
-                language, block = found[1], found[2]
+                block = found[2]
                 is_json = trainer == "SimpleTuner" and '"model_family"' in block
                 is_json &= block.lstrip().startswith("{")
                 same = " ".join(block.split())

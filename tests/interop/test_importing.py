@@ -164,6 +164,44 @@ def test_optimizer_that_autotune_has_is_imported(tmp_path, name, old, new, expec
     assert "optimizer" not in config.pins
 
 
+PRODIGY = {"optimizer": "prodigy", "lr": 1e-4}
+AI = {
+    "type": "sd_trainer",
+    "model": {"arch": "qwen_image"},
+    "network": {"type": "lora"},
+    "train": PRODIGY,
+}
+LOKR = {"algo": "lokr", "linear_dim": 10000, "factor": 4}
+DIFFUSERS = {"script": "train_dreambooth_lora_qwen_image.py"}
+ST = {"model_family": "z_image", "model_type": "lora"}
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"config": {"process": [AI]}}, {"learning_rate": 1.0, "weight_decay": 0.0}),
+        ({"network_module": "networks.lora_zimage", "optimizer_type": "Lion"}, {"weight_decay": 0}),
+        ({**ST, "optimizer": "optimi-lion"}, {"weight_decay": 0.0}),
+        ({**ST, "flow_schedule_auto_shift": True}, {"timestep_shift": 3.0}),
+        ({**ST, "backends": [{"resolution": 512}], "resolution": 1024}, {"resolution": 512}),
+        ({**ST, "backends": [{"resolution": 0.25}]}, {"resolution": 512}),
+        ({**ST, "model_family": "ideogram"}, {"targets": "attention+mlp"}),
+        ({**ST, "lora_type": "lycoris", "lycoris": LOKR}, {"adapter": "lokr", "lokr_factor": 4}),
+        ({**DIFFUSERS, "optimizer": "prodigy"}, {"optimizer": "prodigy"}),
+        ({**DIFFUSERS, "use_8bit_adam": True}, {"optimizer": "adamw-8bit"}),
+    ],
+)
+def test_defaults_are_the_trainers_own(tmp_path, written, expected):
+    learned = read(tmp_path, written).options
+    assert {key: learned[key] for key in expected} == expected
+
+
+def test_weights_that_a_default_names_are_told(tmp_path):
+    config = read(tmp_path, {"model_family": "flux", "model_type": "lora"})
+    (line,) = (one for one in config.not_carried if "FLUX.1-Krea-dev" in one.value)
+    assert "planned as flux1-dev" in line.meaning
+
+
 ODD = st.sampled_from(
     [None, True, False, -1, 0, 1.5, float("nan"), float("inf"), 10**400, "", "x", "1e999", "(", []]
 )
