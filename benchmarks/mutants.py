@@ -29,9 +29,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # The tests that are to notice, those nearest to the module first; together at most a minute.
 TESTS = {
-    "cost/memory.py": "cost/test_exactness.py cost interop/test_overheads.py",
-    "cost/timing.py": "cost/test_kernels.py cost",
-    "cost/predict.py": "cost/test_predict.py cost",
+    "cost/memory.py": "cost/test_predict.py interop/test_overheads.py cost/test_exactness.py",
+    "cost/timing.py": "cost/test_kernels.py cost/test_predict.py",
+    "cost/predict.py": "cost/test_predict.py interop/test_overheads.py search/test_golden.py",
     "cost/calibration.py": "cost/test_predict.py search/test_search.py",
     "search/winner.py": "search/test_confirming.py search/test_compiling.py search/test_golden.py "
     "search/test_search.py",
@@ -41,7 +41,7 @@ TESTS = {
     "share/store.py": "share/test_record.py share/test_plans_with_records.py share/test_stores.py",
     "share/warm_start.py": "share",
     "train/step.py": "train/test_loop.py train/test_modulation.py models/test_experts.py "
-    "models/test_training.py",
+    "models/test_noise.py",
     "knobs/blocks.py": "knobs/test_block_swap.py train/test_model.py train/test_compile.py",
 }
 # Annotations (`int | None`) alone use the first: a mutant fails at the import. Texts that are equal

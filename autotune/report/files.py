@@ -168,7 +168,7 @@ def _read_previews(folder: Path, max_bytes: int, notes: list[str]) -> list[Previ
         if len(steps) > most:
             steps = [steps[round(at * (len(steps) - 1) / (most - 1))] for at in range(most)]
         for step, path in steps:
-            picture = _read_picture(path, MAX_SIDE_PX, notes)
+            picture = _read_picture(folder, f"{PREVIEWS}/{path.name}", MAX_SIDE_PX, notes)
             if picture is None:
                 continue
             max_bytes -= len(picture.source)
@@ -184,10 +184,12 @@ def _read_comparisons(
 ) -> list[tuple[str, Picture, Picture]]:
     pairs = []
     for number, title in enumerate(titles):
-        files = [folder / comparison_file(adapter, number) for adapter in ("without", "with")]
-        if not all(file.is_file() for file in files):
+        files = [comparison_file(adapter, number) for adapter in ("without", "with")]
+        if not all((folder / file).is_file() for file in files):
             continue
-        without, adapted = (_read_picture(file, MAX_COMPARED_SIDE_PX, notes) for file in files)
+        without, adapted = (
+            _read_picture(folder, file, MAX_COMPARED_SIDE_PX, notes) for file in files
+        )
         if without is None or adapted is None:
             continue
         max_bytes -= len(without.source) + len(adapted.source)
@@ -196,8 +198,11 @@ def _read_comparisons(
     return pairs
 
 
-def _read_picture(path: Path, max_side_px: int, notes: list[str]) -> Picture | None:
+def _read_picture(folder: Path, name: str, max_side_px: int, notes: list[str]) -> Picture | None:
+    path = folder / name
     try:
+        if not is_inside(folder, name):  # pages are passed on
+            raise OSError("it is a link, or in a linked folder")
         kind, content, size = encode_picture(path, max_side_px, path.stat().st_mtime_ns)
     except (InvalidInput, OSError) as error:
         notes.append(f"{path.name} cannot be shown: {first_line(error)}")

@@ -66,6 +66,14 @@ def test_damaged_folder_has_a_page(run):
     assert "no step has been taken yet" not in text
 
 
+@pytest.mark.parametrize("linked", ["previews", "sample_with_adapter.png"])
+def test_no_linked_picture_is_shown(run, tmp_path, linked):
+    moved = (run / linked).rename(tmp_path / "private")
+    (run / linked).symlink_to(moved)
+    found = read_run(run)
+    assert (len(found.previews), len(found.comparisons)) == ((0, 1) if moved.is_dir() else (2, 0))
+
+
 @pytest.mark.parametrize("damage", [b"\x00\xff\x80" * 99, b'{"loss": NaN}\n', b'{"step": 101\n{}'])
 def test_unreadable_steps_are_named(run, damage):
     metrics = run / "metrics.jsonl"

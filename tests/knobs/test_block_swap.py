@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotune.cost.timing import swap_seconds
-from autotune.knobs import blocks as block_swap
+from autotune.knobs import blocks as blocks_module
 from autotune.knobs.blocks import BlockSwap
 from autotune.knobs.norm_rope import KERNELS, NormRopeFunction
 from autotune.knobs.quantized_layers import quantize_inside
@@ -76,7 +77,7 @@ def test_norms_keep_no_left_block(monkeypatch):
         return made
 
     BlockSwap(model.blocks, CPU)
-    monkeypatch.setattr(block_swap.torch, "empty_like", arriving)
+    monkeypatch.setattr(blocks_module.torch, "empty_like", arriving)
     model(torch.randn(3, 32))
     out = model(torch.randn(3, 32))
     assert len(arrived) == 10
@@ -165,7 +166,85 @@ def test_adapter_added_later_is_brought_too(monkeypatch):
     gradients(model)
     for block in model.blocks:
         block["adapter"] = nn.Linear(32, 32)
-    monkeypatch.setattr(block_swap, "_move_trained", lambda *moved: brought.append(moved))
+    monkeypatch.setattr(blocks_module, "_move_trained", lambda *moved: brought.append(moved))
     with torch.no_grad():
         model(torch.randn(3, 32))
     assert brought == [(block, CPU) for block in model.blocks]
+
+
+class Attending(nn.Module):
+    """Three blocks that count their passes, and in which of them attention ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.run, self.passes, self.attended = lambda block, x: block(x), [0] * 3, [0] * 3
+        for number, layer in enumerate(self.layers):
+            layer.forward = lambda x, n=number, own=layer.forward: self.attend(n, own(x))
+
+    def attend(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        self.passes[number] += 1
+        self.within = number
+        return x + nn.functional.scaled_dot_product_attention(x, x, x)
+
+    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
+        return list(self.layers)
+
+    def enable_gradient_checkpointing(self, run) -> None:
+        self.run = run
+
+    def disable_gradient_checkpointing(self) -> None:
+        """Plain as it is."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        self.zero_grad()
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(counting, operation, types, given=(), named=None):
+                name = operation._schema.name
+                is_forward = "scaled_dot_product" in name and "backward" not in name
+                if is_forward:
+                    self.attended[self.within] += 1
+                return operation(*given, **(named or {}))
+
+        x = torch.ones(1, 2, 4, 8)
+        with Counting():
+            for layer in self.layers:
+                x = self.run(layer, x)
+            x.square().sum().backward()
+        return [parameter.grad for parameter in self.parameters()]
+
+
+class Compiled:
+    """What `compile_blocks` makes of a block."""
+
+    def __init__(self, plain, is_adapted) -> None:
+        assert is_adapted
+        self.recomputing = plain
+
+    def __call__(self, *inputs):
+        return self.recomputing(*inputs)
+
+
+@pytest.mark.parametrize(("whole", "selective"), [(0, 0), (1, 0), (0, 2), (1, 1), (2, 1)])
+def test_first_blocks_are_recomputed(whole, selective):
+    plain, model = Attending(), Attending()
+    blocks_module.apply_recomputation(model, model, whole, selective)
+    for expected, found in zip(plain.gradients(), model.gradients(), strict=True):
+        assert torch.equal(expected, found)
+    assert model.passes == [1 + (at < whole + selective) for at in range(3)]
+    assert model.attended == [1 + (at < whole) for at in range(3)]
+
+
+def test_compiled_blocks_recompute_themselves(monkeypatch):
+    monkeypatch.setattr(blocks_module, "CompiledBlock", Compiled)
+    model = Attending()
+    blocks_module.compile_blocks(model, model, "block")
+    blocks_module.apply_recomputation(model, model, 1, 1)
+    model.gradients()
+    assert model.passes == [1, 2, 1], "no checkpoint lies around compiled code"
+    blocks_module.compile_blocks(model, model, "off")
+    assert all(layer._compiled_call_impl is None for layer in model.layers)
+    model.gradients()
+    assert model.passes == [3, 4, 2]
