@@ -40,8 +40,7 @@ TESTS = {
     "--deselect=tests/train/test_resume.py::test_sigkill_and_resume_as_processes",
     "share/store.py": "share/test_record.py share/test_plans_with_records.py share/test_stores.py",
     "share/warm_start.py": "share",
-    "train/step.py": "train/test_loop.py train/test_modulation.py models/test_experts.py "
-    "models/test_noise.py",
+    "train/step.py": "train/test_loop.py train/test_modulation.py models/test_experts.py",
     "knobs/blocks.py": "knobs/test_block_swap.py train/test_model.py train/test_compile.py",
 }
 # Annotations (`int | None`) alone use the first: a mutant fails at the import. Texts that are equal
