@@ -224,3 +224,52 @@ def test_last_waves_leave_units_idle():
         for part in (1, 128):  # of the last tile
             shape = (128 * (rows - 1) + part, 4096, 128 * columns)
             assert own.matmul_rate(shape) == pytest.approx(share * full)
+
+
+@pytest.mark.parametrize(
+    ("card", "launch_us", "host_us", "share", "module_us", "unpacking_us"),
+    [
+        # 10 us, of which Python takes 7, and 2.2 bare operations; on a card of one's own 6.
+        ("nvidia-h100-sxm", None, 10 + 1.2 * 7, 15.4 / 18.4, 1.5 * 15.4, 3 * 10 + 5.8 * 7),
+        ("nvidia-h100-sxm", 20, 20 + 1.2 * 7, 15.4 / 28.4, 1.5 * 15.4, 3 * 20 + 5.8 * 7),
+        ("nvidia-gb10", None, 2.2 * 6, 1.0, 1.5 * 13.2, 3 * 6 + 5.8 * 6),
+        ("nvidia-rtx-4090", 5, 2.2 * 5, 1.0, 1.5 * 11, 3 * 5 + 5.8 * 5),
+        ("cpu", None, 9, 1.0, 1.5 * 9, 4 * 9),
+        ("cpu", 20, 20, 1.0, 1.5 * 20, 4 * 20),
+    ],
+)
+def test_host_times_of_operations(card, launch_us, host_us, share, module_us, unpacking_us):
+    rates = {"operation.launch": launch_us * 1e-6} if launch_us else {}
+    hardware = cpu().changed(rates=measured("nvidia-t4", rates).rates)
+    own = Rates(hardware if card == "cpu" else measured(card, rates), "bf16", "native", "flash")
+    assert own.host_seconds == pytest.approx(host_us * 1e-6)
+    assert own.python_share == pytest.approx(share)
+    found = own.host_seconds_of
+    assert found[MODULE_CALL[0]] == pytest.approx(module_us * 1e-6)
+    assert found["dequantization.uint8"] == pytest.approx(unpacking_us * 1e-6)
+    assert own.min_kernel_seconds == (0 if card == "cpu" else 3e-6)
+
+
+def test_unmeasured_rates_follow_the_datasheet():
+    peaks = {  # by card and precision
+        ("nvidia-h100-sxm", "bf16"): 0.8 * 989e12,
+        ("nvidia-h100-sxm", "fp32"): 0.8 * 494.5e12,
+        ("nvidia-rtx-4090", "bf16"): 179.2e12,  # as measured
+        ("nvidia-rtx-4090", "fp32"): 82.6e12 * 179.2 / 165.2,
+        ("nvidia-t4", "fp16"): 24e12,
+        ("nvidia-t4", "fp32"): 0.8 * 8.1e12,
+    }
+    for (card, precision), peak in peaks.items():
+        own = Rates(gpu(card), precision, "native", "cpu")
+        assert own.reached == pytest.approx(peak)
+        assert own.attention_rate(99) == pytest.approx(0.6 * peak)
+    own = Rates(gpu("nvidia-h100-sxm"), "bf16", "native", "flash")
+    found = own.bandwidth, own.host_to_device, own.from_pageable
+    assert found == pytest.approx((0.7 * 3.35e12, 0.7 * 63.008e9, 8e9))
+    t4 = Rates(gpu("nvidia-t4"), "fp16", "native", "flash")
+    assert t4.from_pageable == pytest.approx(0.5 * 0.7 * 15.76e9)
+    host = Rates(cpu(), "fp32", "native", "cpu")
+    assert (host.reached, host.bandwidth) == (2 * 5e10, 0.7 * 1e10)
+    rates = {"host_to_device.pinned": 5e10, "host_to_device.pageable": 3e9}
+    own = Rates(measured("nvidia-h100-sxm", rates), "bf16", "native", "flash")
+    assert (own.host_to_device, own.from_pageable, own.measured) == (5e10, 3e9, False)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
-from autotune.cost import recorder as shapes
+from autotune.cost import memory, recorder as shapes
 from autotune.cost.calibration import NOISE, OFFSET, Posterior, features_of, fit, time_doubt
 from autotune.cost.estimate import job_time, plan_seconds, require_sound
 from autotune.cost.kernels import CLASSES
@@ -438,3 +438,30 @@ def test_tiles_alike_are_traced_once():
         numbers.append(len(calls))
     assert peaks[0] == peaks[1] > 0
     assert numbers[1] < 1.3 * numbers[0]
+
+
+@pytest.mark.parametrize("memory_kind", ["discrete", "integrated"])
+def test_what_stays_is_counted_where_it_lies(memory_kind):
+    """By sums of what the model is traced to take; on shared memory the host counts all again."""
+    hardware = gpu("nvidia-h100-sxm")
+    device = hardware.device.model_copy(update={"memory_kind": memory_kind})
+    choice = choice_of(Candidate(micro_batch_size=1, checkpointed_blocks=2, modulation="ahead"))
+    model, shared = card_model("qwen-image").model, memory_kind == "integrated"
+    how = {"allocator": "default", "overhead_bytes": 7, "encoders_stay": False}
+    own = memory.resident_of(device, model, choice, swapped=4, encoder_bytes=1000, **how)
+    stored, vae = model.model_bytes("bf16", "none", "ahead"), model.vae_cost("bf16")
+    layers, images = stored.modulation, 2
+    draws = images * window_steps(layers.row_bytes, images)
+    window = 2 ** math.ceil(math.log2(draws * layers.row_bytes))  # pinned memory comes so
+    preview = 20 * 2 * layers.row_bytes  # steps with guidance
+    weights = stored.weight_bytes - stored.away_bytes(4)
+    assert own.weight_bytes == weights < stored.weight_bytes
+    assert own.buffer_bytes == stored.buffer_bytes + shared * window
+    assert own.library_bytes == 2 * 32 * 2**20
+    beside = 2 * max(2 * inputs + outputs for inputs, outputs in layers.shapes)  # in bf16
+    computing = layers.largest_layer_bytes + draws * beside
+    forward = max(computing, model.forward_bytes("bf16", "none", "ahead"))
+    assert own.preview_transient_bytes == forward + shared * preview
+    on_device = stored.weight_bytes + vae.weight_bytes + 1000
+    there = window + preview + sum(stored.block_pinned_bytes[:4]) + stored.largest_block_bytes
+    assert own.host_memory_bytes == 1.5 * 2**30 + there + shared * on_device
