@@ -242,6 +242,7 @@ def strike(target: Target, folder: Path, fault: str, seed: str, stop_seconds: fl
     if has_disk:
         make_disk(fault, folder)
     work.begin(folder)
+    call("sync", "-f", folder)  # what begins is no write of the work
     if fault == "full":
         call("mount", "-o", f"remount,size={used_kib(folder) + room + 4}k", folder)
     what = f"{fault} {moment}" if moment == "inside a write" else fault
