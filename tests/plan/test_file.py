@@ -197,6 +197,38 @@ def test_unreadable_lists_are_refused(tmp_path, content):
         read_listing(tmp_path / "list.yaml", Bucket, "buckets", "write some")
 
 
+def test_lists_are_read_up_to_a_mebibyte(tmp_path):
+    path, text = (
+        tmp_path / "list.yaml",
+        "{width_px: 64, height_px: 32, num_frames: 1, num_items: 2}",
+    )
+    path.write_text(text.ljust(2**20))
+    assert read_listing(path, Bucket, "buckets", "write some").height_px == 32
+    path.write_text(text.ljust(2**20 + 1))
+    with pytest.raises(InvalidInput, match="larger than the 1,024 KiB"):
+        read_listing(path, Bucket, "buckets", "write some")
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_further_damages_are_counted(tmp_path, number):
+    unknown = "".join(f"\n  key{at}: 1" for at in range(number))
+    text = plan_text(make_plan()).replace("job:", f"job:{unknown}", 1)
+    told = refusal(tmp_path / "plan.yaml", text).message
+    assert told.endswith(f" (and {number - 1} more)") == (number > 1)
+    assert ("more)" in told) == (number > 1)
+
+
+def test_named_values_replace_their_rivals():
+    job = make_plan().job.changed(revision="abc", num_train_epochs=3, checkpointing_epochs=2)
+    plan = make_plan().changed(job=job)
+    assert with_job(plan, learning_rate=1e-5).job == job.changed(learning_rate=1e-5)
+    assert with_job(plan, model="other").job == job.changed(model="other", revision=None)
+    assert with_job(plan, base="other").job.revision is None
+    assert with_job(plan, num_steps=7).job == job.changed(num_steps=7, num_train_epochs=None)
+    found = with_job(plan, checkpointing_steps=7).job
+    assert found == job.changed(checkpointing_steps=7, checkpointing_epochs=None)
+
+
 def test_failed_write_leaves_old_plan(tmp_path, monkeypatch):
     path = tmp_path / "plan.yaml"
     save_plan(make_plan(), path)

@@ -6,9 +6,17 @@ import pytest
 
 from autotune.events import TrialFinished
 from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
+from autotune.plan.plan import Reason
 from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.search.problem import PlanningProblem
-from autotune.search.winner import choose_untried_fallback, confirm_winner
+from autotune.search.winner import (
+    choose_compiled,
+    choose_untried_fallback,
+    compiled_from,
+    confirm_winner,
+    explain_compile,
+    predicted_payback,
+)
 from tests.builders import GIB, hardware, trial
 from tests.events import events_of
 from tests.search.machines import CAPABILITIES, HARDWARE, answer, make_plan, request, surroundings
@@ -22,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 
 @pytest.fixture(scope="module")
 def case(_by_formula: None) -> PlanningProblem:
-    return PlanningProblem.build(request(pins=FEW), HARDWARE, surroundings())
+    compiling = hardware(*CAPABILITIES, "compile", compute_capability=(9, 0))
+    return PlanningProblem.build(request(pins=FEW), compiling, surroundings())
 
 
 def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResult:
@@ -87,6 +96,28 @@ def test_fallbacks_are_tried_if_needed(case):
     assert cost.predict(fallback).run_memory_bytes <= 0.9 * cost.predict(largest).run_memory_bytes
     assert choose_untried_fallback((large, trial(smallest, 2.0, 10 * GIB)), case) is None
     assert choose_untried_fallback((trial(smallest, 1.0, 10 * GIB),), case) is None
+
+
+@pytest.mark.parametrize("objective", ["throughput", "memory"])
+def test_compiling_must_pay_beside_the_fastest(case, monkeypatch, objective):
+    monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", 100.0)
+    by_memory = sorted(case.space.candidates, key=lambda each: answer(each).peak_memory_bytes)
+    slow, fast = trials = tuple(answer(each) for each in (by_memory[0], by_memory[-1]))
+    cost, compiled = case.cost.with_calibration(trials), compiled_from(fast.candidate, case)
+    needed = {}
+    for each in trials:
+        payback = predicted_payback(cost, each.candidate, compiled, 1)
+        needed[each] = round(payback.startup_seconds / payback.saved_seconds)
+    assert needed[slow] < 0.5 * needed[fast]
+    work = case.workload.changed(objective=objective)
+    for num_steps, pays in ((2 * needed[slow], False), (2 * needed[fast], True)):
+        asked = replace(case, workload=work, job=case.job.changed(num_steps=num_steps))
+        expected = compiled if pays and objective == "throughput" else None
+        assert choose_compiled(trials, asked) == expected
+        before = Reason(knob="compile", chosen="off", why="")
+        (told,) = explain_compile((before,), trials, asked, fast.candidate)
+        forecast = predicted_payback(cost, fast.candidate, compiled, num_steps)
+        assert (str(forecast) in told.rejected[0].reason) == (objective == "throughput")
 
 
 def test_plans_promise_the_longer_trial():
