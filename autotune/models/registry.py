@@ -9,17 +9,14 @@ from autotune.errors import InvalidInput, match_names, suggest_nearest
 from autotune.models.anima import Anima
 from autotune.models.facts import PublishedModel
 from autotune.models.family import Family
-from autotune.models.flux1 import Chroma, Flux1Dev, Flux1Kontext
-from autotune.models.flux2 import Flux2Dev, Flux2Klein
-from autotune.models.flux3 import Flux3
+from autotune.models.flux import Chroma, Flux1Dev, Flux1Kontext, Flux2Dev, Flux2Klein, Flux3
 from autotune.models.ideogram4 import Ideogram4
 from autotune.models.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.models.krea2 import Krea2
 from autotune.models.ltx2 import LTX2
 from autotune.models.minimax_h3 import MiniMaxH3
 from autotune.models.qwen_image import QwenImage, QwenImage21, QwenImageEdit, QwenImageEditPlus
-from autotune.models.sd35 import StableDiffusion35
-from autotune.models.sdxl import StableDiffusionXL
+from autotune.models.stable_diffusion import StableDiffusion35, StableDiffusionXL
 from autotune.models.wan import Wan21, Wan22, Wan22HighNoise
 from autotune.models.z_image import ZImage
 from autotune.system.process import reveal_packages

@@ -1,5 +1,7 @@
-"""Stable Diffusion XL, a UNet on a discrete schedule. Pony, Illustrious and NoobAI are such models.
+"""Stable Diffusion 3.5: joint blocks of text and image, two CLIPs and T5. Of medium, the first 13
+blocks attend a second time, among the image's tokens alone.
 
+Stable Diffusion XL: a UNet on a discrete schedule. Pony, Illustrious and NoobAI are such models.
 Its blocks are the transformer layers of each stage and the residual ones around them.
 """
 
@@ -7,19 +9,64 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.models.facts import Config, family_facts
+from autotune.models.facts import Config, ModulationLayers, family_facts
 from autotune.models.family import COMPONENTS, Batch, Family, Shapes
-from autotune.models.latents import ImageLatents, send
+from autotune.models.latents import ATTENTION, ImageLatents, adapted_layers, send
 from autotune.models.noise import DiscreteDiffusion, NoiseProcess
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, nn, torch
 
-TEXT_TOKENS = 77  # length that CLIP's tokenizer pads every prompt to, without a mask
-BLOCK = r".*\.transformer_blocks\.\d+"
-ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
-MLP = r"ff\.net\.(0\.proj|2)"
+CLIP_TOKENS = 77  # to which every prompt is padded, without a mask
+T5_TOKENS = 256  # after those of both CLIPs, which stand side by side
+JOINT_BLOCK = r"transformer_blocks\.\d+"
+XL_BLOCK = r".*\.transformer_blocks\.\d+"
+XL_ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+XL_MLP = r"ff\.net\.(0\.proj|2)"
 PROJECTIONS = r".*\.attentions\.\d+\.proj_(in|out)"
 TIME = r"(?!mid_block\.resnets\.0).*\.resnets\.\d+\.time_emb_proj"
+
+
+class StableDiffusion35(ImageLatents, Family):
+    """Text to image. Prompts always have the same length."""
+
+    name = "sd3.5"
+    models, defaults, tiny_config = family_facts(name)
+    aliases = {"sd3.5-large": "sd3.5", "stable-diffusion-3.5": "sd3.5"}
+    pipeline_class = "StableDiffusion3Pipeline"
+    transformer_class = "SD3Transformer2DModel"
+    components = (*COMPONENTS, "text_encoder_2", "text_encoder_3", "tokenizer_2", "tokenizer_3")
+    casts_to_weight_dtype = True
+    max_side_px = 192 * 16  # of large: medium's table of positions is twice as wide
+    pooled_size = ("pooled_projection_dim", 2048)
+    pooled_output = 2
+    encode_options = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+    max_text_tokens = CLIP_TOKENS + T5_TOKENS
+    caption_tokenizer, max_caption_tokens = "tokenizer_3", T5_TOKENS
+    target_sets = adapted_layers(
+        JOINT_BLOCK,
+        rf"{ATTENTION}|attn2\.(to_q|to_k|to_v|to_out\.0)",
+        r"ff(_context)?\.net\.(0\.proj|2)",
+        r"norm1(_context)?\.linear",
+    )
+    modulation = ModulationLayers(
+        rf"{JOINT_BLOCK}\.norm1(_context)?|norm_out",
+        ("time_text_embed",),
+        inputs=("pooled_prompt_embeds",),
+    )
+    excluded = {
+        "attention": "its attention calls PyTorch's directly, whatever backend is set",
+        "norm_rope": "it does not rotate queries and keys: positions are added to the patches",
+    }
+
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
+        velocity: Tensor = transformer(
+            hidden_states=noisy[:, :, 0],
+            timestep=1000 * levels,
+            encoder_hidden_states=batch["prompt_embeds"],
+            pooled_projections=batch["pooled_prompt_embeds"],
+            return_dict=False,
+        )[0]
+        return velocity[:, :, None]
 
 
 class StableDiffusionXL(ImageLatents, Family):
@@ -50,13 +97,13 @@ class StableDiffusionXL(ImageLatents, Family):
     pooled_size = ("projection_class_embeddings_input_dim", 0)
     pooled_output = 2
     encode_options = {"do_classifier_free_guidance": False}
-    max_text_tokens = TEXT_TOKENS
+    max_text_tokens = CLIP_TOKENS
     target_sets = {
-        "attention": rf"{BLOCK}\.{ATTENTION}",
-        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+        "attention": rf"{XL_BLOCK}\.{XL_ATTENTION}",
+        "attention+mlp": rf"{XL_BLOCK}\.({XL_ATTENTION}|{XL_MLP})",
         # what Kohya's LoRA adapts
-        "attention+mlp+proj": rf"{BLOCK}\.({ATTENTION}|{MLP})|{PROJECTIONS}",
-        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{TIME}",
+        "attention+mlp+proj": rf"{XL_BLOCK}\.({XL_ATTENTION}|{XL_MLP})|{PROJECTIONS}",
+        "all-linear": rf"{XL_BLOCK}\.({XL_ATTENTION}|{XL_MLP})|{TIME}",
     }
     block_lists = ()
     excluded = {
