@@ -13,8 +13,7 @@ from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.events import Notice, OnEvent, Progressed, StatusChanged
 from autotune.interop import exporting
 from autotune.interop.trainer import get_trainer
-from autotune.knobs.knob import TuningContext
-from autotune.knobs.registry import require_choice
+from autotune.knobs import knob, registry
 from autotune.knobs.settings import allow_optimizer, plain_choices
 from autotune.machine import catalog, probe as machine
 from autotune.models.registry import find_published
@@ -28,12 +27,10 @@ from autotune.plan.job import Job, ModelRef
 from autotune.plan.plan import CheckResult, TrainingPlan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import CompareRequest, EstimateRequest, PlanRequest, takes
-from autotune.search import comparison
+from autotune.search import comparison, space
 from autotune.search.request import ResolvedRequest, build_space, complete
-from autotune.search.space import SearchSpace
 from autotune.share.store import build_record, unshareable_reason, user_store
-from autotune.system import process
-from autotune.system.files import require_writable
+from autotune.system import files, process
 from autotune.train import fit, prepare
 
 if TYPE_CHECKING:
@@ -154,7 +151,7 @@ def plan(request: PlanRequest) -> TrainingPlan:
     on_event, path = request.on_event, request.path
     request = complete(request)
     if path is not None:
-        require_writable(Path(path))
+        files.require_writable(Path(path))
     resolved, profile = _resolve_on_hardware(request)
     from autotune.search.planner import PlanInterrupted, make_plan
 
@@ -175,7 +172,7 @@ def plan(request: PlanRequest) -> TrainingPlan:
 
 
 @takes(PlanRequest, "model", "data")
-def list_choices(request: PlanRequest) -> SearchSpace:
+def list_choices(request: PlanRequest) -> space.SearchSpace:
     """List what `plan` could choose, and what it could not and why. Tries nothing."""
     resolved, profile = _resolve_on_hardware(complete(request), tries=False)
     return _space(resolved, profile)
@@ -220,8 +217,8 @@ def _resolve_on_hardware(
     return resolved, profile
 
 
-def _space(resolved: ResolvedRequest, profile: HardwareProfile) -> SearchSpace:
-    context = TuningContext(profile, resolved.model.family, resolved.workload)
+def _space(resolved: ResolvedRequest, profile: HardwareProfile) -> space.SearchSpace:
+    context = knob.TuningContext(profile, resolved.model.family, resolved.workload)
     return build_space(resolved.request, context)
 
 
@@ -294,7 +291,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         if name in Candidate.model_fields and name not in ("optimizer", *NUMBERS)
     }
     for name, value in settings.items():
-        require_choice(name, value)
+        registry.require_choice(name, value)
     prepare.check_overrides(family, work)
     profile = machine.hardware_for(
         request.hardware,
@@ -306,7 +303,7 @@ def estimate(request: EstimateRequest) -> Estimate:
     from autotune.cost.predict import CostModel
 
     require_divisor(request.micro_batch_size, batch)
-    context = TuningContext(profile, family, prepare.describe_workload(resolved, None, work))
+    context = knob.TuningContext(profile, family, prepare.describe_workload(resolved, None, work))
     total = context.workload.model.num_blocks
     blocks = {"all": total, "none": 0}.get(str(request.checkpointed_blocks))
     try:

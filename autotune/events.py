@@ -8,16 +8,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from autotune.plan.base import Frozen
+from autotune.plan import base, prediction
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Workload
 
 SMOOTHING = 0.05  # share of each new loss in the smoothed one, once there are enough of them
 
 
-class Event(Frozen):
+class Event(base.Frozen):
     """Base of everything that long work tells."""
 
     @property
@@ -101,7 +100,7 @@ class TrialFinished(Event):
 class CandidatesPredicted(Event):
     """All that a plan without trials chooses from."""
 
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[prediction.Prediction, ...]
     budget_bytes: int
     chosen: Candidate | None = None
     """Settings of the plan; None if nothing fits."""

@@ -21,7 +21,7 @@ from autotune.knobs.settings import plain_choices
 from autotune.machine.probe import hardware_for
 from autotune.models.family import build_on_meta
 from autotune.models.resolve import read_parts, resolve_model
-from autotune.plan.base import log_event
+from autotune.plan import base, words
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate, count_blocks
 from autotune.plan.file import load_plan, with_job
 from autotune.plan.hardware import HardwareProfile
@@ -29,7 +29,6 @@ from autotune.plan.job import AdapterFormat, ModelRef
 from autotune.plan.plan import Reason, TrainingPlan
 from autotune.plan.prediction import Estimate, SettingWorth
 from autotune.plan.request import PlanRequest, make_request
-from autotune.plan.words import caching_text
 from autotune.search.request import ResolvedRequest, complete
 from autotune.search.space import SearchSpace
 from autotune.system.files import write_text_atomic
@@ -97,7 +96,7 @@ class PlanFromConfig:
 
 
 def plan_from_config(
-    config: ImportedConfig, *, on_event: OnEvent = log_event, **options: Any
+    config: ImportedConfig, *, on_event: OnEvent = base.log_event, **options: Any
 ) -> PlanFromConfig:
     """Plan the training that a configuration describes, with its own settings pinned where the
     machine has them. `options` are those of `plan`, and go before what the configuration says.
@@ -131,7 +130,7 @@ def audit(
     *,
     hardware: str | HardwareProfile | None = None,
     measure: bool = False,
-    on_event: OnEvent = log_event,
+    on_event: OnEvent = base.log_event,
 ) -> Audit:
     """Predict another trainer's configuration on a card, in autotune and in its own program
     (`in_trainer`), and the fastest plan that learns the same; with `measure`, run both here, too.
@@ -170,7 +169,7 @@ def audit(
     written, in_trainer = predict(settings), None
     if read.overheads is not None:
         caching = caching_in(read.pins)
-        why = Reason(knob="caching", chosen=caching_text(caching), why="as in the file")
+        why = Reason(knob="caching", chosen=words.caching_text(caching), why="as in the file")
         theirs = cost.with_overheads(read.overheads, (caching, why))
         in_trainer = estimate_candidate(theirs, settings, num_steps=steps)
     found = Audit(

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from autotune.errors import InvalidInput, raise_typed
 from autotune.machine.probe import probe as read_machine
-from autotune.plan.base import Frozen
-from autotune.plan.words import label_of
+from autotune.plan import base, words
 from autotune.report.text import memory_text, seconds_text
 from autotune.share.store import Record, Store, shareable_machine, user_store, workload_class
 from autotune.share.warm_start import compare_machine
@@ -19,7 +18,7 @@ from autotune.system.files import write_text_atomic
 SAME_SECONDS = 0.05  # relative difference of steps that is noise
 
 
-class Transfer(Frozen):
+class Transfer(base.Frozen):
     """Result of a push or a pull."""
 
     num_new: int
@@ -29,7 +28,7 @@ class Transfer(Frozen):
     target: str  # where the records went
 
 
-class RecordSummary(Frozen):
+class RecordSummary(base.Frozen):
     """One record in a list."""
 
     name: str
@@ -100,7 +99,7 @@ def list_records(
             device_name=record.machine.device_name,
             family=record.workload.model.family,
             work=workload_class(record.workload),
-            settings=label_of(record.settings),
+            settings=words.label_of(record.settings),
             num_trials=len(record.trials),
             step_seconds=record.expected.step_seconds,
             peak_memory_bytes=record.expected.peak_memory_bytes,
@@ -112,7 +111,7 @@ def list_records(
     return tuple(sorted(rows, key=lambda row: (row.measured_on, row.name), reverse=True))
 
 
-class Submission(Frozen):
+class Submission(base.Frozen):
     """A record for everybody's use, and the text of the pull request that brings it."""
 
     key: str
@@ -140,7 +139,7 @@ def submit(name: str = "", path: str | Path | None = None) -> Submission:
     record, file = max(sound, key=lambda pair: (pair[0].measured_on, pair[1].name))
     promised = record.expected
     rows = (
-        f"| {label_of(trial.candidate)} | {trial.outcome} "
+        f"| {words.label_of(trial.candidate)} | {trial.outcome} "
         f"| {memory_text(trial.peak_memory_bytes)} | {seconds_text(trial.median_step_seconds)} |\n"
         for trial in record.trials
     )

@@ -23,11 +23,9 @@ from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.request import CheckDataRequest, TrainRequest, takes
 from autotune.report.files import RunPage
 from autotune.report.run import missed_promises
-from autotune.system import process
-from autotune.system.files import cache_path
-from autotune.train import fit, prepare
+from autotune.system import files, process
+from autotune.train import fit, metrics, prepare
 from autotune.train.folder import check_folder
-from autotune.train.metrics import serve_metrics
 from autotune.weights.hub import snapshot_in_cache
 
 ENCODED = "encoded"  # folder of the user's cache that holds encoded captions and images
@@ -153,7 +151,7 @@ def train(request: TrainRequest) -> RunReport:
     on_event = on_event if is_first else ignore_event
     with contextlib.ExitStack() as stack:
         if request.metrics_port is not None and is_first:
-            on_event = stack.enter_context(serve_metrics(request.metrics_port, on_event))
+            on_event = stack.enter_context(metrics.serve_metrics(request.metrics_port, on_event))
         return _train_here(
             chosen, file, launch, on_event, resume=request.resume, trace=request.trace
         )
@@ -192,7 +190,7 @@ def _train_here(
         with lock_for_run(
             hardware.device, 1 if launch else number, lambda text: on_event(Notice(text=text))
         ):
-            encoded = cache_path(ENCODED)
+            encoded = files.cache_path(ENCODED)
             if launch or number == 1:
                 made = run_training(
                     chosen, hardware, encoded, page, resume=resume, trace=trace, inputs=inputs
@@ -276,4 +274,4 @@ def sample(
 
     process.silence_progress_bars()
     with TORCH_LOCK:
-        return sample_run(inputs, machine(), cache_path(ENCODED), on_event)
+        return sample_run(inputs, machine(), files.cache_path(ENCODED), on_event)

@@ -15,10 +15,8 @@ from typing import Any, NoReturn
 
 import click
 
-from autotune.cli import demo, exchange  # noqa: F401 - they add their commands to `app`
+from autotune.cli import demo, exchange, options, output  # noqa: F401 - they add their commands to `app`
 from autotune.cli.commands import app
-from autotune.cli.options import INTERRUPTED
-from autotune.cli.output import Progress, print_json
 from autotune.errors import InvalidInput, explain_error  # here: later memory may lack for it
 from autotune.report.text import folded, printable, without_logins
 from autotune.system.process import prepare_process
@@ -37,7 +35,7 @@ def main() -> None:
             raise InvalidInput(f"the argument {min(replaced)!r} is not Unicode", hint=hint)
         status = app.main(words, prog_name="autotune", standalone_mode=False)
     except click.Abort:
-        status = INTERRUPTED
+        status = options.INTERRUPTED
     except click.UsageError as error:
         error.message = without_logins(error.message) + _told_here(error)  # type: ignore[misc]
         error.show(told := io.StringIO())
@@ -48,12 +46,12 @@ def main() -> None:
         _forget_stdout()
         sys.exit(1)
     except Exception as error:
-        if os.environ.get("AUTOTUNE_TRACEBACK") or Progress.is_verbose:
+        if os.environ.get("AUTOTUNE_TRACEBACK") or output.Progress.is_verbose:
             sys.stderr.write(without_logins("".join(traceback.format_exception(error))))
         explained = explain_error(error)
         _fail(explained.message, explained.hint, explained.exit_status)
-    if status == INTERRUPTED:
-        _fail("interrupted", Progress.after_interrupt, INTERRUPTED)
+    if status == options.INTERRUPTED:
+        _fail("interrupted", output.Progress.after_interrupt, options.INTERRUPTED)
     sys.exit(status)
 
 
@@ -119,7 +117,7 @@ def _exit(message: str, hint: str, status: int) -> NoReturn:
     if "--json" in sys.argv:
         told = {"error": message, "hint": hint, "exit_status": status}
         try:
-            print_json(told)
+            output.print_json(told)
         except OSError:  # nobody reads, or its disk is full
             _forget_stdout()
     sys.exit(status)

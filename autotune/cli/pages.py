@@ -20,9 +20,7 @@ from autotune.data.media import CAPTION_SUFFIXES
 from autotune.data.pixels import IMAGE_SUFFIXES
 from autotune.errors import InvalidInput
 from autotune.plan.file import load_plan
-from autotune.report import files as reports
-from autotune.report.machine import PROBLEMS
-from autotune.report.page import Subject, plan_view
+from autotune.report import files as reports, machine, page
 from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text
 
 STATIC = {"page.css": "text/css", "page.js": "text/javascript", "app.css": "text/css"}
@@ -100,7 +98,7 @@ def _check_data(site: Site, asked: Asked) -> Response:
     ordered = sorted(report.problems, key=lambda one: SEVERITIES.get(one.kind, 3))
     flags = ["--resolution", str(side)] if side else []
     command = forms.command_text(["data", "check", *flags, site.shown(folder)])
-    words = {name: text.partition(" (")[0] for name, text in PROBLEMS.items()}
+    words = {name: text.partition(" (")[0] for name, text in machine.PROBLEMS.items()}
     return site.render(
         "check_part.html", report=report, problems=ordered[:200], words=words, command_text=command
     )
@@ -201,7 +199,7 @@ def _last_asked(site: Site) -> dict[str, Any]:
 def _show_plan(site: Site, asked: Asked) -> Response:
     if name := asked.one("file"):
         file = site.inside(name)
-        view = plan_view(Subject(file.name, load_plan(file)))
+        view = page.plan_view(page.Subject(file.name, load_plan(file)))
         return site.render("plan_file.html", page="plan", plan=view, file=site.shown(file))
     given = _last_asked(site)
     given |= {name: asked.one(name) for name in asked}

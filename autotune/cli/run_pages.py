@@ -17,9 +17,8 @@ from autotune.data.pixels import open_image
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan.candidate import TrialResult
 from autotune.plan.file import RUN_PLAN_FILE, load_plan
-from autotune.report import files as reports
+from autotune.report import files as reports, run
 from autotune.report.page import Subject, plan_view, run_view, trials_chart
-from autotune.report.run import trial_text
 from autotune.report.text import memory_text, seconds_text
 from autotune.train.folder import ADAPTER_FILE, LOCK_FILE, REPORT_FILE
 from autotune.train.metrics import METRICS_FILE
@@ -121,7 +120,7 @@ def job_view(site: Site, job: Job) -> dict[str, Any]:
                 if len(trials) >= view["total"]:
                     view |= {"total": 0, "status": "trying the best for longer"}
     total = view["total"] if trials else 0
-    view["trials"] = [trial_text(at, total, one) for at, one in enumerate(trials, 1)]
+    view["trials"] = [run.trial_text(at, total, one) for at, one in enumerate(trials, 1)]
     view["chart"] = trials_chart(trials, batch)
     view["notices"] = notices
     view["error"] = (

@@ -4,9 +4,8 @@ from autotune.cost.model import PassChoice, VaeCost
 from autotune.cost.predict import CostModel, choice_of
 from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.errors import InvalidInput
+from autotune.knobs import registry, settings
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.registry import KNOBS, require_choice, startup_seconds
-from autotune.knobs.settings import encoder_element_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import VALIDATION_DRAWS, num_previews
 from autotune.plan.prediction import Estimate, JobTime, Prediction
@@ -74,7 +73,7 @@ def job_time(
     model_bytes = cost.model.model_bytes(candidate.precision, "none")
     encoders = cost.model.parts.text_encoder_parameters
     disk = cost.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
-    element = encoder_element_bytes(candidate.precision)
+    element = settings.encoder_element_bytes(candidate.precision)
     vae = cost.model.vae_cost(candidate.precision)
     per_image = _caption_seconds(cost, rates, sum(encoders), element)
     per_image += _pixels_seconds(cost, rates, vae)
@@ -87,7 +86,7 @@ def job_time(
     parts = {
         "load_seconds": load,
         "cache_seconds": num_images * per_image,
-        "compile_seconds": startup_seconds(candidate, cost.family, cost.workload)
+        "compile_seconds": registry.startup_seconds(candidate, cost.family, cost.workload)
         + plan_seconds(cost, choice, recomputes=candidate.recomputed_blocks > 0),
         "step_seconds": num_steps * prediction.step_seconds,
         "preview_seconds": num_previews * preview,
@@ -147,7 +146,7 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
     """Raise InvalidInput if values are unknown, or do not go with the work or each other."""
     workload = context.workload
     for name, value in candidate:
-        require_choice(name, value)
+        registry.require_choice(name, value)
     number, blocks = candidate.checkpointed_blocks, workload.model.num_blocks
     if number > blocks:
         hint = f"the nearest valid value is {blocks}, or `all`"
@@ -155,7 +154,7 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
             f"{number} checkpointed blocks are more than the model's {blocks}", hint=hint
         )
     require_divisor(candidate.micro_batch_size, workload.effective_batch_size)
-    for knob in KNOBS:
+    for knob in registry.KNOBS:
         if conflict := knob.why_not(candidate, context):
             what = f"{knob.name} cannot be {getattr(candidate, knob.name)} here"
             hint = "see which settings go together: autotune plan --list"

@@ -6,13 +6,11 @@ from functools import lru_cache
 
 from autotune.cost.model import ModelBytes, ModulationBytes, PassChoice, TracedModel
 from autotune.cost.trace import ComposedPass
-from autotune.knobs.formats import CPU_SLICE_BYTES, SLICE_BYTES, WEIGHT_FORMATS
-from autotune.knobs.modulation import window_steps
+from autotune.knobs import formats, modulation
 from autotune.knobs.settings import encoder_element_bytes, optimizer_bytes
+from autotune.plan import plan, workload
 from autotune.plan.hardware import Device, shares_host_memory
-from autotune.plan.plan import Strategy
 from autotune.plan.prediction import MemoryBreakdown, Overheads, PhaseMemory
-from autotune.plan.workload import ADAMW
 
 FP32_BYTES = 4
 # cuBLAS's default (its documentation, CUBLAS_WORKSPACE_CONFIG), from PyTorch's allocator.
@@ -116,7 +114,7 @@ def _optimizer_bytes(
     """State, and what a step works with beside it; another program's is known of AdamW alone."""
     work, parameters = model.workload, model_bytes.adapter_parameters
     is_half = choice.precision != "fp32"
-    if model.overheads and is_half and work.optimizer == ADAMW:
+    if model.overheads and is_half and work.optimizer == workload.ADAMW:
         practice = model.overheads.adapter_on(choice.quantization)
         counters = sum(model_bytes.adapter_shapes.values()) * FP32_BYTES
         return parameters * practice.optimizer_bytes + counters, parameters * practice.step_bytes
@@ -132,7 +130,7 @@ def _modulation_bytes(
     if layers is None:
         return 0, 0, 0
     images, defaults = model.workload.effective_batch_size, model.family.defaults
-    draws = images * window_steps(layers.row_bytes, images)
+    draws = images * modulation.window_steps(layers.row_bytes, images)
     window = draws * layers.row_bytes
     num_weights = sum(inputs * outputs + outputs for inputs, outputs in layers.shapes)
     beside = max(2 * inputs + outputs for inputs, outputs in layers.shapes)
@@ -144,10 +142,10 @@ def _modulation_bytes(
 
 
 def _quantizing_bytes(device: Device, quantization: str, layer_bytes: int) -> int:
-    weight_format = WEIGHT_FORMATS[quantization]
+    weight_format = formats.WEIGHT_FORMATS[quantization]
     if not weight_format.quantize:
         return 0
-    slice_bytes = CPU_SLICE_BYTES if device.kind == "cpu" else SLICE_BYTES
+    slice_bytes = formats.CPU_SLICE_BYTES if device.kind == "cpu" else formats.SLICE_BYTES
     return layer_bytes + round(weight_format.quantizing_slices * min(slice_bytes, layer_bytes))
 
 
@@ -283,7 +281,7 @@ PCIE_BANDWIDTH = 12e9
 class Parallel:
     """Number of processes that train together, and their strategy."""
 
-    strategy: Strategy = "single"
+    strategy: plan.Strategy = "single"
     num_processes: int = 1
 
     @property

@@ -13,10 +13,9 @@ import diffusers
 import torch
 from torch import nn
 
-from autotune.cost import trace
+from autotune.cost import recorder, trace
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, quantize_for_tracing, substitutes
-from autotune.cost.recorder import Remembering
 from autotune.errors import InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.blocks import apply_recomputation, region_offsets
@@ -223,7 +222,7 @@ class TracedModel:
         cast_as_loaded(transformer, dtype)
         if ahead := find_modulation_ahead(transformer):
             ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
-        with Remembering():  # type: ignore[no-untyped-call]
+        with recorder.Remembering():  # type: ignore[no-untyped-call]
             self._fill_caches(transformer, dtype)
             products = self.overheads.products.get(quantization) if self.overheads else None
             quantize_for_tracing(self.family, transformer, quantization, self.rules, products)

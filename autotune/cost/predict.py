@@ -9,13 +9,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.cost import timing, trace
 from autotune.cost.calibration import NOISE, Calibration, PriorResiduals, residual_of
 from autotune.cost.kernels import CLASSES, DeviceRules
 from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, Resident, phases_of, with_kept
 from autotune.cost.model import PassChoice, TracedModel, traced_model
 from autotune.cost.tables import PassTables
-from autotune.cost.timing import RECOMPUTED_LAUNCHES, swap_seconds
-from autotune.cost.trace import ComposedPasses
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.facts import Parts
@@ -283,7 +282,7 @@ class CostModel:
         return -(-self.workload.effective_batch_size // candidate.micro_batch_size)
 
     def _step_time(
-        self, candidate: Candidate, composed: ComposedPasses, swapped: NDArray[np.int64]
+        self, candidate: Candidate, composed: trace.ComposedPasses, swapped: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
         """By class, broadcast to (passes, numbers); `swapped` is (1, numbers), or (passes, 1) for
         one each."""
@@ -298,7 +297,7 @@ class CostModel:
         forward = accumulation * shares * composed.forward[:, :-1]
         whole = accumulation * shares * composed.work[:, :-1] + base
         recomputing = (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None]
-        again = (RECOMPUTED_LAUNCHES - 1) * rates.python_share * composed.recompute[:, -1]
+        again = (timing.RECOMPUTED_LAUNCHES - 1) * rates.python_share * composed.recompute[:, -1]
         begun = accumulation * composed.forward[:, -1]
         host = accumulation * (composed.work[:, -1] + again) + prior * composed.forward[:, -1]
         if candidate.compile == "block":
@@ -326,7 +325,7 @@ class CostModel:
             backward = computing - base.sum(axis=1)[:, None] - once
             computed = np.stack([once - again, again, backward]) / accumulation
             sizes = np.array(model_bytes.block_weight_bytes) / bandwidth
-            transfer = transfer + half * swap_seconds(swap, sizes, swapped, computed)
+            transfer = transfer + half * timing.swap_seconds(swap, sizes, swapped, computed)
         if model_bytes.modulation:
             overhead = overhead + self.tables.modulation_seconds(choice)
         return {

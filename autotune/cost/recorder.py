@@ -20,8 +20,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from autotune.cost import kernels
-from autotune.cost.allocator import BLOCK_BYTES
+from autotune.cost import allocator, kernels
 
 MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm"})
 PRODUCTS = {"_int_mm": "int8", "_scaled_mm": "fp8"}  # those with factors of 8 bits, and the dtype
@@ -56,7 +55,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, rules: kernels.DeviceRules) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.granularity = BLOCK_BYTES if rules == "cuda" else 1
+        self.granularity = allocator.BLOCK_BYTES if rules == "cuda" else 1
         self.counts_host = rules == "cpu"
         self.segments: list[Segment] = []
         self._live: dict[int, weakref.ref[Any]] = {}

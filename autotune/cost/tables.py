@@ -8,11 +8,9 @@ from functools import cache, cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost import memory, trace
+from autotune.cost import kernels, memory, timing, trace
 from autotune.cost.allocator import Waste, waste_of
-from autotune.cost.kernels import kernel_for
 from autotune.cost.model import ModelBytes, PassChoice, TracedModel
-from autotune.cost.timing import Rates
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.caching import EncoderSize, size_of
 from autotune.knobs.knob import TuningContext
@@ -41,7 +39,7 @@ class PassTables:
         self.workload = model.workload
         self.overheads = overheads
         self._num_blocks, self._num_traced = model.num_blocks, sum(map(len, model.picked))
-        self._rates, self._blocks = cache(partial(Rates, hardware)), cache(self._find_blocks)
+        self._rates, self._blocks = cache(partial(timing.Rates, hardware)), cache(self._find_blocks)
         self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
         self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)
         self._typical_shares = cache(self._find_typical_shares)
@@ -66,7 +64,7 @@ class PassTables:
         vae = self.model.vae_cost(precision)
         return size_of(self.model.parts, precision, vae.weight_bytes, vae.encode_transient_bytes)
 
-    def rates_of(self, choice: PassChoice) -> Rates:
+    def rates_of(self, choice: PassChoice) -> timing.Rates:
         return self._rates(choice.precision, choice.attention, self.kernel_of(choice))
 
     def model_bytes(self, choice: PassChoice) -> ModelBytes:
@@ -77,7 +75,7 @@ class PassTables:
         masked = self.model.masked(size or choice.micro_batch_size)
         device, cudnn = self.hardware.device, self.hardware.versions.cudnn
         known = choice.attention, self.model.rules, masked, choice.precision
-        return kernel_for(*known, capability=device.compute_capability, cudnn=cudnn)
+        return kernels.kernel_for(*known, capability=device.compute_capability, cudnn=cudnn)
 
     def _find_pass(
         self, choice: PassChoice, mixture: tuple[int, int], accumulates: bool

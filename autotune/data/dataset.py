@@ -16,8 +16,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from autotune.data import media
-from autotune.data.batches import assign_buckets, make_buckets
+from autotune.data import batches, media
 from autotune.data.items import (
     DEFAULT_OPTIONS,
     DatasetOptions,
@@ -30,10 +29,10 @@ from autotune.data.items import (
 from autotune.data.media import PrintableStr, Problem
 from autotune.errors import InvalidInput
 from autotune.models.family import Family
+from autotune.plan import workload
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.file import read_listing
 from autotune.plan.job import DataPlace, PathText, each_place
-from autotune.plan.workload import Bucket
 
 VERIFY_SECONDS = 120.0  # for decoding images; encoding finds damage in the others
 MAX_LISTED_PROBLEMS = 5
@@ -363,7 +362,7 @@ class DataReport(Frozen):
     """Images whose headers are fine but whose pixels were not decoded, since time ran out."""
     num_with_controls: int = NaturalInt
     problems: tuple[Problem, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[workload.Bucket, ...]
     max_upscaling: float = MAX_UPSCALING
     max_crop: float = MAX_CROP
     enlarged: tuple[PrintableStr, ...]
@@ -405,9 +404,9 @@ def check_dataset(
     the model's folder of `tokenizers` if there is one. Raises InvalidInput as `scan_dataset`."""
     dataset = scan_dataset(data, options, on_progress)
     items = dataset.items
-    buckets = make_buckets(items, resolution_px, multiple_px, max_side_px)
+    buckets = batches.make_buckets(items, resolution_px, multiple_px, max_side_px)
     enlarged, cropped = [], []
-    for item, index in zip(items, assign_buckets(items, buckets), strict=True):
+    for item, index in zip(items, batches.assign_buckets(items, buckets), strict=True):
         width, height = buckets[index].width_px, buckets[index].height_px
         scale = max(width / item.width_px, height / item.height_px)
         used = width * height / scale**2 / (item.width_px * item.height_px)

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from autotune.data.captions import Captioned
-from autotune.data.pixels import open_image, to_rgb
+from autotune.data import captions, pixels
 from autotune.errors import InvalidInput, NothingFits, first_line
 from autotune.events import Notice, OnEvent, Progressed, StatusChanged
 from autotune.machine.sources import available_bytes
-from autotune.models.latents import image_processor, load_tokenizer
-from autotune.models.registry import find_published
+from autotune.models import latents, registry
 from autotune.system.process import silence_progress_bars
 from autotune.weights.files import PIPELINE_INDICES, open_weights, read_config
 from autotune.weights.hub import snapshot_in_cache
@@ -38,7 +36,7 @@ QWEN_CHAT = (
 
 def find_describer(
     name: str, num_images: int, on_event: OnEvent
-) -> Callable[[str | None], Callable[[Captioned], str]]:
+) -> Callable[[str | None], Callable[[captions.Captioned], str]]:
     """Find a model that describes images, tell what it takes, and return a function that loads it.
     Raises InvalidInput if it is not on this machine, NothingFits for short memory."""
     found = Describer.find(name)
@@ -52,15 +50,15 @@ def find_describer(
         raise NothingFits(text, hint="close other programs, or name a smaller model")
     on_event(Notice(text=f"{num_images} images to caption on the {device.type}; {text}"))
 
-    def load(prompt: str | None) -> Callable[[Captioned], str]:
+    def load(prompt: str | None) -> Callable[[captions.Captioned], str]:
         on_event(StatusChanged(text=f"loading {name}"))
         silence_progress_bars()
         with _reraise_damage(name):
             describe, number = found.load(device), count()
 
-        def write(one: Captioned) -> str:
+        def write(one: captions.Captioned) -> str:
             on_event(Progressed(name="captions", done=next(number), total=num_images))
-            return describe(to_rgb(open_image(one.media.path)), prompt or PROMPT)
+            return describe(pixels.to_rgb(pixels.open_image(one.media.path)), prompt or PROMPT)
 
         return write
 
@@ -94,7 +92,7 @@ class Describer:
 
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            published = find_published(name)
+            published = registry.find_published(name)
             repo, fetch = name, f"hf download {name}"
             if published is not None:
                 repo, fetch = published[1].hub_id, f"autotune fetch --model {name}"
@@ -189,5 +187,5 @@ class Describer:
         )  # fmt: skip
         beside = [self.folder, self.folder.parent / "processor", self.folder.parent / "tokenizer"]
         (place, *_) = [each for each in beside if (each / "tokenizer_config.json").is_file()]
-        kind = image_processor("Qwen3VLProcessor" if is_third else "Qwen2VLProcessor")
-        return kind(processor, load_tokenizer(place, "."))
+        kind = latents.image_processor("Qwen3VLProcessor" if is_third else "Qwen2VLProcessor")
+        return kind(processor, latents.load_tokenizer(place, "."))

@@ -32,13 +32,10 @@ from autotune.data.items import Item, file_digest
 from autotune.data.media import Problem
 from autotune.data.pixels import explain_damage, open_pixels
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
-from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.knobs.quantized_layers import quantize_inside, torch_dtype
-from autotune.knobs.settings import encoder_precision
+from autotune.knobs import formats, quantized_layers, settings
 from autotune.models.family import PRIOR, Sample
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.candidate import CachingSettings
-from autotune.plan.workload import Bucket
+from autotune.plan import candidate, workload
 from autotune.system.memory import map_large_buffers, release_memory
 from autotune.weights.files import DOWNLOAD_AGAIN
 from autotune.weights.stream import Transform, cast_as_loaded, load_component
@@ -51,14 +48,14 @@ class Encoders:
     def __init__(
         self,
         model: ResolvedModel,
-        caching: CachingSettings,
+        caching: candidate.CachingSettings,
         device: torch.device,
         precision: str,
         loader: str = "safetensors",
     ) -> None:
         self.model, self.caching, self.device, self.loader = model, caching, device, loader
-        self.dtype = torch_dtype(encoder_precision(precision))
-        self.denoiser_dtype = torch_dtype(precision)
+        self.dtype = quantized_layers.torch_dtype(settings.encoder_precision(precision))
+        self.denoiser_dtype = quantized_layers.torch_dtype(precision)
         self.vae_device = self._device_at(caching.vae_device)
         self._text_device = self._device_at(caching.text_encoder_device)
         self._pipeline: Any = None
@@ -70,7 +67,7 @@ class Encoders:
     def text_settings(self) -> str:
         """Settings besides the dtype that decide the values of an embedding."""
         name, elsewhere = self.caching.text_encoder_quantization, self._unusual(self._text_device)
-        version = WEIGHT_FORMATS[name].storage_version
+        version = formats.WEIGHT_FORMATS[name].storage_version
         return ("" if name == "none" else name) + (f" {version}" if version > 1 else "") + elsewhere
 
     def _unusual(self, device: torch.device) -> str:
@@ -136,7 +133,7 @@ class Encoders:
         def quantize(model: nn.Module) -> Transform | None:
             lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
             blocks = (block for each in lists for block in each)  # those of any encoder
-            return quantize_inside(blocks, self.caching.text_encoder_quantization)
+            return quantized_layers.quantize_inside(blocks, self.caching.text_encoder_quantization)
 
         return self._load(name, self._text_device, transform=quantize)
 
@@ -275,7 +272,7 @@ class EncodedDataset:
 def encode_dataset(
     encoders: Encoders,
     dataset: Dataset,
-    buckets: Sequence[Bucket],
+    buckets: Sequence[workload.Bucket],
     cache: Cache,
     *,
     caption_dropout: float = 0.0,
@@ -326,7 +323,7 @@ def encode_dataset(
 def list_entries(
     encoders: Encoders,
     dataset: Dataset,
-    buckets: Sequence[Bucket],
+    buckets: Sequence[workload.Bucket],
     cache: Cache,
     *,
     caption_dropout: float = 0.0,
@@ -344,7 +341,7 @@ def list_entries(
 def _plan_entries(
     encoders: Encoders,
     items: Sequence[Item],
-    buckets: Sequence[Bucket],
+    buckets: Sequence[workload.Bucket],
     cache: Cache,
     with_empty: bool,
     with_prior: bool,

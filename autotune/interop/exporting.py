@@ -12,15 +12,12 @@ from autotune.interop.importing import read_settings
 from autotune.interop.rules import CannotExpress, ConfigValue, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer
 from autotune.knobs.caching import PIN, EncoderSize, caching_in
-from autotune.models.adapter import layers_of
+from autotune.models import adapter, registry
 from autotune.models.family import Family
-from autotune.models.registry import FAMILIES, find_published
-from autotune.plan.base import Frozen
+from autotune.plan import base, prediction, words
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, count_blocks
 from autotune.plan.job import Job
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.prediction import Overheads
-from autotune.plan.words import caching_text
 from autotune.plan.workload import Learning, ModelSpec, Workload
 
 OF_WORKLOAD = tuple(name for name in Learning.model_fields if name not in ("quality", "objective"))
@@ -49,7 +46,7 @@ SPARING: Mapping[str, Any] = {
 }
 
 
-class Difference(Frozen):
+class Difference(base.Frozen):
     """One value of a plan that the exported files have otherwise."""
 
     name: str
@@ -58,7 +55,7 @@ class Difference(Frozen):
     written: str
 
 
-class ExportedConfig(Frozen):
+class ExportedConfig(base.Frozen):
     """A plan as another trainer's files."""
 
     trainer: str
@@ -102,7 +99,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         hint += f" --hardware {plan.frozen.hardware.device_name!r}"
     try:
         written = write_settings(trainer, known, needed, context)
-        published = find_published(plan.job.model)
+        published = registry.find_published(plan.job.model)
         weights = plan.job.model if published is None else published[1].hub_id
         written |= dict.fromkeys(trainer.weights_keys[:1], weights)
         read, lines = read_settings(trainer, _as_settings(written), context)
@@ -146,7 +143,7 @@ def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]
     caching, caching_there = map(caching_in, (planned, read))
     encoders = EncoderSize(7 << 30, element_bytes=2, vae_bytes=0)  # of a usual size
     if encoders.device_bytes(caching_there) > encoders.device_bytes(caching):
-        yield f"it encodes captions otherwise than {caching_text(caching)}: more memory"
+        yield f"it encodes captions otherwise than {words.caching_text(caching)}: more memory"
     for name, usual in SPARING.items():
         if (own := planned[name]) != usual:
             yield f"{name} would be {usual}, not {own}: more memory"
@@ -228,7 +225,7 @@ def is_equal(name: str, own: Any, other: Any, context: Context) -> bool:
         top = (context.num_blocks or 1) - (name == "checkpointed_blocks")
         return min(context.blocks(own), top) == min(context.blocks(other), top)
     if name == "targets" and own is not None and other is not None:
-        return layers_of(context.family, own) == layers_of(context.family, other)
+        return adapter.layers_of(context.family, own) == adapter.layers_of(context.family, other)
     are_numbers = isinstance(own, float | int) and isinstance(other, float | int)
     if are_numbers and not isinstance(own, bool):
         return bool(abs(own - other) <= 1e-6 * max(abs(own), abs(other)))
@@ -263,7 +260,7 @@ Choices = Mapping[str, tuple[Any, ...]]  # values of each knob that a search may
 
 def overheads_for(
     trainer: Trainer, job: Job, workload: Workload, choices: Choices, *, is_exported: bool = True
-) -> Overheads:
+) -> prediction.Overheads:
     """Return what a trainer takes of a device with its files for a job, whatever is chosen; by
     default with options that `export-config` adds."""
     known = known_model(trainer, workload.model.family, workload.model)
@@ -307,7 +304,7 @@ def inexpressible(
 
 def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
     """Return names of the target sets of a family that a trainer can adapt, exactly."""
-    names = tuple(FAMILIES[family].target_sets)
+    names = tuple(registry.FAMILIES[family].target_sets)
     lacking = inexpressible(trainer, family, None, {"targets": names})
     return tuple(name for name in names if ("targets", name) not in lacking)
 

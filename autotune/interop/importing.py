@@ -11,12 +11,11 @@ from autotune.interop import files
 from autotune.interop.rules import LOST, ConfigValue, Context, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.plan.base import Frozen
-from autotune.plan.candidate import TrialResult
+from autotune.plan import base, candidate
 from autotune.plan.prediction import Estimate, Overheads, SettingWorth
 
 
-class ConfigLine(Frozen):
+class ConfigLine(base.Frozen):
     """One setting of a configuration, and what becomes of it."""
 
     key: str
@@ -26,7 +25,7 @@ class ConfigLine(Frozen):
     meaning: str
 
 
-class ImportedConfig(Frozen):
+class ImportedConfig(base.Frozen):
     """Another trainer's configuration: `autotune.plan(config.model, config.data, **config.options)`
     plans the same training, and with `pins=config.pins` the same settings where they can be had."""
 
@@ -46,7 +45,7 @@ class ImportedConfig(Frozen):
     overheads: Overheads  # with these settings
 
 
-class Audit(Frozen):
+class Audit(base.Frozen):
     """A configuration on a card, as written and as it could be: predicted and perhaps measured."""
 
     config: ImportedConfig
@@ -55,8 +54,8 @@ class Audit(Frozen):
     fastest: Estimate | None  # of settings that learn the same; None if nothing fits
     worth: tuple[SettingWorth, ...]  # of each setting that differs, those that save most first
     in_trainer: Estimate | None = None  # with what the trainer's own program takes of the card
-    measured_as_written: TrialResult | None = None
-    measured_fastest: TrialResult | None = None
+    measured_as_written: candidate.TrialResult | None = None
+    measured_fastest: candidate.TrialResult | None = None
 
     @property
     def step_seconds_saved(self) -> float:

@@ -11,9 +11,8 @@ from typing import Any
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.interop import rules, targets
 from autotune.interop.rules import MIN_SNR_NAMES, ConfigValue, Context, Rule, Values
-from autotune.models.facts import PublishedModel
+from autotune.models import facts, registry
 from autotune.models.family import Family
-from autotune.models.registry import find_published
 from autotune.plan.prediction import Overheads
 from autotune.system.files import read_table
 
@@ -26,7 +25,7 @@ class KnownModel:
 
     name: str
     family: Family
-    published: PublishedModel
+    published: facts.PublishedModel
     keys: Values  # held by a file for it; None for what is not
     defaults: Values = field(default_factory=dict)
     fixed: Values = field(default_factory=dict)
@@ -233,7 +232,7 @@ def _known_models(data: Mapping[str, Any]) -> list[KnownModel]:
             for names, more in data.get("special", {}).items():
                 if any(fnmatchcase(name, pattern) for pattern in names.split()):
                     special |= {key: _as_read(key, value) for key, value in more.items()}
-            found = find_published(name.partition("@")[0])
+            found = registry.find_published(name.partition("@")[0])
             assert found is not None, f"no published model is called {name}"
             by_key = dict(zip(keys.split(), written, strict=True))
             models.append(KnownModel(name.partition("@")[0], *found, by_key, **special))

@@ -16,11 +16,10 @@ from autotune.knobs.knob import TuningContext
 from autotune.knobs.settings import encoder_element_bytes
 from autotune.models.facts import Parts
 from autotune.models.family import Family
-from autotune.plan.base import first_problem
+from autotune.plan import base, words
 from autotune.plan.candidate import CachingSettings, Choice
 from autotune.plan.hardware import OtherGpu, shares_host_memory
 from autotune.plan.plan import EncoderGpu, Reason, Rejected
-from autotune.plan.words import caching_text
 
 PIN = "caching."  # what pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`
 # Of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B).
@@ -140,13 +139,13 @@ def choose_caching(
     images = {one: _shortage(one.vae_device, size.images_bytes(one), context) for one in options}
     _require_choice(images, pins_vae, "images")
     chosen = next((option for option, why in images.items() if why is None), next(iter(images)))
-    refused = {caching_text(one): why for one, why in captions.items() if one != way}
+    refused = {words.caching_text(one): why for one, why in captions.items() if one != way}
     others = {one.vae_device: why for one, why in images.items() if one != chosen}
     refused |= {f"VAE on {place}": why for place, why in others.items()}
     rule = "the first that fits: exact before quantized, streamed last"
     return chosen, Reason(
         knob="caching",
-        chosen=caching_text(chosen),
+        chosen=words.caching_text(chosen),
         why="pinned by the user" if pins_text or pins_vae else rule,
         rejected=tuple(Rejected(choice=each, reason=why) for each, why in refused.items() if why),
     )
@@ -219,7 +218,7 @@ def _read_fields(pins: Mapping[str, str]) -> CachingSettings:
         return CachingSettings.model_validate(values)
     except ValidationError as error:
         known = ", ".join(PIN + name for name in CachingSettings.model_fields)
-        field, message = first_problem(error)
+        field, message = base.first_problem(error)
         if field in ("text_encoder_device", "vae_device"):
             part = "the VAE" if field == "vae_device" else "text encoders"
             what = f"{pins[field]!r} is no device for {part}"

@@ -6,15 +6,13 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from autotune.models import facts, latents
-from autotune.models.family import Batch
-from autotune.models.modular import ModularFamily
+from autotune.models import facts, family, latents, modular
 from autotune.system.lazy import Tensor, nn
 
 TEXT_TOKENS = 512  # of every prompt: the conditioner fills it up with zeros
 
 
-class Anima(ModularFamily):
+class Anima(modular.ModularFamily):
     """Text to image. The conditioner, which makes one text of Qwen3's and of T5's tokens, is not
     adapted, as its makers advise."""
 
@@ -54,7 +52,9 @@ class Anima(ModularFamily):
             module.transforms = _TRANSFORMS
         return super().build_transformer(config)
 
-    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
+    def predict(
+        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch
+    ) -> Tensor:
         velocity: Tensor = transformer(
             hidden_states=noisy,
             timestep=levels,

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
-from autotune.models import facts, family, latents
+from autotune.models import facts, family, latents, modular
 from autotune.models.family import Batch, Family, Images, Options, Sample, Sizes, Texts
 from autotune.models.latents import ATTENTION, load_tokenizer, send
-from autotune.models.modular import ModularFamily
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, nn, torch
 
@@ -249,7 +248,7 @@ class Flux2Dev(Flux2Klein):
         return super().load_pipeline(folder, **{"tokenizer": load_tokenizer(folder), **components})
 
 
-class Flux3(ModularFamily, Flux2Klein):
+class Flux3(modular.ModularFamily, Flux2Klein):
     """Text to image, without the prompt upsampler. Latents are FLUX.2's."""
 
     name = "flux3"

@@ -12,8 +12,7 @@ from unittest import mock
 
 from PIL import Image
 
-from autotune.models import facts, family, latents
-from autotune.models.modular import ModularFamily
+from autotune.models import facts, family, latents, modular
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, torch
 
@@ -25,7 +24,7 @@ COLORS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of I
 VIDEO, TEXT, SOUND = 0, 1, 2  # tags of rows, as the pipeline's
 
 
-class MiniMaxH3(ModularFamily):
+class MiniMaxH3(modular.ModularFamily):
     """Text to video, without guidance. A row of the video stands for 2x2 latents of a frame."""
 
     name = "minimax-h3"

@@ -4,11 +4,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from autotune.plan import candidate
+from autotune.plan import candidate, prediction
 from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.hardware import DeviceKind, Versions
 from autotune.plan.job import Job
-from autotune.plan.prediction import Forecast, Limit, Overheads
 from autotune.plan.workload import Workload
 
 Strategy = Literal["single", "ddp", "fsdp2"]
@@ -142,9 +141,9 @@ class FrozenPart(Frozen):
     """(knob, value) pairs that the user fixed."""
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs that the user ruled out."""
-    overheads: Overheads | None = None
+    overheads: prediction.Overheads | None = None
     """Overheads assumed for the program that will train; None for autotune's own executor."""
-    forecast: Forecast | None = None
+    forecast: prediction.Forecast | None = None
     """Predictions of the settings and of other candidates."""
     advice: tuple[str, ...] = ()
     """Gains of other choices of the user, one sentence each."""
@@ -247,7 +246,7 @@ class RunReport(Frozen):
     """Mean time that a step waited for data."""
     caching_saved_seconds: float = Field(default=0.0, ge=0)
     """Time to encode every step's images and captions anew; 0 if the cache had them before."""
-    limited_by: Limit | None = None
+    limited_by: prediction.Limit | None = None
     """The bottleneck of its steps; None if the plan does not hold its prediction."""
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None

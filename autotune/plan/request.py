@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal, ParamSpec, Protocol, Self, TypeVar, 
 from pydantic import BeforeValidator, Field, ValidationError
 
 from autotune.errors import InvalidInput, InvalidPlan, suggest_nearest
+from autotune.plan import candidate, prediction
 from autotune.plan.base import HIDDEN, Hours, MemoryAmount, Option, Request, first_problem
-from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import MAX_STEPS, DataFields, Job, JobFields, ModelRef, PathText, as_job_data
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.prediction import Overheads
 from autotune.plan.workload import ADAMW, NamedOptimizer, WorkloadRequest
 
 Pairs = tuple[tuple[str, str], ...]
@@ -91,7 +90,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
         default=None, repr=False
     )
     """Share the study: postgresql+psycopg://user:password@host/database."""
-    overheads: Annotated[Overheads | None, HIDDEN] = None
+    overheads: Annotated[prediction.Overheads | None, HIDDEN] = None
     """Overheads of the program that will train; None for autotune's own executor."""
     interrupted: Annotated[Literal["ignored", "resumed", "forgotten"], HIDDEN] = "ignored"
     """Use of an interrupted search for the same without a name. `ignored` keeps trials in
@@ -182,7 +181,7 @@ CheckpointedBlocks = Annotated[
 ]
 
 
-class EstimateRequest(Candidate, HardwareRequest, WorkloadRequest):
+class EstimateRequest(candidate.Candidate, HardwareRequest, WorkloadRequest):
     """A request for an estimate: a workload, hardware, and one candidate."""
 
     model: Annotated[str, Option(is_required=True)] = ""

@@ -16,11 +16,8 @@ from typing import Any, NamedTuple
 
 from autotune.errors import InvalidInput
 from autotune.events import StepFinished, loss_change, smoothed
-from autotune.plan import words
-from autotune.plan.candidate import TrialResult
+from autotune.plan import candidate, prediction, words, workload
 from autotune.plan.plan import RunReport, TrainingPlan
-from autotune.plan.prediction import TIME_EVIDENCE
-from autotune.plan.workload import GOALS
 from autotune.report import text
 from autotune.report.plan import job_text, settings_items
 from autotune.report.points import Point, find_worths, name_of, nearest_beyond, points_of
@@ -123,7 +120,7 @@ def make_templates() -> Any:
         "memory": memory_text,
         "seconds": seconds_text,
         "range": text.range_text,
-        "time_evidence": TIME_EVIDENCE,
+        "time_evidence": prediction.TIME_EVIDENCE,
         "rough": text.rough_seconds,
         "loss": loss_text,
         "rate": "{:.3g}".format,
@@ -174,7 +171,7 @@ def plan_view(subject: Subject) -> dict[str, Any]:
         "frozen": frozen,
         "run": job_text(plan),
         "work": frozen.process_workload,
-        "goal": GOALS[frozen.workload.objective],
+        "goal": workload.GOALS[frozen.workload.objective],
         "num_tried": len({trial.candidate for trial in frozen.trials}),
         "is_tie": any(point.images_per_second > chosen.images_per_second for point in like),
         "nearest": nearest_beyond(plan, points),
@@ -218,7 +215,7 @@ def _scatter(points: Sequence[Point], budget: int) -> Part:
     )
 
 
-def trials_chart(trials: Sequence[TrialResult], batch: int) -> Part | None:
+def trials_chart(trials: Sequence[candidate.TrialResult], batch: int) -> Part | None:
     """Chart the trials of a search that is still going on; None before the first has run."""
     ran = [
         (trial.peak_memory_bytes, batch / seconds, trial)

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.plan import words
+from autotune.plan import prediction, words, workload
 from autotune.plan.candidate import CachingSettings, Candidate, Choice
 from autotune.plan.plan import CheckResult, Expected, TrainingPlan
-from autotune.plan.prediction import TIME_EVIDENCE
-from autotune.plan.workload import Workload
 from autotune.report import points, run, text
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         ("the run", job_text(plan)),
     ]
     if expected.time_uncertainty is not None:
-        facts.append(("uncertain", f"{TIME_EVIDENCE}; `train` measures it"))
+        facts.append(("uncertain", f"{prediction.TIME_EVIDENCE}; `train` measures it"))
     if is_measured:
         took = text.seconds_text(frozen.search_seconds)
         facts.append(
@@ -98,7 +96,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     return text.titled_lines([*facts, *(("note", note) for note in notes)])
 
 
-def data_text(work: Workload) -> str:
+def data_text(work: workload.Workload) -> str:
     """Tell the number and size of what is trained on."""
     count, largest = sum(bucket.num_items for bucket in work.buckets), work.largest_bucket
     kind = "clip" if work.has_clips else "image"
@@ -107,7 +105,7 @@ def data_text(work: Workload) -> str:
     return f"{count} {kind}{'s' * (count > 1)} of {size}{frames}"
 
 
-def speed_text(step_seconds: float, doubt: float | None, work: Workload) -> str:
+def speed_text(step_seconds: float, doubt: float | None, work: workload.Workload) -> str:
     """Tell the time of a step and of an image, as a range if it is predicted."""
     form = text.seconds_text if doubt is None else text.rough_seconds
     each = (step_seconds, step_seconds / work.effective_batch_size)

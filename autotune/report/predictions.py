@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from autotune.plan.candidate import Candidate
 from autotune.plan.prediction import MEMORY_SIGMAS, TIME_EVIDENCE, Estimate
 from autotune.plan.words import MAIN, MEMORY, PARTS, PHASES, setting_text, unusual_settings
-from autotune.report import text
-from autotune.report.plan import data_text, speed_text
+from autotune.report import plan, text
 
 if TYPE_CHECKING:
     from autotune.search.comparison import Comparison, ModelSummary, NoGpu
@@ -86,13 +85,13 @@ def estimate_lines(estimate: Estimate) -> list[str]:
     settings = [setting_text("quantization", candidate.quantization)]
     settings += unusual_settings(candidate, MAIN, work.model.num_blocks)
     facts = [
-        (verdict, f"{name} on {estimate.hardware}, {data_text(work)}"),
+        (verdict, f"{name} on {estimate.hardware}, {plan.data_text(work)}"),
         ("batch size", f"{batch} = {size} at a time x {batch // size} gradient accumulation"),
         ("settings", "; ".join(settings)),
         ("adapter", f"rank {work.rank} on {work.targets}"),
         ("memory", f"up to {text.memory_text(prediction.run_memory_bytes)} of {budget}"),
         (MEMORY["cpu"], f"up to {text.memory_text(prediction.host_memory_bytes)}"),
-        ("speed", speed_text(prediction.step_seconds, doubt, work)),
+        ("speed", plan.speed_text(prediction.step_seconds, doubt, work)),
         ("limited by", prediction.step_time.limited_by(0.0)),
         ("the run", f"{estimate.num_steps} steps, {total} in all{cost}"),
         ("in it", besides),

@@ -9,19 +9,16 @@ from autotune.cost.memory import Parallel
 from autotune.cost.predict import CostModel
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.events import Notice, OnEvent, StatusChanged
-from autotune.knobs.knob import TuningContext, gradient_capability
-from autotune.knobs.registry import GRADIENT_TOLERANCES, why_not_on
+from autotune.knobs import knob, registry
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.file import load_plan, save_plan, seal
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import FrozenPart, Reason, TrainingPlan
 from autotune.plan.words import caching_text, setting_text
-from autotune.search.expected import build_expectation, planned_hardware
+from autotune.search import expected, problem, winner
 from autotune.search.next import search_cost_seconds
-from autotune.search.problem import PlannerBackend
 from autotune.search.trials import TrialFunction
-from autotune.search.winner import choose_winner, score_trials
 from autotune.system.process import started_by_launcher
 from autotune.train.fit import key_misfits, require_fit, require_model
 
@@ -70,11 +67,11 @@ def sealed_path(path: Path) -> Path:
 
 
 def verify_prediction(
-    plan: TrainingPlan, hardware: HardwareProfile, backend: PlannerBackend | None = None
+    plan: TrainingPlan, hardware: HardwareProfile, backend: problem.PlannerBackend | None = None
 ) -> TrainingPlan:
     """Try a predicted plan's settings here, then its fallbacks. Raises DoesNotFit if none runs."""
     require_fit(key_misfits(plan, hardware))
-    backend, model = backend or PlannerBackend(), resolve_model(plan.job.model_ref)
+    backend, model = backend or problem.PlannerBackend(), resolve_model(plan.job.model_ref)
     require_model(plan, model)
     planned, caching = plan.frozen.hardware, plan.frozen.caching
     work = plan.frozen.process_workload
@@ -94,9 +91,9 @@ def verify_prediction(
     if fitting := [candidate for candidate in candidates if candidate not in against]:
         choices = {
             name: tuple({getattr(one, name): None for one in fitting})
-            for name in GRADIENT_TOLERANCES
+            for name in registry.GRADIENT_TOLERANCES
         }
-        context = TuningContext(hardware, model.family, work)
+        context = knob.TuningContext(hardware, model.family, work)
         verdicts = backend.check_gradients(context, choices, model)
         wrong = {each.name: each.reason for each in verdicts if not each.available}
         found = {candidate: _find_wrong(candidate, wrong) for candidate in fitting}
@@ -121,17 +118,17 @@ def _find_misfits(candidates: Sequence[Candidate], cost: CostModel) -> dict[Cand
             limit = f"a run may take {budget / 2**30:.1f} GiB"
             against[candidate] = f"needs {needed / 2**30:.1f} GiB, {limit}"
         for name, value in candidate:
-            if why := why_not_on(kind, lacks, name, value):
+            if why := registry.why_not_on(kind, lacks, name, value):
                 against[candidate] = f"{setting_text(name, value)}: {why}"
                 break
     return against
 
 
 def _find_wrong(candidate: Candidate, wrong: Mapping[str, str]) -> str | None:
-    for name, rule_of in GRADIENT_TOLERANCES.items():
+    for name, rule_of in registry.GRADIENT_TOLERANCES.items():
         value = getattr(candidate, name)
         rule = rule_of(value)
-        why = rule and wrong.get(gradient_capability(name, rule.checked_choice))
+        why = rule and wrong.get(knob.gradient_capability(name, rule.checked_choice))
         if why:
             return f"{setting_text(name, value)}: {why}"
     return None
@@ -158,15 +155,15 @@ def _measured(
     against: Mapping[Candidate, str],
 ) -> FrozenPart:
     frozen = plan.frozen
-    best = choose_winner(score_trials(trials), frozen.workload.objective)
+    best = winner.choose_winner(winner.score_trials(trials), frozen.workload.objective)
     assert best is not None  # the last trial ran
     failed = against.get(frozen.settings, f"{trials[0].outcome}: {trials[0].message}")
     after = (frozen.settings, *frozen.fallbacks).index(best.candidate)
     price, forecast = frozen.expected.price_per_hour, frozen.forecast
     return frozen.changed(
-        hardware=planned_hardware(cost),
+        hardware=expected.planned_hardware(cost),
         settings=best.candidate,
-        expected=build_expectation(best, trials, cost, frozen.workload, plan.job, price),
+        expected=expected.build_expectation(best, trials, cost, frozen.workload, plan.job, price),
         reasons=tuple(_reason(reason, best.candidate, failed) for reason in frozen.reasons),
         fallbacks=frozen.fallbacks[after:],
         search_seconds=search_cost_seconds(trials),

@@ -22,18 +22,16 @@ from autotune.knobs.knob import GradientTolerance, TuningContext, gradient_capab
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS
 from autotune.knobs.settings import precision_tolerance
+from autotune.models import registry, resolve
 from autotune.models.adapter import add_adapter
 from autotune.models.family import Family, denoising_loss
-from autotune.models.registry import get_family
-from autotune.models.resolve import ResolvedModel
 from autotune.plan.base import digest_of
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import Capability
 from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import TASKS, ChildState, Failure, longest_captions, synthetic_samples
-from autotune.system.files import data_path, write_text_atomic
-from autotune.system.version import __version__
+from autotune.system import files, version
 from autotune.train.model import apply_knobs, find_token_multiple
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import to_device
@@ -74,7 +72,7 @@ GradientCheckRequest = GradientRequest | UpdateRequest
 
 
 def check_gradients(
-    context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
+    context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: resolve.ResolvedModel
 ) -> tuple[Capability, ...]:
     """Judge those of `choices` that change what is computed, in the first precision."""
     kinds = _kinds_of_computation(choices)
@@ -184,7 +182,7 @@ def _verdict_file(
 ) -> Path:
     work = small_workload(context.family, context.workload)
     key = {
-        "autotune": __version__,
+        "autotune": version.__version__,
         "precision": precision,
         "machine": context.hardware.match_keys,
         "device": context.hardware.device.name,
@@ -194,7 +192,7 @@ def _verdict_file(
         "work": work.model_dump(mode="json", exclude={"model"}),
     }
     name = digest_of(key).removeprefix("sha256:")[:32]
-    return data_path("parity", f"{name}.json")
+    return files.data_path("parity", f"{name}.json")
 
 
 def _read_verdicts(path: Path) -> dict[str, Capability]:
@@ -210,7 +208,7 @@ def _save_verdict(path: Path, capability: Capability) -> None:
     capabilities = {**_read_verdicts(path), capability.name: capability}
     text = "".join(f"{one.model_dump_json()}\n" for one in capabilities.values())
     with contextlib.suppress(OSError):  # what cannot be saved is found again
-        write_text_atomic(path, text)
+        files.write_text_atomic(path, text)
 
 
 def gradient_error(request: GradientRequest, child: ChildState) -> float:
@@ -271,7 +269,7 @@ def relative_error(tensors: Sequence[Tensor | None], reference: Sequence[Tensor 
 
 def plain_transformer(request: GradientRequest) -> nn.Module:
     """Build the tiny transformer in fp32, with weights that bf16 holds exactly."""
-    family = get_family(request.family)
+    family = registry.get_family(request.family)
     transformer = build_empty(lambda: family.build_transformer(request.config), dtype=torch.float32)
     fill_random(transformer, device=request.device, seed=0)
     for parameter in transformer.parameters():
@@ -281,7 +279,7 @@ def plain_transformer(request: GradientRequest) -> nn.Module:
 
 def adapter_gradients(request: GradientRequest, plain: nn.Module) -> list[Tensor | None]:
     """Run a copy of the transformer under the candidate's settings; fp64 on the CPU."""
-    candidate, family = request.candidate, get_family(request.family)
+    candidate, family = request.candidate, registry.get_family(request.family)
     dtype, device = torch_dtype(candidate.precision), torch.device(request.device)
     work = request.workload
     transformer = copy.deepcopy(plain)

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 import optuna
 
 from autotune import events
-from autotune.plan.base import SCHEMA_VERSION, digest_of, log_event
+from autotune.plan import base, prediction
 from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile, shares_host_memory
 from autotune.plan.plan import FrozenPart, TrainingPlan
-from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
-from autotune.search import winner
-from autotune.search.expected import build_expectation, build_forecast, planned_hardware
+from autotune.search import expected, winner
 from autotune.search.next import MIN_GAIN, ResidualSearch, best_seconds, search_cost_seconds
 from autotune.search.problem import PlannerBackend, PlanningProblem, advise_choices, hint_to_fit
 from autotune.search.request import ResolvedRequest
@@ -52,7 +50,7 @@ class PlanInterrupted(KeyboardInterrupt):
 def make_plan(
     asked: PlanRequest | ResolvedRequest,
     hardware: HardwareProfile,
-    on_event: events.OnEvent = log_event,
+    on_event: events.OnEvent = base.log_event,
     backend: PlannerBackend | None = None,
 ) -> PlanningResult:
     """Find the best settings for the request on this machine and freeze them.
@@ -109,7 +107,7 @@ def _announce(problem: PlanningProblem, on_event: events.OnEvent) -> None:
     )
 
 
-def _predict_all(problem: PlanningProblem, on_event: events.OnEvent) -> list[Prediction]:
+def _predict_all(problem: PlanningProblem, on_event: events.OnEvent) -> list[prediction.Prediction]:
     candidates, predictions = problem.space.candidates, []
     problem.cost.prepare(candidates)
     for done, candidate in enumerate(candidates):
@@ -253,7 +251,7 @@ class _Search:
             self.on_event(events.TrialStarted(candidate=candidate))
             return run(candidate)
 
-        key = f"{what} {digest_of(candidate.model_dump(mode='json'))[-16:]}"
+        key = f"{what} {base.digest_of(candidate.model_dump(mode='json'))[-16:]}"
         measured = memoize(self.study, key, measure)
         return self.tell(judge(measured)) if measured else None
 
@@ -266,7 +264,7 @@ class _Search:
 def freeze_plan(
     problem: PlanningProblem,
     autotune_version: str,
-    predictions: Sequence[Prediction],
+    predictions: Sequence[prediction.Prediction],
     trials: winner.Trials,
     warm_start: WarmStart,
 ) -> TrainingPlan:
@@ -294,13 +292,13 @@ def freeze_plan(
     reasons = winner.explain_choices(space, scores, best, objective)
     reasons = winner.explain_compile(reasons, trials, problem, settings)
     frozen = FrozenPart(
-        schema_version=SCHEMA_VERSION,
+        schema_version=base.SCHEMA_VERSION,
         autotune_version=autotune_version,
-        hardware=planned_hardware(cost),
+        hardware=expected.planned_hardware(cost),
         workload=problem.global_workload,
         settings=settings,
         caching=cost.caching,
-        expected=build_expectation(
+        expected=expected.build_expectation(
             best, trials, cost, problem.global_workload, problem.job, request.price_per_hour
         ),
         reasons=(*reasons, cost.caching_reason),
@@ -311,7 +309,7 @@ def freeze_plan(
         pins=request.pin_pairs,
         exclusions=request.exclusion_pairs,
         overheads=request.overheads,
-        forecast=build_forecast(
+        forecast=expected.build_forecast(
             predictions or [cost.predict(candidate) for candidate in candidates],
             best,
             problem.budget_bytes,

@@ -24,8 +24,9 @@ from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
 from autotune.plan.words import setting_text
 from autotune.plan.workload import Bucket, Quality, Workload
-from autotune.search import comparison, next
+from autotune.search import comparison
 from autotune.search.gradient_checks import check_gradients
+from autotune.search.next import SearchLimits, memory_upper_bound
 from autotune.search.request import ResolvedRequest, build_space, split_pins
 from autotune.search.space import SearchSpace, block_count_frontier, expand_block_counts, host_room
 from autotune.search.trials import TrialFunction, rehearse_in_child_process, run_in_child_processes
@@ -141,9 +142,9 @@ class PlanningProblem:
         return self.request.is_local and self.cost.parallel.num_shards == 1
 
     @property
-    def limits(self) -> next.SearchLimits:
+    def limits(self) -> SearchLimits:
         request = self.request
-        return next.SearchLimits(request.max_trials, request.search_seconds, self.job.num_steps)
+        return SearchLimits(request.max_trials, request.search_seconds, self.job.num_steps)
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -256,7 +257,7 @@ def min_required_bytes(
     ]
     predictions = [cost.predict(candidate) for candidate in safest or candidates]
     if cautious:
-        return min(map(next.memory_upper_bound, predictions))
+        return min(map(memory_upper_bound, predictions))
     return min(prediction.run_memory_bytes for prediction in predictions)
 
 

@@ -8,21 +8,17 @@ from autotune.data.items import make_options, tell_cut_captions
 from autotune.errors import InvalidInput
 from autotune.interop import exporting
 from autotune.interop.trainer import get_trainer
+from autotune.knobs import knob, registry, settings
 from autotune.knobs.caching import PIN, caching_choices
-from autotune.knobs.knob import TuningContext
-from autotune.knobs.registry import require_choice
-from autotune.knobs.settings import allow_optimizer, usual_learning_rate
-from autotune.models import resolve
-from autotune.models.facts import USUAL_IMAGES
+from autotune.models import facts, resolve
 from autotune.models.registry import find_published
+from autotune.plan import hardware
 from autotune.plan.file import job_from, load_plan
-from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job
 from autotune.plan.request import Pairs, PlanRequest
 from autotune.plan.workload import ADAMW, Workload
 from autotune.search.space import SearchSpace, build_search_space
-from autotune.train import prepare
-from autotune.train.folder import require_separate_output
+from autotune.train import folder, prepare
 from autotune.weights.files import BadWeights
 
 
@@ -31,7 +27,7 @@ def complete(request: PlanRequest) -> PlanRequest:
     Raises InvalidInput if it contradicts itself."""
     request.require_named()
     if ":" in request.optimizer_choice.name and request.optimizer_choice.name != ADAMW.name:
-        allow_optimizer(request.optimizer_choice.name)
+        settings.allow_optimizer(request.optimizer_choice.name)
     said = request
     if request.earlier is not None:
         before = load_plan(request.earlier)
@@ -70,7 +66,7 @@ def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
     return knobs, tuple((n.removeprefix(PIN), v) for n, v in pairs if n.startswith(PIN))
 
 
-def build_space(request: PlanRequest, context: TuningContext) -> SearchSpace:
+def build_space(request: PlanRequest, context: knob.TuningContext) -> SearchSpace:
     """Return what may be tried for `context`. Raises as `build_search_space`."""
     pins, exclusions = split_pins(request.pin_pairs), split_pins(request.exclusion_pairs)
     return build_search_space(context, pins[0], exclusions[0])
@@ -86,8 +82,10 @@ def build_job(
     defaults = model.family.defaults
     usual = {
         "data": None,
-        "num_steps": defaults.num_steps(len(dataset.items) if dataset else USUAL_IMAGES),
-        "learning_rate": usual_learning_rate(request.optimizer_choice, defaults.learning_rate),
+        "num_steps": defaults.num_steps(len(dataset.items) if dataset else facts.USUAL_IMAGES),
+        "learning_rate": settings.usual_learning_rate(
+            request.optimizer_choice, defaults.learning_rate
+        ),
         "weight_decay": defaults.weight_decay,
         "max_grad_norm": 1.0,
         "timestep_sampling": defaults.timestep_sampling,
@@ -105,7 +103,7 @@ def build_job(
         "num_frames": request.given.get("num_frames", defaults.num_frames),
     }
     job = job_from({**usual, **request.given_job}, resolved)
-    epoch_size = dataset.epoch_size if dataset else USUAL_IMAGES
+    epoch_size = dataset.epoch_size if dataset else facts.USUAL_IMAGES
     job = job.changed(num_steps=job.steps_on(epoch_size, effective_batch_size))
     prepare.check_job(job, model.family, request.optimizer_choice)
     return job
@@ -134,7 +132,7 @@ class ResolvedRequest:
         `on_sound` is called before torch is imported. Raises InvalidInput or InvalidPlan."""
         for pairs in (request.pin_pairs, request.exclusion_pairs):
             for name, value in split_pins(pairs)[0]:
-                require_choice(name, value)
+                registry.require_choice(name, value)
         model, notes = resolve_request_model(request)
         family, defaults = model.family, model.family.defaults
         prepare.check_overrides(family, request)
@@ -154,24 +152,24 @@ class ResolvedRequest:
             notes = (*notes, f"an effective batch of {batch}: {why}")
         prepare.require_even_shares(batch, number)
         job = build_job(request, model, training, batch)
-        require_separate_output(job)
+        folder.require_separate_output(job)
         on_sound()
         drops_captions = request.caption_dropout > 0
         workload = prepare.describe_workload(model, dataset, request, drops_captions=drops_captions)
         if dataset:
             notes = (*notes, *tell_cut_captions(dataset.items, family, model.config_folder))
         if dataset is None:
-            assumed = f"without --data, {USUAL_IMAGES} images with usual captions are assumed"
+            assumed = f"without --data, {facts.USUAL_IMAGES} images with usual captions are assumed"
             notes = (*notes, assumed)
         elif model.config_folder is None:
             assumed = f"{workload.max_text_tokens} tokens a caption are assumed"
             notes = (*notes, f"without the model's files captions cannot be counted: {assumed}")
         return cls(request, model, dataset, workload, job, notes)
 
-    def suited_to_trainer(self, profile: HardwareProfile) -> "ResolvedRequest":
+    def suited_to_trainer(self, profile: hardware.HardwareProfile) -> "ResolvedRequest":
         """Exclude what the trainer that is named cannot express, and add what its program takes."""
         trainer = get_trainer(str(self.request.for_trainer))
-        context = TuningContext(profile, self.model.family, self.workload)
+        context = knob.TuningContext(profile, self.model.family, self.workload)
         spec, space = self.model.spec, build_space(self.request, context)
         possible = {
             name: (*choices, *space.pinnable.get(name, ()))

@@ -24,7 +24,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.events import Notice, OnEvent
-from autotune.plan.base import digest_of
+from autotune.plan import base
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.file import parse_plan
 from autotune.plan.plan import TrainingPlan
@@ -64,7 +64,7 @@ def open_study(
         "libraries": problem.hardware.versions.model_dump(mode="json"),
         "budget": device.budget_bytes if device.budget_set_by_user else None,
     }
-    url, path = request.storage, cache_path("searches", f"{digest_of(key)[-32:]}.db")
+    url, path = request.storage, cache_path("searches", f"{base.digest_of(key)[-32:]}.db")
     if request.study is not None:
         path = data_path("studies.db")
     if url is None and (request.study is not None or request.interrupted != "ignored"):

@@ -39,8 +39,7 @@ from autotune.plan.workload import Workload
 from autotune.search import rehearsal, worker
 from autotune.system import files, memory
 from autotune.system.process import fork_server_context
-from autotune.train.monitor import SPILL_FACTOR
-from autotune.train.processes import set_device
+from autotune.train import monitor, processes
 from autotune.train.watchdog import POLL_SECONDS, Watchdog
 
 TrialFunction = Callable[[Candidate], TrialResult]
@@ -322,7 +321,7 @@ def find_spill(
     usual = max(1.0, *(seconds / predicted for seconds, predicted in known))
     now = result.median_step_seconds or 0.0
     ratio = now / predicted_seconds
-    if ratio < SPILL_FACTOR * usual or now < SPILL_FACTOR * slowest:
+    if ratio < monitor.SPILL_FACTOR * usual or now < monitor.SPILL_FACTOR * slowest:
         return None
     slow = f"a step took {now:.3g} s, {ratio:.1f} times what was predicted"
     return f"{slow}, at the edge of memory: it spilled"
@@ -396,7 +395,7 @@ def cap_memory(limits: MemoryLimits) -> None:
     """Cap this process; on a CPU on top of the libraries that every trial has."""
     device, cap_bytes = torch.device(limits.device), limits.cap_bytes
     if device.type == "cuda":
-        set_device(device)
+        processes.set_device(device)
         free, total = torch.cuda.mem_get_info(device)
         if torch.cuda.get_device_properties(device).is_integrated:
             free = total  # `free` leaves out what the kernel would give back: the parent looked

@@ -22,9 +22,8 @@ from autotune.plan.workload import (
     typical_text_tokens,
 )
 from autotune.system import memory
+from autotune.train import monitor, optimizer
 from autotune.train.model import QualityMissed, TrainingModel, apply_settings, load_model
-from autotune.train.monitor import allocator_retries
-from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import (
     ConditionedImage,
     ModulationWindows,
@@ -197,13 +196,13 @@ class StepRunner:
     def __init__(self, loaded: LoadedModel, workload: Workload, candidate: Candidate) -> None:
         model = self.model = loaded.model
         self.loaded, self.workload, self.candidate = loaded, workload, candidate
-        self.retries_before = allocator_retries(model.device)
+        self.retries_before = monitor.allocator_retries(model.device)
         apply_settings(model, candidate)
         for parameter, value in zip(model.adapter, loaded.initial, strict=True):
             parameter.data.copy_(value)
             parameter.grad = None
         rates = {"learning_rate": 1e-4, "weight_decay": 0.0, "max_grad_norm": 1.0}
-        self.optimizer = AdapterOptimizer(
+        self.optimizer = optimizer.AdapterOptimizer(
             model.adapter, **rates, choice=workload.optimizer, ema_decay=workload.ema_decay
         )
         self.batches = self._batches(loaded.largest)
@@ -241,7 +240,7 @@ class StepRunner:
             load_seconds=self.loaded.seconds,
             load_peak_memory_bytes=self.loaded.peak_bytes,
             peak_memory_bytes=peak,
-            allocator_retries=allocator_retries(self.model.device) - self.retries_before,
+            allocator_retries=monitor.allocator_retries(self.model.device) - self.retries_before,
             host_memory_bytes=memory.host_peak_bytes(),
             quantization_error=self.model.quantization_error,
             final_loss=final_loss if math.isfinite(final_loss) else None,

@@ -6,8 +6,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
 from autotune.machine.probe import probe
-from autotune.models.registry import FAMILIES
-from autotune.models.resolve import ResolvedModel
+from autotune.models import registry, resolve
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket
@@ -91,7 +90,7 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
             misfits.append(f"{title}: {value} does not work on this machine: {reason}")
         elif value not in NAMES[name]:
             misfits.append(f"{title}: this version of autotune does not know {value!r}")
-    family = FAMILIES.get(plan.frozen.workload.model.family)
+    family = registry.FAMILIES.get(plan.frozen.workload.model.family)
     if family and (reason := why_not_cast(encoder_format, family)):
         unused = f"{encoder_format} is no longer used for {family.name}"
         misfits.append(f"text encoder quantization: {unused}: {reason}")
@@ -127,7 +126,7 @@ def memory_misfits(
     return (f"run memory: {sizes}",)
 
 
-def require_model(plan: TrainingPlan, model: ResolvedModel) -> None:
+def require_model(plan: TrainingPlan, model: resolve.ResolvedModel) -> None:
     """Raise DoesNotFit if the plan is not for a model of this architecture."""
     planned, given = plan.frozen.workload.model, model.spec
     if planned.architecture != given.architecture:

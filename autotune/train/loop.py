@@ -18,9 +18,8 @@ from autotune.events import Notice, OnEvent, StepFinished
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.registry import reload_key
 from autotune.models.family import TORCH_LOCK, Batch
-from autotune.plan.candidate import Candidate
+from autotune.plan import candidate, words
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.words import label_of
 from autotune.system import memory, process
 from autotune.train.folder import Checkpoint, Checkpoints
 from autotune.train.metrics import Metrics
@@ -208,13 +207,13 @@ class TrainingLoop:
             self.settings.changed(attention=next(safe)), "a gradient was not finite"
         )
 
-    def _change_settings(self, settings: Candidate, why: str) -> None:
+    def _change_settings(self, settings: candidate.Candidate, why: str) -> None:
         self.optimizer.discard_step()
         memory.release_memory()
         self.monitor.restart()
         self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
         apply_settings(self.model, settings)
-        self._warn(f"{why} at step {self.done + 1}; from there on with {label_of(settings)}")
+        self._warn(f"{why} at step {self.done + 1}; from there on with {words.label_of(settings)}")
 
     def _save_and_preview(self, *, stopping: bool) -> None:
         done, order = self.done, self.order

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.knobs import blocks
+from autotune.knobs import blocks, formats, modulation, norm_rope
 from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel, token_multiple
-from autotune.knobs.formats import WEIGHT_FORMATS
-from autotune.knobs.modulation import take_layers, take_loaded_layers
-from autotune.knobs.norm_rope import use_kernels
 from autotune.knobs.quantized_layers import quantize_blocks, quantize_inside, torch_dtype
 from autotune.machine.sources import cudnn_version
 from autotune.models import noise, resolve
@@ -32,9 +29,7 @@ from autotune.plan.workload import Quality, Workload
 from autotune.system.files import cache_path
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import shard_on_arrival
-from autotune.weights import adapters, files, stream
-from autotune.weights.empty import build_empty
-from autotune.weights.names import LoraLayer
+from autotune.weights import adapters, empty, files, names, stream
 from autotune.weights.stream import DtypePolicy, Transform
 
 RANDOM_SEED = 0
@@ -79,7 +74,9 @@ def load_model(
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     blocks.swap_blocks(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, model.noise, error)
-    compiles_products = device.type in WEIGHT_FORMATS[settings.quantization].needs.compiles_on
+    compiles_products = (
+        device.type in formats.WEIGHT_FORMATS[settings.quantization].needs.compiles_on
+    )
     if settings.compile != "off" or settings.norm_rope == "compiled" or compiles_products:
         _prepare_compiler()
     apply_settings(loaded, settings)
@@ -122,12 +119,12 @@ def apply_knobs(
         quantize_blocks(transformer, family, settings.quantization)
         blocks.swap_blocks(transformer, family, settings.swapped_blocks)
         if settings.modulation == "ahead":
-            take_loaded_layers(family, transformer)
+            modulation.take_loaded_layers(family, transformer)
         return
     whole, selective = settings.checkpointed_blocks, settings.selective_blocks
     blocks.apply_recomputation(transformer, family, whole, selective)
     transformer.set_attention_backend(ATTENTION_BACKENDS[settings.attention].diffusers_name())  # type: ignore[operator]
-    use_kernels(transformer, family.attention_layouts, settings.norm_rope)
+    norm_rope.use_kernels(transformer, family.attention_layouts, settings.norm_rope)
     blocks.compile_blocks(transformer, family, settings.compile)
 
 
@@ -163,7 +160,7 @@ def load_transformer(
     if device.type == "cuda":
         # TF32 for what stays in fp32, in trials and training alike.
         torch.set_float32_matmul_precision("high")
-    transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
+    transformer = empty.build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
     frozen = training_adapter and TrainingAdapter(Path(training_adapter), transformer, family)
     policy = stream.from_pretrained_dtypes(transformer, dtype)
     source = None if model.folder is None else model.open_transformer()
@@ -202,7 +199,7 @@ def _leave_modulation(
     """Take the modulation layers out of an empty transformer, to be read for each window."""
     if source is not None:
         stream.check_source(transformer, source)
-    ahead = take_layers(family, transformer)
+    ahead = modulation.take_layers(family, transformer)
     layers = ahead.tensors
     own = None if source is None else source.select(layers.__contains__)
 
@@ -346,7 +343,7 @@ class TrainingAdapter:
         self.layers: dict[str, FrozenLayer] = {}
         for name, layer in adapter.layers.items():
             is_plain = isinstance(modules[name], nn.Linear) and layer.magnitude is None
-            if not isinstance(layer, LoraLayer) or not is_plain:
+            if not isinstance(layer, names.LoraLayer) or not is_plain:
                 message = f"what {path} has for {name} is no LoRA of a Linear layer"
                 raise InvalidInput(message, hint="a training adapter is a LoRA of Linear layers")
             if not (layer.down.isfinite().all() and layer.up.isfinite().all()):

@@ -16,11 +16,9 @@ from autotune.errors import InvalidInput, first_line
 from autotune.events import Notice, OnEvent
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.settings import check_options, optimizer_bytes, usual_learning_rate
-from autotune.models import resolve
+from autotune.models import facts, registry, resolve
 from autotune.models.adapter import adapter_shapes, add_adapter, choose_layers, target_matcher
-from autotune.models.facts import USUAL_IMAGES
 from autotune.models.family import Family, build_on_meta
-from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.base import log_event
 from autotune.plan.file import RUN_PLAN_FILE, load_plan, with_job
@@ -35,11 +33,9 @@ from autotune.plan.workload import (
     WorkloadRequest,
     quantiles_of,
 )
-from autotune.system.files import require_writable
+from autotune.system import files, process
 from autotune.system.lazy import torch
-from autotune.system.process import current_launch
-from autotune.train import fit, folder
-from autotune.train.metrics import require_tracker
+from autotune.train import fit, folder, metrics
 from autotune.weights.files import open_weights, read_header, weights_digest
 from autotune.weights.names import can_write
 
@@ -65,8 +61,8 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
             "the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER"
         )
     require_even_shares(workload.effective_batch_size, plan.frozen.hardware.num_processes)
-    require_tracker(job.report_to)
-    family = get_family(workload.model.family)
+    metrics.require_tracker(job.report_to)
+    family = registry.get_family(workload.model.family)
     check_job(job, family.with_expert(job.expert), workload.optimizer)
     folder.require_separate_output(job)
     folder.check_folder(plan, resume=resume)
@@ -117,7 +113,7 @@ def prepare(
     if resume:
         folder.require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
-    launch = current_launch()
+    launch = process.current_launch()
     is_first = launch is None or launch.rank == 0  # which locks it for all processes
     lock = folder.claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
     return PreparedRun(model, data, workload, Path(job.output), lock, weights)
@@ -126,7 +122,7 @@ def prepare(
 def _require_machine(
     plan: TrainingPlan, hardware: HardwareProfile, *, by_keys: bool = False
 ) -> None:
-    launch = current_launch()
+    launch = process.current_launch()
     if launch and launch.is_own:  # what started it has looked, and the first may be loading by now
         return
     local = launch.local_world_size if launch else plan.frozen.hardware.num_processes
@@ -227,7 +223,9 @@ def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
             message = f"a {name} of {side} px does not suit {family.name}: {sides}"
             raise InvalidInput(message, hint=f"the nearest valid {name} is {nearest} px")
     family.check_num_frames(num_frames)
-    return Bucket(width_px=width, height_px=height, num_frames=num_frames, num_items=USUAL_IMAGES)
+    return Bucket(
+        width_px=width, height_px=height, num_frames=num_frames, num_items=facts.USUAL_IMAGES
+    )
 
 
 def describe_workload(
@@ -403,7 +401,7 @@ def read_sample_inputs(
         on_event(Notice(text=text, level="warning"))
     suffix = ".mp4" if is_clip and has_video_decoder() else ".png"
     file = request.output or (run if adapter else run.parent) / f"sample-{request.seed}{suffix}"
-    require_writable(file)
+    files.require_writable(file)
     if file.suffix == ".mp4" and not has_video_decoder():
         message = "an mp4 is written with PyAV, which is not installed"
         raise InvalidInput(message, hint=INSTALL_VIDEO)

@@ -32,10 +32,9 @@ from autotune.knobs import blocks, modulation
 from autotune.knobs.settings import configure_allocator
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import build_on_meta
-from autotune.plan.base import log_event
+from autotune.plan import base, workload
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
-from autotune.plan.workload import Bucket
 from autotune.system import files, memory, version
 from autotune.train.model import load_transformer
 from autotune.train.prepare import SampleInputs
@@ -111,7 +110,7 @@ def sample_run(
     inputs: SampleInputs,
     hardware: HardwareProfile,
     cache_folder: Path,
-    on_event: OnEvent = log_event,
+    on_event: OnEvent = base.log_event,
 ) -> list[Path]:
     """Sample from the adapter of a run, or from a plan's model; return the files written."""
     request, plan, model, file = inputs.request, inputs.plan, inputs.model, inputs.file
@@ -170,7 +169,7 @@ class Preview:
     """One image to sample, always from the same noise."""
 
     prompt: str
-    bucket: Bucket
+    bucket: workload.Bucket
     num_steps: int
     seed: int
     control_paths: tuple[Path, ...] = ()
@@ -285,7 +284,7 @@ class PreviewSampler:
             hint = "train without previews: set preview_prompts to [] in the plan's job"
             raise PreviewTooLarge("memory is too short for a preview", hint=hint)
 
-    def _reduced(self, bucket: Bucket) -> Bucket:
+    def _reduced(self, bucket: workload.Bucket) -> workload.Bucket:
         multiple, sides = self.model.family.size_multiple_px, ("width_px", "height_px")
         counts = {side: getattr(bucket, side) // self.divisor // multiple for side in sides}
         smaller = {side: max(1, count) * multiple for side, count in counts.items()}

@@ -17,8 +17,7 @@ from autotune.models.adapter import without_adapter
 from autotune.models.family import PRIOR, Batch, Family, denoising_loss, unwrap_model
 from autotune.models.latents import send
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
-from autotune.plan.job import TimestepSampling, Weighting
-from autotune.plan.workload import Bucket
+from autotune.plan import job, workload
 from autotune.train.model import TrainingModel
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes
@@ -33,8 +32,8 @@ class Noising:
     seed: int = 0
     # Shift s towards noise, s * t / (1 + (s - 1) * t), or a function from latents' shapes to it.
     shift: float | Callable[[Sequence[int]], float] = 1.0
-    sampling: TimestepSampling = "logit_normal"
-    weighting: Weighting = "none"
+    sampling: job.TimestepSampling = "logit_normal"
+    weighting: job.Weighting = "none"
     process: NoiseProcess = FLOW_MATCHING
     # Where processes hold the weights together, all pass through the base if one of them does.
     always_predicts_base: bool = False
@@ -268,7 +267,7 @@ def collect_conditionings(
     """Call the transformer without blocks, on the smallest images, for what blocks depend on."""
     family, transformer, device = model.family, model.transformer, model.device
     side = family.size_multiple_px
-    smallest = Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)
+    smallest = workload.Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)
     shapes = family.sample_shapes(unwrap_model(transformer).config, smallest, 1, 0)
     blank = {name: torch.zeros(shape) for name, shape in shapes.items()}
     batch = place(family.collate([{**blank, **each} for each in inputs]))

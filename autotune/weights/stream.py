@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.system.memory import drop_mapped_pages, trim_heap
-from autotune.weights import files, single_file
-from autotune.weights.empty import build_empty_component
+from autotune.weights import empty, files, single_file
 from autotune.weights.tensors import MappedLoader, PreadLoader, get_loader
 
 DtypePolicy = Callable[[str, torch.dtype], torch.dtype]  # from a tensor's name and stored dtype
@@ -316,7 +315,7 @@ def _check_slot(tensor: Tensor, name: str, entry: files.TensorEntry) -> None:
 def _open(
     folder: Path, name: str, path: Path, dtype: torch.dtype
 ) -> tuple[nn.Module, files.WeightSource, Rename | None]:
-    model, source = build_empty_component(folder, name, dtype=dtype), files.open_weights(path)
+    model, source = empty.build_empty_component(folder, name, dtype=dtype), files.open_weights(path)
     if path.is_file() and path.suffix == ".safetensors":
         source = single_file.view_part(source, name, model)
     library, _ = files.component_class(folder, name)
