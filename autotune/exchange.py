@@ -140,7 +140,7 @@ def audit(
 
     Examples:
         >>> found = autotune.audit("train_lora.yaml", hardware="4090")
-        >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
+        >>> found.as_written.fits, found.fastest.step_seconds, found.worth[0].knob
     """
     if measure and hardware is not None:
         raise InvalidInput(

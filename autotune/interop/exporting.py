@@ -27,8 +27,7 @@ LEARNING = (
     *("num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps", "weight_decay"),
     *("max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale"),
     *("weighting_scheme", "caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop"),
-    *("loss_mask", "mask_floor", "expert", "from_adapter", "training_adapter"),
-    "prior_captions",
+    *("loss_mask", "mask_floor", "expert", "from_adapter", "training_adapter", "prior_captions"),
 )
 # Knobs of how files and batches are read: they change neither learning nor the device's memory.
 LOADING = ("loader", "data_workers", "batch_memory")
@@ -39,11 +38,7 @@ DIFFERENCE_KINDS: Mapping[Kind, str] = {
     "loading": "how files and batches are read is its own",
 }
 # Settings of autotune's executor alone, with others' value: any other needs less memory.
-SPARING: Mapping[str, Any] = {
-    "modulation": "resident",
-    "norm_rope": "stock",
-    "caching.vae_device": "training",
-}
+SPARING = {"modulation": "resident", "norm_rope": "stock", "caching.vae_device": "training"}
 
 
 class Difference(base.Frozen):
@@ -212,9 +207,8 @@ def _assumed(family: Family) -> dict[str, Any]:
     return {
         **{name: value for name, value in known.items() if name not in (*its_own, "preview_steps")},
         **{PIN + name: value for name, value in CachingSettings()},
-        **{"lora_dropout": 0.0, "adapted_blocks": "all", "adapter": "lora", "ema_decay": 0.0},
-        "preserve_prior": 0.0,
-        "lokr_factor": 0,
+        **{"adapted_blocks": "all", "adapter": "lora"},
+        **dict.fromkeys(("lora_dropout", "ema_decay", "preserve_prior", "lokr_factor"), 0),
         "guidance_scale": family.defaults.training_guidance,
     }
 
@@ -300,13 +294,6 @@ def inexpressible(
             if not is_usual or not all(is_written(rule, name, value) for rule in rules):
                 missing.append((name, str(value)))
     return tuple(missing)
-
-
-def expressible_targets(trainer: Trainer, family: str) -> tuple[str, ...]:
-    """Return names of the target sets of a family that a trainer can adapt, exactly."""
-    names = tuple(registry.FAMILIES[family].target_sets)
-    lacking = inexpressible(trainer, family, None, {"targets": names})
-    return tuple(name for name in names if ("targets", name) not in lacking)
 
 
 JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}  # any micro-batch size divides it

@@ -57,12 +57,6 @@ class Audit(base.Frozen):
     measured_as_written: candidate.TrialResult | None = None
     measured_fastest: candidate.TrialResult | None = None
 
-    @property
-    def step_seconds_saved(self) -> float:
-        """Seconds that all differences together save of a step."""
-        fastest = self.fastest or self.as_written
-        return self.as_written.step_seconds - fastest.step_seconds
-
 
 Settings = Mapping[str, ConfigValue]
 Line = tuple[str, ConfigLine]  # carried, pinned, decided or not_carried, and the account

@@ -45,8 +45,14 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
             else:
                 found.append((family, model))
     if not found:
+        names = list(source.locations)
+        what = f"its tensors are called {', '.join(names[:2]) or 'nothing'} ..."
+        for name, error in reversed(refusals.items()):
+            what = f"its layers have the names of {name}, but {error.message}"
+        if any(".lora_" in name or "_lora." in name for name in names):
+            what = "it is an adapter"
         raise BadWeights(
-            f"{source.path} holds no known model: {_describe(source, refusals)}",
+            f"{source.path} holds no known model: {what}",
             hint="a DiT or UNet of `autotune models` is understood; if it is one of other sizes, "
             "name its folder: --base",
         )
@@ -86,15 +92,6 @@ def _error_of(check: Callable[[], object]) -> BadWeights | None:
     except BadWeights as error:
         return error
     return None
-
-
-def _describe(source: WeightSource, refusals: Mapping[str, BadWeights]) -> str:
-    names = list(source.locations)
-    if any(".lora_" in name or "_lora." in name for name in names):
-        return "it is an adapter"
-    for name, error in refusals.items():
-        return f"its layers have the names of {name}, but {error.message}"
-    return f"its tensors are called {', '.join(names[:2]) or 'nothing'} ..."
 
 
 def _words(name: str) -> set[str]:

@@ -164,7 +164,8 @@ def _worth(audit: Audit) -> list[list[str]]:
         written, better = (value_text(one.knob, value) for value in (one.written, one.better))
         seconds = f"{-one.step_seconds_saved:+.2f} s"
         rows.append([TITLES.get(one.knob, one.knob), written, better, seconds, memory])
-    alone, together = sum(one.step_seconds_saved for one in audit.worth), audit.step_seconds_saved
+    alone = sum(one.step_seconds_saved for one in audit.worth)
+    together = audit.as_written.step_seconds - (audit.fastest or audit.as_written).step_seconds
     for title, seconds_saved in (("sum of these", alone), ("all together", together)):
         rows.append([title, "", "", f"{-seconds_saved:+.2f} s", ""])
     return rows

@@ -51,7 +51,9 @@ def complete(request: PlanRequest) -> PlanRequest:
         return request
     trainer = get_trainer(request.for_trainer)
     family = resolve.resolve_model(request.model_ref).family
-    possible = exporting.expressible_targets(trainer, family.name)
+    choices = {"targets": tuple(family.target_sets)}
+    lacking = exporting.inexpressible(trainer, family.name, None, choices)
+    possible = [name for name in family.target_sets if ("targets", name) not in lacking]
     if request.targets in possible or not possible:
         return request
     if "targets" in said.given:

@@ -122,9 +122,7 @@ def _read_part(source: WeightSource, prefixes: Iterable[str]) -> _Part:
     used = next((each for each in prefixes if any(name.startswith(each) for name in names)), "")
     used_names = [name for name in names if name.startswith(used)]
     entries = {name.removeprefix(used): file.by_name[name] for name in used_names}
-    tensors = {
-        name: entry for name, entry in entries.items() if not name.endswith((*SCALES, *UNUSED))
-    }
+    tensors = {n: e for n, e in entries.items() if not n.endswith((*SCALES, *UNUSED))}
     scales = {}
     for name, entry in entries.items():
         if name.endswith(SCALES):
@@ -160,9 +158,8 @@ def _make_view(
     used = {stored for runs, _ in rows.values() for stored, _, _ in runs}
     unused = part.tensors.keys() - used
     if unknown := sorted(name for name in unused if not DROPPED.fullmatch(name)):
-        raise ModelMismatch(
-            f"{part.source.path} has {unknown[0]}, for which the model has no place", hint=NAME_BASE
-        )
+        message = f"{part.source.path} has {unknown[0]}, for which the model has no place"
+        raise ModelMismatch(message, hint=NAME_BASE)
     views = [
         _join_rows(name, shapes.get(name), runs, is_transposed, part)
         for name, (runs, is_transposed) in rows.items()
@@ -183,16 +180,13 @@ def _find_rows(
     if first and first.shape:  # a narrow FLUX has several rows of a marker for each of its own
         unit = max(1, FLUX_WIDTH // max(1, first.shape[0]))
     prefix = UNET_PREFIX if kind == "UNet2DConditionModel" else ""
-    markers = {
-        prefix + name: _mark(number, tensors[name], unit) for number, name in enumerate(order)
-    }
+    markers = {prefix + name: _mark(n, tensors[name], unit) for n, name in enumerate(order)}
     try:
         found = conversion(markers, config)
     except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {first_line(error)[:80]}"
-        raise ModelMismatch(
-            f"{part.source.path} does not hold a {kind}: {reason}", hint=NAME_BASE
-        ) from error
+        message = f"{part.source.path} does not hold a {kind}: {reason}"
+        raise ModelMismatch(message, hint=NAME_BASE) from error
     return {name: _read_marker(name, marker, order, unit, part) for name, marker in found.items()}
 
 
@@ -289,9 +283,8 @@ def _convert(
     """Run diffusers' conversion; the stages of Wan 2.2's VAE and what is FLUX.2's own it lacks."""
     own, rest = {}, {}
     for written, tensor in state.items():
-        name = SCALES_OF_NORMS.sub(r"\1.scale", written).replace(
-            "prompt_adaln_single", "prompt_adaln"
-        )
+        name = SCALES_OF_NORMS.sub(r"\1.scale", written)
+        name = name.replace("prompt_adaln_single", "prompt_adaln")
         if match := NESTED.match(name):
             own[_unnest(*match.groups())] = tensor
         elif name.startswith("bn."):
