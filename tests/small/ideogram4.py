@@ -9,7 +9,7 @@ import transformers
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION_LAYERS
 
 from autotune.models.family import Family
-from tests.small.flux2 import small_vae
+from tests.small.flux import small_vae
 from tests.small.parts import QWEN_VL_CHAT, qwen3_vl, qwen_tokenizer
 
 TEXT_WIDTH = 32

@@ -1,4 +1,4 @@
-"""A small Stable Diffusion XL pipeline."""
+"""Small pipelines of Stable Diffusion XL and 3.5."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,42 @@ import torch
 import transformers
 
 from autotune.models.family import Family
-from tests.small.parts import clip_text_encoder, clip_tokenizer, image_vae
+from tests.small import parts
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    tokenizer = clip_tokenizer(captions)
-    text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
+    return (_build_sdxl if family.name == "sdxl" else _build_sd35)(family, captions)
+
+
+def _build_sd35(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    tokenizer, tokenizer_3 = (
+        parts.clip_tokenizer(captions),
+        parts.t5_tokenizer(captions, max_length=256),
+    )
+    clip = parts.clip_text_encoder(tokenizer, hidden_size=64).config
+    transformer = diffusers.SD3Transformer2DModel(
+        num_layers=4, num_attention_heads=2, joint_attention_dim=128, caption_projection_dim=128,
+        pooled_projection_dim=128, pos_embed_max_size=192, dual_attention_layers=(0, 1),
+        qk_norm="rms_norm",
+    )  # fmt: skip
+    patches = transformer.pos_embed.proj.weight
+    patches.data.mul_(4)  # or positions, which are added to them, would be half of what comes out
+    # Channels are innermost there.
+    parts.invert_input_layer(transformer.proj_out, patches.permute(0, 2, 3, 1).flatten(1))
+    return {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "vae": parts.image_vae(family),
+        "text_encoder": transformers.CLIPTextModelWithProjection(clip).eval(),
+        "tokenizer": tokenizer,
+        "text_encoder_2": transformers.CLIPTextModelWithProjection(clip).eval(),
+        "tokenizer_2": tokenizer, "text_encoder_3": parts.t5_encoder(tokenizer_3, hidden_size=128),
+        "tokenizer_3": tokenizer_3, "transformer": transformer,
+    }  # fmt: skip
+
+
+def _build_sdxl(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    tokenizer = parts.clip_tokenizer(captions)
+    text_encoder = parts.clip_text_encoder(tokenizer, hidden_size=64)
     text_encoder_2 = transformers.CLIPTextModelWithProjection(text_encoder.config).eval()
     small = {
         "block_out_channels": (32, 64, 64), "layers_per_block": 1,
@@ -24,7 +54,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     unet = diffusers.UNet2DConditionModel(**{**family.models[0].config, **small})
     _pass_input_through(unet)
     return {
-        "vae": image_vae(family),
+        "vae": parts.image_vae(family),
         "text_encoder": text_encoder,
         "text_encoder_2": text_encoder_2,
         "tokenizer": tokenizer,

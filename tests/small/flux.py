@@ -1,0 +1,117 @@
+"""Small pipelines of FLUX.1, for text to image and for editing, Chroma, FLUX.2 and FLUX.3."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import diffusers
+import transformers
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+
+from autotune.models.family import Family
+from autotune.models.latents import image_processor
+from tests.small import parts
+
+TEXT_WIDTH = 32  # of the text encoders of FLUX.2 and 3
+TEXT_LAYERS, NUM_TAKEN = 32, 8  # of FLUX.3's, of which the 4th to 32nd are taken
+
+
+def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    kinds = {"flux2-klein": _build_flux2, "flux2-dev": _build_flux2, "flux3": _build_flux3}
+    return kinds.get(family.name, _build_flux1)(family, captions)
+
+
+BLOCKS: dict[str, Any] = {
+    "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 4,
+    "joint_attention_dim": 128, "axes_dims_rope": (8, 12, 12),
+}  # fmt: skip
+
+
+def _build_flux1(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    made = _build_chroma(captions) if family.name == "chroma" else _build_dev(captions)
+    transformer = made["transformer"]
+    parts.invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
+    return {**made, "vae": parts.image_vae(family)}
+
+
+def _build_dev(captions: Sequence[str]) -> dict[str, Any]:
+    tokenizer, tokenizer_2 = (
+        parts.clip_tokenizer(captions),
+        parts.t5_tokenizer(captions, max_length=512),
+    )
+    return {
+        "tokenizer": tokenizer,
+        "tokenizer_2": tokenizer_2,
+        "text_encoder": parts.clip_text_encoder(tokenizer, hidden_size=64),
+        "text_encoder_2": parts.t5_encoder(tokenizer_2, hidden_size=128),
+        "transformer": diffusers.FluxTransformer2DModel(
+            **BLOCKS, pooled_projection_dim=64, guidance_embeds=True
+        ),
+        "scheduler": parts.dynamic_scheduler((256, 0.5), (4096, 1.15), shift=3.0),
+    }
+
+
+def _build_chroma(captions: Sequence[str]) -> dict[str, Any]:
+    tokenizer = parts.t5_tokenizer(captions, max_length=512)
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": parts.t5_encoder(tokenizer, hidden_size=128),
+        "transformer": diffusers.ChromaTransformer2DModel(
+            **BLOCKS, approximator_hidden_dim=128, approximator_layers=2
+        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    }
+
+
+def _build_flux2(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    is_dev = family.name == "flux2-dev"
+    if is_dev:  # the pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27
+        tokenizer = parts.qwen_tokenizer(
+            [*captions, SYSTEM_MESSAGE], parts.MISTRAL_CHAT, chat=parts.MISTRAL_CHAT
+        )
+        text_encoder = parts.mistral3(tokenizer, TEXT_WIDTH, num_layers=31)
+    else:
+        tokenizer = parts.qwen_tokenizer(captions, parts.QWEN_CHAT)
+        text_encoder = parts.qwen3(
+            transformers.Qwen3ForCausalLM, tokenizer, TEXT_WIDTH, num_layers=28
+        )
+    transformer = diffusers.Flux2Transformer2DModel(
+        in_channels=64, num_layers=2, num_single_layers=2, attention_head_dim=32,
+        num_attention_heads=4, joint_attention_dim=3 * TEXT_WIDTH, axes_dims_rope=(8, 8, 8, 8),
+        guidance_embeds=is_dev,
+    )  # fmt: skip
+    parts.invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return {
+        "scheduler": scheduler, "vae": small_vae(), "text_encoder": text_encoder,
+        "tokenizer": tokenizer, "transformer": transformer,
+    }  # fmt: skip
+
+
+def small_vae() -> Any:
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(16, 32, 32, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=16,
+    ).eval()
+    vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
+    return vae
+
+
+def _build_flux3(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+    words = parts.qwen_tokenizer(captions, parts.QWEN_CHAT)
+    kind = transformers.Qwen3VLForConditionalGeneration
+    transformer = diffusers.Flux3Transformer2DModel(
+        in_channels=64, cond_in_channels=64, num_layers=2, num_single_layers=2,
+        attention_head_dim=32, num_attention_heads=4, axes_dims_rope=(8, 8, 8, 8),
+        joint_attention_dim=NUM_TAKEN * TEXT_WIDTH,
+    )  # fmt: skip
+    parts.invert_input_layer(transformer.proj_out, transformer.x_embedders["image"].weight)
+    return {
+        "vae": small_vae(),
+        "text_encoder": parts.qwen3_vl(kind, words, TEXT_WIDTH, TEXT_LAYERS),
+        "tokenizer": image_processor("Qwen3VLProcessor")(
+            parts.qwen_image_processor(), words, parts.QWEN_CHAT
+        ),
+        "transformer": transformer.eval(),
+    }
