@@ -49,7 +49,7 @@ def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error message, without the listing that may follow."""
+    """Return the first line of a library's message, without the listing that may follow."""
     return str(error).strip().partition("\n")[0]
 
 

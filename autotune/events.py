@@ -178,9 +178,9 @@ def loss_change(losses: Sequence[float]) -> tuple[float, float]:
 
 
 def ignore_event(event: Event) -> None:
-    """A listener that does nothing."""
+    """Ignore an event."""
 
 
 def event_line(event: Event) -> str:
-    """The event as one line of JSON, with the name of its class as `event`."""
+    """Write the event as one line of JSON, with the name of its class as `event`."""
     return json.dumps({"event": type(event).__name__, **event.model_dump(mode="json")})

@@ -82,8 +82,8 @@ def pull(url: str) -> Transfer:
 def list_records(
     store: str | None = None, *, compare_here: bool = False
 ) -> tuple[RecordSummary, ...]:
-    """The sound records of a store, newest first; with `compare_here`, whether each counts on this
-    machine.
+    """List a store's sound records, newest first; with `compare_here`, whether each counts on
+    this machine.
 
     Examples:
         >>> records = autotune.records.list_records()
@@ -163,15 +163,26 @@ Measured on {record.measured_on} by autotune {record.autotune_version}:
 
 @raise_typed
 def prune(
-    names: Sequence[str] = (), store: str | None = None, *, dry_run: bool = False
+    names: Sequence[str] = (), store: str | Store | None = None, *, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Delete the named records, or those that are superseded, damaged or impossible; return a line
-    for each, with the reason.
+    for each, with the reason. Names may be shortened. Raises InvalidInput, with nothing deleted, if
+    one fits no record or several.
 
     Examples:
         >>> autotune.records.prune(dry_run=True)
     """
-    return prune_store(_store(store), names, dry_run=dry_run)
+    opened, useless, parts = _store(store), dict[str, str](), list[Path]()
+    for name in names:
+        key = _key_named(opened, name)
+        useless[key] = f"{Path(key).stem[:12]} was named"
+    if not names:
+        useless, parts = dict(_find_useless(opened)), opened.find_abandoned_parts()
+    for key in () if dry_run else useless:
+        opened.delete(key)
+    for part in () if dry_run else parts:
+        part.unlink(missing_ok=True)
+    return (*useless.values(), *(f"{part.name} was left by a push that died" for part in parts))
 
 
 @raise_typed
@@ -189,9 +200,9 @@ def verify(store: str | None = None) -> tuple[int, tuple[str, ...]]:
     return len(problems), tuple(filter(None, problems))
 
 
-def _store(url: str | None) -> Store:
-    if url is None:
-        return user_store()
+def _store(url: str | Store | None) -> Store:
+    if url is None or isinstance(url, Store):
+        return url or user_store()
     store = Store(url)
     if store.folder and not store.folder.exists():
         raise InvalidInput(f"there is no folder {store.address}", hint="check the name")
@@ -215,28 +226,6 @@ def merge_stores(source: Store, target: Store) -> Transfer:
         refused=tuple(refused),
         target=target.address,
     )
-
-
-def prune_store(
-    store: Store, names: Sequence[str] = (), *, dry_run: bool = False
-) -> tuple[str, ...]:
-    """Delete the named records, or else those that are bad or superseded.
-
-    Names may be shortened; one line for each record says why. Raises InvalidInput, with nothing
-    deleted, if a name fits no record or several.
-    """
-    useless = {}
-    for name in names:
-        key = _key_named(store, name)
-        useless[key] = f"{Path(key).stem[:12]} was named"
-    parts: list[Path] = []
-    if not names:
-        useless, parts = dict(_find_useless(store)), store.find_abandoned_parts()
-    for key in () if dry_run else useless:
-        store.delete(key)
-    for part in () if dry_run else parts:
-        part.unlink(missing_ok=True)
-    return (*useless.values(), *(f"{part.name} was left by a push that died" for part in parts))
 
 
 def _key_named(store: Store, name: str) -> str:

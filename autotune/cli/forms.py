@@ -98,7 +98,7 @@ def _checked(site: Site, name: str, value: str) -> str:
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
-    """The values that a command's words give, by name; none if they are not understood."""
+    """Return the values that a command's words give, by name; none if not understood."""
     name = " ".join(words[:2]) if " ".join(words[:2]) in FIELDS else words[0]
     if name not in FIELDS:
         return {}
@@ -117,7 +117,7 @@ def is_queued(words: Sequence[str]) -> bool:
 
 
 def command_text(words: Sequence[str]) -> str:
-    """The command as a shell takes it."""
+    """Write the command as a shell takes it."""
     return shlex.join(["autotune", *words])
 
 

@@ -80,7 +80,7 @@ class Job:
         return self.state not in ("waiting", "running")
 
     def told(self) -> tuple[list[dict[str, object]], list[str]]:
-        """The events that the command told, as far as they are recent, and its other lines."""
+        """Read the events that the command told, as far as they are recent, and other lines."""
         events, lines = list[dict[str, object]](), list[str]()
         for line in _tail(self.folder / EVENTS).splitlines():
             try:
@@ -91,7 +91,7 @@ class Job:
         return events, lines
 
     def answer(self) -> str:
-        """The end of what the command printed to stdout."""
+        """Read the end of what the command printed to stdout."""
         return _tail(self.folder / ANSWER)
 
     def stop(self) -> None:
@@ -130,7 +130,7 @@ class Jobs:
             yield from (Job(self._folder / name) for name in names[:MAX_JOBS])
 
     def find(self, name: str) -> Job | None:
-        """The job of this name, which must be one of those that there are."""
+        """Find the job of this name, which must be one of those that there are."""
         return next((job for job in self if job.name == name), None)
 
     def draft(self, words: Sequence[str], *, is_queued: bool = False) -> Job:

@@ -27,7 +27,7 @@ class Progress:
 
 
 def show_events() -> AbstractContextManager[Callable[["Event"], None]]:
-    """A listener for `on_event` that shows on stderr what long work tells, as `--progress` says."""
+    """Make a listener that shows on stderr what long work tells, as `--progress` says."""
     if Progress.form == "json":
         from autotune.events import event_line
 

@@ -156,8 +156,8 @@ class Site:
         return make_templates()
 
     def inside(self, name: str | Path) -> Path:
-        """The real path of what is asked for. Raises InvalidInput unless it lies in the folders,
-        whatever `..` and links it is made of."""
+        """Return the real path of what is asked for. Raises InvalidInput unless it lies in the
+        folders, whatever `..` and links it is made of."""
         try:
             path = Path(os.path.realpath(self.workspace / name))
         except (ValueError, OSError) as error:
@@ -172,7 +172,7 @@ class Site:
         return any(Path(os.path.realpath(path)).is_relative_to(root) for root in self.roots)
 
     def shown(self, path: Path) -> str:
-        """The path as a command in the workspace names it."""
+        """Return the path as a command in the workspace names it."""
         here = path.is_relative_to(self.workspace)
         return str(path.relative_to(self.workspace)) if here else str(path)
 

@@ -366,7 +366,7 @@ def _parse_line(row: bytes | dict[str, Any]) -> tuple[str, MetadataLine]:
 
 
 def locate_control(folder: Path, control: Path) -> Path:
-    """The control folder, spelled below the data folder if it lies there: it holds no data."""
+    """Spell the control folder below the data folder if it lies there: it holds no data."""
     data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
     if data.is_relative_to(inside):
         raise InvalidInput(

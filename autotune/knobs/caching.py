@@ -49,22 +49,22 @@ class EncoderSize:
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
-        """Memory of the training device that captions take, without the VAE."""
+        """Count what captions take of the training device, without the VAE."""
         return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
 
     def captions_bytes(self, caching: CachingSettings) -> int:
-        """Memory where text encoders run; on the training device the VAE waits there, too."""
+        """Count what is held where text encoders run; on the training device with the VAE."""
         beside = self.vae_bytes if caching.text_encoder_device == "training" else 0
         return self._encoder_bytes(caching) + beside
 
     def images_bytes(self, caching: CachingSettings) -> int:
-        """Memory where the VAE runs; text encoders have left, unless they are kept there."""
+        """Count what is held where the VAE runs; text encoders have left, unless they are kept."""
         stay = caching.residency == "keep" and caching.text_encoder_device == caching.vae_device
         beside = self._encoder_bytes(caching) if stay else 0
         return self.vae_bytes + self.vae_working_bytes + beside
 
     def bytes_at(self, place: str, caching: CachingSettings) -> int:
-        """Larger of both at one place, in the words of `CachingSettings`."""
+        """Count the larger of both at one place, in the words of `CachingSettings`."""
         captions = self.captions_bytes(caching) if caching.text_encoder_device == place else 0
         return max(captions, self.images_bytes(caching) if caching.vae_device == place else 0)
 

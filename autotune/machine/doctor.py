@@ -135,7 +135,7 @@ def doctor() -> tuple[Finding, ...]:
 
 
 def findings(facts: DoctorFacts) -> tuple[Finding, ...]:
-    """All findings, worst first; equal ones in the order of the checks."""
+    """List all findings, worst first; equal ones in the order of the checks."""
     found = [
         Finding(severity=severity, name=name, what=what, fix=fix)
         for check in CHECKS

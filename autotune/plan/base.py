@@ -31,7 +31,7 @@ class Frozen(BaseModel):
     )
 
     def changed(self, **changes: object) -> Self:
-        """A copy with these values. It is validated, which `model_copy(update=)` does not do."""
+        """Copy with these values. It is validated, which `model_copy(update=)` does not do."""
         return type(self).model_validate({**dict(self), **changes})
 
 

@@ -55,7 +55,7 @@ class Candidate(Frozen):
         return self.checkpointed_blocks + self.selective_blocks
 
     def differences(self, other: Self) -> dict[str, Choice]:
-        """The values that are not the other's, by knob."""
+        """Return the values that are not the other's, by knob."""
         return {name: value for name, value in self if value != getattr(other, name)}
 
 

@@ -119,12 +119,12 @@ for _kind, _pattern in NUMBERS.items():
 
 
 def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
-    """A plan whose digest matches its frozen part."""
+    """Make a plan whose digest matches its frozen part."""
     return TrainingPlan(job=job, frozen=frozen, digest=digest_of(frozen))
 
 
 def plan_text(plan: TrainingPlan) -> str:
-    """The plan as YAML: the digest, the job, then the frozen part."""
+    """Write the plan as YAML: the digest, the job, then the frozen part."""
     data = plan.model_dump(mode="json")
     if forecast := data["frozen"]["forecast"]:
         forecast["alternatives"] = [_Row(row) for row in forecast["alternatives"]]

@@ -276,7 +276,7 @@ class HardwareProfile(Frozen):
         }
 
     def capability(self, name: str) -> Capability:
-        """The capability called `name`; one that the profile does not list is unavailable."""
+        """Find the capability called `name`; one that is not listed is unavailable."""
         found = next(
             (capability for capability in self.capabilities if capability.name == name), None
         )
@@ -298,11 +298,11 @@ class HardwareProfile(Frozen):
         return usual if measured is None else int(measured)
 
     def rate(self, name: str) -> float | None:
-        """The measured rate called `name` in its unit, or None."""
+        """Find the measured rate called `name` in its unit, or None."""
         return next((rate.value for rate in self.rates if rate.name == name), None)
 
     def rates_under(self, prefix: str) -> dict[str, float]:
-        """Measured rates whose names begin with `prefix`, by what follows it."""
+        """Return measured rates whose names begin with `prefix`, by what follows it."""
         rates = (rate for rate in self.rates if rate.name.startswith(prefix))
         return {rate.name.removeprefix(prefix): rate.value for rate in rates}
 

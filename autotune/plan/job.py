@@ -73,12 +73,12 @@ class ModelRef(Frozen):
 
     @classmethod
     def of(cls, name: str | Path) -> "ModelRef":
-        """The model that a user calls by its name alone."""
+        """Name the model that a user calls by its name alone."""
         return cls(name=str(name))
 
 
 def each_place(data: DataPlace) -> tuple[str, ...]:
-    """The places one by one."""
+    """Return the places one by one."""
     return (str(data),) if isinstance(data, str | Path) else tuple(map(str, data))
 
 
@@ -252,7 +252,7 @@ class Job(JobFields):
         )
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
-        """Number of optimizer steps if an epoch has so many images: by its epochs if it names any.
+        """Count optimizer steps if an epoch has so many images: by its epochs if it names any.
         Raises InvalidInput if they are more than `MAX_STEPS`."""
         if self.num_train_epochs is None:
             return self.num_steps
@@ -266,7 +266,7 @@ class Job(JobFields):
         return num_steps
 
     def checkpoint_every(self, images_per_epoch: int, effective_batch_size: int) -> int:
-        """Steps between checkpoints if an epoch has so many images; 0 for none but the last."""
+        """Count steps between checkpoints if an epoch has so many images; 0: only the last."""
         if self.checkpointing_epochs is None:
             return self.checkpointing_steps
         return -(-self.checkpointing_epochs * images_per_epoch // effective_batch_size)
@@ -284,6 +284,6 @@ class Job(JobFields):
 
 
 def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 1) -> int:
-    """Number of pictures of a job: every so many steps, and a pair for each prompt at the end."""
+    """Count the pictures of a job: every so many steps, a pair for each prompt at the end."""
     rounds = num_steps // every if every else 0
     return num_prompts * (rounds + 2)

@@ -187,7 +187,7 @@ class TrainingPlan(Frozen):
         return None if price is None else self.cost_at(price)
 
     def cost_at(self, price_per_hour: float) -> float:
-        """Expected cost of the whole job at that price for an hour of each of its devices."""
+        """Compute the whole job's expected cost at that price for an hour of each device."""
         return price_per_hour * self.frozen.hardware.num_processes * self.job_seconds / 3600
 
 

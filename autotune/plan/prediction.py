@@ -75,7 +75,7 @@ class StepTime(Frozen):
     """The part of all the above that recomputes checkpointed blocks."""
 
     def waits(self, data_seconds: float = 0.0) -> dict[Limit, float]:
-        """Seconds of a step by what they wait for, `data_seconds` of which no plan knows."""
+        """Return a step's seconds by what they wait for, `data_seconds` of which no plan knows."""
         return {
             "compute": self.matmul_seconds
             + self.adapter_seconds
@@ -208,7 +208,7 @@ class Forecast(Frozen):
     the best with each other value of a knob, what was tried, and the nearest that do not fit."""
 
     def rebased(self, before: Candidate, after: Candidate) -> Self:
-        """The same forecast for a plan that has the settings `after` instead of `before`."""
+        """Return the forecast for a plan that has the settings `after` instead of `before`."""
         rows = (
             each.changed(changes=before.changed(**each.changes).differences(after))
             for each in self.alternatives

@@ -241,7 +241,7 @@ def typical_bucket(workload: Workload) -> Bucket:
 
 
 def mean_text_tokens(workload: Workload) -> int:
-    """Mean length of an encoded caption."""
+    """Compute the mean length of an encoded caption."""
     return _lengths(workload, 1)[0]
 
 

@@ -179,7 +179,7 @@ class NoGpu(NothingFits):
 
     @classmethod
     def build(cls, family: Family, model: PublishedModel) -> "NoGpu":
-        """The error for a family's published model; it names the smallest GPU that it fits."""
+        """Build the error for a published model; it names the smallest GPU that it fits."""
         name = model.name
         predictions = catalog_predictions(name)
         fitting = [each for each in predictions if each.step_seconds is not None]

@@ -56,8 +56,8 @@ class ScoredCandidate:
         return self.expected - STOP_SIGMAS * self.uncertainty
 
     def expected_improvement(self, best: float) -> float:
-        """Improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998, equation 15), as
-        far as it fits (Gardner et al., 2014, equation 6)."""
+        """Compute the improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998,
+        equation 15), as far as it fits (Gardner et al., 2014, equation 6)."""
         sigma = max(self.uncertainty, 1e-9)
         z = (best - self.expected) / sigma
         gain = sigma * (z * _normal_share(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))

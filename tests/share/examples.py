@@ -64,7 +64,3 @@ def record(
     if "trials" in changes:
         changes["trials"] = tuple(one.changed(message="") for one in changes["trials"])  # type: ignore[attr-defined]
     return Record.model_validate({**dict(made), **changes})
-
-
-def several(count: int, start: int = 0) -> tuple[Record, ...]:
-    return tuple(record(search_seconds=60.0 + start + index) for index in range(count))

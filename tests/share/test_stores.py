@@ -12,18 +12,11 @@ from click.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.records import merge_stores, prune_store
-from autotune.share.store import (
-    MAX_RECORD_BYTES,
-    Store,
-    name_of,
-    record_folder,
-    shareable_machine,
-    user_store,
-)
+from autotune.records import merge_stores, prune, user_store
+from autotune.share.store import MAX_RECORD_BYTES, Store, name_of, record_folder, shareable_machine
 from autotune.share.warm_start import find_matches
 from tests.builders import GIB, candidate, trial, workload
-from tests.share.examples import TRIALS, machine, record, several
+from tests.share.examples import TRIALS, machine, record
 
 Open = Callable[[], Store]
 NUMBERS = count()
@@ -65,13 +58,14 @@ def test_stores_merge_on_s3(s3, tmp_path):
 def test_push_and_pull_are_a_union(opened, tmp_path):
     assert opened().sizes() == {}
     alice, bob = Store(str(tmp_path / "alice")), Store(str(tmp_path / "bob"))
-    assert (alice.add(*several(3)), alice.add(*several(3))) == (3, 0)
-    bob.add(*several(3, start=2))
+    five = [record(search_seconds=60.0 + number) for number in range(5)]
+    assert (alice.add(*five[:3]), alice.add(*five[:3])) == (3, 0)
+    bob.add(*five[2:])
     assert merge_stores(alice, opened()).num_new == 3
     pushed = merge_stores(bob, opened())
     assert (pushed.num_new, pushed.num_present, pushed.refused) == (2, 1, ())
     assert merge_stores(opened(), alice).num_new == 2
-    assert names(alice) == names(opened()) == {one.name for one in several(5)}
+    assert names(alice) == names(opened()) == {one.name for one in five}
 
 
 def test_bad_files_leave_the_rest(opened, tmp_path):
@@ -96,7 +90,7 @@ def test_bad_files_leave_the_rest(opened, tmp_path):
     found = find_matches(shareable_machine(machine()), workload(), store=opened())
     assert [item.name for item in found.records] == [good.name]
     assert len(found.refused) == 5
-    assert len(prune_store(opened())) == 6
+    assert len(prune(store=opened())) == 6
 
 
 def test_crashed_records_are_written_again(tmp_path):
@@ -126,7 +120,7 @@ def test_prune_deletes_what_killed_push_left(tmp_path):
     for file in (left, fresh):
         file.touch()
     os.utime(left, (0, 0))
-    (told,) = prune_store(store)
+    (told,) = prune(store=store)
     assert left.name in told
     assert (left.exists(), fresh.exists(), names(store)) == (False, True, {record().name})
 
@@ -140,14 +134,14 @@ def test_prune_deletes_the_superseded(opened):
     expected = old.expected.changed(step_seconds=3.6, images_per_second=images)
     slow = record(measured_on=date(2026, 6, 1), trials=tuple(slower), expected=expected)
     opened().add(new, old, fewer, slow, other)
-    assert prune_store(opened(), dry_run=True) == prune_store(opened())
+    assert prune(store=opened(), dry_run=True) == prune(store=opened())
     assert {new.name, fewer.name, slow.name, other.name} <= names(opened())
     assert old.name not in names(opened())
     with pytest.raises(InvalidInput, match="no records begin"):
-        prune_store(opened(), [new.name, "0" * 12])
+        prune([new.name, "0" * 12], opened())
     with pytest.raises(InvalidInput):
-        prune_store(opened(), [new.name[:3]])
-    assert prune_store(opened(), [new.name[:12]]) == (f"{new.name[:12]} was named",)
+        prune([new.name[:3]], opened())
+    assert prune([new.name[:12]], opened()) == (f"{new.name[:12]} was named",)
 
 
 def test_no_path_outside_layout_is_touched(opened):
