@@ -133,7 +133,7 @@ def check_storage(url: str) -> None:
 
 class _Storage(RDBStorage):
     def record_heartbeat(self, trial_id: int) -> None:
-        """Record it in a thread of its own, where none could handle a failure: the next may succeed."""
+        """Record it in its own thread, where none could handle a failure: the next may succeed."""
         with suppress(StorageInternalError):
             super().record_heartbeat(trial_id)
 
