@@ -220,7 +220,7 @@ def _plan_first(request: TrainRequest) -> TrainingPlan:
             "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
         )
         raise InvalidInput("processes that train together need a plan file", hint=hint)
-    if request.data is None:
+    if request.data is None and not request.slider:
         raise InvalidInput(
             "there is no data to train on", hint="name a folder with --data, or a plan that has one"
         )

@@ -87,7 +87,7 @@ def batches(
     sample = {
         name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
     }
-    if workload.preserve_prior:
+    if workload.base_passes:
         sample[PRIOR] = torch.ones(())
     return [family.collate([sample] * size) for _ in range(workload.effective_batch_size // size)]
 

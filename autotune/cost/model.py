@@ -290,7 +290,7 @@ class TracedModel:
         others = max(1, text_tokens - 1) if self.masked(size) else text_tokens
         samples = [sample(tokens) for tokens in (text_tokens, *[others] * (size - 1))]
         batch = self.family.collate(samples, token_multiple)
-        if work.preserve_prior:  # what the base predicted is there, too
+        if work.base_passes:  # what the base predicted is there, too
             batch[PRIOR] = torch.empty_like(batch["latents"])
         return {name: tensor.to("meta") for name, tensor in batch.items()}
 
@@ -326,7 +326,7 @@ class TracedModel:
 
             pipeline = SimpleNamespace(vae=vae)
             encode = trace.trace_inference(
-                lambda: family.encode_pixels(pipeline, pixels), vae, self.rules
+                lambda: family.encode_item(pipeline, pixels), vae, self.rules
             )
             if hasattr(vae, "enable_tiling"):
                 vae.enable_tiling()

@@ -291,8 +291,10 @@ class CostModel:
         shares = self.tables.typical_shares(choice)
         # Forward passes through the base alone, in micro-batches. Processes that hold the weights
         # together all make one with each.
-        share = self.workload.preserve_prior
-        prior = accumulation * (1.0 if share and self.parallel.num_shards > 1 else share)
+        share = self.workload.base_passes
+        prior = accumulation * (
+            max(1.0, share) if share and self.parallel.num_shards > 1 else share
+        )
         base = prior * shares * composed.forward[:, :-1] * (np.array(CLASSES) != "adapter")
         forward = accumulation * shares * composed.forward[:, :-1]
         whole = accumulation * shares * composed.work[:, :-1] + base

@@ -224,7 +224,8 @@ class PassTables:
             encoders_stay=keeps or caching.residency == "keep",
         )
         # Which previews encode here.
-        if caching.vae_device != "training" and not self.model.family.max_controls:
+        shows = self.workload.num_control_images or self.model.family.starts_from_picture
+        if caching.vae_device != "training" and not shows:
             alone = replace(alone, encode_transient_bytes=0)
         # By one process of a node for all, before the transformer comes: each counts its share.
         encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.num_processes)

@@ -358,11 +358,10 @@ def is_sample_of(model: ResolvedModel, entry: CacheEntry, tensors: Tensors) -> b
     """Tell if tensors are a sample, which a digest does not: by names, shapes and finite values."""
     prompt = tensors.get("prompt_embeds")
     num_tokens = prompt.shape[0] if prompt is not None and prompt.ndim else 1
-    shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens)
-    if entry.caption is None:
-        wanted = {"latents": shapes["latents"]}
-    else:
-        wanted = {name: shape for name, shape in shapes.items() if "latents" not in name}
+    num_controls = 0 if entry.caption is None else len(entry.paths)
+    shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens, num_controls)
+    is_pixels = entry.caption is None
+    wanted = {name: shape for name, shape in shapes.items() if ("latents" in name) is is_pixels}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return found == wanted and all(tensor.isfinite().all() for tensor in tensors.values())
 

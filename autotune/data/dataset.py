@@ -317,6 +317,18 @@ def read_split(
     return SplitDataset(replace(dataset, items=training), tuple(held_out))
 
 
+def slider_data(prompts: Sequence[str], width_px: int, height_px: int) -> SplitDataset:
+    """Make the two items of a slider, which have no pictures. Raises InvalidInput for a prompt too
+    few."""
+    if len(prompts) != workload.SLIDER_PROMPTS:
+        what = f"a slider has {workload.SLIDER_PROMPTS} prompts, not {len(prompts)}"
+        hint = "--slider 'an old person' --slider 'a young person' --slider 'a person'"
+        raise InvalidInput(what, hint=hint)
+    *ends, neutral = prompts
+    one = Item(Path("slider"), neutral, width_px, height_px, prior_captions=tuple(ends), slides=1)
+    return SplitDataset(Dataset((one, replace(one, slides=-1)), ()))
+
+
 def _name(item: Item, data: DataPlace) -> str:
     """The path below the data folder; in a list after the folder's name, numbered to differ."""
     places = [Path(place) for place in list_places(data)]

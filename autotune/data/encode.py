@@ -33,7 +33,7 @@ from autotune.data.media import Problem
 from autotune.data.pixels import explain_damage, open_pixels
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs import formats, quantized_layers, settings
-from autotune.models.family import PRIOR, Sample
+from autotune.models.family import DOWN, PRIOR, Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan import candidate, workload
 from autotune.system.memory import map_large_buffers, release_memory
@@ -202,6 +202,12 @@ class EncodedDataset:
         return tuple(len(entries.prior_prompts) for entries in self.entries)
 
     @cached_property
+    def slider_ends(self) -> tuple[Sample, ...]:
+        """The positive and the negative sample of a slider; none of other data."""
+        ends = range(2 if self.items[0].slides else 0)
+        return tuple(self.sample(0, caption=end, is_prior=True) for end in ends)
+
+    @cached_property
     def _is_weighted(self) -> bool:
         return any(entries.mask_key for entries in self.entries) or any(
             item.weight != 1 for item in self.items
@@ -211,8 +217,10 @@ class EncodedDataset:
     def groups(self) -> tuple[int, ...]:
         """For each item a number, equal for pixels of equal shapes, which can share a batch."""
         shapes = [
-            (bucket, len(entries.latents))
-            for bucket, entries in zip(self.bucket_indices, self.entries, strict=True)
+            (bucket, len(entries.latents), item.slides)
+            for item, bucket, entries in zip(
+                self.items, self.bucket_indices, self.entries, strict=True
+            )
         ]
         numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
         return tuple(numbers[shape] for shape in shapes)
@@ -243,11 +251,15 @@ class EncodedDataset:
             raise ValueError("the data was encoded without caption dropout")
         sources = entries.flipped_latents if flipped else entries.latents
         pixels = {name: self._read(latents.key)["latents"] for name, latents in sources.items()}
+        pixels |= self._read(sources["latents"].key)
         if self._is_weighted:
             size = pixels["latents"].shape[-2:]
             pixels["loss_weights"] = self._loss_weights(index, size, flipped=flipped)
-        if is_prior:
+        slides = self.items[index].slides
+        if is_prior or slides:
             pixels[PRIOR] = torch.ones(())
+        if slides < 0:
+            pixels[DOWN] = torch.ones(())
         return {**self._read(prompt.key), **pixels}
 
     def _loss_weights(self, index: int, size: tuple[int, ...], *, flipped: bool) -> Tensor:
@@ -405,14 +417,17 @@ def _encode_each(
 def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
     """Encode one entry. Raises _Unreadable if a file cannot be decoded, AutotuneError for what is
     not finite; cached, it would make every loss a NaN much later."""
+    if entry.caption is None and not entry.paths:  # of a slider: no picture, only noise
+        model = encoders.model
+        shapes = model.family.sample_shapes(model.config, entry.bucket, 1, 0).items()
+        return {name: torch.zeros(shape) for name, shape in shapes if "latents" in name}
     # Files come first: broken ones, met again in every run, must not load the encoders.
     family, pixels = encoders.model.family, _open_files(entry)
     pipeline = encoders.load_pipeline(with_text=entry.caption is not None)
     try:
         if entry.caption is None:
             with map_large_buffers():
-                latents = family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))
-            encoded: Sample = {"latents": latents}
+                encoded = family.encode_item(pipeline, pixels[0].to(pipeline.vae.device))
         else:
             encoded = family.encode_caption(pipeline, entry.caption, pixels)
     except (TypeError, ValueError, LookupError, AttributeError) as error:

@@ -89,8 +89,9 @@ class Item:
     mask_path: Path | None = None  # its brightness, or the image's own alpha, weighs the loss
     crop: Crop = "center"
     weight: float = 1.0
-    # Of which the base model's prediction may be preserved.
+    # Of which the base model's prediction may be preserved; positive and negative of a slider.
     prior_captions: tuple[str, ...] = (EMPTY_CAPTION,)
+    slides: int = 0  # 1 or -1: the strength of a slider that learns from it
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -98,11 +99,11 @@ class Item:
 
     @property
     def num_frames(self) -> int:
-        return self.span.num_frames if self.span else len(self.pixel_paths)
+        return self.span.num_frames if self.span else max(1, len(self.pixel_paths))
 
     @property
     def pixel_paths(self) -> tuple[Path, ...]:
-        return self.frame_paths or (self.path,)
+        return () if self.slides else self.frame_paths or (self.path,)
 
 
 class _Unusable(Exception):

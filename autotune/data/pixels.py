@@ -226,6 +226,14 @@ def _open_rgb(path: Path) -> Image.Image:
         return to_rgb(image)
 
 
+def open_picture(path: Path) -> Image.Image:
+    """Read an image, or the first frame of a video. Raises OSError or others."""
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        return _open_rgb(path)
+    with closing(_frames(path)) as frames:
+        return next(frames).to_rgb()
+
+
 @dataclass(frozen=True)
 class VideoFacts:
     """Facts of a video file. Sizes are those of the frames as they are shown."""

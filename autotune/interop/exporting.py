@@ -27,7 +27,8 @@ LEARNING = (
     *("num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps", "weight_decay"),
     *("max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale"),
     *("weighting_scheme", "caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop"),
-    *("loss_mask", "mask_floor", "expert", "from_adapter", "training_adapter", "prior_captions"),
+    *("loss_mask", "mask_floor", "expert", "from_adapter", "training_adapter"),
+    *("prior_captions", "slider"),
 )
 # Knobs of how files and batches are read: they change neither learning nor the device's memory.
 LOADING = ("loader", "data_workers", "batch_memory")

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import Any
 from unittest import mock
 
 from autotune.errors import InvalidInput
@@ -200,9 +201,7 @@ def disable_dropout(transformer: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def without_adapter(transformer: nn.Module) -> Iterator[None]:
     """Compute as the base does. Unlike `disable_adapters` it leaves alone what is trained."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [layer for layer in _adapted_modules(transformer) if not layer._disable_adapters]
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -210,6 +209,25 @@ def without_adapter(transformer: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+@contextlib.contextmanager
+def negated_adapter(transformer: nn.Module) -> Iterator[None]:
+    """Compute with the adapter at strength -1, in the backward pass, too."""
+    layers = _adapted_modules(transformer)
+    for layer in layers:
+        layer.scaling[ADAPTER_NAME] *= -1
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.scaling[ADAPTER_NAME] *= -1
+
+
+def _adapted_modules(transformer: nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
 # Numbers of blocks in a layer's name.

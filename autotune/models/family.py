@@ -36,6 +36,7 @@ Images: TypeAlias = Sequence[Image.Image]
 Options: TypeAlias = dict[str, Any]
 
 PRIOR = "prior"  # in a sample whose target is the base's prediction, and then that prediction
+DOWN = "down"  # in a sample from which a slider learns at strength -1
 COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")  # of most pipelines
 
 
@@ -90,7 +91,10 @@ class Family(ABC):
     max_side_px: ClassVar[int] = 8192  # as the transformer's positions, and as anybody trains
     frames_per_latent: ClassVar[int] = 1  # the first frame has a latent of its own
     max_frames: ClassVar[int] = 1
-    max_controls: ClassVar[int] = 0  # of an item; if it is not 0, it needs at least one
+    min_controls: ClassVar[int] = 0  # control images of an item
+    max_controls: ClassVar[int] = 0
+    # Previews are given the first frame; in training it is the item's own.
+    starts_from_picture: ClassVar[bool] = False
     # Constructor argument of the transformer that counts the channels of latents, and its default
     # there; so for the other sizes.
     latent_channels: ClassVar[tuple[str, int]] = ("in_channels", 16)
@@ -133,7 +137,7 @@ class Family(ABC):
 
     @property
     def kind(self) -> Literal["image", "edit", "video"]:
-        if self.max_controls:
+        if self.min_controls:
             return "edit"
         return "video" if self.can_train_clips else "image"
 
@@ -223,16 +227,24 @@ class Family(ABC):
 
     def check_num_controls(self, number: int, of: str) -> None:
         """Raise InvalidInput if `of`, an item or a prompt, cannot have that many control images."""
-        if min(1, self.max_controls) <= number <= self.max_controls:
+        if self.min_controls <= number <= self.max_controls:
             return
         allowed = "none"
         hint = "leave --control out, or use a model for editing (of a single file: --base)"
         if self.max_controls:
-            allowed = f"1 to {self.max_controls}"
+            allowed = f"{self.min_controls} to {self.max_controls}"
             hint = "give the images that belong to each with --control"
         raise InvalidInput(
             f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint
         )
+
+    def check_prompt(self, num_pictures: int) -> None:
+        """Raise InvalidInput if a prompt cannot come with that many pictures."""
+        if not self.starts_from_picture:
+            self.check_num_controls(num_pictures, "the prompt")
+        elif num_pictures != 1:
+            message = f"{self.name} makes a clip of one picture, not of {num_pictures}"
+            raise InvalidInput(message, hint="name its first frame with --control")
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         """Load the pipeline in `folder` with the stock class."""
@@ -287,6 +299,10 @@ class Family(ABC):
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         """Count the tokens of each encoded caption, with the tokenizer in the model's `folder`."""
         return [self.max_text_tokens] * len(captions)
+
+    def encode_item(self, pipeline: Any, pixels: Tensor) -> Sample:
+        """Encode pixels, as of `encode_pixels`, to all that the transformer sees of them."""
+        return {"latents": self.encode_pixels(pipeline, pixels)}
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         """Encode pixels (3, frames, height, width) in [-1, 1] to latents (channels, frames, height,

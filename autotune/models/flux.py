@@ -93,7 +93,7 @@ class Flux1Kontext(Flux1Dev):
     models, defaults, tiny_config = facts.family_facts(name)
     aliases = {"kontext": "flux1-kontext", "flux-kontext": "flux1-kontext"}
     pipeline_class = "FluxKontextPipeline"
-    max_controls = 1
+    min_controls = max_controls = 1
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         from PIL import Image, ImageOps

@@ -83,7 +83,7 @@ class QwenImageEdit(QwenImage):
     models, defaults, tiny_config = facts.family_facts(name)
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
-    max_controls = 1
+    min_controls = max_controls = 1
     max_text_tokens = 3840  # nothing is cut; of 4096 positions a picture's side takes up to 256
     condition_area_px: ClassVar[int] = 1024 * 1024  # of images for the text encoder
     picture_prompt: ClassVar[str] = ""  # for each of them, before the caption

@@ -122,6 +122,8 @@ class DataFields(Frozen):
     """Caption of images that have none."""
     trigger: Words | None = None
     """Word put in front of every caption that lacks it."""
+    slider: Annotated[tuple[Words, ...], Option(metavar="TEXT")] = Field(default=(), max_length=3)
+    """Train a slider without pictures: give a positive, a negative and a neutral prompt."""
     prior_captions: Annotated[tuple[Words, ...], HIDDEN] = Field(default=(), max_length=1000)
     """Captions to preserve the base model's prediction of, with `preserve_prior`; by default each
     image's own without the trigger, or none at all if there is no trigger."""

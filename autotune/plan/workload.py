@@ -17,6 +17,7 @@ BLOCK_RANGES = r"^(all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$"
 AdapterKind = Literal["lora", "rslora", "dora", "lokr"]
 TextPadding = Literal["exact", "masked"]
 """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
+SLIDER_PROMPTS = 3  # positive, negative and neutral
 PositiveTokens = Annotated[int, base.PositiveInt]
 OptionValue = bool | int | float | str | tuple[float, ...]
 
@@ -190,6 +191,8 @@ class Workload(Learning):
     """Lengths of encoded captions in ascending order, each standing for the same number of
     captions: they decide speed. Empty if all captions are about as long as the longest."""
     text_padding: TextPadding
+    is_slider: bool = False
+    """True if the target is what the base predicts for other prompts, in place of pictures."""
     num_control_images: int = Field(default=0, ge=0)
     """The most control images that an item has; 0 unless the model edits images."""
     rank: int = base.PositiveInt
@@ -206,6 +209,11 @@ class Workload(Learning):
     def largest_bucket(self) -> Bucket:
         """The bucket with the most pixels, which decides peak memory."""
         return max(self.buckets, key=lambda b: (b.num_pixels, b.width_px))
+
+    @property
+    def base_passes(self) -> float:
+        """Passes through the base for each image, in the mean."""
+        return float(SLIDER_PROMPTS) if self.is_slider else self.preserve_prior
 
     @model_validator(mode="after")
     def _quantiles_in_order(self) -> Self:

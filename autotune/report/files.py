@@ -281,6 +281,7 @@ def _model_card(
     """Markdown with the hub's header; of the data it tells only the number of items."""
     job, work = run.plan.job, run.plan.frozen.workload
     family = get_family(work.model.family).with_expert(job.expert)
+    task = "image-to-video" if family.starts_from_picture else TASKS[family.kind]
     hub_id = (job.base or job.model) if job.revision is not None else None
     published = find_published(hub_id or work.model.name)
     base_model = published[1].hub_id if published else hub_id
@@ -288,8 +289,8 @@ def _model_card(
         "base_model": base_model,
         "license": published[1].license if published else None,
         "library_name": "diffusers",
-        "pipeline_tag": TASKS[family.kind],
-        "tags": ["lora", "diffusers", "autotune", TASKS[family.kind]],
+        "pipeline_tag": task,
+        "tags": ["lora", "diffusers", "autotune", task],
         "widget": [{"text": prompt, "output": {"url": file}} for prompt, file in pictures],
     }
     told = {key: value for key, value in header.items() if value}

@@ -146,7 +146,7 @@ def _gains_of_memory(plan: TrainingPlan) -> list[str]:
 def train_hint(plan: TrainingPlan, file: Path) -> str:
     """Tell where the plan was written, and the command that goes on from it."""
     frozen, command = plan.frozen, ["autotune", "train", str(file)]
-    command += ["--data", "FOLDER"] if plan.job.data is None else []
+    command += ["--data", "FOLDER"] if plan.job.data is None and not plan.job.slider else []
     if frozen.workload.num_control_images and plan.job.control is None:
         command += ["--control", "FOLDER"]
     is_here = frozen.expected.evidence != "predicted"

@@ -124,7 +124,8 @@ def largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Pat
     """Make a preview in the largest shape, with a caption of about its length."""
     work, bucket = request.workload, request.workload.largest_bucket
     size = (bucket.width_px, bucket.height_px)
-    paths = [folder / f"control-{number}.png" for number in range(work.num_control_images)]
+    num_pictures = work.num_control_images + model.family.starts_from_picture
+    paths = [folder / f"control-{number}.png" for number in range(num_pictures)]
     for path in paths:
         Image.new("RGB", size, "gray").save(path)
     tokens = work.max_text_tokens
@@ -159,7 +160,7 @@ def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> 
     pipeline = encoders.load_pipeline(with_text=False)
     pixels = torch.zeros(3, bucket.num_frames, height, width, device=pipeline.vae.device)
     with memory.map_large_buffers():
-        model.family.encode_pixels(pipeline, pixels)
+        model.family.encode_item(pipeline, pixels)
 
 
 worker.TASKS[RehearsalRequest] = rehearse

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autotune.data.dataset import Dataset, read_split
+from autotune.data.dataset import Dataset, read_split, slider_data
 from autotune.data.items import make_options, tell_cut_captions
 from autotune.errors import InvalidInput
 from autotune.interop import exporting
@@ -137,11 +137,14 @@ class ResolvedRequest:
                 registry.require_choice(name, value)
         model, notes = resolve_request_model(request)
         family, defaults = model.family, model.family.defaults
-        prepare.check_overrides(family, request)
+        bucket = prepare.check_overrides(family, request)
         if needs_weights and model.folder is not None:
             resolve.check_weights(model)
         dataset = training = None
-        if request.data:
+        if request.slider:
+            split = slider_data(request.slider, bucket.width_px, bucket.height_px)
+            dataset = training = split.training
+        elif request.data:
             frames = request.given.get("num_frames", defaults.num_frames)
             options = make_options(request.given_job, family, frames)
             split = read_split(request.data, options, request.validation, request.seed)

@@ -281,7 +281,7 @@ class StepRunner:
 
     def _pass_through_base(self) -> float:
         """Predict as images do that preserve the prior; returns a step's share of its seconds."""
-        share = self.workload.preserve_prior
+        share = self.workload.base_passes
         if not share:
             return 0.0
         model, started, position = self.model, time.perf_counter(), 0
@@ -309,7 +309,7 @@ class StepRunner:
         memory in bytes, and its seconds."""
         self._prepare_modulation()
         plain = self.batches
-        if self.workload.preserve_prior:
+        if self.workload.base_passes:
             self.batches = [{**batch, PRIOR: torch.ones(())} for batch in plain]
         started = time.perf_counter()
         _, peak = memory.measure_peak_memory(self.model.device, self._live_tensors, self.step)

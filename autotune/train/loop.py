@@ -85,7 +85,7 @@ class TrainingLoop:
         shift = model.family.shift_at if given == "by_resolution" else given
         noise = job.timestep_sampling, job.weighting_scheme, model.noise
         together = processes.num_shards > 1 and order.preserve_prior > 0
-        self.noising = Noising(job.seed, shift, *noise, always_predicts_base=together)
+        self.noising = Noising(job.seed, shift, *noise, together, encoded.slider_ends)
         self.windows = make_windows(model, encoded, order, self.noising, processes, self._to_device)
         meter = HeldOutLoss(model, held_out, self.noising, self._to_device) if held_out else None
         self.validation = Validation(

@@ -9,7 +9,7 @@ from typing import Any
 from filelock import FileLock
 
 from autotune.data.batches import assign_buckets, make_buckets
-from autotune.data.dataset import Dataset, SplitDataset, read_split
+from autotune.data.dataset import Dataset, SplitDataset, read_split, slider_data
 from autotune.data.items import EMPTY_CAPTION, make_options
 from autotune.data.pixels import has_video_decoder
 from autotune.errors import InvalidInput, first_line
@@ -56,7 +56,7 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     """Check the job, the output folder and a local model, and read the data."""
 
     job, workload = plan.job, plan.frozen.workload
-    if job.data is None:
+    if job.data is None and not job.slider:
         raise InvalidInput(
             "the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER"
         )
@@ -69,8 +69,12 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     for adapter in filter(None, (job.from_adapter, job.training_adapter)):
         read_header(Path(adapter))
     model = None if resolve.is_fetchable(job.model_ref) else read_model(plan)
-    options = make_options(dict(job), family, job.num_frames)
-    data = read_split(job.data, options, job.validation, job.seed)
+    if job.slider:
+        shape = workload.largest_bucket
+        data = slider_data(job.slider, shape.width_px, shape.height_px)
+    else:
+        options = make_options(dict(job), family, job.num_frames)
+        data = read_split(job.data or (), options, job.validation, job.seed)
     check_options(workload.optimizer)  # which imports that of another name
     return RunInputs(data, model)
 
@@ -200,6 +204,9 @@ def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
         what = f"adapters of {family.name} that autotune knows how to write"
         hint = "leave --adapter-format out: diffusers loads them"
         raise InvalidInput(f"{job.adapter_format} loads no {what}", hint=hint)
+    if job.slider and (job.data or job.validation):
+        hint = "leave --slider out, or --data and --validation"
+        raise InvalidInput("a slider is trained without pictures", hint=hint)
     family.noise.check_weighting(job.weighting_scheme, family.name)
     family.check_num_frames(job.num_frames)
 
@@ -249,9 +256,13 @@ def describe_workload(
         "effective_batch_size": defaults.effective_batch_size,
         "targets": request.targets,
     }
+    is_slider = dataset is not None and any(item.slides for item in dataset.items)
+    if is_slider and (request.adapter == "dora" or request.preserve_prior):
+        message = "a slider is no DoRA, and preserves no prior: it must turn around at strength -1"
+        raise InvalidInput(message, hint="leave --adapter dora and --preserve-prior out")
     sides = family.size_multiple_px, family.max_side_px
     buckets = (bucket,) if dataset is None else make_buckets(dataset.items, resolution, *sides)
-    others = request.text_tokens, drops_captions, request.preserve_prior > 0
+    others = request.text_tokens, drops_captions, is_slider or request.preserve_prior > 0
     lengths = sorted(_text_lengths(model, dataset, buckets, *others))
     if lengths[-1] > family.max_text_tokens:
         hint = f"the nearest valid length is {family.max_text_tokens} tokens"
@@ -265,6 +276,7 @@ def describe_workload(
         text_padding="exact" if len(set(lengths)) == 1 else "masked",
         num_control_images=num_controls,
         optimizer=request.optimizer_choice,
+        is_slider=is_slider,
         **{**usual, **given},
     )
 
@@ -303,7 +315,7 @@ def _require_alike(family: Family, transformer: Any, targets: str) -> None:
 
 def _num_controls(family: Family, dataset: Dataset | None) -> int:
     if dataset is None:
-        return min(1, family.max_controls)
+        return family.min_controls
     for item in dataset.items:
         family.check_num_controls(len(item.control_paths), item.path.name)
     return max(len(item.control_paths) for item in dataset.items)
@@ -408,5 +420,5 @@ def read_sample_inputs(
     if not adapter:
         require(plan)
     model = resolve.fetch_model(plan.job.model_ref)
-    model.family.check_num_controls(len(request.control_paths), "the prompt")
+    model.family.check_prompt(len(request.control_paths))
     return SampleInputs(request, plan, model, adapter, file)

@@ -178,7 +178,7 @@ class _Run:
 
     @property
     def _drawn(self) -> dict[str, Any]:
-        share, job = self.plan.frozen.workload.preserve_prior, self.plan.job
+        share, job = self.plan.frozen.workload.base_passes, self.plan.job
         return {"caption_dropout": job.caption_dropout, "preserve_prior": share, "flip": job.flip}
 
     def _load(self) -> TrainingModel:
@@ -200,14 +200,18 @@ class _Run:
         job, items = self.plan.job, self.prepared.data.training.items
         bucket, steps = self.prepared.workload.largest_bucket, job.preview_steps
         prompts = (items[0].caption,) if job.preview_prompts is None else job.preview_prompts
-        controls = {item.caption: item.control_paths for item in reversed(items)}
+        starts = self.prepared.model.family.starts_from_picture
+        controls = {
+            item.caption: item.pixel_paths[:1] if starts else item.control_paths
+            for item in reversed(items)
+        }
         return [
             sample.Preview(
                 text,
                 bucket,
                 steps,
                 job.seed + at,
-                controls.get(text, items[0].control_paths),
+                controls.get(text, controls[items[0].caption]),
                 title,
             )
             for at, (text, title) in enumerate(zip(prompts, job.preview_titles, strict=False))

@@ -25,7 +25,7 @@ from torch import nn
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
 from autotune.data.encode import Encoders, move_tensors
-from autotune.data.pixels import explain_damage, open_image, to_rgb
+from autotune.data.pixels import explain_damage, open_picture
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged
 from autotune.knobs import blocks, modulation
@@ -330,7 +330,7 @@ class PreviewSampler:
 
     def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
         try:
-            controls = [to_rgb(open_image(path)) for path in preview.control_paths]
+            controls = [open_picture(path) for path in preview.control_paths]
         except Exception as error:  # decoders raise anything for damaged files
             message = f"a control image cannot be used: {explain_damage(error)}"
             raise InvalidInput(message, hint="check the files") from error

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from autotune.data import batches, encode
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, window_steps
-from autotune.models.adapter import without_adapter
-from autotune.models.family import PRIOR, Batch, Family, denoising_loss, unwrap_model
+from autotune.models.adapter import negated_adapter, without_adapter
+from autotune.models.family import DOWN, PRIOR, Batch, Family, Sample, denoising_loss, unwrap_model
 from autotune.models.latents import send
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan import job, workload
@@ -22,6 +22,7 @@ from autotune.train.model import TrainingModel
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes
 
+SLIDER_GUIDANCE = 3.0  # ai-toolkit's; the authors' scripts take 4 for Stable Diffusion
 TINY = 1e-9  # keeps quantiles off 0 and 1, where a normal distribution has none
 
 
@@ -37,6 +38,7 @@ class Noising:
     process: NoiseProcess = FLOW_MATCHING
     # Where processes hold the weights together, all pass through the base if one of them does.
     always_predicts_base: bool = False
+    slider_ends: tuple[Sample, ...] = ()  # the positive and the negative one
 
     def draw(self, step: int, position: int, shape: Sequence[int]) -> tuple[Tensor, float]:
         """Draw noise of `shape` and a level, by seed, step and position alone."""
@@ -88,11 +90,22 @@ class Noising:
         levels = send(torch.tensor([level for _, level in draws]), clean.device)
         kind = self.process, self.weighting
         if PRIOR in batch or self.always_predicts_base:
-            noisy = self.process.add_noise(clean, noise, levels)
-            base = predict_base(family, transformer, noisy, levels, batch)
+            known = family, transformer, self.process.add_noise(clean, noise, levels), levels
+            base, strength = predict_base(*known, batch), -1 if DOWN in batch else 1
+            # From one end toward the other: Gandikota et al. 2023, eq. 7.
+            for end, sign in zip(self.slider_ends, (strength, -strength), strict=False):
+                other = to_device(family.collate([end] * len(clean)), clean.device, clean.dtype)
+                base += sign * SLIDER_GUIDANCE * predict_base(*known, {**batch, **other})
             batch = {**batch, PRIOR: base} if PRIOR in batch else batch
-            del noisy, base
-        return denoising_loss(family, transformer, batch, noise, levels, *kind)
+            del known, base
+        with polarity(transformer, batch):
+            return denoising_loss(family, transformer, batch, noise, levels, *kind)
+
+
+def polarity(transformer: nn.Module, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    """Compute at the strength that the batch is for."""
+    bare = unwrap_model(transformer)
+    return negated_adapter(bare) if DOWN in batch else contextlib.nullcontext()
 
 
 @torch.no_grad()
@@ -169,7 +182,8 @@ def optimizer_step(
             _seed_dropout(batch["latents"].device, _seed_at(-1 - noising.seed, step, position))
             loss = noising.loss(family, transformer, batch, step, position)
             loss = loss * (size / effective_batch_size)
-            optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
+            with polarity(transformer, batch):  # checkpointed blocks run again
+                optimizer.scale(loss).backward()  # type: ignore[no-untyped-call]
         position += size
         total = total + loss.detach()
         del loss  # else what layers save on graph nodes would stay through the next micro-batch
@@ -203,6 +217,7 @@ class ModulationWindows:
     images_per_step: int
     first_position: int
     place: Callable[[Batch], Batch]
+    end_inputs: Sequence[Batch] = ()  # of a slider
     share_seconds: float = 0.0  # a step's share of the time that the newest window took
     _held: int = -1
 
@@ -219,8 +234,9 @@ class ModulationWindows:
         inputs, levels = [], []
         for number in range(window * self.num_steps, (window + 1) * self.num_steps):
             for position, image in enumerate(self.images(number), self.first_position):
-                inputs.append(image.inputs)
-                levels.append(self.noising.level_at(number, position, image.latents_shape))
+                level = self.noising.level_at(number, position, image.latents_shape)
+                inputs += [image.inputs, *self.end_inputs]
+                levels += [level] * (1 + len(self.end_inputs))
         self._held = -1  # an error may leave half a window
         collected = collect_conditionings(self.model, self.ahead, inputs, levels, self.place)
         self.ahead.hold(collected, self.num_steps * self.images_per_step)
@@ -242,6 +258,7 @@ def make_windows(
     known: dict[batches.Draw, ConditionedImage] = {}
     rank, world_size = processes.rank, processes.world_size
     share = order.effective_batch_size // world_size
+    ends = [pick_inputs(model, end) for end in noising.slider_ends]
 
     def condition(draw: batches.Draw) -> ConditionedImage:
         if draw not in known:  # so that each is read once in a run, and its prompt not kept
@@ -254,7 +271,8 @@ def make_windows(
         planned = order.micro_batches(step, share, rank=rank, world_size=world_size)
         return [condition(draw) for part in planned for draw in part.draws]
 
-    return ModulationWindows(model, ahead, noising, images, share, rank * share, place)
+    known_ahead = model, ahead, noising, images, share * (1 + len(ends))
+    return ModulationWindows(*known_ahead, rank * share, place, ends)
 
 
 def collect_conditionings(

@@ -224,7 +224,7 @@ def test_what_dropout_keeps_is_predicted(predictor):
         ("flux1-dev", {"adapted_blocks": "1,3"}, 2),
         ("flux1-dev", {"targets": "to_q,ff.*"}, 0),
         ("flux1-dev", {"preserve_prior": 0.2}, 0),
-        ("qwen-image", {"preserve_prior": 0.2}, 2),
+        ("qwen-image", {"is_slider": True}, 2),
         ("qwen-image", {"optimizer": OptimizerChoice(name="adafactor"), "ema_decay": 0.9}, 0),
     ],
 )

@@ -117,7 +117,7 @@ JUDGED = {
     "power_limit_watts versions rates noisy",
     Rate: "name value unit spread num_samples conditions",
     Workload: "rank lora_alpha lora_dropout targets adapted_blocks adapter lokr_factor ema_decay "
-    "preserve_prior effective_batch_size quality objective model resolution_px buckets "
+    "preserve_prior is_slider effective_batch_size quality objective model resolution_px buckets "
     "max_text_tokens text_token_quantiles text_padding num_control_images optimizer",
     ModelSpec: "family architecture num_parameters num_blocks name",
     TrialResult: "candidate outcome step_seconds warmup_seconds load_seconds peak_memory_bytes "
