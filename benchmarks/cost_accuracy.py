@@ -147,7 +147,7 @@ def workload_of(name: str) -> Workload:
         resolution_px=SIDE_PX,
         buckets=(Bucket(width_px=SIDE_PX, height_px=SIDE_PX, num_frames=frames, num_items=20),),
         max_text_tokens=TEXT_TOKENS,
-        num_control_images=min(1, family.max_controls),
+        num_control_images=family.min_controls,
         text_padding="exact",
         rank=8,
         lora_alpha=8.0,

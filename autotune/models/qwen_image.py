@@ -7,7 +7,17 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from autotune.models import facts, latents
-from autotune.models.family import Batch, Family, Images, Options, Pixels, Sample, Sizes, Texts
+from autotune.models.family import (
+    Batch,
+    Family,
+    Images,
+    Options,
+    Pixels,
+    Sample,
+    Shapes,
+    Sizes,
+    Texts,
+)
 from autotune.plan.workload import Bucket, TextPadding
 from autotune.system.lazy import Tensor, torch
 
@@ -165,10 +175,13 @@ class QwenImageEditPlus(QwenImageEdit):
 
 
 SLOT = 2  # latents along each side of what Qwen-Image 2.1 counts as one slot of an image
+PLACES = "image_places"  # of control images among a caption's tokens
+PICTURE = "<image{}><|vision_start|><|image_pad|><|vision_end|>"
 
 
 class QwenImage21(Family):
-    """Text to image. Prompts are encoded at their own length, and pass through the model at it."""
+    """Text to image, and editing: control images stand among the tokens of the text, at
+    `image_places`. Prompts pass through the model at their own length."""
 
     name = "qwen-image-2.1"
     models, defaults, tiny_config = facts.family_facts(name)
@@ -183,8 +196,9 @@ class QwenImage21(Family):
     separates_prompts = True
     # Captions of other lengths cannot share a pass, and sharded processes count passes.
     max_micro_batch_size = 1
-    # Nothing is cut, and the rotary tables know 8,192; nobody trains on more.
-    max_text_tokens = 2048
+    max_controls = 3  # of the ten that its authors name
+    # Nothing is cut, and the rotary tables know 8,192: three megapixels take 3,072.
+    max_text_tokens = 4096
     target_sets = latents.adapted_layers(
         BLOCK, r"attn\.(to_q|to_k|to_v|to_out\.0)", r"img_mlp\.(gate_layer|proj|out)"
     )
@@ -206,9 +220,27 @@ class QwenImage21(Family):
         from diffusers import QwenImage21Pipeline
 
         processor = latents.load_processor("Qwen3VLProcessor", folder / "processor")
-        stock = QwenImage21Pipeline(None, None, None, processor, None)
-        texts = [stock.prompt_template_t2i.format(caption or " ") for caption in captions]
-        return [len(ids) - stock._drop_idx for ids in processor.tokenizer(texts)["input_ids"]]
+        stock, counts = QwenImage21Pipeline(None, None, None, processor, None), []
+        for caption, sizes in zip(captions, controls or [()] * len(captions), strict=True):
+            pictures = " ".join(PICTURE.format(number + 1) for number in range(len(sizes)))
+            text = stock.prompt_template_t2i.format(pictures + (caption or " "))
+            seen = [processor.num_image_tokens(*size) - 1 for size in sizes]
+            counts.append(len(processor.tokenizer(text)["input_ids"]) + sum(seen) - stock._drop_idx)
+        return counts
+
+    def sample_shapes(
+        self, config: facts.Config, bucket: Bucket, text_tokens: int, num_controls: int = 0
+    ) -> Shapes:
+        shapes = super().sample_shapes(config, bucket, text_tokens, num_controls)
+        return {**shapes, PLACES: (num_controls,)} if num_controls else shapes
+
+    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
+        to_images = pipeline.image_processor.postprocess
+        images = [to_images(pixels.movedim(1, 0).float())[0] for pixels in controls] or None
+        prompt, _, is_image = pipeline.encode_prompt(prompt=[caption], image=images)
+        begins = is_image[0, 1:] & ~is_image[0, :-1]
+        places = {PLACES: begins.nonzero()[:, 0] + 1} if images else {}
+        return {"prompt_embeds": prompt[0], **places}
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         opaque = torch.cat([pixels, torch.ones_like(pixels[:1])])
@@ -218,29 +250,44 @@ class QwenImage21(Family):
         prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
         if len({len(prompt) for prompt in prompts}) > 1:
             # Padding would count as text, and move the image away from it.
-            rows = zip(noisy[:, None], levels[:, None], prompts, strict=True)
-            return torch.cat(
-                [
-                    self.predict(transformer, one, level, {"prompt_embeds_0": prompt})
-                    for one, level, prompt in rows
-                ]
-            )
-        text, (height, width) = len(prompts[0]), noisy.shape[3:]
+            shared = {k: each for k, each in batch.items() if not k.startswith("prompt_embeds")}
+            rows = []
+            for at, prompt in enumerate(prompts):
+                own = {name: each[at : at + 1] for name, each in shared.items()}
+                given = noisy[at : at + 1], levels[at : at + 1], {**own, "prompt_embeds_0": prompt}
+                rows.append(self.predict(transformer, *given))
+            return torch.cat(rows)
+        target, *controls = latents.with_controls(noisy, batch)
+        images = [*controls, target]
+        slots = [math.prod(each.shape[3:]) // SLOT**2 for each in images]
+        text = torch.stack(prompts)
+        if (missing := sum(slots[:-1]) - text.shape[1]) > 0:  # in trials of short captions
+            text = torch.nn.functional.pad(text, (0, 0, 0, missing))
         # A trace has no numbers, but the model reads these: they stay on the host, where it does.
         device = "cpu" if noisy.is_meta else noisy.device
-        places = torch.arange(text + height * width // SLOT**2, device=device)
+        is_image = torch.arange(text.shape[1] + slots[-1], device=device) >= text.shape[1]
+        end = 0
+        for number, slot in enumerate(slots[:-1]):
+            place = end if noisy.is_meta else int(batch[PLACES][0, number])
+            # Those of trials are random.
+            start = min(max(place, end), text.shape[1] - sum(slots[number:-1]))
+            end = start + slot
+            is_image[start:end] = True
         velocity: Tensor = transformer(
-            hidden_states=noisy.flatten(2).mT,
-            encoder_hidden_states=torch.stack(prompts),
+            hidden_states=torch.cat([each.flatten(2).mT for each in images], dim=1),
+            encoder_hidden_states=text,
             timestep=levels,
-            img_shapes=[[(1, height, width)]] * len(noisy),
-            img_mask=(places >= text).expand(len(noisy), -1),
+            img_shapes=[[(1, *each.shape[3:]) for each in images]] * len(noisy),
+            img_mask=is_image.expand(len(noisy), -1),
             return_dict=False,
         )[0]
-        return velocity[:, text:].mT.reshape(noisy.shape)
+        return velocity[:, -math.prod(noisy.shape[3:]) :].mT.reshape(noisy.shape)
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
-        return {"prompt": prompt}
+        if not controls:
+            return {"prompt": prompt}
+        side = round(math.sqrt(bucket.width_px * bucket.height_px))  # not a megapixel: as trained
+        return {"prompt": prompt, "image": list(controls), "output_resolution": side}
 
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return True  # of the text, which attends to what comes before

@@ -17,7 +17,7 @@ from autotune.models.ltx2 import LTX2
 from autotune.models.minimax_h3 import MiniMaxH3
 from autotune.models.qwen_image import QwenImage, QwenImage21, QwenImageEdit, QwenImageEditPlus
 from autotune.models.stable_diffusion import StableDiffusion35, StableDiffusionXL
-from autotune.models.wan import Wan21, Wan22, Wan22HighNoise
+from autotune.models.wan import Wan21, Wan22, Wan22HighNoise, Wan22ImageHighNoise
 from autotune.models.z_image import ZImage
 from autotune.system.process import reveal_packages
 
@@ -86,6 +86,7 @@ FAMILIES = Families(
     Wan21(),
     Wan22(),
     Wan22HighNoise(),
+    Wan22ImageHighNoise(),
     Krea2(),
     Chroma(),
     QwenImage21(),

@@ -1,18 +1,22 @@
-"""Wan 2.1 and Wan 2.2, text to video: blocks that attend to UMT5's text. Images train them, too."""
+"""Wan 2.1 and 2.2, text to video, and image to video: blocks that attend to UMT5's text. Images
+train those from text, too."""
 
+from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.models.facts import Config, family_facts
-from autotune.models.family import Batch, Family, Images, Options
+from autotune.models.family import Batch, Family, Images, Options, Sample, Shapes
 from autotune.models.latents import adapted_layers
 from autotune.models.noise import FlowMatching, NoiseProcess
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import Tensor
+from autotune.system.lazy import Tensor, torch
 
 TEXT_TOKENS = 512  # of every prompt: the transformer attends to the zeros of padding
 POSITIONS = 1024  # maximum rows, columns and latent frames of the transformer's rotary embedding
 BOUNDARY = 0.875  # share of noise from which one transformer of Wan 2.2 14B denoises
+IMAGE_BOUNDARY = 0.9  # so of its image to video
+START = "start_latents"
 
 
 class Wan(Family):
@@ -111,4 +115,56 @@ class Wan22LowNoise(Wan22HighNoise):
         return FlowMatching(highest_share=boundary)
 
 
+class Wan22ImageHighNoise(Wan22HighNoise):
+    """Image to video of 14B parameters. 20 channels more hold a mask and the latents of the first
+    frame, followed by zeros; in training it is the clip's own."""
+
+    name = "wan-2.2-i2v"
+    models, defaults, tiny_config = family_facts(name)
+    aliases = {"wan-2.2-i2v-a14b": "wan-2.2-i2v", "wan-2.2-i2v-14b": "wan-2.2-i2v"}
+    pipeline_class = "WanImageToVideoPipeline"
+    latent_channels = ("out_channels", 16)
+    starts_from_picture = True
+    noise = FlowMatching(lowest_share=IMAGE_BOUNDARY)
+
+    def load_pipeline(self, folder: Path, **components: Any) -> Any:
+        from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+
+        pipeline_wan_i2v.prompt_clean = pipeline_wan.prompt_clean  # its own fails without ftfy
+        return super().load_pipeline(folder, **components)
+
+    def sample_shapes(
+        self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> Shapes:
+        shapes = super().sample_shapes(config, bucket, text_tokens, num_controls)
+        return {**shapes, START: shapes["latents"]}
+
+    def encode_item(self, pipeline: Any, pixels: Tensor) -> Sample:
+        still = torch.cat([pixels[:, :1], torch.zeros_like(pixels[:, 1:])], dim=1)
+        start = self.encode_pixels(pipeline, still)
+        return {**super().encode_item(pipeline, pixels), START: start}
+
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
+        mask = torch.zeros_like(noisy[:, : self.frames_per_latent])
+        mask[:, :, 0] = 1
+        known = torch.cat([noisy, mask, batch[START].to(noisy.dtype)], dim=1)
+        return super().predict(transformer, known, levels, batch)
+
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
+        usual = super().call_options(pipeline, prompt, bucket, controls)
+        guidance = usual["guidance_scale"]
+        return {**usual, "image": controls[0], "guidance_scale_2": guidance}
+
+
+class Wan22ImageLowNoise(Wan22ImageHighNoise, Wan22LowNoise):
+    """The transformer for little noise."""
+
+    expert = "low-noise"
+    noise = FlowMatching(highest_share=IMAGE_BOUNDARY)
+
+
 Wan22HighNoise.experts = {"high-noise": Wan22HighNoise(), "low-noise": Wan22LowNoise()}
+Wan22ImageHighNoise.experts = {
+    "high-noise": Wan22ImageHighNoise(),
+    "low-noise": Wan22ImageLowNoise(),
+}

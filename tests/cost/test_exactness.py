@@ -225,6 +225,7 @@ def test_what_dropout_keeps_is_predicted(predictor):
         ("flux1-dev", {"targets": "to_q,ff.*"}, 0),
         ("flux1-dev", {"preserve_prior": 0.2}, 0),
         ("qwen-image", {"is_slider": True}, 2),
+        ("qwen-image-2.1", {"num_control_images": 2}, 2),
         ("qwen-image", {"optimizer": OptimizerChoice(name="adafactor"), "ema_decay": 0.9}, 0),
     ],
 )

@@ -47,7 +47,7 @@ def workload_of(name: str, **changes: Any) -> Workload:
         "model": ModelSpec(num_blocks=blocks, **known), "resolution_px": 96,
         "buckets": (Bucket(width_px=96, height_px=64, num_frames=frames, num_items=3),),
         "max_text_tokens": 12, "text_padding": "exact", "rank": 4, "lora_alpha": 4.0,
-        "targets": "attention", "num_control_images": min(1, family.max_controls),
+        "targets": "attention", "num_control_images": family.min_controls,
         "effective_batch_size": 2,
     }  # fmt: skip
     return Workload(**{**values, **changes})

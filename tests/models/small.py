@@ -82,7 +82,7 @@ class Small:
         encoded = self.family.encode_caption(self.pipeline, caption, controls)
         for number, control in enumerate(controls, start=1):
             encoded[f"control_latents_{number}"] = self.family.encode_pixels(self.pipeline, control)
-        return {**encoded, "latents": self.family.encode_pixels(self.pipeline, self.pixels(bucket))}
+        return {**encoded, **self.family.encode_item(self.pipeline, self.pixels(bucket))}
 
     def levels(self, *shares: float) -> torch.Tensor:
         return torch.tensor([self.family.noise.level(share) for share in shares])

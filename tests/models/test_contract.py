@@ -249,7 +249,8 @@ def test_checkpointing_gives_equal_gradients(small):
 
 @pytest.mark.quick(*KINDS)
 def test_samples_are_deterministic_and_sized(small):
-    controls = [Image.new("RGB", (40, 56), "green")] * small.family.max_controls
+    number = small.family.max_controls + small.family.starts_from_picture
+    controls = [Image.new("RGB", (40, 56), "green")] * number
     bucket = Bucket(width_px=64, height_px=32, num_frames=small.bucket.num_frames, num_items=1)
     options = {"num_steps": 2, "controls": controls}
     runs = [

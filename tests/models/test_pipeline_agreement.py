@@ -66,6 +66,8 @@ def _options(small, monkeypatch):
         monkeypatch.setattr(type(small.pipeline), "min_duration", 0.0)
     if family.name == "ideogram-4":
         options |= {"guidance_schedule": None, "max_sequence_length": 64}
+    if family.name == "qwen-image-2.1":
+        options["output_resolution"] = size[1]
     if family.name == "ltx-2.3":
         options |= {"audio_guidance_scale": 1.0, "guidance_rescale": 0.0}
         options |= {"stg_scale": 0.0, "audio_stg_scale": 0.0}
@@ -104,7 +106,8 @@ def _unpack(family, hidden, shape):
         if family.can_train_clips:
             return hidden.mT.reshape(1, *shape)
         rows, columns = height // family.patch, width // family.patch
-        tokens = hidden[:, -rows * columns :] if family.name == "ideogram-4" else hidden
+        comes_last = family.name in ("ideogram-4", "qwen-image-2.1")
+        tokens = hidden[:, -rows * columns :] if comes_last else hidden
         tokens = tokens[:, : rows * columns].mT.unflatten(2, (rows, columns))
         return torch.nn.functional.pixel_shuffle(tokens, family.patch)[:, :, None]
     # Others are for an image to begin with.
@@ -138,6 +141,10 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
     if controls:
         images = [_image(pixels) for pixels in controls]
         options["image"] = images if family.max_controls > 1 else images[0]
+    clip = small.pixels(small.bucket)
+    if family.starts_from_picture:
+        clip = ((clip + 1) * 127.5).round() / 127.5 - 1
+        options["image"] = _image(clip)
     with monkeypatch.context() as patch:
         calls = _calls(small.transformer, patch)
         kind = "np" if isinstance(family, ModularFamily) else "latent"
@@ -155,13 +162,18 @@ def test_predict_equals_pipelines_call_of_transformer(small, controls, monkeypat
         sample = family.encode_caption(pipeline, CAPTIONS[1], controls)
         for number, pixels in enumerate(controls, start=1):
             sample[f"control_latents_{number}"] = family.encode_pixels(pipeline, pixels)
-        sample["latents"] = family.encode_pixels(pipeline, small.pixels(small.bucket))
+        sample |= family.encode_item(pipeline, clip)
         shape = sample["latents"].shape
         noisy = _unpack(family, hidden, shape)
         ours = family.predict(small.transformer, noisy, level[None], family.collate([sample]))
     # Their pipelines count from noise to picture.
     sign = -1 if family.name in ("z-image", "minimax-h3", "ideogram-4") else 1
     torch.testing.assert_close(ours, sign * _unpack(family, theirs, shape), rtol=1e-4, atol=1e-5)
+
+
+def test_pictures_to_edit_are_optional(small_pipelines, monkeypatch):
+    small = small_pipelines("qwen-image-2.1")
+    test_predict_equals_pipelines_call_of_transformer(small, [], monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -208,10 +220,11 @@ def test_encoded_pixels_decode_to_vaes_reconstruction(small, controls, monkeypat
     shifts = pipeline.scheduler.config.get("use_dynamic_shifting")
     pipeline.scheduler.set_timesteps(2, **({"mu": 1.0} if shifts else {}))
     given = _pack(family, pipeline, latents)
-    if controls:
-        options["image"] = _image(controls[0])
+    if controls or family.starts_from_picture:
+        options["image"] = _image(controls[0] if controls else pixels)
     with monkeypatch.context() as patch:
-        _calls(small.transformer, patch, answer=_still)
+        for name in (family.denoiser, *family.other_denoisers):
+            _calls(getattr(pipeline, name), patch, answer=_still)
         options |= {"num_inference_steps": 2, "output_type": "np", "return_dict": False}
         called = small.stock() if family.name == "ideogram-4" else pipeline
         decoded = called(prompt=CAPTIONS[0], latents=given.clone(), **options)[0]

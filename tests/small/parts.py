@@ -138,8 +138,9 @@ def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 
-def qwen_image_processor() -> Any:
-    return Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2})
+def qwen_image_processor(**options: Any) -> Any:
+    size = {"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2}
+    return Qwen2VLImageProcessorPil(size=size, **options)
 
 
 def qwen_processor(tokenizer: Any) -> Any:

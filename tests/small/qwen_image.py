@@ -51,7 +51,7 @@ def _build_21(captions: Sequence[str]) -> dict[str, Any]:
     kind = transformers.Qwen3VLForConditionalGeneration
     return {
         "processor": image_processor("Qwen3VLProcessor")(
-            qwen_image_processor(), tokenizer, chat_template=QWEN_VL_CHAT
+            qwen_image_processor(patch_size=16), tokenizer, chat_template=QWEN_VL_CHAT
         ),
         "text_encoder": qwen3_vl(kind, tokenizer, hidden_size=64, num_layers=2),
         "transformer": diffusers.QwenImage21Transformer2DModel(

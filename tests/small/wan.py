@@ -15,7 +15,8 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     tokenizer = t5_tokenizer(captions, max_length=512)
     text_encoder = t5_encoder(tokenizer, hidden_size=128, is_umt5=True)
     names = ("transformer", "transformer_2") if boundary_ratio else ("transformer",)
-    transformers = {name: _build_transformer(48 if is_5b else 16) for name in names}
+    extra = 20 if family.starts_from_picture else 0
+    transformers = {name: _build_transformer(48 if is_5b else 16, extra) for name in names}
     small = {"base_dim": 16, "decoder_base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
     vae = diffusers.AutoencoderKLWan(**{**vae_config, **small}).eval()
     return {
@@ -33,7 +34,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _build_transformer(channels: int) -> Any:
+def _build_transformer(channels: int, extra: int) -> Any:
     transformer = diffusers.WanTransformer3DModel(
         num_layers=4,
         attention_head_dim=32,
@@ -41,10 +42,11 @@ def _build_transformer(channels: int) -> Any:
         num_attention_heads=channels // 4,
         ffn_dim=256,
         text_dim=128,
-        in_channels=channels,
+        in_channels=channels + extra,
         out_channels=channels,
     )
     # A patch goes in with its channels outermost and comes out with them innermost.
-    patches = transformer.patch_embedding.weight.flatten(2).transpose(1, 2)
+    transformer.patch_embedding.weight.data[:, channels:] *= 0.1
+    patches = transformer.patch_embedding.weight[:, :channels].flatten(2).transpose(1, 2)
     invert_input_layer(transformer.proj_out, patches.flatten(1))
     return transformer
