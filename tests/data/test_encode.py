@@ -33,7 +33,7 @@ class PlainFamily:
         self.captions, self.controls = [], []
         self.num_images, self.fail_at_image = 0, fail_at_image
 
-    def sample_shapes(self, config, bucket, text_tokens):
+    def sample_shapes(self, config, bucket, text_tokens, num_controls):
         size = (bucket.height_px // 8, bucket.width_px // 8)
         return {"latents": (3, 1, *size), "prompt_embeds": (text_tokens, 1)}
 
@@ -42,6 +42,9 @@ class PlainFamily:
         self.controls.append(len(controls))
         assert all(image.shape == (3, 1, 64, 64) for image in controls)
         return {"prompt_embeds": torch.tensor([[float(ord(letter))] for letter in caption or "-"])}
+
+    def encode_item(self, pipeline, pixels):
+        return {"latents": self.encode_pixels(pipeline, pixels)}
 
     def encode_pixels(self, pipeline, pixels):
         if self.num_images == self.fail_at_image:

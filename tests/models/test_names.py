@@ -49,7 +49,7 @@ def test_names_that_people_type():
         ("flux", {"flux1-dev", "flux2-klein", "flux2-dev"}),
         ("flux2", {"flux2-klein", "flux2-dev"}),
         ("flux kontext dev", {"flux1-kontext"}),
-        ("wan", {"wan-2.1", "wan-2.2", "wan-2.2-14b"}),
+        ("wan", {"wan-2.1", "wan-2.2", "wan-2.2-14b", "wan-2.2-i2v"}),
         ("qwen-imgae", {"qwen-image"}),
         ("pony", {"sdxl"}),
         ("Illustrious XL", {"sdxl"}),

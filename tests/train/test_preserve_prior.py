@@ -38,7 +38,9 @@ def usual(preserving, tmp_path_factory):
     return losses(preserving, tmp_path_factory.mktemp("usual"))
 
 
-def test_target_is_the_bases_prediction(preserving):
+@pytest.mark.parametrize("adapter", ["lora", "lokr"])
+def test_target_is_the_bases_prediction(bench, adapter):
+    preserving = bench.changed(**SHARE, adapter=adapter)
     model, family = preserving.trained, preserving.resolved.family
     for parameter in model.adapter:
         parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
@@ -98,8 +100,12 @@ def test_kills_end_alike(preserving, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_processes_preserve_as_one(preserving, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "work"),
+    [("ddp", {}), ("fsdp2", {}), ("ddp", {"adapter": "lokr", "ema_decay": 0.5})],
+)
+def test_processes_preserve_as_one(bench, tmp_path, strategy, work):
+    preserving = bench.changed(**SHARE, **work)
     plan = preserving.plan(num_processes=2, strategy=strategy, num_steps=3)
     two = Nodes(tmp_path, plan)
     assert two.finish(two.start()) == [0, 0], two.log()
