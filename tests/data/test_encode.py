@@ -33,7 +33,7 @@ class PlainFamily:
         self.captions, self.controls = [], []
         self.num_images, self.fail_at_image = 0, fail_at_image
 
-    def sample_shapes(self, config, bucket, text_tokens, num_controls):
+    def sample_shapes(self, config, bucket, text_tokens, num_controls=0):
         size = (bucket.height_px // 8, bucket.width_px // 8)
         return {"latents": (3, 1, *size), "prompt_embeds": (text_tokens, 1)}
 
