@@ -227,6 +227,8 @@ class TrainingLoop:
                 "gradients": self.monitor.gradient_state(),
                 "validation": self.validation.state(),
             }
+            if self.metrics:
+                self.metrics.sync()
             self.checkpoints.save(done, self.optimizer.state(), state)
         if ending:
             self.checkpoints.finish()

@@ -1,5 +1,6 @@
 """Metrics of a run: a line of `metrics.jsonl` per step, and a tracker's curves."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,10 @@ class Metrics:
         self._file.close()
         with self._without_failing_tracker():
             self._tracker.finish()
+
+    def sync(self) -> None:
+        """Put on disk what a checkpoint stands on: resuming keeps the steps up to it."""
+        os.fsync(self._file.fileno())
 
     def add_previews(self, step: int, files: Sequence[Path]) -> None:
         named = {f"preview {number}": file for number, file in enumerate(files, start=1)}

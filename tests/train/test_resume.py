@@ -136,6 +136,17 @@ def test_strange_states_are_refused(bench, tmp_path):
         bench.loop(plan, tmp_path)
 
 
+def test_checkpoints_follow_their_steps_to_disk(bench, tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), sync(file))
+    )
+    bench.loop(bench.plan(num_steps=2, checkpointing_steps=1, checkpoints_total_limit=9), tmp_path)
+    metrics = (tmp_path / "metrics.jsonl").stat().st_ino
+    for step, path in list_checkpoints(tmp_path / "checkpoints").items():
+        assert synced[: synced.index(path.stat().st_ino)].count(metrics) > step  # and once empty
+
+
 def test_deleted_outputs_keep_the_adapter(bench, tmp_path):
     def delete(event: object) -> None:
         if event.step == 2:
