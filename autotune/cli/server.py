@@ -27,7 +27,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 
 from autotune.cli.jobs import Jobs
-from autotune.errors import AutotuneError, InvalidInput, explain_error
+from autotune.errors import InvalidInput, explain_error
 from autotune.report.page import make_templates
 from autotune.system.version import __version__
 
@@ -236,7 +236,9 @@ def build_app(site: Site, origins: Iterable[str], token: str, cookie: str = "aut
             except Exception as error:
                 if os.environ.get("AUTOTUNE_TRACEBACK"):
                     traceback.print_exception(error)
-                return _show_error(site, request, explain_error(error))
+                is_part = "hx-request" in request.headers or request.method == "PUT"
+                template = "error_part.html" if is_part else "error.html"
+                return site.render(template, 400, error=explain_error(error), page="")
 
         return answer
 
@@ -251,12 +253,6 @@ def _write_new(target: Path, body: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("xb") as file:
         file.write(body)
-
-
-def _show_error(site: Site, request: Request, error: AutotuneError) -> Response:
-    is_part = "hx-request" in request.headers or request.method == "PUT"
-    template = "error_part.html" if is_part else "error.html"
-    return site.render(template, 400, error=error, page="")
 
 
 async def _watch(files: list[Path], is_over: Callable[[], bool]) -> AsyncIterator[str]:

@@ -358,9 +358,10 @@ class TracedModel:
         stored = [tensor for block in blocks for tensor in trace.stored_tensors(block)]
         kept = [(i, t.untyped_storage().nbytes()) for i, t in enumerate(stored)]
         kept = kept if self.rules == "cuda" else []
+        buffers = [*model.buffers(), *attribute_tensors(model)]
         return ModelBytes(
             weight_bytes=outside + sum(frozen[i] for i in index),
-            buffer_bytes=_attribute_bytes(model),
+            buffer_bytes=sum({id(t): t.untyped_storage().nbytes() for t in buffers}.values()),
             outside_bytes=outside,
             adapter_bytes=sum(p.numel() * p.element_size() for p in full_trainable),
             adapter_parameters=sum(p.numel() for p in full_trainable),
@@ -395,11 +396,6 @@ def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:
 def _frozen_sizes(module: nn.Module) -> list[int]:
     parameters = [p for p in module.parameters() if not p.requires_grad]
     return [t.untyped_storage().nbytes() for p in parameters for t in trace.stored_tensors(p)]
-
-
-def _attribute_bytes(model: nn.Module) -> int:
-    tensors = [*model.buffers(), *attribute_tensors(model)]
-    return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def add_adapter_as_practiced(

@@ -208,8 +208,10 @@ class ItemReader:
     def _find_mask(self, media: Media, aspect_ratio: float) -> Path | None:
         path = media.path
         if self.options.loss_mask == "alpha":
-            is_image = path.suffix.lower() in pixels.IMAGE_SUFFIXES
-            return path if is_image and _has_alpha(path) else None
+            if path.suffix.lower() not in pixels.IMAGE_SUFFIXES:
+                return None
+            with pixels.open_image(path) as image:
+                return path if image.has_transparency_data else None
         mask = self.masks.find(media.stem)
         if self.options.loss_mask == "none" or mask is None:
             return None
@@ -273,11 +275,6 @@ def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
         raise _Unusable("broken", where + pixels.explain_damage(error)) from error
     _require_side(width, height, subject)
     return width, height
-
-
-def _has_alpha(path: Path) -> bool:
-    with pixels.open_image(path) as image:
-        return image.has_transparency_data
 
 
 def _require_side(width: int, height: int, subject: str = "") -> None:

@@ -308,7 +308,8 @@ def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tupl
         if bucket := _scale(work.largest_bucket, share, family):
             side = max(1, round(work.resolution_px * share))
             smaller = work.changed(buckets=(bucket,), resolution_px=side)
-            options.append((f"--resolution {_size_text(bucket)}", smaller))
+            sides = dict.fromkeys((bucket.width_px, bucket.height_px))
+            options.append((f"--resolution {'x'.join(map(str, sides))}", smaller))
     if work.effective_batch_size > 1:
         smallest = work.changed(effective_batch_size=1)
         options.append((f"--batch-size {cost.parallel.num_processes}", smallest))
@@ -370,11 +371,6 @@ def _scale(bucket: Bucket, share: float, family: Family) -> Bucket | None:
 
 def _amount(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _size_text(bucket: Bucket) -> str:
-    is_square = bucket.width_px == bucket.height_px
-    return str(bucket.width_px) if is_square else f"{bucket.width_px}x{bucket.height_px}"
 
 
 def advise_choices(
