@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from autotune.plan.file import load_plan
 from autotune.plan.plan import TrainingPlan
 from autotune.system.process import silence_libraries
+from tests.forked import start_server
 
 silence_libraries()
 same = {"derandomize": True, "deadline": None}
@@ -52,6 +53,7 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
         patch.setenv("COLUMNS", "80")
         patch.setenv("HF_HUB_OFFLINE", "1")
+        start_server()
         yield
 
 

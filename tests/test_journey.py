@@ -1,16 +1,11 @@
 """The product as a user meets it: commands with their exit status and output."""
 
-import contextlib
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -23,17 +18,7 @@ from autotune.report.plan import every_reason_lines
 from autotune.report.run import LOG_FILE
 from autotune.search.winner import TIE
 from tests.conftest import autotune, autotune_here
-from tests.search.machines import wait_until
 from tests.small import write_small
-
-
-def last_line_error(process: subprocess.CompletedProcess[str]) -> str:
-    lines = process.stderr.strip().splitlines()
-    assert len(lines) >= 2, process.stderr
-    assert lines[-2].startswith("error: ")
-    assert lines[-1].startswith("hint: ")
-    assert "Traceback" not in process.stderr
-    return lines[-2]
 
 
 def test_commands_print_only_their_own_words(journey):
@@ -133,13 +118,6 @@ def test_every_phase_takes_what_plan_promises(journey):
     assert all(0.9 <= ratio <= 1.12 for ratio in ratios.values()), ratios
 
 
-def test_other_outputs_are_refused(capfd, journey):
-    process = autotune_here(capfd, "train", journey.plan_file)
-    assert process.returncode == 2
-    finished = f"this very run, finished after {journey.plan.job.num_steps} steps"
-    assert finished in last_line_error(process)
-
-
 def test_foreign_plan_is_refused_with_difference(capfd, journey, tmp_path):
     frozen = journey.plan.frozen.model_dump(mode="json")
     frozen["hardware"]["match_keys"]["compute_capability"] = "9.0"
@@ -149,48 +127,6 @@ def test_foreign_plan_is_refused_with_difference(capfd, journey, tmp_path):
         process = autotune_here(capfd, *command)
         assert process.returncode == 4
         assert "compute capability: the plan was made with 9.0" in process.stdout + process.stderr
-
-
-@pytest.mark.slow
-def test_interrupted_searches_leave_their_best(tmp_path):
-    asked = write_small("qwen-image", tmp_path / "small")
-    # The journey's own record would end the search with its first trial.
-    command = ["plan", *asked, "--no-profiles", "--search-time", 600, "-o", tmp_path / "p.yaml"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "autotune", *map(str, command)],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr
-    next(line for line in process.stderr if line.startswith("trial 1 "))
-    # Their process is stopped, so that the search cannot end before it is interrupted.
-    trial = stopped_trial(psutil.Process(process.pid))
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert trial in children
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=120)
-    wait_until(lambda: all(map(is_gone, children)))
-    assert process.returncode == 130, told
-    assert f"is written to {tmp_path / 'p.yaml'}" in " ".join(told.split())
-    assert {trial.outcome for trial in load_plan(tmp_path / "p.yaml").frozen.trials} == {"ok"}
-
-
-def stopped_trial(search: psutil.Process) -> psutil.Process:
-    while search.is_running():
-        for child in search.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child.ppid() != search.pid:
-                    child.suspend()
-                    return child
-    pytest.fail("the search ended")
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The front door: what `import autotune` offers, and that the commands ask for nothing else."""
 
-import doctest
-import inspect
 import operator
 import re
 from pathlib import Path
@@ -17,24 +15,6 @@ from autotune.errors import AutotuneError
 from autotune.plan.base import image_size, memory_bytes
 
 ROOT = Path(__file__).parents[2]
-
-
-FUNCTIONS = sorted({*autotune.__all__} - {"AutotuneError", "__version__"})
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_name_has_types_and_example(name):
-    thing = getattr(autotune, name)
-    if inspect.isfunction(thing):
-        assert set(inspect.signature(thing).parameters) <= set(thing.__annotations__)
-    used = re.findall(r"\bautotune\.(\w+)", example_of(name))
-    assert set(used) <= set(autotune.__all__)
-
-
-def example_of(name: str) -> str:
-    examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(autotune, name)) or "")
-    assert examples, name
-    return "".join(example.source for example in examples)
 
 
 def test_commands_have_few_options():

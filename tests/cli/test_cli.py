@@ -1,11 +1,6 @@
 """The command line: light help, errors and statuses, what it shows, streams, limits of memory."""
 
-import io
 import json
-import os
-import re
-import shlex
-import shutil
 import subprocess
 import sys
 from typing import Any
@@ -14,13 +9,9 @@ import click
 import pytest
 from PIL import Image
 
-from autotune.cli import terminal
-from autotune.cli.app import _with_loudness_first, app
+from autotune.cli.app import app
 from autotune.cli.output import Progress
-from autotune.cli.terminal import EventDisplay, PlainConsole, show_events
-from autotune.events import RunStarted, smoothed
 from tests.conftest import autotune_here
-from tests.report.page.pages import golden_plan, steps_of
 
 
 def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +50,7 @@ def test_wrong_usage_exits_with_2(capfd, words):
     ],
 )
 def test_json_errors_for_json_scripts(capfd, words, hint):
-    process = autotune_here(capfd, *words.split(), "--json")
+    process = autotune_here(capfd, *words.split(), "--json", "--progress", "none")
     told = json.loads(process.stdout)
     assert told.keys() == {"schema_version", "error", "hint", "exit_status"}
     assert (told["hint"], told["exit_status"]) == (hint, process.returncode)
@@ -85,19 +76,6 @@ def test_no_message_prints_a_password(capfd, monkeypatch, tmp_path, typed):
     assert ("Traceback" in process.stderr) == ("--verbose" in typed)
     assert "hunter2" not in process.stdout + process.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("plan --quiet --model x", "--quiet plan --model x"),
-        ("train p --progress json --verbose", "--progress json --verbose train p"),
-        ("train p --progress=none", "--progress=none train p"),
-        ("plan -- --quiet", "plan -- --quiet"),
-    ],
-)
-def test_general_options_may_stand_anywhere(typed, meant):
-    assert _with_loudness_first(typed.split()) == meant.split()
 
 
 def test_closed_streams_change_no_status():
@@ -202,83 +180,3 @@ def test_every_command_prints_json_if_asked():
 def test_storage_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("AUTOTUNE_STORAGE", "sqlite://")
     assert asked(monkeypatch, "plan") == {"storage": "sqlite://"}
-
-
-def test_every_field_has_an_option():
-    commands = {path: [] for path, _ in parameters(app)}
-    for path, one in parameters(app):
-        assert one.help, one
-        commands[path] += [*one.opts, *one.secondary_opts]
-    assert all(len(names) == len(set(names)) for names in commands.values())
-
-
-@pytest.mark.parametrize(
-    ("shell", "script"),
-    [
-        ("bash", "{source}; COMP_WORDS=(autotune plan --qua); COMP_CWORD=2; "
-         "_autotune_completion autotune; echo ${{COMPREPLY[*]}}"),
-        ("zsh", "autoload -U compinit; compinit -u -D; {source}; echo $_comps[autotune]"),
-    ],
-)  # fmt: skip
-def test_shells_complete_options_and_values(tmp_path, shell, script):
-    if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell}")
-    command = tmp_path / "autotune"
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m autotune "$@"\n')
-    command.chmod(0o755)
-    source = f'eval "$(_AUTOTUNE_COMPLETE={shell}_source autotune)"'
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [shell, "-c", script.format(source=source)],
-        env={**os.environ, "PATH": path, "HOME": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.stdout.strip() in ("--quality", "_autotune_completion"), done.stderr
-
-
-def test_no_help_is_cut_or_broken():
-    def helps(command: Any, name: str) -> list[str]:
-        context = click.Context(command, info_name=name, terminal_width=80)
-        below = getattr(command, "commands", {}).items()
-        own = command.get_help(context).splitlines()
-        return own + [line for word, one in below for line in helps(one, f"{name} {word}")]
-
-    lines = helps(app, "autotune")
-    assert [line for line in lines if len(line) > 80 or re.search(r"\w-$", line)] == []
-
-
-def test_training_shows_whole_lines(capfd):
-    plan = golden_plan()
-    steps = [step.changed(epoch=1 + (step.step - 1) // 30) for step in steps_of(100)]
-    with show_events() as show:
-        show(RunStarted(plan=plan))
-        for step in steps:
-            show(step)
-    lines = capfd.readouterr().err.splitlines()
-    assert any("output/report.html, from the first preview on" in line for line in lines)
-    shown = [line for line in lines if re.match(r"\d+/100 ", line)]
-    assert len(shown) == 10
-    assert max(map(len, lines)) <= 80
-    loss = smoothed([step.loss for step in steps[:50]])[-1]
-    promise = plan.frozen.expected.run_memory_bytes / 2**30
-    assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_bar_shows_numbers_whole(monkeypatch, columns):
-    console = PlainConsole(stderr=True)
-    console.width, console.file = columns, io.StringIO()
-    monkeypatch.setattr(terminal, "err", console)
-    bar = terminal._bar()
-    show = EventDisplay(bar)
-    show.promised_bytes = 15 << 30
-    step = steps_of(90, 1000)[-1].changed(epoch=12, gpu_utilization=0.97)
-    for number, more in ((1, {}), (2, {"gradient_spikes": 30, "overflowed_gradients": 7})):
-        show(step.changed(**more))
-        console.file = io.StringIO()
-        console.print(bar.get_renderable())
-        lines = console.file.getvalue().rstrip().splitlines()
-        assert len(lines) <= number or columns > 80
-        assert max(map(len, lines)) <= columns
-        text = " ".join(" ".join(lines).split())
-        assert re.search("90/1000 epoch 12 .* 9.00/15.00 GiB GPU 97%", text.replace(" --:--", ""))

@@ -219,27 +219,6 @@ def test_hostile_words_are_shown_as_text(user, site):
     assert "&lt;script&gt;window.hacked=1" in user.get("/data?folder=photos").text
 
 
-def test_captions_are_edited_and_taken_back(user, site):
-    photos = site.workspace / "photos"
-
-    def captions() -> list[str]:
-        return [(photos / f"{name}.txt").read_text().strip() for name in "ab"]
-
-    saved = user.post(
-        "/data/caption", data={"folder": "photos", "name": "a.png", "caption": "one cat"}
-    )
-    assert (
-        "autotune data caption --overwrite &#39;--caption=one cat&#39; photos/a.png" in saved.text
-    )
-    user.post("/data/replace", data={"folder": "photos", "find": "cat", "replacement": "dog"})
-    user.post("/data/replace", data={"folder": "photos", "trigger": "sks"})
-    assert captions() == ["sks, one dog", "sks, two dogs"]
-    for expected in (["one dog", "two dogs"], ["one cat", "two cats"], ["a cat", "two cats"]):
-        assert user.post("/data/undo", data={"folder": "photos"}).status_code == 303
-        assert captions() == expected
-    assert user.post("/data/undo", data={"folder": "photos"}).status_code == 400
-
-
 def test_forms_become_the_shown_command(user, site):
     asked = {
         "command": "plan",
@@ -279,16 +258,12 @@ def test_commands_stay_in_the_folders(user, site, asked):
     assert list(site.jobs) == []
 
 
-def test_an_open_address_needs_a_token(tmp_path):
-    for token in (None, "short"):
-        with pytest.raises(InvalidInput, match="could come in"):
-            serve([tmp_path], "0.0.0.0:0", token, print)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:99999", "127.0.0.1:x", "["])
-def test_odd_addresses_are_refused(tmp_path, host):
-    with pytest.raises(InvalidInput, match="is no address"):
-        serve([tmp_path], host, TOKEN, print)
+def test_open_and_odd_addresses_are_refused(tmp_path):
+    opened = [("0.0.0.0:0", token, "could come in") for token in (None, "short")]
+    odd = [(host, TOKEN, "is no address") for host in ("127.0.0.1:99999", "127.0.0.1:x", "[")]
+    for host, token, why in opened + odd:
+        with pytest.raises(InvalidInput, match=why):
+            serve([tmp_path], host, token, print)
 
 
 def test_odd_jobs_and_numbers_are_harmless(user, site):

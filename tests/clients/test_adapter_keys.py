@@ -131,6 +131,7 @@ def test_programs_find_every_layer(family, targets, program):
         torch.testing.assert_close(update(back.layers[name]), update(layer))
 
 
+@pytest.mark.quick("qwen-image", "sdxl", "flux1-dev")
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
 def test_diffusers_finds_every_layer(family):
     known = table("diffusers")[family.transformer_class]["layers"]

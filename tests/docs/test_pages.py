@@ -77,33 +77,6 @@ def test_will_it_fit_answers_from_disk_alone():
     assert found["768"]["image"] != found["usual"]["image"]
 
 
-def test_will_it_fit_in_a_browser(tmp_path):
-    chromium = shutil.which("chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if chromium is None:
-        pytest.skip("there is no chromium here")
-    file = tmp_path / "fit.html"
-    file.write_text(runpy.run_path(str(DOCS / "site" / "fit_page.py"))["render"]())
-    with playwright.sync_playwright() as started:
-        page = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
-        page.set_default_timeout(120_000)  # on a busy machine
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: asked.append(str(error)))
-        page.goto(file.as_uri())
-        page.select_option("#model", "flux1-dev")
-        usual = page.inner_text("#answer")
-        page.select_option("#size", "768")
-        smaller = page.inner_text("#answer")
-        page.select_option("#size", "512")
-        unknown = page.inner_text("#answer")
-    assert asked == [file.as_uri()]
-    assert usual.startswith("It should fit")
-    assert usual != smaller
-    assert "--resolution 768" in smaller
-    assert "--resolution 512" in unknown
-
-
 def test_every_link_leads_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):

@@ -64,6 +64,7 @@ def exported(
     return import_config(tmp_path / MAIN[trainer]), result
 
 
+@pytest.mark.quick("qwen-image", "sdxl", "flux1-dev")
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)
 def test_exact_plans_come_back(tmp_path, trainer, model):
     plan = plan_of(model, **exact_of(trainer, model))
@@ -81,6 +82,7 @@ def test_exact_plans_come_back(tmp_path, trainer, model):
     assert [line for line in config.not_carried if line.line] == []
 
 
+@pytest.mark.quick("qwen-image", "sdxl")
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)
 @settings(max_examples=5)
 @given(

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from autotune.knobs import modulation
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.registry import Attention, Modulation, Quantization, Swapping
+from autotune.knobs.registry import Attention, Quantization, Swapping
 from autotune.knobs.settings import (
     ALLOCATOR_VARIABLES as VARIABLES,
     configure_allocator,
@@ -21,7 +21,7 @@ from autotune.knobs.settings import (
 )
 from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.family import build_on_meta
-from autotune.models.registry import FAMILIES, get_family
+from autotune.models.registry import get_family
 from autotune.plan.hardware import Capability, HardwareProfile, Rate
 from autotune.search.space import build_search_space
 from tests import builders
@@ -202,21 +202,6 @@ def test_numbers_are_those_of_the_package(monkeypatch, name, module, function, o
     torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match="no mask"):
         dispatch_attention_fn(*heads, attn_mask=torch.ones(2, 6, dtype=torch.bool), backend=backend)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_name_modulation_or_why(name):
-    choices, layers = (
-        Modulation().choices_for_family(TuningContext(hardware(), FAMILIES[name], workload())),
-        FAMILIES[name].modulation,
-    )
-    if layers is None:
-        assert choices.admitted == ("resident",)
-        assert choices.rejected == {"ahead": FAMILIES[name].excluded["modulation"]}
-        return
-    assert choices.admitted == ("ahead", "resident")
-    config = {**FAMILIES[name].transformer_config, **FAMILIES[name].tiny_config}
-    assert list(layers.find(build_on_meta(FAMILIES[name], config)))
 
 
 @given(row_bytes=st.integers(1, 1 << 32), images=st.integers(1, 10_000))

@@ -130,14 +130,14 @@ def test_packages_can_be_assumed():
     assert told.assumed == ("flash-attn",)
     assert any("flash-attn installed" in note for note in told.notes)
     assert told.match_keys == hardware_for("4090").match_keys
-    with pytest.raises(InvalidInput, match=r"run on .*V100.*needs compute capability 8\.0") as old:
-        hardware_for("v100-sxm2-16gb", assume=["flash-attn"])
-    assert "leave --assume out" in old.value.hint
-    with pytest.raises(InvalidInput, match="sageattention") as useless:
-        hardware_for("4090", assume=["sageattention"])
-    assert useless.value.hint.endswith("flash-attn, flash-attn-3, flash-attn-4, xformers")
-    with pytest.raises(InvalidInput, match="known"):
-        hardware_for(told.changed(origin="probe"), assume=["flash-attn"])
+    probed = told.changed(origin="probe")
+    for where, package in (
+        ("v100-sxm2-16gb", "flash-attn"),
+        ("4090", "sage"),
+        (probed, "xformers"),
+    ):
+        with pytest.raises(InvalidInput):
+            hardware_for(where, assume=[package])
     with pytest.raises(InvalidInput, match="known"):
         autotune.plan("kandinsky5-image-lite", assume=["flash-attn"])
 
@@ -148,22 +148,6 @@ def meant(name):
 
 def all_meant(error):
     return {*error.message.partition(" any of ")[2].split(", ")} - {""}
-
-
-def refusal(name):
-    with pytest.raises(InvalidInput) as caught:
-        gpu_named(name)
-    assert "--list" in caught.value.hint
-    return caught.value
-
-
-@pytest.mark.slow
-def test_cards_are_found_by_names():
-    for gpu in load_catalog():
-        short = gpu.id.removeprefix("nvidia-").removeprefix("rtx-")
-        sized = f"{gpu.name} {gpu.memory_nominal_gb:g}GB"
-        for name in (gpu.id.upper(), gpu.id.removeprefix("nvidia-"), f"RTX {short}", sized):
-            assert meant(name) == gpu.id
 
 
 @given(
@@ -209,22 +193,10 @@ def test_names_that_people_use():
         assert meant(name) == f"nvidia-{id_}"
 
 
-@pytest.mark.parametrize(
-    ("name", "ids"),
-    [
-        ("h100", {"h100-sxm", "h100-pcie", "h100-nvl"}),
-        ("A100 PCIe", {"a100-pcie-40gb", "a100-pcie-80gb"}),
-        ("gh200", {"gh200-96gb", "gh200-144gb"}),
-        ("rtx 6000", {"quadro-rtx-6000", "rtx-6000-ada", "rtx-pro-6000"}),
-    ],
-)
-def test_ambiguous_names_list_all_cards(name, ids):
-    assert all_meant(refusal(name)) == {f"nvidia-{id_}" for id_ in ids}
-
-
 @pytest.mark.parametrize("name", ["", " ", "-", "nvidia", "GeForce RTX", "90"])
 def test_name_of_no_card_is_refused(name):
-    assert "no hardware called" in refusal(name).message
+    with pytest.raises(InvalidInput, match="no hardware called"):
+        gpu_named(name)
 
 
 def test_saved_profiles_go_first(tmp_path, monkeypatch):

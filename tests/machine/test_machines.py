@@ -201,15 +201,6 @@ def test_the_doctor_notices(finding, name, source, values):
     assert finding not in found(machine(name))
 
 
-@pytest.mark.parametrize("value", ["0", "0,", "0,1", "GPU-8f1c", "MIG-aa", "3"])
-def test_the_doctor_accepts_indices_and_uuids(value):
-    """Without NVML hidden GPUs are not counted, so no index is too high."""
-    system = changed(
-        "no-nvml" if value == "3" else "two-gpus", environment={"CUDA_VISIBLE_DEVICES": value}
-    )
-    assert "visible-devices" not in found(system)
-
-
 NONSENSE = st.one_of(
     st.none(), st.booleans(), st.integers(min_value=-(2**70), max_value=2**70), st.floats(),
     st.text(max_size=8),
@@ -237,7 +228,7 @@ def survived(sources):
         return None
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.data())
 def test_nonsense_raises_only_the_typed_error(data):
     sources = copy.deepcopy(SOURCES[data.draw(st.sampled_from(MACHINES))])

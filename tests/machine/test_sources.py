@@ -139,9 +139,3 @@ def test_called_nvml_functions_exist():
     called = set(re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", text))
     assert len(called) > 20
     assert [name for name in sorted(called) if not hasattr(pynvml, name)] == []
-
-
-@pytest.mark.parametrize("source", ["torch", "nvml", "driver", "os", "packages", "environment"])
-def test_what_nobody_knows_has_a_reason(source):
-    with pytest.raises(Unavailable):
-        query("no such query", source)

@@ -21,7 +21,7 @@ from autotune.train.model import load_transformer
 from tests.kinds import KINDS
 from tests.models.small import CAPTIONS, Small
 
-QUICK = (*KINDS, "kandinsky5-video-lite", "ltx-2.3", "qwen-image-edit-plus")
+QUICK = (*KINDS, "kandinsky5-video-lite", "qwen-image-edit-plus")
 pytestmark = pytest.mark.quick(*QUICK)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from autotune.errors import InvalidInput
 from autotune.models.resolve import ResolvedModel, check_weights, read_parts, resolve_model
 from autotune.plan.job import ModelRef
-from autotune.weights.files import BadWeights, MissingWeights
+from autotune.weights.files import BadWeights
 from autotune.weights.stream import load_component
 from tests.models.test_single_file import in_one_file
 from tests.weights.original_layouts import State, ldm_vae, open_clip, within
@@ -104,20 +104,3 @@ def test_comfyuis_encoders_are_the_folders(family, small_pipelines, tmp_path):
     state = ENCODERS[family](dict(load_file(whole / "text_encoder" / "model.safetensors")))
     file = write(state, tmp_path / "encoder.safetensors")
     check_same_part(whole, whole, "text_encoder", file)
-
-
-def test_missing_parts_name_their_place(small_pipelines, tmp_path):
-    base, models = tmp_path / "base", tmp_path / "ComfyUI" / "models"
-    (models / "diffusion_models").mkdir(parents=True)
-    shutil.copytree(small_pipelines("z-image").folder, base)
-    file = in_one_file("z-image", base, models / "diffusion_models" / "z_image.safetensors")
-    take(base, "vae")
-    with pytest.raises(MissingWeights, match="weights of the vae are missing") as caught:
-        check_weights(resolve_model(ModelRef(name=str(file), base=str(base))))
-    assert "--vae FILE" in caught.value.hint
-    assert str(models / "vae") in caught.value.hint
-    with pytest.raises(MissingWeights, match="does not exist") as caught:
-        resolve_model(ModelRef(name=str(file), base=str(base), text_encoders=("gone.safetensors",)))
-    assert str(models / "text_encoders") in caught.value.hint
-    with pytest.raises(InvalidInput, match=r"has 1 text encoder\(s\), not 2"):
-        resolve_model(ModelRef(name=str(file), base=str(base), text_encoders=(str(file),) * 2))

@@ -176,6 +176,7 @@ def test_pictures_to_edit_are_optional(small_pipelines, monkeypatch):
     test_predict_equals_pipelines_call_of_transformer(small, [], monkeypatch)
 
 
+@pytest.mark.quick("anima")
 @pytest.mark.parametrize(
     "name", [name for name, family in FAMILIES.items() if isinstance(family, ModularFamily)]
 )

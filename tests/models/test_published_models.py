@@ -28,6 +28,7 @@ PUBLISHED = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text(
 MODELS = {each.name: each for name, family in FAMILIES.items() for each in family.models}
 
 
+@pytest.mark.quick(*KINDS, "ltx-2.5", "wan-2.2-14b", "flux2-klein")
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_names_give_the_published_model(name):
     spec = resolve_model(ModelRef.of(name)).spec
@@ -129,6 +130,9 @@ def test_sparse_attention_is_refused():
 def test_levers_are_declared_or_excluded(name):
     family = FAMILIES[name]
     assert (family.modulation is None) == ("modulation" in family.excluded)
+    if family.modulation:
+        config = {**family.transformer_config, **family.tiny_config}
+        assert list(family.modulation.find(build_on_meta(family, config)))
     assert (not family.attention_layouts) == ("norm_rope" in family.excluded)
     assert set(family.excluded) <= set(Candidate.model_fields)
     assert all(reason.strip() for reason in family.excluded.values())

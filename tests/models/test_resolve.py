@@ -5,7 +5,6 @@ import shutil
 import pytest
 import torch
 
-from autotune.cost.predict import CostModel
 from autotune.data.encode import Encoders
 from autotune.errors import InvalidInput
 from autotune.models.latents import count_tokens
@@ -15,7 +14,6 @@ from autotune.plan.candidate import CachingSettings
 from autotune.plan.job import ModelRef
 from autotune.weights.empty import build_empty_component
 from autotune.weights.files import open_weights, read_config
-from tests.builders import candidate, hardware, workload
 from tests.kinds import KINDS
 from tests.weights.fake_hub import hub_in_this_process
 
@@ -28,13 +26,6 @@ def folder(small_pipelines, tmp_path):
         tmp_path / "model",
         ignore=shutil.ignore_patterns("*.safetensors"),
     )
-
-
-def test_another_pipeline_is_refused_by_name(folder):
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "PixArtAlphaPipeline"}))
-    with pytest.raises(InvalidInput, match="PixArtAlphaPipeline") as caught:
-        resolve_model(ModelRef.of(folder))
-    assert "FluxPipeline" in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "null", "[" * 9999])
@@ -92,7 +83,7 @@ def test_configurations_replace_themselves_never(folder):
 CODE = "from pathlib import Path\nPath({ran!r}).touch()\nclass Evil: pass\n"
 
 
-@pytest.mark.quick(*KINDS, "flux2-dev", "kandinsky5-video-lite", "qwen-image-edit")
+@pytest.mark.quick(*KINDS, "kandinsky5-video-lite")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_model_folders_run_no_code(small_pipelines, tmp_path, monkeypatch, family):
     """A file beside every configuration, which names it in every way that the libraries know."""
@@ -181,26 +172,6 @@ def test_whole_files_are_bounded(folder, name):
     os.truncate(folder / name, 20 << 30)
     with pytest.raises(InvalidInput, match="larger than"):
         resolve_model(ModelRef.of(folder))
-
-
-def test_scheduler_without_its_configuration_is_told(small_pipelines, tmp_path):
-    folder = shutil.copytree(small_pipelines("qwen-image").folder, tmp_path / "model")
-    model = resolve_model(ModelRef.of(folder))
-    check_weights(model)
-    (folder / "scheduler" / "scheduler_config.json").unlink()
-    with pytest.raises(InvalidInput, match="cannot read"):
-        check_weights(model)
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("changes", [{"patch_size": 0}, {"in_channels": 0}])
-def test_built_models_that_fail_are_told(folder, changes):
-    write_config(folder, "transformer", **changes)
-    model = resolve_model(ModelRef.of(folder))
-    with pytest.raises(InvalidInput, match=r"does not run|does not build"):
-        CostModel.build(hardware(), workload(model=model.spec), model.family, model.config).predict(
-            candidate(checkpointed_blocks=0)
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Settings are compiled only if measured steps pay the measured start-up back."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +9,6 @@ from autotune.events import TrialFinished
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import Capability
 from autotune.plan.plan import Reason, TrainingPlan
-from autotune.plan.words import OUTCOMES
-from autotune.report.plan import explain_lines
 from autotune.search.trials import TrialFunction
 from tests import builders
 from tests.events import events_of
@@ -99,24 +96,3 @@ def test_wrong_gradients_compile_nothing():
     assert not tried
     assert "gradients differ" in reason_of(plan).rejected[0].reason
     assert plan.frozen.trials[-1].outcome == "numerics"
-
-
-def test_unanswered_checks_count_their_time():
-    run, tried = machine(0.3, 1.0)
-
-    def check(context: object, choices: Any, model: object) -> tuple[Capability, ...]:
-        if "off" in choices["compile"]:
-            return ()
-        time.sleep(0.15)
-        why = Capability(
-            name="parity.compile.block", available=False, reason="no answer", outcome="timeout"
-        )
-        return (why,)
-
-    plan = plan_on(run, check_gradients=check)
-    frozen = plan.frozen
-    assert not tried
-    assert f"each block: tried: {OUTCOMES['timeout']}" in "\n".join(explain_lines(plan))
-    assert frozen.trials[-1].outcome == "timeout"
-    before = sum(trial.wall_seconds or 0.0 for trial in frozen.trials[:-1])
-    assert frozen.search_seconds >= before + 0.1

@@ -155,15 +155,6 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop(NAME, None)
 
 
-def test_library_is_loaded_once_when_used(library):
-    first, second = lazy_module(NAME), lazy_module(NAME)
-    assert NAME not in sys.modules
-    assert first.VALUE is second.VALUE is first.VALUE is sys.modules[NAME].VALUE
-    assert library.read_text() == "x"
-    with pytest.raises(AttributeError, match="NOTHING"):
-        _ = first.NOTHING
-
-
 def test_two_threads_get_whole_of_one(library):
     named, both, seen = lazy_module(NAME), threading.Barrier(2), []
 

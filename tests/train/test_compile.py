@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autotune.knobs.blocks import CompiledBlock, compile_blocks
-from autotune.plan.candidate import Candidate
 from autotune.train.model import apply_settings, eager_eval
 from tests.train.conftest import Bench, values_of
 from tests.train.small import SETTINGS
@@ -27,11 +26,6 @@ def _fresh(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     apply_settings(bench.trained, SETTINGS)
 
 
-def settings_with(checkpointed: int) -> Candidate:
-    return Candidate(micro_batch_size=2, checkpointed_blocks=checkpointed, precision="fp32")
-
-
-@pytest.mark.quick("3")
 @pytest.mark.parametrize(
     ("checkpointed", "backend"),
     [
@@ -44,7 +38,7 @@ def settings_with(checkpointed: int) -> Candidate:
 def test_compiled_blocks_learn_the_same(bench, tmp_path, monkeypatch, checkpointed, backend):
     monkeypatch.setattr(CompiledBlock, "backend", backend)
     family, transformer = bench.resolved.family, bench.trained.transformer
-    plan = bench.plan(num_steps=2, settings=settings_with(checkpointed))
+    plan = bench.plan(num_steps=2, settings=SETTINGS.changed(checkpointed_blocks=checkpointed))
     apply_settings(bench.trained, plan.frozen.settings)
     plain = values_of(bench.loop(plan, tmp_path / "plain").optimizer.masters)
     compile_blocks(transformer, family, "block")

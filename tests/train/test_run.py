@@ -1,6 +1,5 @@
 """A whole run in process: what it writes, what it reports, and what it refuses."""
 
-import errno
 import json
 import os
 import pickle
@@ -275,21 +274,6 @@ def test_ended_runs_are_only_finished(bench, tmp_path, monkeypatch):
     finished = bench.train(plan, resume=True)
     assert (finished.resumed_at, finished.verdict) == (2, whole.verdict)
     assert (tmp_path / ADAPTER_FILE).read_bytes() == weights
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_told(bench, tmp_path, monkeypatch):
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    plan = bench.plan(num_steps=2, output=str(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "save_trained", full)
-        with pytest.raises(AutotuneError, match="is full") as caught:
-            bench.train(plan)
-    assert "--resume" in caught.value.hint
-    assert not (tmp_path / ADAPTER_FILE).exists()
-    assert bench.train(plan, resume=True).num_steps == 2
 
 
 HOLDER = """

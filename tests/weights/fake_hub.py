@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-GATED = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to this model is restricted."}
 ABSENT = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
 
 
 class FakeHub:
     def __init__(self):
         self.repos: dict[str, Path] = {}
-        self.gated: set[str] = set()
-        """Described to everyone, as the real hub does; files need an accepted license."""
         self.break_once: set[str] = set()
         """Files whose first download ends half-way."""
         self.requests: list[tuple[str, str, str | None]] = []
@@ -63,9 +60,7 @@ def fake_hub():
             path = self.path.split("?")[0]
             hub.requests.append((self.command, path, self.headers.get("Range")))
             name = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
-            if name in hub.gated and ("/resolve/" in path or path.endswith("/auth-check")):
-                self.reply(403, b"{}", GATED)
-            elif name not in hub.repos:
+            if name not in hub.repos:
                 self.reply(404, b"{}", ABSENT)
             elif path.startswith("/api/models/"):
                 self.describe(name, path)

@@ -130,13 +130,6 @@ def test_full_disks_are_told_first(hub, repo, monkeypatch):
     assert not hub.downloads
 
 
-def test_unaccepted_licenses_are_told_first(hub, repo):
-    hub.gated.add(repo)
-    with pytest.raises(HubError, match="license"):
-        fetch(repo, components=["vae"])
-    assert not hub.downloads
-
-
 def test_damaged_files_are_fetched_anew(hub, small_pipelines, monkeypatch, capsys):
     from autotune.cli.app import app
 

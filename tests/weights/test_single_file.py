@@ -45,7 +45,7 @@ def loaded(file, family, like, *, loader="safetensors"):
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
-@pytest.mark.quick("alone", "z-image")
+@pytest.mark.quick(*((name, "alone") for name in ("flux1-dev", "sd3.5", "sdxl")), "z-image")
 @pytest.mark.parametrize("place", ["alone", "in a checkpoint"])
 def test_authors_layouts_load_exactly(family, place, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
