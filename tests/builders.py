@@ -44,11 +44,9 @@ def hardware(
 ) -> HardwareProfile:
     """A GPU machine on which the named capabilities are available."""
     names = capabilities or (
-        "attention.native",
-        "attention._native_flash",
-        "precision.bf16",
+        "attention.native", "attention._native_flash", "precision.bf16",
         "quantization.torchao-int8",
-    )
+    )  # fmt: skip
     return HardwareProfile.model_validate(
         {
             "device": Device.model_validate(

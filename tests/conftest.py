@@ -75,15 +75,10 @@ def autotune(
     """Run the command in a process that imports everything anew; see also `tests.forked`."""
     places = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     return subprocess.run(
-        [sys.executable, "-P", "-m", "autotune", *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "autotune", *map(str, arguments)], cwd=folder,
+        capture_output=True, text=True, timeout=timeout, check=False, stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))},
-    )
+    )  # fmt: skip
 
 
 def autotune_here(

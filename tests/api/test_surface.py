@@ -40,12 +40,10 @@ TEXTS = ("a\udcff", "\ud800", "\0", "x" * 5000)
         *(("check_data", {"data": text}) for text in TEXTS),
         *(("plan", {**ON_4090, "path": text}) for text in TEXTS[1:]),
         *(("plan", {**ON_4090, "host_memory": number}) for number in (0, -1, 2**63)),
-        ("plan", {**ON_4090, "num_gpus": 2**62}),
-        ("plan", {**ON_4090, "pins": 3}),
-        ("estimate", {**ON_4090, "micro_batch_size": 2**62}),
-        ("train", {"data": 3}),
+        ("plan", {**ON_4090, "num_gpus": 2**62}), ("plan", {**ON_4090, "pins": 3}),
+        ("estimate", {**ON_4090, "micro_batch_size": 2**62}), ("train", {"data": 3}),
     ],
-)
+)  # fmt: skip
 def test_any_argument_ends_in_typed_error(name, given):
     with pytest.raises(AutotuneError) as caught:
         operator.attrgetter(name)(autotune)(**given)

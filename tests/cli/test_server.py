@@ -81,14 +81,11 @@ def test_other_host_names_are_refused(user, host):
 @pytest.mark.parametrize(
     "headers",
     [
-        {"origin": "http://evil.example"},
-        {"origin": "null"},
-        {"origin": ""},
-        {"origin": "http://127.0.0.1:9000"},
-        {"origin": HOME, "sec-fetch-site": "cross-site"},
+        {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": ""},
+        {"origin": "http://127.0.0.1:9000"}, {"origin": HOME, "sec-fetch-site": "cross-site"},
         {"origin": HOME, "sec-fetch-site": "same-site"},
     ],
-)
+)  # fmt: skip
 def test_other_sites_change_nothing(user, site, headers):
     asked = {"folder": "photos", "name": "a.png", "caption": "changed"}
     assert user.post("/data/caption", data=asked, headers=headers).status_code == 403
@@ -198,11 +195,9 @@ def test_hostile_words_are_shown_as_text(user, site):
     (job.folder / "answer.txt").write_text(HOSTILE)
     pages = ["/data", "/data?folder=photos", "/plan", f"/jobs/{job.name}", f"/jobs/{job.name}/live"]
     pages += [
-        "/import",
-        f"/data?told={quote(HOSTILE)}",
-        f"/data?folder={quote(HOSTILE)}",
+        "/import", f"/data?told={quote(HOSTILE)}", f"/data?folder={quote(HOSTILE)}",
         "/data/check?folder=photos",
-    ]
+    ]  # fmt: skip
     for path in pages:
         text = user.get(path).text
         found = _Tags(text).tags
@@ -221,16 +216,11 @@ def test_hostile_words_are_shown_as_text(user, site):
 
 def test_forms_become_the_shown_command(user, site):
     asked = {
-        "command": "plan",
-        "model": "flux1-dev",
-        "hardware": "nvidia-rtx-4090",
-        "num_steps": "-5",
-    }
+        "command": "plan", "model": "flux1-dev", "hardware": "nvidia-rtx-4090", "num_steps": "-5",
+    }  # fmt: skip
     asked |= {
-        "preview_prompts": "a cat; rm -rf /\na dog",
-        "storage": "postgresql://x",
-        "path": "p.yaml",
-    }
+        "preview_prompts": "a cat; rm -rf /\na dog", "storage": "postgresql://x", "path": "p.yaml",
+    }  # fmt: skip
     words = build_words(site, "plan", Asked({name: [value] for name, value in asked.items()}))
     assert words.count("--preview-prompt") == 2
     assert "--steps=-5" in words

@@ -56,11 +56,9 @@ def small_config(family):
         config |= {
             "down_block_types": family.transformer_config["down_block_types"],
             "up_block_types": family.transformer_config["up_block_types"],
-            "block_out_channels": (32, 64, 64),
-            "transformer_layers_per_block": (1, 2, 2),
-            "attention_head_dim": (1, 1, 1),
-            "layers_per_block": 2,
-        }
+            "block_out_channels": (32, 64, 64), "transformer_layers_per_block": (1, 2, 2),
+            "attention_head_dim": (1, 1, 1), "layers_per_block": 2,
+        }  # fmt: skip
     return config
 
 

@@ -188,12 +188,9 @@ def peaks_agree(own, candidate):
 
 
 @pytest.mark.quick(
-    ("qwen-image", 1.0, "none", "stock"),
-    ("flux1-dev", 0.5, 0.0, "none", "stock"),
-    ("qwen-image", "fp8-matmul"),
-    ("qwen-image", "bnb-nf4"),
-    ("qwen-image", 0.5, "fused"),
-)
+    ("qwen-image", 1.0, "none", "stock"), ("flux1-dev", 0.5, 0.0, "none", "stock"),
+    ("qwen-image", "fp8-matmul"), ("qwen-image", "bnb-nf4"), ("qwen-image", 0.5, "fused"),
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "whole", "selective", "quantization", "norm_rope"), PEAKS)
 def test_peak_is_the_profilers(predictor, name, whole, selective, quantization, norm_rope):
     own = predictor(name)
@@ -218,8 +215,7 @@ def test_what_dropout_keeps_is_predicted(predictor):
     ("name", "changes", "k"),
     [
         ("qwen-image", {"adapter": "dora", "adapted_blocks": "1-2"}, 0),
-        ("flux1-dev", {"adapter": "dora"}, 2),
-        ("flux1-dev", {"adapter": "lokr", "rank": 4}, 0),
+        ("flux1-dev", {"adapter": "dora"}, 2), ("flux1-dev", {"adapter": "lokr", "rank": 4}, 0),
         ("qwen-image", {"adapter": "lokr", "rank": 64, "lokr_factor": 4}, 2),
         ("flux1-dev", {"adapted_blocks": "1,3"}, 2),
         ("flux1-dev", {"targets": "to_q,ff.*"}, 0),
@@ -228,7 +224,7 @@ def test_what_dropout_keeps_is_predicted(predictor):
         ("qwen-image-2.1", {"num_control_images": 2}, 2),
         ("qwen-image", {"optimizer": OptimizerChoice(name="adafactor"), "ema_decay": 0.9}, 0),
     ],
-)
+)  # fmt: skip
 def test_user_adapters_and_optimizers_are_predicted(predictor, name, changes, k):
     plain = predictor(name)
     work = plain.workload.changed(**changes)
@@ -243,15 +239,11 @@ def test_user_adapters_and_optimizers_are_predicted(predictor, name, changes, k)
 @pytest.mark.parametrize(
     ("name", "share", "size"),
     [
-        ("qwen-image", 0.0, 1),
-        ("qwen-image", 1.0, 2),
-        ("flux1-dev", 0.5, 1),
-        ("flux1-dev", 1.0, 2),
-        ("kandinsky5-image-lite", 0.0, 2),
-        ("kandinsky5-video-lite", 0.5, 1),
+        ("qwen-image", 0.0, 1), ("qwen-image", 1.0, 2), ("flux1-dev", 0.5, 1),
+        ("flux1-dev", 1.0, 2), ("kandinsky5-image-lite", 0.0, 2), ("kandinsky5-video-lite", 0.5, 1),
         ("sd3.5", 0.5, 2),
     ],
-)
+)  # fmt: skip
 def test_modulation_ahead_is_exact(name, share, size, monkeypatch):
     """With windows that do not outweigh the tiny models."""
     monkeypatch.setattr(modulation, "MAX_WINDOW_DRAWS", 4)
@@ -280,15 +272,11 @@ DEPTHS = {
 @pytest.mark.parametrize(
     ("name", "rules", "adapted"),
     [
-        ("qwen-image", "cpu", "all"),
-        ("flux1-dev", "cuda", "all"),
-        ("kandinsky5-image-lite", "cpu", "all"),
-        ("qwen-image", "cpu", "2-6"),
-        ("flux1-dev", "cuda", "2-3,5"),
-        ("sd3.5", "cpu", "all"),
-        ("sd3.5", "cuda", "3-7"),
+        ("qwen-image", "cpu", "all"), ("flux1-dev", "cuda", "all"),
+        ("kandinsky5-image-lite", "cpu", "all"), ("qwen-image", "cpu", "2-6"),
+        ("flux1-dev", "cuda", "2-3,5"), ("sd3.5", "cpu", "all"), ("sd3.5", "cuda", "3-7"),
     ],
-)
+)  # fmt: skip
 def test_short_traces_predict_deep_models(name, rules, adapted, monkeypatch):
     config = {**TINY[name], **DEPTHS[name]}
     workload = workload_of(name, config=config).changed(adapted_blocks=adapted)

@@ -152,14 +152,10 @@ def test_reserved_holds_what_is_allocated(requests, expandable):
 @pytest.mark.parametrize(
     ("size", "reserved"),
     [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (11 * MIB + 1, 12 * MIB),
+        (1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB),
     ],
-)
+)  # fmt: skip
 def test_segments_have_the_documented_sizes(size, reserved):
     assert replayed([(1, size)]).reserved_bytes == reserved
 

@@ -250,10 +250,8 @@ def test_a_good_folder(tmp_path):
     found = [(bucket.width_px, bucket.height_px, bucket.num_items) for bucket in report.buckets]
     assert found == [(64, 64, 3), (80, 48, 1), (128, 32, 1)]
     assert (report.enlarged, report.cropped, report.num_unverified) == (
-        ("004.png",),
-        ("003.png",),
-        0,
-    )
+        ("004.png",), ("003.png",), 0,
+    )  # fmt: skip
     assert report.caption_words == (3, 6, 6)
     assert DataReport.model_validate_json(report.model_dump_json()) == report
 

@@ -180,11 +180,8 @@ def test_faults_of_videos_are_named(tmp_path):
         "thin.mp4": "tiny", "slow.mp4": "variable",
     }  # fmt: skip
     assert [item.path.name for item in dataset.items] == [
-        "exact.mp4",
-        "rough.mkv",
-        "slow.mp4",
-        "whole.mp4",
-    ]
+        "exact.mp4", "rough.mkv", "slow.mp4", "whole.mp4",
+    ]  # fmt: skip
     assert "2 variable" not in " ".join(dataset.problem_summary)  # they are not left out
 
 

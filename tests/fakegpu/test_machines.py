@@ -66,11 +66,8 @@ def test_facts_findings_and_budget_are_true(machine, standin, monkeypatch):
     assert facts(device) == unusual
     total = torch.cuda.get_device_properties(device.index).total_memory
     others = {
-        "busy": 6 * GIB,
-        "wsl2": 3.4 * GIB,
-        "4090-display": 0.4 * GIB,
-        "4090-laptop": 0.4 * GIB,
-    }
+        "busy": 6 * GIB, "wsl2": 3.4 * GIB, "4090-display": 0.4 * GIB, "4090-laptop": 0.4 * GIB,
+    }  # fmt: skip
     if device.memory_kind == "integrated":
         assert "free" in device.budget_reason
     else:
@@ -80,11 +77,9 @@ def test_facts_findings_and_budget_are_true(machine, standin, monkeypatch):
 
 
 BROKEN = {
-    "old-driver": "driver-too-old",
-    "updated-not-rebooted": "driver-not-reloaded",
-    "off-the-bus": "gpu-lost",
-    "driver-not-loaded": None,
-}
+    "old-driver": "driver-too-old", "updated-not-rebooted": "driver-not-reloaded",
+    "off-the-bus": "gpu-lost", "driver-not-loaded": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("machine", BROKEN)

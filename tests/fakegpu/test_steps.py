@@ -114,11 +114,9 @@ def test_swapped_blocks_are_copied_once(standin):
     )
     copies = 2 * (num_blocks - 1)  # the last in one direction is the first in the other
     assert counted == {
-        "copies_to_device": copies,
-        "bytes_to_device": copies * block_bytes,
-        "pageable_bytes_to_device": 0,
-        "host_waits": 0,
-    }
+        "copies_to_device": copies, "bytes_to_device": copies * block_bytes,
+        "pageable_bytes_to_device": 0, "host_waits": 0,
+    }  # fmt: skip
     assert torch.cuda.memory_allocated() < 4 * block_bytes + 2**24
     blocks.clear()
     del swap

@@ -15,12 +15,9 @@ class AuraFlow(ImageLatents, Family):
     pipeline_class = "AuraFlowPipeline"
     transformer_class = "AuraFlowTransformer2DModel"
     tiny_config = {  # noqa: RUF012
-        "num_mmdit_layers": 1,
-        "num_single_dit_layers": 1,
-        "num_attention_heads": 2,
-        "attention_head_dim": 64,
-        "caption_projection_dim": 128,
-    }
+        "num_mmdit_layers": 1, "num_single_dit_layers": 1, "num_attention_heads": 2,
+        "attention_head_dim": 64, "caption_projection_dim": 128,
+    }  # fmt: skip
     defaults = Defaults(timestep_shift=1.73, preview_steps=50, sampling_guidance=3.5)
     casts_to_weight_dtype = True
     max_side_px = 96 * 16
@@ -29,17 +26,13 @@ class AuraFlow(ImageLatents, Family):
     encode_options = {"do_classifier_free_guidance": False}  # noqa: RUF012
     max_text_tokens = 256
     target_sets = adapted_layers(
-        r"(joint|single)_transformer_blocks\.\d+",
-        ATTENTION,
-        r"ff(_context)?\.(linear_1|linear_2|out_projection)",
-        r"norm1(_context)?\.linear",
-    )
+        r"(joint|single)_transformer_blocks\.\d+", ATTENTION,
+        r"ff(_context)?\.(linear_1|linear_2|out_projection)", r"norm1(_context)?\.linear",
+    )  # fmt: skip
     block_lists = ("joint_transformer_blocks", "single_transformer_blocks")
 
     def predict(self, transformer, noisy, levels, batch):
         return transformer(
-            hidden_states=noisy[:, :, 0],
-            encoder_hidden_states=batch["prompt_embeds"],
-            timestep=levels,
-            return_dict=False,
-        )[0][:, :, None]
+            hidden_states=noisy[:, :, 0], encoder_hidden_states=batch["prompt_embeds"],
+            timestep=levels, return_dict=False,
+        )[0][:, :, None]  # fmt: skip

@@ -47,7 +47,7 @@ def test_spelling_never_matters(name, joint, random):
         ("hidream", set()),
         ("", set()),
     ],
-)
+)  # fmt: skip
 def test_other_names_tell_what_is_meant(typed, told):
     for find in (lambda name: resolve_model(ModelRef.of(name)), get_family):
         with pytest.raises(InvalidInput) as refused:

@@ -39,13 +39,10 @@ def test_damaged_configurations_name_their_file(folder, name, text):
 @pytest.mark.parametrize(
     "config",
     [
-        {"num_layers": "many"},
-        {"no_such_argument": 1},
-        {"axes_dims_rope": [1, 2, 3]},
-        {"num_layers": -1},
-        {"num_attention_heads": 10**15},
+        {"num_layers": "many"}, {"no_such_argument": 1}, {"axes_dims_rope": [1, 2, 3]},
+        {"num_layers": -1}, {"num_attention_heads": 10**15},
     ],
-)
+)  # fmt: skip
 def test_unbuildable_configurations_are_refused(folder, config):
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=r"does not build|more than any|without blocks"):
@@ -111,12 +108,10 @@ def test_model_folders_run_no_code(small_pipelines, tmp_path, monkeypatch, famil
     ("entry", "reason"),
     [
         (["transformers", "AutoTokenizer"], "takes its code from the files"),
-        (["os", "system"], "comes from"),
-        ([], "comes from"),
-        ([["x"], "y"], "comes from"),
+        (["os", "system"], "comes from"), ([], "comes from"), ([["x"], "y"], "comes from"),
         ([1, "x"], "comes from"),
     ],
-)
+)  # fmt: skip
 def test_foreign_parts_are_refused(folder, entry, reason):
     change_json(folder / "model_index.json", {"tokenizer": entry})
     with pytest.raises(InvalidInput, match=rf"tokenizer in .* {reason}"):

@@ -64,19 +64,14 @@ job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), m
 
 
 @given(
-    model=job_text.filter(bool),
-    data=st.none() | job_text.filter(bool),
-    prompts=st.lists(job_text, max_size=3).map(tuple),
-    rate=st.floats(1e-12, 1, exclude_min=True),
+    model=job_text.filter(bool), data=st.none() | job_text.filter(bool),
+    prompts=st.lists(job_text, max_size=3).map(tuple), rate=st.floats(1e-12, 1, exclude_min=True),
     steps=st.integers(1, 10**9),
-)
+)  # fmt: skip
 @example(
-    model="1e5",
-    data="0E0",
-    prompts=("12", "1.", "-.inf", "0x1f", "2026-01-01", "1:30"),
-    rate=1e-4,
+    model="1e5", data="0E0", prompts=("12", "1.", "-.inf", "0x1f", "2026-01-01", "1:30"), rate=1e-4,
     steps=1,
-)
+)  # fmt: skip
 def test_any_job_reads_back(tmp_path_factory, model, data, prompts, rate, steps):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     plan = make_plan(

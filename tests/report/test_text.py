@@ -65,12 +65,10 @@ def long_plan(evidence, number):
     frozen = golden_plan("measured").frozen
     strategy = "fsdp2" if number > 1 else "single"
     hardware = frozen.hardware.changed(
-        device_name="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
-        device_kind="cuda",
-        num_processes=number,
-        strategy=strategy,
+        device_name="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", device_kind="cuda",
+        num_processes=number, strategy=strategy,
         assumed=("flash_attn", "bitsandbytes") if evidence == "predicted" else (),
-    )
+    )  # fmt: skip
     model = frozen.workload.model.changed(name="kandinskylab-community/Kandinsky-5.0-T2V-Lite")
     doubt = 0.68 if evidence == "predicted" else None
     expected = frozen.expected.changed(

@@ -103,12 +103,10 @@ class FormulaCostModel:
         calibration = self.calibration or Calibration.of((), rates_measured=False)
         time, memory = calibration.time, calibration.memory
         return self._raw(
-            candidate,
-            math.exp(time.log_factor(candidate)),
-            math.exp(memory.log_factor(candidate)),
+            candidate, math.exp(time.log_factor(candidate)), math.exp(memory.log_factor(candidate)),
             time_uncertainty=time.uncertainty(candidate),
             memory_uncertainty=memory.uncertainty(candidate),
-        )
+        )  # fmt: skip
 
     def _formula(self, candidate: Any) -> tuple[Any, Any]:
         """Allocated bytes and seconds; of arrays, if numbers of blocks are."""

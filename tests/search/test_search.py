@@ -28,19 +28,14 @@ from tests import builders
 
 GIB = 2**30
 CAPABILITIES = (
-    "attention.native",
-    "attention._native_cudnn",
-    "precision.bf16",
-    "quantization.torchao-int8",
-)
+    "attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8",
+)  # fmt: skip
 GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
 ON_DEVICE = (
-    ("swapped_blocks", "0"),
-    ("selective_blocks", "0"),
-    ("modulation", "resident"),
+    ("swapped_blocks", "0"), ("selective_blocks", "0"), ("modulation", "resident"),
     ("norm_rope", "fused"),
-)
+)  # fmt: skip
 """Most of what follows is about other knobs."""
 Machine = Callable[[Candidate], TrialResult]
 

@@ -31,8 +31,6 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         "vae": diffusers.AutoencoderKLQwenImage(**small).eval(),
         "text_encoder": qwen3(transformers.Qwen3Model, tokenizer, TEXT_WIDTH, num_layers=2),
-        "text_conditioner": conditioner.eval(),
-        "tokenizer": tokenizer,
-        "t5_tokenizer": t5_words,
+        "text_conditioner": conditioner.eval(), "tokenizer": tokenizer, "t5_tokenizer": t5_words,
         "transformer": transformer.eval(),
-    }
+    }  # fmt: skip

@@ -27,11 +27,9 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     vae = parts.image_vae(family)
     if video:
         vae = diffusers.AutoencoderKLHunyuanVideo(
-            block_out_channels=(16, 32, 32, 32),
-            layers_per_block=1,
-            norm_num_groups=8,
+            block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8,
             scaling_factor=3.0,
-        ).eval()
+        ).eval()  # fmt: skip
     return {
         "transformer": transformer, "vae": vae, "text_encoder": text_encoder,
         "tokenizer": parts.qwen_processor(tokenizer), "text_encoder_2": text_encoder_2,

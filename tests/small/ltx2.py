@@ -51,18 +51,14 @@ def build_parts(
             base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16
         ).eval(),
         "vocoder": LTX2Vocoder(
-            in_channels=32,
-            hidden_channels=32,
-            upsample_kernel_sizes=[4, 4],
-            upsample_factors=[2, 2],
-            resnet_kernel_sizes=[3],
-            resnet_dilations=[[1, 3, 5]],
+            in_channels=32, hidden_channels=32, upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2], resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]],
         ).eval(),
         "text_encoder": text_encoder,
         "tokenizer": tokenizer,
         "connectors": _connectors(num_layers=3),
         "transformer": transformer,
-    }
+    }  # fmt: skip
 
 
 def _connectors(num_layers: int) -> Any:
@@ -79,10 +75,8 @@ def _connectors(num_layers: int) -> Any:
 
 def _video_vae(family: Family) -> Any:
     small = {
-        "latent_channels": CHANNELS,
-        "block_out_channels": (8, 16, 32, 32),
-        "decoder_block_out_channels": (8, 16, 16, 32),
-        "layers_per_block": (1,) * 5,
+        "latent_channels": CHANNELS, "block_out_channels": (8, 16, 32, 32),
+        "decoder_block_out_channels": (8, 16, 16, 32), "layers_per_block": (1,) * 5,
         "decoder_layers_per_block": (1,) * 5,
-    }
+    }  # fmt: skip
     return diffusers.AutoencoderKLLTX2Video(**{**family.models[0].parts.vae_config, **small}).eval()

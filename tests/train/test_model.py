@@ -45,13 +45,11 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
 @pytest.mark.parametrize(
     ("choice", "least", "most"),
     [
-        ("torchao-int8", 0.003, 0.012),
-        ("torchao-fp8", 0.02, 0.035),
-        ("int8-rotated", 0.005, 0.015),
-        ("fp8-matmul", 0.03, 0.045),
+        ("torchao-int8", 0.003, 0.012), ("torchao-fp8", 0.02, 0.035),
+        ("int8-rotated", 0.005, 0.015), ("fp8-matmul", 0.03, 0.045),
         pytest.param("bnb-nf4", 0.07, 0.11, marks=BITSANDBYTES),
     ],
-)
+)  # fmt: skip
 def test_ordinary_weights_stay_within_limits(choice, least, most):
     error = measured(blocks(), choice)
     assert least < error.overall <= error.worst < most

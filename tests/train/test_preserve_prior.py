@@ -62,13 +62,10 @@ def test_target_is_the_bases_prediction(bench, adapter):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"micro_batch_size": 1},
-        {"micro_batch_size": 4},
-        {"checkpointed_blocks": 2},
-        {"selective_blocks": 2},
-        {"norm_rope": "fused"},
+        {"micro_batch_size": 1}, {"micro_batch_size": 4}, {"checkpointed_blocks": 2},
+        {"selective_blocks": 2}, {"norm_rope": "fused"},
     ],
-)
+)  # fmt: skip
 def test_settings_learn_same(preserving, usual, tmp_path, changes):
     settings = SETTINGS.changed(**changes)
     apply_settings(preserving.trained, settings)

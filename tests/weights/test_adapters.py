@@ -310,15 +310,11 @@ def test_unknown_layers_are_not_converted(tmp_path, module, width, told):
 @pytest.mark.parametrize(
     "config",
     [
-        "{",
-        "[]",
-        '{"transformer.lora_alpha": "x"}',
-        '{"transformer.alpha_pattern": {"(": 1}}',
-        '{"transformer.alpha_pattern": 3}',
-        '{"transformer.lora_alpha": 1e999}',
+        "{", "[]", '{"transformer.lora_alpha": "x"}', '{"transformer.alpha_pattern": {"(": 1}}',
+        '{"transformer.alpha_pattern": 3}', '{"transformer.lora_alpha": 1e999}',
         '{"transformer.alpha_pattern": {"(a+)+b": 1}}',
     ],
-)
+)  # fmt: skip
 def test_a_damaged_configuration_is_refused(config):
     name = "transformer." + "a" * 40  # of which `(a+)+b` would try every way to cut it
     state = {f"{name}.lora_A.weight": torch.ones(1, 2), f"{name}.lora_B.weight": torch.ones(2, 1)}

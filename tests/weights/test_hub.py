@@ -35,12 +35,9 @@ QWEN = [
 
 def test_only_files_of_components_are_chosen():
     assert set(select_files(QWEN, ["transformer", "tokenizer", "scheduler"])) == {
-        "model_index.json",
-        "transformer/config.json",
-        f"transformer/{STEM}.safetensors",
-        "scheduler/scheduler_config.json",
-        *(f"tokenizer/{name}" for name in TEXTS),
-    }
+        "model_index.json", "transformer/config.json", f"transformer/{STEM}.safetensors",
+        "scheduler/scheduler_config.json", *(f"tokenizer/{name}" for name in TEXTS),
+    }  # fmt: skip
 
 
 def test_shards_come_with_their_index():
