@@ -27,7 +27,6 @@ BITSANDBYTES = pytest.mark.skipif(
 
 
 def storages() -> list[Any]:
-    """Every way to quantize weights, for `parametrize`; what is not installed is skipped."""
     names = [name for name in WEIGHT_FORMATS if name != "none"]
     marks = {"bitsandbytes": BITSANDBYTES}
     return [
@@ -42,7 +41,6 @@ def hardware(
     budget_bytes: int = 24 * GIB,
     compute_capability: tuple[int, int] = (8, 9),
 ) -> HardwareProfile:
-    """A GPU machine on which the named capabilities are available."""
     names = capabilities or (
         "attention.native", "attention._native_flash", "precision.bf16",
         "quantization.torchao-int8",
@@ -113,11 +111,10 @@ def trial(
     run: Candidate, seconds: float | None = 1.0, memory: int = GIB, **changes: object
 ) -> TrialResult:
     values: dict[str, object] = {
-        "candidate": run,
-        "outcome": "ok" if seconds else "oom",
+        "candidate": run, "outcome": "ok" if seconds else "oom",
         "step_seconds": (seconds, seconds, seconds) if seconds else (),
         "peak_memory_bytes": memory if seconds else None,
-    }
+    }  # fmt: skip
     return TrialResult.model_validate({**values, **changes})
 
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from multiprocessing import util
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
@@ -32,14 +32,16 @@ def start_server() -> None:
                 os.dup2(nowhere, number)
             elif number not in kept:
                 os.closerange(number, number + 1)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         try:
             exec(words[-1], {})
         finally:
             os._exit(0)
 
-    if not torch.cuda.is_available():  # whose driver allows no fork
+    if sys.platform == "linux" and not torch.cuda.is_available():  # whose driver allows no fork
         with mock.patch.object(util, "spawnv_passfds", fork):
-            fork_server_context()
+            forkserver.set_forkserver_preload(["autotune.search.preload"])
+            forkserver.ensure_running()
 
 
 def start_forked(

@@ -41,7 +41,6 @@ USE = re.compile(r"\b([A-Z_]{3,40})\.(match|fullmatch|search|sub|split|find\w+)\
 
 
 def uses_of_patterns() -> Iterator[tuple[str, str, str]]:
-    """Find all that are written out: its file, the pattern, and the method that meets a text."""
     tables = [f"(?m){one}" for one in KEY_PATTERNS.values()]
     for shell in SHELLS.values():
         tables += [shell.variable, *(rf"(?im)^[ \t]*@?{one}" for one in shell.rewrites)]

@@ -9,7 +9,6 @@ from autotune.knobs.knob import TuningContext
 from autotune.machine.catalog import gpu_named, profile_of_gpu
 from autotune.machine.probe import hardware_for
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate
-from autotune.plan.prediction import Estimate
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import WorkloadRequest
 from autotune.search.comparison import FILE, catalog_predictions
@@ -18,26 +17,9 @@ from autotune.search.request import ResolvedRequest, build_space
 from autotune.search.space import TIE
 from autotune.search.winner import require_winner, score_predictions
 from autotune.system.files import shipped_path
-from tests.conftest import autotune_here
 from tests.search.machines import make_plan
 
 SMALL = WorkloadRequest(resolution=(512, 512), effective_batch_size=2)
-
-
-def test_misfit_estimates_say_so(capfd):
-    asked = "--model qwen-image --hardware nvidia-rtx-4090 --resolution 512x768 --json"
-    process = autotune_here(capfd, "estimate", *asked.split())
-    assert process.returncode == 0, process.stderr
-    told = "tracing the model note planning for nvidia-rtx-4090 with 64 GiB of system RAM"
-    assert " ".join(process.stderr.split()) == told
-    answer = json.loads(process.stdout)
-    assert answer.pop("schema_version") == 1
-    estimate = Estimate.model_validate_json(json.dumps(answer))
-    assert not estimate.fits
-    assert estimate.run_memory_bytes > 38 * 2**30  # 20.4 billion weights of two bytes, and more
-    assert json.loads(process.stdout)["step_seconds"] > 0
-    bucket = estimate.workload.buckets[0]
-    assert (bucket.width_px, bucket.height_px) == (512, 768)
 
 
 def test_overflowing_models_are_planned_fp32():

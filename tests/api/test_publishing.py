@@ -26,8 +26,6 @@ PROMPT = 'a "red" heart: on a ground'
 
 
 class Hub:
-    """What was sent, and how the repository was asked to be made."""
-
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.made: dict[str, Any] = {}

@@ -80,15 +80,6 @@ def test_run_resumes_by_its_own_plan(tmp_path, monkeypatch):
     assert len(asked) == 1, "what a folder forbids is told before a search, and resuming needs none"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [({"model": "qwen-image"}, "no data to train on"), ({"data": "photos"}, "no model is named")],
-)
-def test_what_is_missing_is_told(arguments, words, tmp_path):
-    with pytest.raises(InvalidInput, match=words):
-        autotune.train(**arguments, output=str(tmp_path / "run"))
-
-
 MODELS = "qwen-image", "flux1-dev", "sdxl", "z-image"
 
 

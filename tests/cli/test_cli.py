@@ -63,11 +63,10 @@ def test_json_errors_for_json_scripts(capfd, words, hint):
     [
         "plan --model qwen-image --storage postgresql+psycopg://host/db?password=hunter2",
         "weights inspect https://hub.example/a.safetensors?token=hunter2",
-        "weights inspect me:hunter2@hub.example",
-        "profiles push team https://me:hunter2@host",
+        "weights inspect me:hunter2@hub.example", "profiles push team https://me:hunter2@host",
         "--verbose profiles pull https://me:hunter2@host/x",
     ],
-)
+)  # fmt: skip
 def test_no_message_prints_a_password(capfd, monkeypatch, tmp_path, typed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Progress, "is_verbose", False)
@@ -119,14 +118,13 @@ def test_short_memory_is_no_broken_picture(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["check", "\udcff.yaml"],
-        ["estimate", "--hardware", "4090", "--model", "\ud83d"],
+        ["check", "\udcff.yaml"], ["estimate", "--hardware", "4090", "--model", "\ud83d"],
         ["estimate", "--hardware", "4090", "--model", "sdxl", "--rank", "9" * 30],
         ["estimate", "--hardware", "4090", "--model", "sdxl", "--resolution", "9" * 30],
         ["estimate", "--hardware", "4090", "--model", "sdxl", "--steps", "9" * 30],
         ["check", "a:" * 2000],
     ],
-)
+)  # fmt: skip
 def test_any_argument_is_no_bug(capfd, words):
     process = autotune_here(capfd, *words)
     assert process.returncode in (1, 2)
@@ -134,7 +132,6 @@ def test_any_argument_is_no_bug(capfd, words):
 
 
 def parameters(command: Any, path: str = "") -> list[tuple[str, click.Parameter]]:
-    """All options and arguments of a command and of those below it, with the commands' names."""
     own = [(path, one) for one in command.get_params(click.Context(command))]
     below = getattr(command, "commands", {}).items()
     return own + [one for name, each in below for one in parameters(each, f"{path} {name}")]
@@ -169,7 +166,6 @@ def test_given_values_and_no_defaults(monkeypatch, words, values):
 
 
 def test_every_command_prints_json_if_asked():
-    """`explain` and the like print reasons; none but groups has no answer."""
     options: dict[str, set[str]] = {}
     for path, one in parameters(app):
         options.setdefault(path.strip(), set()).update(one.opts)

@@ -23,10 +23,9 @@ pytest.importorskip("starlette", reason="starlette is not installed")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
 pytestmark = [
-    pytest.mark.timeout(2400),
-    pytest.mark.slow,
+    pytest.mark.timeout(2400), pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here"),
-]
+]  # fmt: skip
 ROOT = Path(__file__).parents[2]
 RUN = "/run?folder=runs%2Fplan"
 PAGES = ["/data", "/plan", "/plan?file=plan.yaml", "/train", RUN, "/results", "/machine"]
@@ -40,10 +39,9 @@ def server(folder: Path) -> Iterator[str]:
     places = (str(ROOT), os.environ.get("PYTHONPATH"))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "autotune", "ui", str(folder), "--json"],
-        stdout=subprocess.PIPE,
-        text=True,
+        stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))},
-    )
+    )  # fmt: skip
     assert process.stdout
     told = ""
     while not told.endswith("}\n"):
@@ -81,7 +79,6 @@ def open_page(chromium: Any, address: str, **options: Any) -> Any:
 
 
 def tab_to(page: Any, text: str) -> None:
-    """Reach a button with the keyboard alone."""
     for _ in range(200):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.textContent.trim()") == text:

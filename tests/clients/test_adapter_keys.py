@@ -169,10 +169,9 @@ def comfyui_finds(model, key):
     under_kohya = [layer.replace("diffusion_model.", "lora_unet_", 1) for layer in own]
     parts = {part for parts in known["layers"].values() for part in parts}
     found = {
-        *known["layers"],
-        *(layer.replace(".", "_") for layer in under_kohya),
+        *known["layers"], *(layer.replace(".", "_") for layer in under_kohya),
         *(begin + part for begin in known["diffusers"] for part in parts),
-    }
+    }  # fmt: skip
     return any(re.fullmatch(re.escape(layer).replace(r"\#", r"\d+"), name) for layer in found)
 
 

@@ -245,7 +245,6 @@ def test_user_adapters_and_optimizers_are_predicted(predictor, name, changes, k)
     ],
 )  # fmt: skip
 def test_modulation_ahead_is_exact(name, share, size, monkeypatch):
-    """With windows that do not outweigh the tiny models."""
     monkeypatch.setattr(modulation, "MAX_WINDOW_DRAWS", 4)
     family, work = FAMILIES[name], workload_of(name)
     own = CostModel.build(cpu(), work, family, TINY[name])
@@ -261,11 +260,10 @@ def test_modulation_ahead_is_exact(name, share, size, monkeypatch):
 
 
 DEPTHS = {
-    "qwen-image": {"num_layers": 9},
-    "flux1-dev": {"num_layers": 4, "num_single_layers": 6},
+    "qwen-image": {"num_layers": 9}, "flux1-dev": {"num_layers": 4, "num_single_layers": 6},
     "kandinsky5-image-lite": {"num_visual_blocks": 9},
     "sd3.5": {"num_layers": 10, "dual_attention_layers": tuple(range(5))},
-}
+}  # fmt: skip
 
 
 @pytest.mark.quick(("qwen-image", "2-6"))

@@ -16,7 +16,6 @@ def picture(seed, width=64, height=64):
 
 
 def write_pictures(folder, *sizes, first=0):
-    """`000.png`, `001.png` ... of these sizes with a caption each."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (width, height) in enumerate(sizes, start=first):
         picture(number, width, height).save(folder / f"{number:03}.png")

@@ -26,13 +26,12 @@ def test_metadata_names_captions_and_mistakes(tmp_path):
     for name in ("a.png", "b.png"):
         picture(ord(name[0])).save(tmp_path / name)
     lines = [
-        json.dumps({"file_name": "a.png", "text": "from metadata"}),
-        "{broken",
+        json.dumps({"file_name": "a.png", "text": "from metadata"}), "{broken",
         json.dumps({"file_name": "b.png"}),
         json.dumps({"file_name": "b.png", "text": "half a smile: \ud83d"}),
         json.dumps({"file_name": "../../etc/passwd", "text": "elsewhere"}),
         json.dumps({"file_name": "a.png", "text": "again"}),
-    ]
+    ]  # fmt: skip
     (tmp_path / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     (tmp_path / "a.txt").write_text("from the text file")
     (tmp_path / "b.txt").write_text("  two\nlines ")

@@ -125,7 +125,6 @@ FIVE = DatasetOptions(num_frames=5, caption="x", frames_per_second=16)
 
 
 def shown(path, span):
-    """Numbers of the frames that a clip shows, by their brightness."""
     gray = [image.convert("L").resize((1, 1)) for image in read_clip(path, span)]
     return [image.getpixel((0, 0)) / STEP for image in gray]
 

@@ -128,11 +128,10 @@ def test_swapped_blocks_are_copied_once(standin):
     ("name", "changes"),
     [
         ("qwen-image", {"quantization": "torchao-int8", "swapped_blocks": 1}),
-        ("qwen-image", {"modulation": "ahead"}),
-        ("sdxl", {"quantization": "bnb-nf4"}),
+        ("qwen-image", {"modulation": "ahead"}), ("sdxl", {"quantization": "bnb-nf4"}),
         ("flux1-dev", {"quantization": "int8-rotated"}),
     ],
-)
+)  # fmt: skip
 def test_second_device_trains_alone(name, machine, changes, pipeline, standin):
     runner = start(pipeline, device="cuda:1", **changes)
     runner.memory_step()

@@ -86,11 +86,10 @@ def test_exact_plans_come_back(tmp_path, trainer, model):
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)
 @settings(max_examples=5)
 @given(
-    blocks=st.integers(0, 59),
-    swapped=st.integers(0, 40),
+    blocks=st.integers(0, 59), swapped=st.integers(0, 40),
     quantization=st.sampled_from(["none", "torchao-int8", "torchao-fp8", "bnb-nf4"]),
     attention=st.sampled_from(["native", "_native_flash", "_native_cudnn", "flash", "xformers"]),
-)
+)  # fmt: skip
 def test_neighbors_need_no_more_memory(trainer, model, blocks, swapped, quantization, attention):
     total = plan_of(model).frozen.workload.model.num_blocks
     planned = {"checkpointed_blocks": min(blocks, total), "swapped_blocks": swapped}

@@ -110,13 +110,12 @@ def test_full_training_is_refused(tmp_path, name, old, new, words):
         ("ai_toolkit.yaml", "type: lora", "type: lokr\n        lokr_full_rank: false", (32, 32, 0)),
         ("onetrainer.json", "{", '{"peft_type": "LOKR", "lokr_dim": 8,', (8, 16, 0)),
         (
-            "onetrainer.json",
-            "{",
+            "onetrainer.json", "{",
             '{"peft_type": "LOKR", "lokr_full_matrix": true, "lokr_decompose_factor": 16,',
             (4096, 4096, 16),
         ),
     ],
-)
+)  # fmt: skip
 def test_lokr_is_imported(tmp_path, name, old, new, expected):
     changed = tmp_path / name
     changed.write_text((CONFIGS / name).read_text().replace(old, new, 1))
@@ -246,25 +245,15 @@ def test_damaged_files_are_refused(tmp_path, content, suffix):
         import_config(path)
 
 
-MODEL, QWEN = "Qwen/Qwen-Image", "accelerate launch train_dreambooth_lora_qwen_image.py"
-SCRIPTS = {
-    "a.bat": f"""@echo off\r\nREM it's mine\r\nset "MODEL={MODEL}"\r\ncall venv\\Scripts\\activate\r
-{QWEN} ^\r\n  --pretrained_model_name_or_path=%MODEL% ^\r
-  --instance_data_dir="C:\\a b"\r\npause""",
-    "b.cmd": f"""cmd /k "activate.bat && {QWEN} --pretrained_model_name_or_path={MODEL} """
-    """--instance_data_dir 'C:\\a b'" """.replace("'", '"'),
-    "d.bat": f"""start "x" cmd /k "a && {QWEN} --pretrained_model_name_or_path={MODEL} """
-    """--instance_data_dir 'C:\\a b'" """.replace("'", '"'),
-    "c.ps1": f"""# it's mine\n$model = "{MODEL}"\n$env:DATA='C:\\a b'\n.\\venv\\Scripts\\activate
-{QWEN} `\n  --pretrained_model_name_or_path=$model `\n  --instance_data_dir="$env:DATA"\n""",
-}
+WINDOWS = sorted((CONFIGS.parent / "windows").iterdir())
+QWEN = "accelerate launch train_dreambooth_lora_qwen_image.py"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_of_windows_are_read(tmp_path, name):
-    (tmp_path / name).write_text(SCRIPTS[name], newline="")
-    config = import_config(tmp_path / name)
-    assert (config.model, config.data, config.trainer) == (MODEL, "C:\\a b", "diffusers")
+@pytest.mark.parametrize("path", WINDOWS, ids=lambda path: path.name)
+def test_scripts_of_windows_are_read(path):
+    config = import_config(path)
+    found = (config.model, config.data, config.trainer)
+    assert found == ("Qwen/Qwen-Image", "C:\\a b", "diffusers")
     assert not [line for line in config.not_carried if line.key in ("MODEL", "model", "DATA")]
 
 

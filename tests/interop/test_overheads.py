@@ -35,7 +35,6 @@ BUCKET = Bucket(width_px=512, height_px=512, num_frames=1, num_items=8)
 
 
 def cost_of(overheads: Overheads | None = None) -> CostModel:
-    """Of a tiny transformer without the models around it."""
     work, family = workload_of("qwen-image", buckets=(BUCKET,)), FAMILIES["qwen-image"]
     card = gpu("nvidia-h100-sxm")
     return CostModel.build(card, work, family, TINY["qwen-image"], overheads=overheads)

@@ -104,7 +104,6 @@ def test_a_compiler_traces_it_whole(storage):
 
 
 def rounded(x: Tensor, storage: str) -> Tensor:
-    """Rows as they are when they have gone through 8 bits, in fp64."""
     largest = 127 if storage == "int8-rotated" else 448
     scale = (x.abs().amax(-1, keepdim=True) / largest).double()
     ratio = x.double() / scale

@@ -50,7 +50,6 @@ def machine(name: str) -> FakeSystem:
 
 
 def as_text(profile: HardwareProfile, findings: list[str]) -> str:
-    """The whole profile, in the order of its fields; what the catalog says is only named."""
     data = profile.model_dump(mode="json", exclude={"capabilities", "datasheet"})
     data["match_keys"] = profile.match_keys
     data["datasheet"] = profile.datasheet.id if profile.datasheet else None

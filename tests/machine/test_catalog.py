@@ -151,10 +151,9 @@ def all_meant(error):
 
 
 @given(
-    st.sampled_from(IDS),
-    st.lists(st.sampled_from([" ", "-", "_", "  "]), min_size=8, max_size=8),
+    st.sampled_from(IDS), st.lists(st.sampled_from([" ", "-", "_", "  "]), min_size=8, max_size=8),
     st.randoms(),
-)
+)  # fmt: skip
 def test_words_may_be_joined_anyhow(id_, joints, random):
     words = [random.choice([word, word.upper(), word.title()]) for word in id_.split("-")]
     assert meant("".join(itertools.chain(*zip(words, joints, strict=False)))) == id_

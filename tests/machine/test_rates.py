@@ -64,11 +64,10 @@ def test_spread_is_interquartile_range_over_median():
 def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = dataclasses.replace(
-        BENCHMARK_SIZES["cpu"],
-        matmul_shapes=((8, 64, 64), (8, 64, 128)),
+        BENCHMARK_SIZES["cpu"], matmul_shapes=((8, 64, 64), (8, 64, 128)),
         **{"tokens": (16, 32), "heads": 1, "kernel_elements": 2**10, "copy_bytes": 2**16},
         **{"file_bytes": 2**18, "limit_seconds": 0.01, "total_seconds": 60.0},
-    )
+    )  # fmt: skip
     monkeypatch.setitem(BENCHMARK_SIZES, "cpu", sizes)
 
 

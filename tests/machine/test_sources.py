@@ -22,7 +22,6 @@ def query(name, source="os"):
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hierarchy whose process lies in /slurm/job_7/step_0."""
     (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n0::/slurm/job_7/step_0\n")
     (tmp_path / "fs" / "slurm" / "job_7" / "step_0").mkdir(parents=True)
     monkeypatch.setattr(sources, "OWN_CGROUP", tmp_path / "own")

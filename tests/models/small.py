@@ -50,7 +50,6 @@ class Small:
         return Bucket(width_px=width, height_px=64, num_frames=frames, num_items=1)
 
     def pixels(self, bucket: Bucket, seed: int = 0) -> torch.Tensor:
-        """Smooth random pixels (3, frames, height, width) in [-1, 1]."""
         generator = torch.Generator().manual_seed(seed)
         coarse = torch.rand(3, bucket.num_frames, 4, 4, generator=generator)
         size = (bucket.height_px, bucket.width_px)

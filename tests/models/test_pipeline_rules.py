@@ -25,7 +25,6 @@ sides = st.integers(1, 4096)
 
 
 def record(transformer, argument, monkeypatch):
-    """The values of an argument in all calls to come."""
     seen, forward = [], transformer.forward
 
     def call(**given):

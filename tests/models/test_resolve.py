@@ -20,12 +20,10 @@ from tests.weights.fake_hub import hub_in_this_process
 
 @pytest.fixture
 def folder(small_pipelines, tmp_path):
-    """A copy of a model's small files; weights are not read."""
     return shutil.copytree(
-        small_pipelines("qwen-image").folder,
-        tmp_path / "model",
+        small_pipelines("qwen-image").folder, tmp_path / "model",
         ignore=shutil.ignore_patterns("*.safetensors"),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "null", "[" * 9999])
@@ -124,10 +122,9 @@ def test_foreign_parts_are_refused(folder, entry, reason):
         ("text_encoder", {"vision_config": {"depth": 10**8}}),
         ("text_encoder", {"max_position_embeddings": 10**12}),
         ("transformer", {"num_attention_heads": 10**9}),
-        ("transformer", {"axes_dims_rope": [1] * 2000}),
-        ("vae", {"dim_mult": [[1] * 2000]}),
+        ("transformer", {"axes_dims_rope": [1] * 2000}), ("vae", {"dim_mult": [[1] * 2000]}),
     ],
-)
+)  # fmt: skip
 def test_counts_are_allocated_bounded(folder, part, changes):
     write_config(folder, part, **changes)
     with pytest.raises(InvalidInput, match="more than any model has"):

@@ -19,7 +19,6 @@ from tests.models.small import CAPTIONS
 
 
 def _loss(family, transformer, samples, noises, levels):
-    """Mean of squared errors, one sample at a time, by the formulas of flow matching and DDPM."""
     errors = []
     for sample, noise, level in zip(samples, noises, levels, strict=True):
         clean = sample["latents"]

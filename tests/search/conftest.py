@@ -38,7 +38,6 @@ def workload(model: Path, side_px: int = 64) -> Workload:
 def runner_for(
     model: Path, work: Workload, budget_bytes: int = 8 * GIB, **options: Any
 ) -> ProcessTrialRunner:
-    """A runner on this machine's CPU, within that budget."""
     made = builders.hardware(kind="cpu", budget_bytes=budget_bytes)
     hardware = made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
     runner = ProcessTrialRunner(hardware, resolve_model(ModelRef.of(model)), work, **options)

@@ -109,7 +109,6 @@ class FormulaCostModel:
         )  # fmt: skip
 
     def _formula(self, candidate: Any) -> tuple[Any, Any]:
-        """Allocated bytes and seconds; of arrays, if numbers of blocks are."""
         blocks, work = self.workload.model.num_blocks, self.workload
         size = candidate.micro_batch_size
         freed = (candidate.checkpointed_blocks + 0.9 * candidate.selective_blocks) / blocks

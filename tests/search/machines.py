@@ -42,7 +42,6 @@ def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
 
 
 def request(study: str | None = None, **changes: object) -> PlanRequest:
-    """A small image model without data."""
     values = {
         "model": "kandinsky5-image-lite", "resolution": (256, 256), "effective_batch_size": 2,
         "max_trials": 8, "study": study, **changes,
@@ -60,8 +59,6 @@ def answer(candidate: Candidate) -> TrialResult:
 
 
 def surroundings(run: TrialFunction = answer) -> PlannerBackend:
-    """Trials by `run`, no records of others."""
-
     @contextmanager
     def trials(model: ResolvedModel, cost: CostModel) -> Iterator[TrialFunction]:
         yield run
@@ -90,7 +87,6 @@ def replay(
     records: Sequence[Record] = (),
     version: str = "0.0",
 ) -> TrainingPlan:
-    """The plan that a search's trials give, without a machine."""
     problem = PlanningProblem.build(asked, hardware, surroundings())
     found = matches_of(
         records, shareable_machine(problem.hardware, problem.budget_bytes), problem.workload
@@ -121,9 +117,8 @@ def start_worker(
     the number of its trial that never ends."""
     worker = Worker(
         multiprocessing.get_context("fork").Process(target=lambda: _work(folder, name, work)),
-        folder / "log.jsonl",
-        folder / f"{name}.txt",
-    )
+        folder / "log.jsonl", folder / f"{name}.txt",
+    )  # fmt: skip
 
     def run(candidate: Candidate) -> TrialResult:
         run.count += 1  # type: ignore[attr-defined]
@@ -160,13 +155,11 @@ def _append(path: Path, line: dict[str, object]) -> None:
 
 
 def logged(log: Path, what: str) -> list[Candidate]:
-    """Candidates that trials of any worker began or ended with."""
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return [Candidate.model_validate(line[what]) for line in lines if what in line]
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Until it is so."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it never came to pass"

@@ -83,7 +83,6 @@ def test_what_cannot_fit_is_not_tried(predicted):
 
 
 def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
-    """The same plan with other contents of its frozen part."""
     return seal(plan.job, plan.frozen.model_copy(update=changes))
 
 

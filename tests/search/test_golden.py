@@ -75,10 +75,9 @@ MEASURED = plain(
     resolution=(112, 112), rank=8, effective_batch_size=4,
 )  # fmt: skip
 GOLDEN = (
-    Golden("wall", IMAGES, wall_gib=14),
-    Golden("known", IMAGES, wall_gib=20, known=True),
+    Golden("wall", IMAGES, wall_gib=14), Golden("known", IMAGES, wall_gib=20, known=True),
     Golden("measured", MEASURED, num_blocks=6),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -91,10 +90,9 @@ def test_trials_give_their_plan_again(golden, seed, monkeypatch):
         for name in ("log_factor", "uncertainty"):
             exact = getattr(Posterior, name)
             monkeypatch.setattr(
-                Posterior,
-                name,
+                Posterior, name,
                 lambda *asked, exact=exact: exact(*asked) * (1 + rng.uniform(-1, 1) * 2**-48),
-            )
+            )  # fmt: skip
     expected = (FOLDER / f"{golden.name}.yaml").read_text()
     assert golden.replayed() == expected, "deliberate? then: python -m tests.search.test_golden"
 
@@ -116,10 +114,9 @@ def _simulate(golden: Golden) -> None:
 
     def plan(*records: Record) -> TrainingPlan:
         backend = replace(
-            surroundings(trials.__getitem__),
-            autotune_version="0.1.0",
+            surroundings(trials.__getitem__), autotune_version="0.1.0",
             find_matches=lambda *asked: matches_of(records, *asked),
-        )
+        )  # fmt: skip
         return make_plan(golden.request, SIMULATED, backend=backend)
 
     records = [_record_of(plan())] if golden.known else []

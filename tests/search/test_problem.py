@@ -45,9 +45,8 @@ def test_models_are_sharded_if_needed(budget_gib, strategy, monkeypatch):
     hardware = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
     case = PlanningProblem.build(
         request(effective_batch_size=4, quality="compact", num_gpus=4, hardware="another"),
-        hardware,
-        surroundings(),
-    )
+        hardware, surroundings(),
+    )  # fmt: skip
     assert case.cost.parallel.strategy == strategy
 
 

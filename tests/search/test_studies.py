@@ -170,11 +170,10 @@ def test_deadly_trials_count_as_crashes(tmp_path):
     [
         "trial_user_attributes set value_json = '\"{}\"' where key = 'result'",
         "study_user_attributes set value_json = '3' where key = 'identity'",
-        "trial_params set distribution_json = '{}'",
-        "trial_params set param_value = 99",
+        "trial_params set distribution_json = '{}'", "trial_params set param_value = 99",
         "trials set state = 'UNKNOWN'",
     ],
-)
+)  # fmt: skip
 def test_damaged_studies_say_so(tmp_path, damage):
     file = tmp_path / "studies.db"
     asked = request("damaged", max_trials=1, storage=f"sqlite:///{file}")
@@ -226,10 +225,9 @@ def test_workers_share_and_survive(tmp_path, database):
     [
         "postgresql+psycopg://me:p%40ss%2Fword@127.0.0.1:9/db?connect_timeout=2",
         "postgresql+psycopg://me:x@p%40ss%2Fword@nowhere.invalid/db",
-        "postgresql+psycopg://me:p%40ss%2Fword@[::1/db",
-        "p@ss/word",
+        "postgresql+psycopg://me:p%40ss%2Fword@[::1/db", "p@ss/word",
     ],
-)
+)  # fmt: skip
 def test_storages_hide_their_password(url):
     with pytest.raises(AutotuneError) as caught:
         make_plan(request("x", storage=url), HARDWARE, backend=surroundings())

@@ -16,7 +16,6 @@ TEXT_WIDTH = 32
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    """Two transformers of 4 blocks of width 128, with 2 heads."""
     tokenizer = qwen_tokenizer(captions, QWEN_VL_CHAT, chat=QWEN_VL_CHAT)
     layers = QWEN3_VL_ACTIVATION_LAYERS
     return {

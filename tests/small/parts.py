@@ -64,9 +64,8 @@ def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     config = transformers.Qwen3Config(
         **_decoder(tokenizer, hidden_size, num_layers),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
+        max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
     return cls(config).eval()
 
 
@@ -75,12 +74,11 @@ def _qwen_vision(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
     vision["out_hidden_size"] = hidden_size
     to_id = tokenizer.convert_tokens_to_ids
     return {
-        "vision_config": vision,
-        "image_token_id": to_id("<|image_pad|>"),
+        "vision_config": vision, "image_token_id": to_id("<|image_pad|>"),
         "video_token_id": to_id("<|video_pad|>"),
         "vision_start_token_id": to_id("<|vision_start|>"),
         "vision_end_token_id": to_id("<|vision_end|>"),
-    }
+    }  # fmt: skip
 
 
 def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> Any:
@@ -88,9 +86,8 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> 
     text = {
         **_decoder(tokenizer, hidden_size, num_layers),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        "max_position_embeddings": 2048,
-        "rope_parameters": rope,
-    }
+        "max_position_embeddings": 2048, "rope_parameters": rope,
+    }  # fmt: skip
     config = transformers.Qwen2_5_VLConfig(text_config=text, **_qwen_vision(tokenizer, hidden_size))
     return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
@@ -98,10 +95,9 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> 
 def qwen3_vl(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [8, 4, 4]}
     text = {
-        **_decoder(tokenizer, hidden_size, num_layers),
-        "max_position_embeddings": 2048,
+        **_decoder(tokenizer, hidden_size, num_layers), "max_position_embeddings": 2048,
         "rope_parameters": {**rope, "mrope_interleaved": True},
-    }
+    }  # fmt: skip
     parts = _qwen_vision(tokenizer, hidden_size)
     parts["vision_config"] |= {"num_position_embeddings": 16, "deepstack_visual_indexes": []}
     return cls(transformers.Qwen3VLConfig(text_config=text, **parts)).eval()
@@ -113,10 +109,9 @@ SMALL_VISION |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
 
 def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     text = {
-        "model_type": "mistral",
-        **_decoder(tokenizer, hidden_size, num_layers),
+        "model_type": "mistral", **_decoder(tokenizer, hidden_size, num_layers),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    }
+    }  # fmt: skip
     vision = {**SMALL_VISION, "model_type": "pixtral", "head_dim": 32}
     config = transformers.Mistral3Config(text_config=text, vision_config=vision)
     return transformers.Mistral3ForConditionalGeneration(config).eval()

@@ -25,13 +25,12 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         "vae": vae,
         **transformers,
         "scheduler": diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
+            prediction_type="flow_prediction", use_flow_sigmas=True,
             flow_shift=family.defaults.timestep_shift,
         ),
         "expand_timesteps": is_5b,
         "boundary_ratio": boundary_ratio,
-    }
+    }  # fmt: skip
 
 
 def _build_transformer(channels: int, extra: int) -> Any:

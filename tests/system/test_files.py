@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import stat
 import sys
 import tempfile
 import threading
@@ -32,20 +31,6 @@ def test_only_files_are_replaced(tmp_path):
     assert pipe.is_fifo()
     files.require_writable(tmp_path / "plan.yaml")
     assert sorted(tmp_path.iterdir()) == [folder, pipe]
-
-
-def test_folders_need_not_sync(tmp_path, monkeypatch):
-    """As on some network file systems."""
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    files.write_text_atomic(tmp_path / "file", "text")
-    assert (tmp_path / "file").read_text() == "text"
 
 
 def test_reading_is_bounded(tmp_path):
@@ -81,7 +66,6 @@ def grow_old(folder: Path) -> None:
 
 
 def made_by_a_child() -> tuple[int, Path]:
-    """A process that waits beside its folder."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         folder = files.make_scratch_folder("test")

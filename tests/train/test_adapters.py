@@ -113,7 +113,6 @@ def test_interrupted_and_recomputed_dropout_is_same(bench, tmp_path):
 
 @pytest.fixture
 def empty(bench: Bench) -> Any:
-    """A transformer with an adapter, without weights."""
     transformer = build_on_meta(bench.resolved.family, bench.resolved.config)
     work = bench.plan().frozen.workload
     add_adapter(bench.resolved.family, transformer, work, torch.float32)

@@ -50,7 +50,6 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of four images."""
     monkeypatch.setattr(modulation, "MAX_WINDOW_DRAWS", 8)
 
 

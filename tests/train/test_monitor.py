@@ -4,13 +4,10 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,18 +17,16 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted, reraise_oom
-from autotune.events import Event, RunStarted, StepFinished
+from autotune.events import StepFinished
 from autotune.train import monitor as watching, watchdog
 from autotune.train.folder import checkpoints_of
-from autotune.train.metrics import Metrics, read_metrics, serve_metrics
+from autotune.train.metrics import Metrics, read_metrics
 from autotune.train.monitor import MemoryReading, Monitor
 from autotune.train.watchdog import HostMemoryShort, Watchdog
 from tests.builders import GIB
 from tests.events import steps_to
-from tests.report.page.pages import golden_plan, steps_of
 from tests.train.conftest import CPU
 from tests.train.small import finished_step
 
@@ -279,34 +274,3 @@ def test_killed_records_are_continued(tmp_path):
     second.add(finished_step(3))
     second.close()
     assert read_metrics(path) == [finished_step(1), finished_step(2), finished_step(3)]
-
-
-def scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        return {sample.name: sample.value for family in families for sample in family.samples}
-
-
-def test_gauges_show_the_last_step():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = int(server.getsockname()[1])
-        with pytest.raises(InvalidInput, match="cannot be served at port"):
-            serve_metrics(port, lambda event: None).__enter__()
-    plan, seen = golden_plan(), list[Event]()
-    first, last = steps_of(2)
-    last = last.changed(validation_loss=0.24, gradient_spikes=3, loss_scale=1024.0)
-    with serve_metrics(port, seen.append) as listen, socket.socket() as other:
-        assert scrape(port) == {}, "nothing is known yet"
-        assert other.connect_ex(("127.0.0.2", port)) != 0, "it listens at one address"
-        started = RunStarted(plan=plan)
-        for event in (started, first):
-            listen(event)
-        assert "autotune_validation_loss" not in scrape(port)
-        listen(last)
-        found = scrape(port)
-    assert seen == [started, first, last]
-    for name in ("loss", "validation_loss", "gradient_spikes", "loss_scale"):
-        assert found[f"autotune_{name}"] == getattr(last, name)
-    assert found["autotune_promised_memory_bytes"] == plan.frozen.expected.run_memory_bytes
-    with pytest.raises(urllib.error.URLError):
-        scrape(port)

@@ -9,14 +9,11 @@ import torch
 from autotune.data.dataset import scan_dataset
 from autotune.data.items import DatasetOptions
 from autotune.search import worker
-from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import apply_settings
 from autotune.train.step import Noising
 from tests.data.pictures import write_pictures
 from tests.train.conftest import Bench
 from tests.train.small import SETTINGS
-from tests.train.test_processes import Nodes, assert_one_learns_the_same
-from tests.train.test_resume import same
 
 STEPS = 4
 SHARE = {"preserve_prior": 0.5}

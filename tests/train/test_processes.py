@@ -81,7 +81,6 @@ class Nodes:
 
 
 def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) -> None:
-    """Compare losses and weights with those of one process."""
     losses: list[float] = []
     folder = several.parent.parent
     one = bench.loop(plan, folder / "one", on_step=lambda event: losses.append(event.loss))
@@ -223,10 +222,9 @@ def launched(run_id: str = "none", **changes: object) -> dict[str, str]:
         (launched(), Launch(1, 0, 2, 1, "node-1:29500")),
         (launched("autotune-7"), Launch(1, 0, 2, 1, "node-1:29500", is_own=True)),
         (launched(RANK=0, WORLD_SIZE=1, MASTER_ADDR="a"), Launch(0, 0, 1, 1, "a:29500")),
-        ({}, None),
-        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({}, None), ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
     ],
-)
+)  # fmt: skip
 def test_torchruns_variables_are_understood(environment, expected):
     assert Launch.read(environment) == expected
 
@@ -234,13 +232,12 @@ def test_torchruns_variables_are_understood(environment, expected):
 @pytest.mark.parametrize(
     "environment",
     [
-        {"RANK": "1"},
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
         *(launched(RANK=rank) for rank in (2, -1, "x")),
         *(launched(LOCAL_RANK=1), launched(LOCAL_WORLD_SIZE=3)),
         *(launched(MASTER_PORT=70000), launched(MASTER_ADDR="")),
     ],
-)
+)  # fmt: skip
 def test_a_contradiction_is_refused(environment):
     with pytest.raises(InvalidInput, match="name no process among others"):
         Launch.read(environment)

@@ -46,7 +46,6 @@ def save_model(
 
 
 def raw_file(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
-    """A file of exactly this header, sound or not."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 

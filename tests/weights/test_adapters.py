@@ -48,7 +48,6 @@ TARGETS = {
 
 @pytest.fixture(scope="module", params=TARGETS)
 def trained(request):
-    """A small transformer with an adapter that does something, alpha other than rank."""
     import diffusers
     from peft import LoraConfig
 
@@ -120,10 +119,9 @@ def test_mixed_ranks_load_into_pipelines(trained, tmp_path, format):
 
 
 names = st.lists(
-    st.sampled_from(["blocks", "0", "1", "to_q", "to_out", "proj_out", "ff", "net"]),
-    min_size=1,
+    st.sampled_from(["blocks", "0", "1", "to_q", "to_out", "proj_out", "ff", "net"]), min_size=1,
     max_size=4,
-).map(".".join)
+).map(".".join)  # fmt: skip
 kinds = st.sampled_from([torch.float32, torch.bfloat16])
 parts = st.tuples(st.integers(1, 3), st.floats(1e-3, 1e4), kinds)
 layers = st.dictionaries(names, parts, min_size=1, max_size=5).filter(
@@ -153,10 +151,9 @@ def test_conversions_keep_the_adapter(found, chain):
 
 
 LOKR_PARTS = {
-    "whole": lokr_shapes((12, 20), 8, 2),
-    "product": lokr_shapes((12, 20), 2, 2),
+    "whole": lokr_shapes((12, 20), 8, 2), "product": lokr_shapes((12, 20), 2, 2),
     "products": lokr_shapes((48, 48), 2, 0, decompose_both=True),
-}
+}  # fmt: skip
 
 
 def lycoris_update(parts):
@@ -258,8 +255,7 @@ def test_foreign_kohya_files_need_names():
 @pytest.mark.parametrize(
     ("state", "metadata", "error"),
     [
-        ({}, {}, InvalidInput),
-        ({"weight": torch.ones(1)}, {}, InvalidInput),
+        ({}, {}, InvalidInput), ({"weight": torch.ones(1)}, {}, InvalidInput),
         ({"transformer.a.lora_A.weight": torch.ones(1, 2)}, {}, CorruptFile),
         ({"transformer.a.dora_scale": torch.ones(1, 2)}, {}, InvalidInput),
         (pair(torch.ones(1, 2), torch.ones(2, 3)), {}, CorruptFile),
@@ -272,7 +268,7 @@ def test_foreign_kohya_files_need_names():
         (FOREIGN, {"autotune_modules": "{"}, CorruptFile),
         (FOREIGN, {"autotune_modules": "[1]"}, CorruptFile),
     ],
-)
+)  # fmt: skip
 def test_unsound_adapters_are_refused(state, metadata, error):
     with pytest.raises(error) as caught:
         parse_adapter(state, metadata)

@@ -50,12 +50,11 @@ def test_shards_come_with_their_index():
 @pytest.mark.parametrize(
     ("files", "error"),
     [
-        (["vae/config.json"], MissingWeights),
-        (["unet/config.json"], MissingWeights),
+        (["vae/config.json"], MissingWeights), (["unet/config.json"], MissingWeights),
         (["vae/config.json", f"vae/{STEM}.bin"], PickledWeights),
         (["vae/config.json", "vae/a.fp16.safetensors", "vae/b.fp32.safetensors"], MissingWeights),
     ],
-)
+)  # fmt: skip
 def test_components_without_readable_weights_are_refused(files, error):
     with pytest.raises(error) as caught:
         select_files(files, ["vae"])

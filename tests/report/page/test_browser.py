@@ -18,10 +18,9 @@ CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
 PAGES = {
-    "plan": [plan_subject()],
-    "both": [plan_subject("measured"), run_subject()],
+    "plan": [plan_subject()], "both": [plan_subject("measured"), run_subject()],
     "hostile": [hostile_plan(), run_subject(prompt="<img src=x onerror='window.hacked=1'>")],
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -12,13 +12,11 @@ from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
 from autotune.plan.plan import Reason, Rejected
-from autotune.report.page import Point, Subject, build_page, find_worths, points_of
+from autotune.report.page import Point, Subject, build_page, points_of
 from tests.report.page.pages import HOSTILE, golden_plan, plan_subject, run_subject
 
 
 class Outline(HTMLParser):
-    """Tags, attributes and text as a browser would see them."""
-
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
@@ -75,9 +73,8 @@ def hostile_plan() -> Subject:
         workload=work.changed(model=work.model.changed(name=HOSTILE)),
         settings=frozen.settings.changed(attention=HOSTILE),
         reasons=(Reason(knob=HOSTILE, chosen=HOSTILE, why=HOSTILE, rejected=rejected),),
-        advice=(HOSTILE,),
-        forecast=None,
-    )
+        advice=(HOSTILE,), forecast=None,
+    )  # fmt: skip
     return Subject(HOSTILE, plan.changed(frozen=frozen))
 
 
@@ -115,15 +112,3 @@ def test_points_are_the_plan_s(name):
             if other.runs
         )
         assert not (point.is_front and beaten)
-
-
-def test_worths_compare_best_values():
-    plan = golden_plan("measured")
-    settings, worths = plan.frozen.settings, find_worths(plan, points_of(plan))
-    assert {worth.knob for worth in worths} >= {"micro_batch_size", "quantization"}
-    own = next(t for t in plan.frozen.trials if t.candidate == settings).median_step_seconds
-    speed = plan.frozen.workload.effective_batch_size / (own or 1.0)
-    for worth in worths:
-        assert worth.knob in worth.point.changes
-        if worth.point.kind == "measured":
-            assert worth.speed == pytest.approx(worth.point.images_per_second / speed - 1)

@@ -1,0 +1,1 @@
+cmd /k "activate.bat && accelerate launch train_dreambooth_lora_qwen_image.py --pretrained_model_name_or_path=Qwen/Qwen-Image --instance_data_dir "C:\a b"" 
