@@ -125,14 +125,6 @@ def test_lokr_is_imported(tmp_path, name, old, new, expected):
     assert not any("lokr" in key or key in ("network.type", "peft_type") for key in lost(config))
 
 
-def test_cousins_commands_are_told_apart(tmp_path):
-    for script in ("hv_train_network", "flux_kontext_train_network"):
-        command = tmp_path / "run.sh"
-        command.write_text(f"accelerate launch {script}.py --network_module networks.lora_flux")
-        with pytest.raises(InvalidInput, match="for musubi-tuner"):
-            import_config(command)
-
-
 def test_numbers_may_be_written_as_text(tmp_path):
     plain, quoted = (tmp_path / f"{name}.json" for name in ("plain", "quoted"))
     written = json.loads((CONFIGS / "simpletuner.json").read_text())
@@ -257,18 +249,6 @@ def test_scripts_of_windows_are_read(path):
     assert not [line for line in config.not_carried if line.key in ("MODEL", "model", "DATA")]
 
 
-def test_other_encodings_are_read_or_named(tmp_path):
-    path = tmp_path / "config.ps1"
-    for encoding in ("utf-16", "utf-8-sig"):
-        path.write_text(f"{SCRIPTS['c.ps1']}# café", encoding=encoding)
-        assert import_config(path).model == MODEL
-    for text, encoding in (("# \u00e9\u00e9", "CP1252"), ("# a", "UTF-16LE")):
-        path.write_text(text, encoding=encoding)
-        with pytest.raises(InvalidInput, match="not UTF-8") as refused:
-            import_config(path)
-        assert f"iconv -f {encoding}" in refused.value.hint
-
-
 HOSTILE = {
     "variables.sh": "X=aa\n" + "X=$X$X\n" * 40 + "launch train.py --a $X",
     "many.sh": "launch train.py --a " + "$X " * 80_000,
@@ -298,14 +278,6 @@ def test_hostile_files_are_bounded(tmp_path, name):
     assert bool(message) != (name in ("home.json", "path.sh", "pattern.json"))
     assert len(message) < 1000
     assert time.process_time() - started_at < 3
-
-
-def test_second_sections_are_reported(tmp_path):
-    text = (CONFIGS / "ai_toolkit.yaml").read_text()
-    path = tmp_path / "config.yaml"
-    second = "        - folder_path: more\n      train:\n"
-    path.write_text(text.replace("      train:\n", second, 1))
-    assert "datasets[1].folder_path" in lost(import_config(path))
 
 
 @pytest.mark.parametrize("trainer", trainers().values(), ids=lambda one: one.name)

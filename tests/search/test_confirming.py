@@ -136,18 +136,6 @@ def test_plans_promise_the_longer_trial():
     assert expected.run_memory_bytes == 22 * GIB + expected.process_memory_bytes
 
 
-def test_smaller_settings_follow_a_failure():
-    large, asked = hardware(*CAPABILITIES, budget_bytes=40 * GIB), request(resolution=(1024, 1024))
-    predict = PlanningProblem.build(asked, large, surroundings()).cost.predict
-
-    def run(candidate):
-        fits = predict(candidate).run_memory_bytes < 16 * GIB
-        return answer(candidate) if fits else trial(candidate, None, outcome="oom")
-
-    trials = make_plan(asked, large, backend=surroundings(run)).frozen.trials
-    assert trials[0].outcome == "oom"
-
-
 @pytest.mark.parametrize(("num_steps", "is_over"), [(100, True), (1000, False)])
 def test_late_searches_weigh_their_gain(num_steps, is_over):
     case = PlanningProblem.build(request(), HARDWARE, surroundings())

@@ -1,9 +1,11 @@
 """A record: its content, what never enters it, what is refused, and where it counts."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from autotune.errors import InvalidInput
 from autotune.plan.candidate import TrialResult
@@ -128,9 +130,9 @@ JUDGED = {
 """Fields that tell nothing about people or data, or that `build_record` replaces."""
 
 
-@pytest.mark.parametrize("kind", JUDGED)
+@pytest.mark.parametrize("kind", [store.Machine, Rate, Workload, ModelSpec, TrialResult, Bucket])
 def test_new_fields_are_judged(kind):
-    assert set(kind.model_fields) == set(JUDGED[kind].split())
+    assert set(kind.model_fields) == set(JUDGED[kind.__name__].split())
 
 
 def here(**changes: Any) -> store.Machine:
@@ -167,7 +169,6 @@ def test_native_trials_need_their_kernel():
         made = record(machine(compute_capability=capability, cudnn=there), **only)
         found = compare_machine(made, here(compute_capability=capability, cudnn=cudnn))
         assert (found.kind != "none") == counts
-        assert counts or found.reasons == (f"trials on cudnn: {there} there, {cudnn} here",)
 
 
 def test_other_libraries_take_their_trials():
@@ -180,7 +181,6 @@ def test_other_libraries_take_their_trials():
         made = record(settings=plain.candidate, trials=(using, plain))
         found = compare_machine(made, ours)
         assert found.kind == "near"
-        assert any(reason.startswith(f"trials on {library}: ") for reason in found.reasons)
         assert usable_trials(made, ours) == (plain,)
         alone = record(settings=using.candidate, trials=(using,))
         assert compare_machine(alone, ours).kind == "none"

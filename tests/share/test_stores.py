@@ -85,8 +85,6 @@ def test_bad_files_leave_the_rest(opened, tmp_path):
     merged = merge_stores(opened(), Store(str(tmp_path / "mine")))
     assert names(Store(str(tmp_path / "mine"))) == {good.name}
     assert len(merged.refused) == 6
-    for why in ("altered or cut off", "does not belong", "too large", "not a record", "device has"):
-        assert why in " ".join(merged.refused)
     found = find_matches(shareable_machine(machine()), workload(), store=opened())
     assert [item.name for item in found.records] == [good.name]
     assert len(found.refused) == 5
@@ -206,11 +204,3 @@ def test_commands_carry_records(tmp_path, monkeypatch):
     assert made.content.decode() in run("submit", made.name[:8], "-o", tmp_path / "checkout")
     assert run("verify", "--store", tmp_path / "checkout/profiles/records").startswith("records: 1")
     assert run("prune", made.name[:8]).endswith("deleted: 1\n")
-
-
-def test_bad_addresses_hide_their_password():
-    for url in ("nosuch://host/x?token=hunter2", "a:hunter2@host:x", "https:/a:hunter2@host/x", ""):
-        with pytest.raises(AutotuneError) as caught:
-            run("push", url)
-        assert "hunter2" not in f"{caught.value.message} {caught.value.hint}"
-    assert not Path("a:hunter2@host:x").exists()
