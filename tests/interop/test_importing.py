@@ -157,11 +157,9 @@ def test_optimizer_that_autotune_has_is_imported(tmp_path, name, old, new, expec
 
 PRODIGY = {"optimizer": "prodigy", "lr": 1e-4}
 AI = {
-    "type": "sd_trainer",
-    "model": {"arch": "qwen_image"},
-    "network": {"type": "lora"},
+    "type": "sd_trainer", "model": {"arch": "qwen_image"}, "network": {"type": "lora"},
     "train": PRODIGY,
-}
+}  # fmt: skip
 LOKR = {"algo": "lokr", "linear_dim": 10000, "factor": 4}
 DIFFUSERS = {"script": "train_dreambooth_lora_qwen_image.py"}
 ST = {"model_family": "z_image", "model_type": "lora"}

@@ -89,11 +89,9 @@ def _build_flux2(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 def small_vae() -> Any:
     vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(16, 32, 32, 32),
-        layers_per_block=1,
-        norm_num_groups=8,
+        block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8,
         latent_channels=16,
-    ).eval()
+    ).eval()  # fmt: skip
     vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
     return vae
 
