@@ -111,20 +111,7 @@ def test_missing_evidence_is_not_shared():
             store.build_record(made.model_copy(update={"frozen": frozen}), machine())
 
 
-JUDGED = {
-    store.Machine: "match_keys device_name total_memory_bytes budget_bytes logical_cores "
-    "power_limit_watts versions rates noisy",
-    Rate: "name value unit spread num_samples conditions",
-    Workload: "rank lora_alpha lora_dropout targets adapted_blocks adapter lokr_factor ema_decay "
-    "preserve_prior is_slider effective_batch_size quality objective model resolution_px buckets "
-    "max_text_tokens text_token_quantiles text_padding num_control_images optimizer",
-    ModelSpec: "family architecture num_parameters num_blocks name",
-    TrialResult: "candidate outcome step_seconds warmup_seconds load_seconds peak_memory_bytes "
-    "load_peak_memory_bytes confirms phases allocator_retries memory_cap_bytes host_memory_bytes "
-    "wall_seconds final_loss quantization_error message",
-    Bucket: "width_px height_px num_frames num_items",
-}
-"""Fields that tell nothing about people or data, or that `build_record` replaces."""
+JUDGED = yaml.safe_load((Path(__file__).parent / "judged.yaml").read_text())
 
 
 @pytest.mark.parametrize("kind", [store.Machine, Rate, Workload, ModelSpec, TrialResult, Bucket])

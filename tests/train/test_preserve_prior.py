@@ -9,11 +9,14 @@ import torch
 from autotune.data.dataset import scan_dataset
 from autotune.data.items import DatasetOptions
 from autotune.search import worker
+from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import apply_settings
 from autotune.train.step import Noising
 from tests.data.pictures import write_pictures
 from tests.train.conftest import Bench
 from tests.train.small import SETTINGS
+from tests.train.test_processes import Nodes, assert_one_learns_the_same
+from tests.train.test_resume import same
 
 STEPS = 4
 SHARE = {"preserve_prior": 0.5}
@@ -59,10 +62,13 @@ def test_target_is_the_bases_prediction(bench, adapter):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"micro_batch_size": 1}, {"micro_batch_size": 4}, {"checkpointed_blocks": 2},
-        {"selective_blocks": 2}, {"norm_rope": "fused"},
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 4},
+        {"checkpointed_blocks": 2},
+        {"selective_blocks": 2},
+        {"norm_rope": "fused"},
     ],
-)  # fmt: skip
+)
 def test_settings_learn_same(preserving, usual, tmp_path, changes):
     settings = SETTINGS.changed(**changes)
     apply_settings(preserving.trained, settings)
