@@ -12,7 +12,7 @@ from autotune.models.facts import Config, family_facts
 from autotune.models.family import COMPONENTS, Batch, Family, Images, Options, Shapes, unwrap_model
 from autotune.models.latents import adapted_layers, send
 from autotune.plan.workload import Bucket
-from autotune.system.lazy import Tensor
+from autotune.system.lazy import Tensor, nn
 
 TEXT_TOKENS = 1024  # of every prompt: connectors put learned tokens in the place of padding
 
@@ -63,34 +63,29 @@ class LTX2(Family):
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         vae = pipeline.vae
-        encoded: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
-        latents, scale = encoded.to(pixels.dtype), float(vae.config.scaling_factor)
+        raw: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0].to(pixels.dtype)
         tables = (vae.latents_mean, vae.latents_std)
-        mean, std = (table.to(latents).view(-1, 1, 1, 1) for table in tables)
-        normalized: Tensor = (latents - mean) * scale / std
-        return normalized
+        mean, std = (table.to(raw).view(-1, 1, 1, 1) for table in tables)
+        latents: Tensor = (raw - mean) * float(vae.config.scaling_factor) / std
+        return latents
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         size, _, frames, height, width = noisy.shape
-        config, timestep = unwrap_model(transformer).config, levels * 1000
+        model, fps = unwrap_model(transformer), self.defaults.frames_per_second
         # The sound has no part in the video: one token, and a word.
-        is_first = config.use_prompt_embeddings
-        text = config.caption_channels if is_first else config.audio_cross_attention_dim
-        fps = self.defaults.frames_per_second
+        is_first = model.config.use_prompt_embeddings
+        text = model.config.caption_channels if is_first else model.config.audio_cross_attention_dim
         # Made there by itself, the device would wait for the host twice.
-        rope = unwrap_model(transformer).rope
-        places = rope.prepare_video_coords(size, frames, height, width, "cpu", fps=fps)
+        places = model.rope.prepare_video_coords(size, frames, height, width, "cpu", fps=fps)
+        shape = {"num_frames": frames, "height": height, "width": width, "fps": fps}
         velocity: Tensor = transformer(
             hidden_states=noisy.flatten(2).mT,
-            audio_hidden_states=noisy.new_zeros(size, 1, config.audio_in_channels),
+            audio_hidden_states=noisy.new_zeros(size, 1, model.config.audio_in_channels),
             encoder_hidden_states=batch["prompt_embeds"],
             audio_encoder_hidden_states=noisy.new_zeros(size, 1, text),
-            timestep=timestep,
-            sigma=timestep,
-            num_frames=frames,
-            height=height,
-            width=width,
-            fps=fps,
+            timestep=levels * 1000,
+            sigma=levels * 1000,
+            **shape,
             video_coords=send(places, noisy.device),
             audio_num_frames=1,
             isolate_modalities=True,
@@ -100,10 +95,8 @@ class LTX2(Family):
 
     def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
         # The pipeline's mask of the text masks nothing, and some attention backends take none.
-        hook: AbstractContextManager[object] = unwrap_model(
-            pipeline.transformer
-        ).register_forward_pre_hook(_without_masks, with_kwargs=True)
-        return hook
+        model: nn.Module = unwrap_model(pipeline.transformer)
+        return model.register_forward_pre_hook(_without_masks, with_kwargs=True)
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         usual = super().call_options(pipeline, prompt, bucket, controls)
@@ -119,7 +112,6 @@ def _without_masks(_: Any, args: tuple[Any, ...], options: Options) -> tuple[Any
 
 class _Passed:
     # In the place of a pipeline's connectors, for prompts that have been through them.
-
     def __init__(self, connectors: Any) -> None:
         self.connectors = connectors
 

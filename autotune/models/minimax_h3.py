@@ -13,6 +13,7 @@ from unittest import mock
 from PIL import Image
 
 from autotune.models import facts, family, latents, modular
+from autotune.models.family import Batch, Images, Options, Pixels, Sample, Sizes, Texts
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, torch
 
@@ -76,14 +77,10 @@ class MiniMaxH3(modular.ModularFamily):
         processor = latents.load_processor("Qwen3VLProcessor", folder / "processor")
         return super().load_pipeline(folder, **{"processor": processor, **components})
 
-    def encode_caption(
-        self, pipeline: Any, caption: str, controls: family.Pixels = ()
-    ) -> family.Sample:
+    def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
         return super().encode_caption(pipeline, caption or NO_WORD)
 
-    def count_text_tokens(
-        self, folder: Path, captions: family.Texts, controls: family.Sizes = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         tokenize = latents.load_tokenizer(folder)
         texts = [caption or NO_WORD for caption in captions]
         return [len(ids) for ids in tokenize(texts, add_special_tokens=False)["input_ids"]]
@@ -95,9 +92,7 @@ class MiniMaxH3(modular.ModularFamily):
     def to_vae_latents(self, latents: Tensor) -> Tensor:
         return latents if latents.shape[2] > 1 else latents.expand(-1, -1, FIRST_LATENTS, -1, -1)
 
-    def predict(
-        self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch
-    ) -> Tensor:
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
         predicted, size, config = [], latents.PATCH, family.unwrap_model(transformer).config
@@ -135,9 +130,7 @@ class MiniMaxH3(modular.ModularFamily):
         # Of a picture it makes the shortest clip.
         return super().sample(pipeline, prompt, bucket, **how)[: bucket.num_frames]
 
-    def call_options(
-        self, pipeline: Any, prompt: str, bucket: Bucket, controls: family.Images
-    ) -> family.Options:
+    def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         frames = max(FIRST_FRAMES, self.whole_frames(bucket.num_frames))
         return {"prompt": prompt or NO_WORD, "num_frames": frames}
 

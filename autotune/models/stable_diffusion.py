@@ -1,8 +1,8 @@
 """Stable Diffusion 3.5: joint blocks of text and image, two CLIPs and T5. Of medium, the first 13
 blocks attend a second time, among the image's tokens alone.
 
-Stable Diffusion XL: a UNet on a discrete schedule. Pony, Illustrious and NoobAI are such models.
-Its blocks are the transformer layers of each stage and the residual ones around them.
+Stable Diffusion XL: a UNet on a discrete schedule, as of Pony, Illustrious and NoobAI. Its blocks
+are the transformer layers of each stage and the residual ones around them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autotune.system.lazy import Tensor, nn, torch
 
 CLIP_TOKENS = 77  # to which every prompt is padded, without a mask
 T5_TOKENS = 256  # after those of both CLIPs, which stand side by side
-JOINT_BLOCK = r"transformer_blocks\.\d+"
+JOINT = r"transformer_blocks\.\d+"
 XL_BLOCK = r".*\.transformer_blocks\.\d+"
 XL_ATTENTION = r"attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 XL_MLP = r"ff\.net\.(0\.proj|2)"
@@ -43,15 +43,13 @@ class StableDiffusion35(ImageLatents, Family):
     max_text_tokens = CLIP_TOKENS + T5_TOKENS
     caption_tokenizer, max_caption_tokens = "tokenizer_3", T5_TOKENS
     target_sets = adapted_layers(
-        JOINT_BLOCK,
+        JOINT,
         rf"{ATTENTION}|attn2\.(to_q|to_k|to_v|to_out\.0)",
         r"ff(_context)?\.net\.(0\.proj|2)",
         r"norm1(_context)?\.linear",
     )
     modulation = ModulationLayers(
-        rf"{JOINT_BLOCK}\.norm1(_context)?|norm_out",
-        ("time_text_embed",),
-        inputs=("pooled_prompt_embeds",),
+        rf"{JOINT}\.norm1(_context)?|norm_out", ("time_text_embed",), ("pooled_prompt_embeds",)
     )
     excluded = {
         "attention": "its attention calls PyTorch's directly, whatever backend is set",
@@ -59,13 +57,8 @@ class StableDiffusion35(ImageLatents, Family):
     }
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
-        velocity: Tensor = transformer(
-            hidden_states=noisy[:, :, 0],
-            timestep=1000 * levels,
-            encoder_hidden_states=batch["prompt_embeds"],
-            pooled_projections=batch["pooled_prompt_embeds"],
-            return_dict=False,
-        )[0]
+        text = batch["prompt_embeds"], batch["pooled_prompt_embeds"]
+        velocity: Tensor = transformer(noisy[:, :, 0], *text, 1000 * levels, return_dict=False)[0]
         return velocity[:, :, None]
 
 
@@ -76,15 +69,8 @@ class StableDiffusionXL(ImageLatents, Family):
     models, defaults, tiny_config = family_facts(name)
     aliases = {"sdxl-base": "sdxl", "stable-diffusion-xl": "sdxl"}
     fine_tunes = (
-        "pony diffusion v6 xl",
-        "illustrious xl",
-        "noob ai xl",
-        "animagine xl 4",
-        "juggernaut xl",
-        "real vis xl",
-        "dream shaper xl",
-        "sdxl turbo",
-        "sdxl lightning",
+        *("pony diffusion v6 xl", "illustrious xl", "noob ai xl", "animagine xl 4", "sdxl turbo"),
+        *("juggernaut xl", "real vis xl", "dream shaper xl", "sdxl lightning"),
     )
     pipeline_class = "StableDiffusionXLPipeline"
     denoiser = "unet"
@@ -145,11 +131,7 @@ class StableDiffusionXL(ImageLatents, Family):
         # Original size, corner and size of the crop: as the pipeline samples them.
         numbers = torch.tensor((height, width, 0, 0, height, width), dtype=noisy.dtype)
         sizes = send(numbers, noisy.device).expand(len(noisy), 6)
-        prediction: Tensor = transformer(
-            noisy[:, :, 0],
-            levels,
-            encoder_hidden_states=batch["prompt_embeds"],
-            added_cond_kwargs={"text_embeds": batch["pooled_prompt_embeds"], "time_ids": sizes},
-            return_dict=False,
-        )[0]
+        added = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": sizes}
+        given = noisy[:, :, 0], levels, batch["prompt_embeds"]
+        prediction: Tensor = transformer(*given, added_cond_kwargs=added, return_dict=False)[0]
         return prediction[:, :, None]
