@@ -317,7 +317,7 @@ def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
 def min_snr(key: str, off: str = "-") -> Rule:
     """Relate the limit of the signal-to-noise ratio in a discrete schedule's loss."""
 
-    rows = f"""5.0 = uniform 1.0 min_snr
+    rows = f"""5 = uniform 1.0 min_snr
         {off}|-|0 > uniform 1.0 none
         {off}     < * * *
         #   > uniform 1.0 min_snr | autotune's limit is 5"""
