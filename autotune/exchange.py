@@ -272,8 +272,7 @@ def _as_written(
         if names and choice not in names:
             why = why or "autotune knows no such value"
         changed = written if why else written.changed(**{name: choice})
-        if name in knobs:
-            why = why or knobs[name].why_not(changed, context)
+        why = why or next(filter(None, (each.why_not(changed, context) for each in KNOBS)), None)
         if why:
             breaks.append(f"{name} {choice}: {why}")
         else:

@@ -60,6 +60,7 @@ class Audit(base.Frozen):
 
 Settings = Mapping[str, ConfigValue]
 Line = tuple[str, ConfigLine]  # carried, pinned, decided or not_carried, and the account
+MAX_ADAMW_RATE = 0.01  # above it a rate is a factor of what an optimizer finds by itself
 # What rules raise for a value that makes no sense.
 WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
@@ -96,6 +97,12 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
     pointless = _take_pointless(settings, known)
     lines = [line_for("decided", x, f"{table.title} ignores it with this model") for x in pointless]
     values, read = read_settings(table, settings, Context(known.family))
+    if "optimizer" not in values and values.get("learning_rate", 0) > MAX_ADAMW_RATE:
+        del values["learning_rate"]
+        told = "a rate for that optimizer alone; autotune takes the family's usual"
+        of_rate = [line for _, line in read if line.meaning.startswith("learning_rate ")]
+        read = [one for one in read if one[1] not in of_rate]
+        read += [("not_carried", line.changed(meaning=told)) for line in of_rate]
     model, named = _model_of(table, known, settings)
     lines += [*named, *read, *_other_lines(table, known, settings, missing)]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))

@@ -191,6 +191,12 @@ def test_weights_that_a_default_names_are_told(tmp_path):
     assert "planned as flux1-dev" in line.meaning
 
 
+def test_rates_of_other_optimizers_are_not_adamws(tmp_path):
+    config = read(tmp_path, {**DIFFUSERS, "optimizer": "dadapt", "learning_rate": 1.0})
+    assert "learning_rate" not in config.options
+    assert {"optimizer", "learning_rate"} <= lost(config).keys()
+
+
 ODD = st.sampled_from(
     [None, True, False, -1, 0, 1.5, float("nan"), float("inf"), 10**400, "", "x", "1e999", "(", []]
 )
