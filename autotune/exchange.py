@@ -253,10 +253,11 @@ def _as_written(
     # And what of them does not work on the card. What pins do not name, and no other trainer tunes,
     # is as in the plan that was made.
     total, hardware = context.workload.model.num_blocks, context.hardware
+    knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)
     written, breaks = Candidate(micro_batch_size=1, checkpointed_blocks=total), []
+    written = written.changed(optimizer=plain["optimizer"][0])
     if made is not None:
         written = written.changed(**{name: getattr(made, name) for name in UNNAMED})
-    knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)
     for name, names in NAMES.items():
         if (value := pins.get(name)) is None:
             continue

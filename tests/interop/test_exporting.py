@@ -207,7 +207,7 @@ def test_an_audit_predicts_both(tmp_path):
     assert found.as_written.workload == found.fastest.workload
     better = found.fastest.prediction.candidate
     changed = {name for name, value in better if getattr(written, name) != value}
-    assert {one.knob for one in found.worth} <= changed
+    assert {one.knob for one in found.worth} <= changed - {"optimizer"}
     assert found.worth[0].step_seconds_saved > 0
     text = audit_markdown(found)
     assert "| base model | in fp8 | not quantized |" in text
