@@ -435,7 +435,7 @@ def test_tiles_alike_are_traced_once():
 
 
 @pytest.mark.parametrize("memory_kind", ["discrete", "integrated"])
-def test_what_stays_is_counted_where_it_lies(memory_kind):
+def test_what_stays_counts_where_it_lies(memory_kind):
     """By sums of what the model is traced to take; on shared memory the host counts all again."""
     hardware = gpu("nvidia-h100-sxm")
     device = hardware.device.model_copy(update={"memory_kind": memory_kind})

@@ -65,7 +65,7 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted({page.name for page in DOCS.glob("*.md")} | outside)
 
 
-def test_will_it_fit_answers_from_disk_alone():
+def test_page_fit_answers_from_disk_alone():
     page = runpy.run_path(str(DOCS / "site" / "fit_page.py"))["render"]()
     assert len(page.encode()) < 2 << 20
     assert not re.search(r"(?:src|href)=|https?://|fetch\(", page)

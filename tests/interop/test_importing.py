@@ -185,7 +185,7 @@ def test_defaults_are_the_trainers_own(tmp_path, written, expected):
     assert {key: learned[key] for key in expected} == expected
 
 
-def test_weights_that_a_default_names_are_told(tmp_path):
+def test_weights_of_defaults_are_told(tmp_path):
     config = read(tmp_path, {"model_family": "flux", "model_type": "lora"})
     (line,) = (one for one in config.not_carried if "FLUX.1-Krea-dev" in one.value)
     assert "planned as flux1-dev" in line.meaning

@@ -153,7 +153,7 @@ def test_copies_wait_as_predicted(monkeypatch, num_swapped, copy_seconds):
         ({"slots": "resident", "copies_back": True}, 3 * 2.0),
     ],
 )
-def test_other_programs_wait_by_their_own_ways(ways, seconds):
+def test_other_programs_wait_their_own_ways(ways, seconds):
     computed = 5 * np.array([1.0, 1.0, 2.0]).reshape(3, 1, 1)
     waited = swap_seconds(SwapPractice(**ways), np.full(5, 1.5), np.array([[3]]), computed)
     assert waited.item() == pytest.approx(seconds)

@@ -72,7 +72,7 @@ def test_lokr_is_pefts(weight_format, lokr, of_input):
 
 @BITSANDBYTES
 @pytest.mark.parametrize("lokr", LOKR)
-def test_lokr_adds_its_product_to_packed_weights(lokr):
+def test_lokr_adds_to_packed_weights(lokr):
     """Where peft takes the shape of packed weights for the layer's."""
     x, pair_of = torch.ones(3, 64), (pair(form, lokr=lokr)[1] for form in ("bnb-nf4", "none"))
     found, expected = ([(model(x) - model[0].base_layer(x)).detach()] for model in pair_of)

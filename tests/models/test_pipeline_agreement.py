@@ -195,7 +195,7 @@ def test_blocks_draw_as_stock_pipelines(name, small_pipelines, monkeypatch):
     assert [each.tobytes() for each in ours] == [each.tobytes() for each in theirs]
 
 
-def test_ideogram_draws_as_the_stock_pipeline_with_padding_and_masks(small_pipelines):
+def test_ideogram_draws_as_stock_pipeline(small_pipelines):
     small = small_pipelines("ideogram-4")
     family, bucket = small.family, small.bucket
     (ours,) = family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=3, seed=4)

@@ -192,7 +192,7 @@ def test_unreadable_lists_are_refused(tmp_path, content):
         read_listing(tmp_path / "list.yaml", Bucket, "buckets", "write some")
 
 
-def test_lists_are_read_up_to_a_mebibyte(tmp_path):
+def test_lists_have_at_most_a_mebibyte(tmp_path):
     path, text = (
         tmp_path / "list.yaml",
         "{width_px: 64, height_px: 32, num_frames: 1, num_items: 2}",

@@ -173,7 +173,7 @@ def lycoris_update(parts):
 
 
 @pytest.mark.parametrize("kind", LOKR_PARTS)
-def test_lokr_is_lycoris_formula_in_every_format(kind):
+def test_lokr_is_lycoris_in_every_format(kind):
     module = "transformer_blocks.0.attn.to_q"
     parts = {name: torch.randn(shape) for name, shape in LOKR_PARTS[kind].items()}
     parts["alpha"] = torch.tensor(3.0)
@@ -216,7 +216,7 @@ def test_lokr_is_cut_as_peft_cuts():
 
 
 @pytest.mark.parametrize("transformer", ["FluxTransformer2DModel", "MiniMaxH3Transformer3DModel"])
-def test_lokr_of_parts_is_written_where_it_is_read(transformer):
+def test_lokr_is_written_where_read(transformer):
     names = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "out.0")]
     made = {name: torch.randn(shape) for name, shape in lokr_shapes((16, 16), 2, 4).items()}
     adapter = Adapter(dict.fromkeys(names, KroneckerLayer(made)), {})
