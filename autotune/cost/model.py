@@ -1,11 +1,18 @@
 """The traced side of a prediction: what depends on the model and the workload alone."""
 
+import contextlib
+import os
+import signal
+import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache, wraps
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -16,7 +23,7 @@ from torch import nn
 from autotune.cost import recorder, trace
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, quantize_for_tracing, substitutes
-from autotune.errors import InvalidInput, first_line, is_out_of_memory
+from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.blocks import apply_recomputation, region_offsets
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, take_layers
@@ -27,7 +34,7 @@ from autotune.models.adapter import add_adapter, block_numbers
 from autotune.models.facts import Parts
 from autotune.models.family import PRIOR, TORCH_LOCK, Batch, Family, build_on_meta
 from autotune.plan.prediction import AdapterPractice, Overheads
-from autotune.plan.workload import Bucket, Workload
+from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 ALLOCATORS = ("default", "expandable")
@@ -36,6 +43,7 @@ BLENDS = {"blend_v", "blend_h", "blend_t"}
 # What classes raise that are built from a configuration that nobody published.
 MISTAKES = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 VISITING_BLOCKS = 2  # swapped blocks on the device at once: the one that runs and the next
+PIPE_BYTES = 1 << 20  # as much as Linux gives: in a small one a trace would wait to be fetched
 NUM_REMEMBERED = 4  # traced models that are kept for whoever asks for the same again
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,19 +106,96 @@ class VaeCost:
     encode_flops: int  # which a CPU waits for
 
 
-def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function`, called once for each argument, by one thread at a time."""
-    known = cache(function)
+def one_at_a_time(function: Callable[P, T], *shared_as: Hashable) -> Callable[P, T]:
+    """Return `function`, called once for each argument, by one thread at a time. Results of shared
+    ones are taken from a second process (`working_ahead`) if it has found them before."""
+    known: dict[Hashable, T] = {}
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
+        key = shared_as, arguments, tuple(options.items())
         with TORCH_LOCK:
-            return known(*arguments, **options)  # type: ignore[arg-type]
+            if key not in known:
+                found = _second.receive() if shared_as else {}
+                known[key] = found.pop(key) if key in found else function(*arguments, **options)
+                if shared_as:
+                    _second.send(key, known[key])
+            return known[key]
 
     return call
 
 
-_remembered: dict[tuple[object, ...], "TracedModel"] = {}
+class _SecondProcess:
+    """A fork that traces, too, and tells what it finds: seen from either side."""
+
+    def __init__(self) -> None:
+        self.start: Callable[[], None] | None = None  # for when something is to be traced
+        self.incoming: Connection | None = None
+        self.outgoing: Connection | None = None
+        self.found: dict[Hashable, Any] = {}
+
+    def receive(self) -> dict[Hashable, Any]:
+        start, self.start = self.start, None
+        with contextlib.suppress(EOFError, OSError):
+            if start:
+                start()
+            while self.incoming and self.incoming.poll():
+                self.found.update([self.incoming.recv()])
+        return self.found
+
+    def send(self, key: Hashable, value: object) -> None:
+        if self.outgoing:
+            self.outgoing.send((key, value))
+
+
+_second = _SecondProcess()
+
+
+@contextmanager
+def working_ahead(work: Callable[[T], object], items: Sequence[T]) -> Iterator[None]:
+    """Let a second core trace what `work` needs, from the last of `items` on, while this process
+    begins at the first. Whatever happens there, it only takes longer."""
+    child = 0
+
+    def start() -> None:
+        import fcntl  # which Windows lacks
+
+        nonlocal child
+        _second.found = {}
+        receiving, sending = Pipe(duplex=False)
+        fcntl.fcntl(sending, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        child = os.fork()
+        if child:
+            sending.close()
+            _second.incoming = receiving
+            return
+        try:
+            _second.incoming, _second.outgoing = None, sending
+            for item in reversed(items):
+                with contextlib.suppress(AutotuneError):
+                    work(item)
+        finally:
+            os._exit(0)
+
+    alone = sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2
+    if alone or threading.active_count() > 1 or _second.incoming or _second.outgoing:
+        yield
+        return
+    _second.start = start
+    try:
+        yield
+    finally:
+        _second.start = None
+        _second.receive()
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        if _second.incoming:
+            _second.incoming.close()
+        _second.incoming = None
+
+
+_remembered: dict[tuple[str, str], "TracedModel"] = {}
 
 
 def traced_model(
@@ -121,16 +206,36 @@ def traced_model(
     parts: Parts,
     overheads: Overheads | None = None,
 ) -> "TracedModel":
-    """Return a `TracedModel`, the same one again if it was asked for lately."""
-    others = repr((sorted(config.items()), parts, overheads and overheads.traced))
-    key = family, workload, rules, others
+    """Return a `TracedModel` that shares what was traced lately with equal shapes."""
     known = family, config, workload, rules, parts, overheads
+    key = _key_of(*known)
     with TORCH_LOCK:
-        model = _remembered.pop(key, None) or TracedModel(*known)
+        model = _remembered.pop(key, None)
+        if model is None:
+            model = TracedModel(*known)
+            alike = (each for own, each in _remembered.items() if own[0] == key[0])
+            model.vae_cost = next(alike, model).vae_cost
         while len(_remembered) >= NUM_REMEMBERED:
             del _remembered[next(iter(_remembered))]
         _remembered[key] = model  # at the end: the first is the one that was asked for longest ago
-        return model
+    if model.workload != workload:
+        model = copy(model)
+        model.workload = workload
+    return model
+
+
+def _key_of(
+    family: Family,
+    config: Mapping[str, Any],
+    workload: Workload,
+    rules: DeviceRules,
+    parts: Parts,
+    overheads: Overheads | None,
+) -> tuple[str, str]:
+    """What the costs of the VAE depend on, and what else the traces do."""
+    shapes = workload.changed(quality="high", effective_batch_size=1, optimizer=ADAMW)
+    vae = family, sorted(config.items()), rules, parts, workload.largest_bucket
+    return repr(vae), repr((shapes, overheads and overheads.traced))
 
 
 class TracedModel:
@@ -163,9 +268,11 @@ class TracedModel:
         self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
         trace.shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
-        self.model, self.traced = one_at_a_time(self._model), one_at_a_time(self._traced)
-        self.model_bytes = one_at_a_time(self._model_bytes)
-        self.vae_cost = one_at_a_time(self._vae_cost)
+        self.key = _key_of(family, config, workload, rules, parts, overheads)
+        self.model = one_at_a_time(self._model)
+        self.traced = one_at_a_time(self._traced, "traced", self.key)
+        self.model_bytes = one_at_a_time(self._model_bytes, "bytes", self.key)
+        self.vae_cost = one_at_a_time(self._vae_cost, "vae", self.key[0])
         self.in_shape = cache(self._in_shape)
 
     def _build_template(self, modulation: str) -> Any:
@@ -181,7 +288,8 @@ class TracedModel:
             return self
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
         other.workload = self.workload.changed(buckets=(bucket,), **changes)
-        other.model, other.traced = one_at_a_time(other._model), one_at_a_time(other._traced)
+        other.model = one_at_a_time(other._model)
+        other.traced = one_at_a_time(other._traced, "traced", self.key, bucket, text_tokens)
         return other
 
     @contextmanager
@@ -203,9 +311,7 @@ class TracedModel:
         if overheads == self.overheads:
             return self
         known = self.family, self.config, self.workload, self.rules, self.parts
-        found = traced_model(*known, overheads)
-        found.vae_cost = self.vae_cost
-        return found
+        return traced_model(*known, overheads)
 
     def masked(self, micro_batch_size: int) -> bool:
         """Tell if attention gets a mask because captions differ in length."""
@@ -243,8 +349,9 @@ class TracedModel:
         kernel = kernel_for("native", self.rules, self.masked(1))
         with self._running_configuration(), substitutes(kernel, self.rules), torch.no_grad():
             batch = self._batch(1, dtype)
-            noise = torch.empty_like(batch["latents"])
-            self.family.predict(transformer, noise, torch.empty(1, device="meta"), batch)
+            noise, levels = torch.empty_like(batch["latents"]), torch.empty(1, device="meta")
+            noisy = self.family.noise.add_noise(noise, noise, levels)
+            self.family.predict(transformer, noisy, levels, batch)
 
     def _traced(
         self,

@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segments.append(Segment(name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN for kind in types):
+        if not PLAIN.issuperset(types):
             # A quantized weight: let it say which plain operations it is made of.
             return NotImplemented
         kwargs = kwargs or {}
@@ -84,6 +84,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.untyped_storage()._cdata not in self._live:
                 self._watch(tensor, None)
         args = on_meta(args, inputs)
+        if func.is_view:
+            self._summed = None
+            return func(*args, **kwargs)
         known = remembered_call(func, args, kwargs)
         out = called(func, args, kwargs, known)
         segment = self.segments[-1]
@@ -95,7 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._summed = (storage, len(segment.events)) if sums else None
         if self.counts_host and (scratch := kernels.conversion_bytes(func, inputs)):
             self._allocate(segment, scratch)()
-        if name != "empty" and (fresh or not (func.is_view or name in FREE)):
+        if name != "empty" and (fresh or name not in FREE):
             charge = known.charge if known else None
             charge = charge or _charge_of(func, args, kwargs, out, inputs, outputs)
             if known:
@@ -215,8 +218,9 @@ def summarize(segments: Iterable[Segment]) -> None:
 
 
 # An operation on these can be remembered; subclasses are quantized weights.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
+META = torch.device("meta")
 _Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -276,13 +280,13 @@ def called(
     if known.results is not None:
         if written is not None:
             return written
-        made = tuple(
-            torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
+        made = [
+            torch.empty_strided(each[0], each[1], dtype=each[2], device=META)
             if isinstance(each, tuple)
             else each
             for each in known.results
-        )
-        return made[0] if len(made) == 1 else made
+        ]
+        return made[0] if len(made) == 1 else tuple(made)
     before = None if written is None else written.shape
     out = func(*args, **kwargs)
     if written is not None:
@@ -305,7 +309,7 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # as in `recorder.Recorder`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN for kind in types):
+        if not PLAIN.issuperset(types):
             return NotImplemented  # as in `Recorder`
         args, kwargs = on_meta(args, tensors_in(args)), kwargs or {}
         return called(func, args, kwargs, remembered_call(func, args, kwargs))
@@ -313,7 +317,10 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Move arguments to the meta device if any is there: some models read numbers on the host."""
-    if all(tensor.is_meta for tensor in tensors):
+    for tensor in tensors:
+        if not tensor.is_meta:
+            break
+    else:
         return args
     places = {tensor.device.type for tensor in tensors if tensor.ndim}
     return _to_meta(args) if len(places) > 1 else args

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self, get_args
 
 from autotune.cost.memory import ONE_PROCESS, Parallel
+from autotune.cost.model import working_ahead
 from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -116,8 +117,15 @@ class PlanningProblem:
             overheads=request.overheads,
             parallel=parallel if request.num_gpus > 1 else ONE_PROCESS,
         )
-        cost, space = _choose_strategy(request, cost, space)
-        _require_host_memory(space, cost)
+        untried, whole = space, cost
+
+        def look_at(base: Candidate) -> None:
+            block_count_frontier(base, untried.choices, whole)
+            whole.host_memory_bytes(base)
+
+        with working_ahead(look_at, space.candidates):
+            cost, space = _choose_strategy(request, cost, space)
+            _require_host_memory(space, cost)
         return cls(
             request,
             model,
@@ -320,11 +328,12 @@ def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tupl
     if named := [word for word, pairs in asked if pairs]:
         free = request.changed(pins=(), exclusions=())
         relaxed.append((f"without {' and '.join(named)}", free, work))
-    for option, other, changed in relaxed:
-        with contextlib.suppress(InvalidInput, NothingFits):  # a pinned value may not go with it
-            needed, budget_bytes = _required_bytes(other, changed, cost)
-            if needed <= budget_bytes:
-                yield option, needed
+    with working_ahead(lambda each: _required_bytes(*each[1:], cost), relaxed):
+        for option, other, changed in relaxed:
+            with contextlib.suppress(InvalidInput, NothingFits):  # a pin may not go with it
+                needed, budget_bytes = _required_bytes(other, changed, cost)
+                if needed <= budget_bytes:
+                    yield option, needed
 
 
 def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -> tuple[float, int]:
@@ -385,13 +394,19 @@ def advise_choices(
         # Then nothing is faster but what multiplies in 8 bits.
         looser = [name for name in looser if WEIGHT_FORMATS[str(name)].product_dtype]
     formats = [best.changed(quantization=name) for name in looser]
+
+    def predict_all(base: Candidate) -> list[Prediction]:
+        if any(knob.why_not(base, cost.context) for knob in KNOBS):
+            return []
+        return list(map(cost.predict, _fastest_first(base, space, cost)))
+
+    with working_ahead(predict_all, (*formats, *batches)):
+        predicted = {base: predict_all(base) for base in (*formats, *batches)}
     for bases in (formats, batches):
         best_gain, chosen = MIN_GAIN, best
         for base in bases:
-            if any(knob.why_not(base, cost.context) for knob in KNOBS):
-                continue
-            for candidate in _fastest_first(base, space, cost):
-                prediction = cost.predict(candidate)
+            for prediction in predicted[base]:
+                candidate = prediction.candidate
                 images = max(effective, candidate.micro_batch_size)
                 gain = images / prediction.step_seconds / (effective / step_seconds)
                 if prediction.run_memory_bytes <= cost.budget_bytes and gain > best_gain:

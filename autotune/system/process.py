@@ -28,7 +28,7 @@ SPIN_COUNT = "6000"
 # Packages that diffusers, transformers, peft and torch import if they find them: the first two,
 # with Inductor, are 900 modules and a quarter of the time of all imports; those of CUDA's build of
 # torch, 90 MiB of 1,014 and a process.
-UNNEEDED = ("bitsandbytes", "scipy", "triton", "cuda")
+UNNEEDED = ("bitsandbytes", "scipy", "triton", "torchao", "boto3", "cuda")
 # Begins the command of a child, which must not import a `json.py` of the folder that it works in.
 PYTHON = (sys.executable, "-P")
 OF_FORK_SERVER = "autotune"  # value of PYTHONSAFEPATH by which the server and its tracker know it

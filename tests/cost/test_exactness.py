@@ -1,5 +1,9 @@
 """Predictions equal the real model to the byte; where kernels decide, nearly."""
 
+import os
+import sys
+import threading
+import time
 import weakref
 
 import numpy as np
@@ -8,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
-from autotune.cost.model import TracedModel
+from autotune.cost.model import TracedModel, one_at_a_time, working_ahead
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates
 from autotune.cost.trace import BlockTables, choose_traced, compose, shorten, table_of
@@ -16,6 +20,7 @@ from autotune.knobs import modulation
 from autotune.knobs.blocks import BlockSwap
 from autotune.models.facts import Parts
 from autotune.models.family import denoising_loss
+from autotune.models.noise import DiscreteDiffusion
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.plan.workload import OptimizerChoice
@@ -315,3 +320,31 @@ def test_every_block_has_a_traced_one(kinds, adapted):
     assert [(traced[i][0], traced[i][2]) for i in index] == kinds_of
     alike = [["a"] * len(own) for own in kinds]
     assert [len(own) for own in choose_traced(alike)[0]] == [min(len(own), 3) for own in kinds]
+
+
+def test_any_order_of_traces_gives_the_same(monkeypatch):
+    family = FAMILIES["sdxl"]
+    process = DiscreteDiffusion(num_train_timesteps=999)  # whose table no other test has made
+    monkeypatch.setattr(type(family), "noise", process)
+    model = TracedModel(family, TINY["sdxl"], workload_of("sdxl"), "cuda", Parts())
+    first, again = (model.traced.__wrapped__("bf16", "none", "flash", 2, 0) for _ in range(2))
+    assert first.before.growth_bytes == again.before.growth_bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there it is used")
+def test_second_process_begins_at_the_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+    def find(number: int) -> tuple[int, int]:
+        (tmp_path / str(number)).touch()
+        while number == 0 and not (tmp_path / "2").exists():
+            time.sleep(0.01)
+        return number, os.getpid()
+
+    found = one_at_a_time(find, "test")
+    with working_ahead(found, range(4)):
+        results = [found(number) for number in (0, 3)]
+    assert [number for number, _ in results] == [0, 3]
+    assert [process == os.getpid() for _, process in results] == [True, False]
+    assert found(3) == results[1]
