@@ -1,5 +1,5 @@
 """Does a setting change what is learned? python benchmarks/quality.py RESULT.jsonl [--seeds 5]
-[--steps 200]
+[--steps 200] [--setting NAME ...]
 
 Teaches the demo's shape under each weight format, precision, attention backend, checkpointing and
 micro-batch (the same effective batch), on the same seeds, noise and order of images as the
@@ -19,6 +19,7 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).with_name("world")))
+from eight_bits import exact_product
 from teach import CPU, Classroom, Job
 
 from autotune.demo.lesson import known_scenes, unseen_scenes
@@ -42,10 +43,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "torchao-fp8": {"quantization": "torchao-fp8"},
     "bnb-nf4": {"quantization": "bnb-nf4"},
     "int8-rotated": {"quantization": "int8-rotated"},
+    "int8-rotated, outliers": {"quantization": "int8-rotated"},
     "fp8-matmul": {"quantization": "fp8-matmul"},
 }
 MEASURES = ("new", "known", "loss")
 MARGIN = 0.05
+OUTLIERS, TIMES = 4, 26.0  # a layer's channels of input, and how much larger they become
+
+
+def with_outliers(quantize: Any) -> Any:
+    """What gets each Linear, and makes channels of its input large and their weights small: the
+    layer computes the same as long as nothing is rounded."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(layer: torch.nn.Linear) -> Any:
+        factors = torch.ones(layer.in_features)
+        factors[torch.randperm(layer.in_features, generator=generator)[:OUTLIERS]] = TIMES
+        layer.weight.data /= factors
+        layer.register_forward_pre_hook(lambda _, given: (given[0] * factors,))
+        return quantize(layer)
+
+    return change
 
 
 @torch.no_grad()
@@ -66,7 +84,12 @@ def held_out_loss(room: Classroom, transformer: torch.nn.Module, seed: int) -> f
 
 def run(room: Classroom, name: str, seed: int, steps: int) -> dict[str, object]:
     begin = time.process_time()
+    layers: Any = quantized_layers
+    usual = layers.multiply_in_int8
+    if name.endswith("outliers"):
+        layers.multiply_in_int8 = with_outliers(usual)
     transformer = room.teach(Job(steps=steps), REFERENCE.changed(**SETTINGS[name]), seed)
+    layers.multiply_in_int8 = usual
     prompts = 9000 + 100 * seed  # every seed samples from other noise
     found = {
         "new": room.fidelity(transformer, unseen_scenes()[1::2], prompts),
@@ -109,8 +132,10 @@ def summarize(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main(result: Path, seeds: int, steps: int) -> None:
+def main(result: Path, seeds: int, steps: int, settings: list[str]) -> None:
     torch.set_num_threads(1)
+    library: Any = torch
+    library._int_mm = exact_product
     rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
     done = {(row["setting"], row["seed"]) for row in rows}
     quantized_layers.SIDE_MULTIPLE = (
@@ -118,7 +143,7 @@ def main(result: Path, seeds: int, steps: int) -> None:
     )
     room = Classroom()
     for seed in range(seeds):
-        for name in SETTINGS:
+        for name in settings:
             if (name, seed) in done:
                 continue
             try:
@@ -137,5 +162,6 @@ if __name__ == "__main__":
     parser.add_argument("result", type=Path)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--setting", action="append", choices=SETTINGS)
     asked = parser.parse_args()
-    main(asked.result, asked.seeds, asked.steps)
+    main(asked.result, asked.seeds, asked.steps, asked.setting or list(SETTINGS))
