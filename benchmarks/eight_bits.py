@@ -46,8 +46,11 @@ SETTINGS = {"reference": "torchao-int8", "int8 as it is": "int8-rotated"} | {
 }
 
 
-def with_outliers(quantize: Any, count: int, size: float, *, is_drawn: bool) -> Any:
-    """What gets each Linear, and makes channels of its input large."""
+def with_outliers(
+    quantize: Any, count: int, size: float, *, is_drawn: bool = False, is_same: bool = False
+) -> Any:
+    """What gets each Linear, and makes channels of its input large; `is_same`: and their weights as
+    much smaller, so that it computes the same as long as nothing is rounded."""
     generator = torch.Generator().manual_seed(0)
 
     def change(layer: nn.Linear) -> Any:
@@ -56,6 +59,8 @@ def with_outliers(quantize: Any, count: int, size: float, *, is_drawn: bool) -> 
         if is_drawn:
             shape, std = layer.weight.shape, float(layer.weight.std())
             layer.weight.data.copy_(std * torch.randn(shape, generator=generator))
+        if is_same:
+            layer.weight.data /= factors
         layer.register_forward_pre_hook(lambda _, given: (given[0] * factors,))
         return quantize(layer)
 

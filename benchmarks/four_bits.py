@@ -22,19 +22,18 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).with_name("world")))
 import quality
-from configs import MID
-from cost_accuracy import workload_of
-from cpu_truth import batches, build
-from eight_bits import gradients
+from eight_bits import mid_size
 from teach import Classroom
 
 from autotune.knobs import quantized_layers
 from autotune.knobs.quantized_layers import hadamard, pack_nf4, rotate
-from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.train import model as model_module
 
 MODELS = ("qwen-image", "flux1-dev")
+STORED = Candidate(
+    micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization="torchao-int8"
+)
 TAUGHT = ("nf4", "int4 by 64", "int4 by 64, rotated")
 
 
@@ -93,16 +92,6 @@ def rounding(
     return change
 
 
-def mid_size(name: str) -> Tensor:
-    family, config, workload = FAMILIES[name], MID[name], workload_of(name)
-    candidate = Candidate(
-        micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization="torchao-int8"
-    )
-    transformer, adapter = build(family, config, workload, candidate)
-    batch = batches(family, config, workload, candidate)[0]
-    return gradients(family, transformer, adapter, batch)
-
-
 def off(found: Tensor, wanted: Tensor) -> float:
     return round(float((found - wanted).norm() / wanted.norm()), 5)
 
@@ -132,11 +121,11 @@ def main() -> None:
             write(row | {"weight_error": errors[name]})
         for model in MODELS:
             layers.quantize_int8 = rounding(lambda exact: exact, draw)
-            wanted = mid_size(model)
+            wanted = mid_size(model, STORED)
             for name, (_, rounded) in FORMATS.items():
                 layers.quantize_int8 = rounding(rounded, draw)
                 row = {"model": model, "weights": drawn, "format": name}
-                write(row | {"gradient_error": off(mid_size(model), wanted)})
+                write(row | {"gradient_error": off(mid_size(model, STORED), wanted)})
     room = Classroom()
     for name in TAUGHT:
         quality.SETTINGS[name] = {"quantization": "torchao-int8"}

@@ -19,7 +19,7 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).with_name("world")))
-from eight_bits import exact_product
+from eight_bits import OUTLIERS, exact_product, with_outliers
 from teach import CPU, Classroom, Job
 
 from autotune.demo.lesson import known_scenes, unseen_scenes
@@ -48,22 +48,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 MEASURES = ("new", "known", "loss")
 MARGIN = 0.05
-OUTLIERS, TIMES = 4, 26.0  # a layer's channels of input, and how much larger they become
-
-
-def with_outliers(quantize: Any) -> Any:
-    """What gets each Linear, and makes channels of its input large and their weights small: the
-    layer computes the same as long as nothing is rounded."""
-    generator = torch.Generator().manual_seed(0)
-
-    def change(layer: torch.nn.Linear) -> Any:
-        factors = torch.ones(layer.in_features)
-        factors[torch.randperm(layer.in_features, generator=generator)[:OUTLIERS]] = TIMES
-        layer.weight.data /= factors
-        layer.register_forward_pre_hook(lambda _, given: (given[0] * factors,))
-        return quantize(layer)
-
-    return change
 
 
 @torch.no_grad()
@@ -87,7 +71,7 @@ def run(room: Classroom, name: str, seed: int, steps: int) -> dict[str, object]:
     layers: Any = quantized_layers
     usual = layers.multiply_in_int8
     if name.endswith("outliers"):
-        layers.multiply_in_int8 = with_outliers(usual)
+        layers.multiply_in_int8 = with_outliers(usual, *OUTLIERS["4 of 26"], is_same=True)
     transformer = room.teach(Job(steps=steps), REFERENCE.changed(**SETTINGS[name]), seed)
     layers.multiply_in_int8 = usual
     prompts = 9000 + 100 * seed  # every seed samples from other noise

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from autotune.cli import demo, exchange, options, output  # noqa: F401 - they add their commands to `app`
+from autotune.cli import demo, exchange, options, output  # noqa: F401 - they add commands
 from autotune.cli.commands import app
 from autotune.errors import InvalidInput, explain_error  # here: later memory may lack for it
 from autotune.report.text import folded, printable, without_logins

@@ -14,7 +14,6 @@ from urllib.parse import quote
 import click
 
 import autotune
-from autotune.cli import exchange  # noqa: F401 - it adds its commands to `app`
 from autotune.cli.commands import app
 from autotune.cli.options import GIVEN
 from autotune.cli.server import Asked, Site

@@ -250,8 +250,10 @@ class EncodedDataset:
         if prompt is None:
             raise ValueError("the data was encoded without caption dropout")
         sources = entries.flipped_latents if flipped else entries.latents
-        pixels = {name: self._read(latents.key)["latents"] for name, latents in sources.items()}
-        pixels |= self._read(sources["latents"].key)
+        pixels: Sample = {}
+        for name, latents in sources.items():
+            read = self._read(latents.key)
+            pixels |= read if name == "latents" else {name: read["latents"]}
         if self._is_weighted:
             size = pixels["latents"].shape[-2:]
             pixels["loss_weights"] = self._loss_weights(index, size, flipped=flipped)

@@ -232,7 +232,7 @@ class Family(ABC):
         allowed = "none"
         hint = "leave --control out, or use a model for editing (of a single file: --base)"
         if self.max_controls:
-            allowed = f"{self.min_controls} to {self.max_controls}"
+            allowed = " to ".join(map(str, sorted({self.min_controls, self.max_controls})))
             hint = "give the images that belong to each with --control"
         raise InvalidInput(
             f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint

@@ -47,7 +47,8 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
     if not found:
         names = list(source.locations)
         what = f"its tensors are called {', '.join(names[:2]) or 'nothing'} ..."
-        for name, error in reversed(refusals.items()):
+        if refusals:
+            name, error = next(iter(refusals.items()))
             what = f"its layers have the names of {name}, but {error.message}"
         if any(".lora_" in name or "_lora." in name for name in names):
             what = "it is an adapter"

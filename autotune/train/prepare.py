@@ -207,6 +207,9 @@ def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
     if job.slider and (job.data or job.validation):
         hint = "leave --slider out, or --data and --validation"
         raise InvalidInput("a slider is trained without pictures", hint=hint)
+    if job.slider and (family.min_controls or family.starts_from_picture):
+        what = f"a slider is trained without pictures, and {family.name} starts from one"
+        raise InvalidInput(what, hint="train it on a model from text")
     family.noise.check_weighting(job.weighting_scheme, family.name)
     family.check_num_frames(job.num_frames)
 

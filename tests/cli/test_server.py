@@ -16,7 +16,7 @@ from autotune.errors import InvalidInput
 pytest.importorskip("starlette", reason="starlette is not installed: pip install '.[dev]'")
 from starlette.testclient import TestClient
 
-from autotune.cli import pages  # noqa: F401 - it adds the routes
+from autotune.cli import app, pages  # noqa: F401 - they add commands and routes
 from autotune.cli.forms import build_words, values_of
 from autotune.cli.jobs import Jobs, is_locked
 from autotune.cli.server import ROUTES, Asked, Site, build_app, serve

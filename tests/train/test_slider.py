@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from autotune.api import list_choices
 from autotune.data.cache import Cache
 from autotune.data.dataset import slider_data
 from autotune.data.encode import Encoders, encode_dataset
@@ -80,3 +81,9 @@ def test_killed_sliders_end_alike(sliding, tmp_path):
 def test_two_prompts_are_too_few():
     with pytest.raises(InvalidInput, match="3 prompts"):
         slider_data(PROMPTS[:2], 32, 32)
+
+
+@pytest.mark.parametrize("model", ["wan-2.2-i2v", "qwen-image-edit"])
+def test_models_that_need_pictures_are_refused(model):
+    with pytest.raises(InvalidInput, match="starts from one"):
+        list_choices(model, slider=PROMPTS, hardware="nvidia-h100-sxm")
