@@ -83,6 +83,8 @@ def worth(model: str, card: str, floor: Quality) -> dict[str, Any]:
     asked = {"model": model, "hardware": card, "quality": floor, "on_event": lambda _: None}
     request = PlanRequest.model_validate(asked)
     gpu = gpu_named(card)
+    bandwidth = gpu.datasheet.memory_bytes_per_second
+    assert bandwidth is not None
     usual = profile_of_gpu(gpu)
     row: dict[str, Any] = {"model": model, "card": card, "floor": floor}
 
@@ -118,7 +120,7 @@ def worth(model: str, card: str, floor: Quality) -> dict[str, Any]:
         if "step_seconds" in row[name] and "int8" in row[name]["quantization"]:
             batches = coded.workload.effective_batch_size // coded.settings.micro_batch_size
             moved = DECODES * batches * parameters * (1 + ratio)
-            decoding = moved / (BANDWIDTH_SHARE * gpu.datasheet.memory_bytes_per_second)
+            decoding = moved / (BANDWIDTH_SHARE * bandwidth)
             row[name]["step_seconds"] = round(row[name]["step_seconds"] + decoding, 3)
             row[name]["decoding_seconds"] = round(decoding, 3)
     return row

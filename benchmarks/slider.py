@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,8 +75,8 @@ def summarize(rows: list[dict]) -> str:
 def main(result: Path, num_seeds: int) -> None:
     torch.set_num_threads(1)
     prompts = tuple(f"a {color} circle on a white background" for color in COLORS)
-    own = {"slider": prompts, "preview_prompts": ()}
-    plan = autotune.plan(str(SMALL_WORLD), resolution=64, max_trials=1, **LEARNING, **own)
+    own: dict[str, Any] = {**LEARNING, "slider": prompts, "preview_prompts": ()}
+    plan = autotune.plan(str(SMALL_WORLD), resolution=64, max_trials=1, **own)
     for seed in range(num_seeds):
         if any(row["seed"] == seed for row in _read(result)):
             continue
