@@ -8,6 +8,7 @@ import torch
 
 from autotune.data.dataset import scan_dataset
 from autotune.data.items import DatasetOptions
+from autotune.knobs.blocks import CompiledBlock
 from autotune.search import worker
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import apply_settings
@@ -86,7 +87,8 @@ def test_loaded_settings_learn_same(bench, usual, tmp_path, changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"quantization": "torchao-int8"}, {"compile": "block"}])
-def test_other_bases_are_preserved(bench, usual, tmp_path, changes):
+def test_other_bases_are_preserved(bench, usual, tmp_path, monkeypatch, changes):
+    monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")  # inductor's graphs, without g++
     settings = SETTINGS.changed(**changes)
     found = losses(bench.changed(settings, **SHARE), tmp_path, settings=settings)
     assert found == pytest.approx(usual, rel=0.02)
