@@ -179,9 +179,8 @@ def _load(name: str) -> Trainer:
     data = _merged(*(read_table(f"interop/data/{each}.yaml") for each in ("shared", name)))
     if base := data.get("extends"):
         data = _merged(read_table(f"interop/data/{base}.yaml"), data)
-    words = data["words"]
     accounts = [
-        (re.compile(_pattern(key)), words.get(why, why), off.lower(), learned)
+        (re.compile(_pattern(key)), why, off.lower(), learned)
         for kind, learned in (("changes_learning", True), ("ignored_keys", False))
         for why, keys in data[kind].items()
         for key, _, off in (word.partition("=") for word in keys.split())
