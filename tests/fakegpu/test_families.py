@@ -47,7 +47,7 @@ def test_run_ends_and_leaves_nothing_behind(
         # The fewest each takes: a second step looks numbers up that no kernel computed.
         "preview_steps": 2 if name == "minimax-h3" else 1,
     }
-    if family.min_controls:
+    if family.max_controls:
         job["control"] = str(pipeline / "control")
 
     def run(num_steps: int, resume: bool) -> None:

@@ -70,7 +70,7 @@ def write_small(name: str, folder: Path) -> list[str]:
     captions = draw_images(folder / "images", num_frames=num_frames)
     write_small_pipeline(family, folder / "model", captions)
     options += ["--model", str(folder / "model"), "--data", str(folder / "images")]
-    if family.min_controls:
+    if family.max_controls:
         draw_images(folder / "control", is_control=True)
         options += ["--control", str(folder / "control")]
     return [*options, "--frames", str(num_frames)] if num_frames > 1 else options
