@@ -26,8 +26,9 @@ def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
     _open_streams()
     sys.unraisablehook = _repeat_interrupt
-    prepare_process(only_predicts=_only_predicts(sys.argv[1:]))
-    words = _with_loudness_first(sys.argv[1:])
+    loudness, words = _split_loudness(sys.argv[1:])
+    prepare_process(only_predicts=_only_predicts(words))
+    words = [*loudness, *words]
     try:
         readable = {word.encode(errors="replace").decode() for word in words}
         if replaced := readable - {*words}:
@@ -69,7 +70,7 @@ def _only_predicts(words: Sequence[str]) -> bool:
     return "compare" in words[:1] or (named and words[0] in ("plan", "estimate"))
 
 
-def _with_loudness_first(words: Sequence[str]) -> list[str]:
+def _split_loudness(words: Sequence[str]) -> tuple[list[str], list[str]]:
     end = words.index("--") if "--" in words else len(words)
     first: list[str] = []
     others: list[str] = []
@@ -81,7 +82,7 @@ def _with_loudness_first(words: Sequence[str]) -> list[str]:
             first.append(word)
         else:
             others.append(word)
-    return [*first, *others, *words[end:]]
+    return first, [*others, *words[end:]]
 
 
 def _open_streams() -> None:

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,6 +166,7 @@ def compare(asked: dict[str, Any], as_json: bool) -> None:
 def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.api import PlanNotWritten, list_choices, require_gpu
+    from autotune.events import Notice
     from autotune.plan.file import plan_text
     from autotune.report.plan import knob_lines
     from autotune.report.predictions import elsewhere_lines
@@ -183,6 +185,9 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
         if "model" in asked and "hardware" not in asked:
             require_gpu(asked["model"])
         with show_events() as show:
+            known = known_answer(asked.get("model", ""), asked.get("hardware", ""))
+            if known and "host_memory" not in asked:  # which that answer does not know
+                show(Notice(text=known))
             made = autotune.plan(**asked, on_event=show)
     except NoGpu as error:
         if error.elsewhere and not as_json:
@@ -196,6 +201,21 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
         message = f"{error.message}; the plan is printed instead"
         raise autotune.AutotuneError(message, hint=hint) from error
     print_result(made, as_json, lambda _: _ending(made, Path(asked["path"])))
+
+
+def known_answer(model: str, hardware: str) -> str:
+    """Tell at once what was computed ahead for a published model on a GPU of the catalog."""
+    from autotune.errors import InvalidInput
+    from autotune.models.registry import find_published
+    from autotune.report.predictions import known_text
+
+    published = find_published(model)
+    if published is None or not hardware:
+        return ""
+    with suppress(InvalidInput):  # a profile's file, or no GPU: planning tells
+        rows = {one.name: one for one in autotune.list_models(hardware)}
+        return known_text(rows[published[1].name])
+    return ""
 
 
 def _ending(made: "TrainingPlan", file: Path) -> list[str]:

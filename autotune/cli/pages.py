@@ -4,7 +4,6 @@ of its own, whose words are shown.
 
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from starlette.responses import RedirectResponse, Response
 
 import autotune
 from autotune.cli import forms, run_pages  # noqa: F401 - the latter adds its routes
-from autotune.cli.commands import app
+from autotune.cli.commands import app, known_answer
 from autotune.cli.server import Asked, Site, route
 from autotune.data.captions import edit_captions, last_edit, read_captions, reworded, undo_edit
 from autotune.data.media import CAPTION_SUFFIXES
@@ -21,7 +20,7 @@ from autotune.data.pixels import IMAGE_SUFFIXES
 from autotune.errors import InvalidInput
 from autotune.plan.file import load_plan
 from autotune.report import files as reports, machine, page
-from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text
+from autotune.report.text import memory_text, seconds_text
 
 STATIC = {"page.css": "text/css", "page.js": "text/javascript", "app.css": "text/css"}
 STATIC |= {"app.js": "text/javascript", "htmx.min.js": "text/javascript"}
@@ -249,22 +248,7 @@ def _text(value: Any) -> str:
 @route("/plan/known")
 def _look_up(site: Site, asked: Asked) -> Response:
     """Find what was computed ahead for a published model on a card of the catalog: at once."""
-    model, hardware = asked.one("model"), asked.one("hardware")
-    found = None
-    if model and hardware:
-        rows = autotune.list_models(hardware)
-        found = next((one for one in rows if model in (one.name, one.hub_id)), None)
-    known = found.prediction if found else None
-    told = ""
-    if found and known and known.step_seconds and found.run_hours:
-        ranges = partial(range_text, uncertainty=known.time_uncertainty, form=rough_seconds)
-        told = (
-            f"{found.name} should fit: up to {memory_text(known.run_memory_bytes)} of VRAM, "
-            f"{ranges(found.image_seconds or 0.0)} an image, {ranges(3600 * found.run_hours)} for "
-            "a run on 20 images with the model's usual settings."
-        )
-    elif found and known:
-        told = f"{found.name} does not fit with its usual settings: try quality compact, or less."
+    told = known_answer(asked.one("model"), asked.one("hardware"))
     return site.render("known_part.html", told=told)
 
 

@@ -62,6 +62,23 @@ def _settings_lines(candidate: Candidate) -> list[str]:
     return text.wrapped(f"    {', '.join((size, *unusual_settings(candidate, MAIN)))}", 0)
 
 
+def known_text(model: ModelSummary) -> str:
+    """Tell what was computed ahead for a model on a GPU; nothing if it was not."""
+    known = model.prediction
+    if known is None:
+        return ""
+    if known.step_seconds is None or model.run_hours is None:
+        return f"{model.name} does not fit with its usual settings: try quality compact, or less"
+    image, run = (
+        _range_of(seconds, known.time_uncertainty)
+        for seconds in (model.image_seconds, 3600 * model.run_hours)
+    )
+    return (
+        f"{model.name} should fit: up to {text.memory_text(known.run_memory_bytes)} of VRAM, "
+        f"{image} an image, {run} for a run on 20 images with the model's usual settings"
+    )
+
+
 def estimate_lines(estimate: Estimate) -> list[str]:
     """Answer as a plan does, then tell memory by phase and part, and time by kind of work."""
     prediction, work, job = estimate.prediction, estimate.workload, estimate.job

@@ -9,6 +9,7 @@ import click
 import pytest
 from PIL import Image
 
+from autotune.cli import app as cli
 from autotune.cli.app import app
 from autotune.cli.output import Progress
 from tests.conftest import autotune_here
@@ -34,6 +35,17 @@ def test_interruption_has_its_own_status(capfd, monkeypatch):
     process = autotune_here(capfd, "doctor")
     assert process.returncode == 130
     assert process.stderr.startswith("error: interrupted\nhint: ")
+
+
+@pytest.mark.parametrize("before", ["", "--progress json", "--quiet --progress=none"])
+def test_predictions_import_less_however_loud(monkeypatch, before):
+    asked: list[object] = []
+    words = [*before.split(), "plan", "--steps", "none", "--hardware", "nvidia-a40"]
+    monkeypatch.setattr(cli, "prepare_process", lambda **given: asked.append(given))
+    monkeypatch.setattr(sys, "argv", ["autotune", *words])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert asked == [{"only_predicts": True}]
 
 
 @pytest.mark.parametrize("words", ["", "plan", "profiles", "no-such-command"])

@@ -230,6 +230,16 @@ def test_forms_become_the_shown_command(user, site):
     assert "&#39;a cat; rm -rf /&#39;" in shown, "and it is quoted for a shell"
 
 
+def test_known_models_are_answered_at_once(user):
+    def told(model: str, hardware: str) -> str:
+        return user.get("/plan/known", params={"model": model, "hardware": hardware}).text
+
+    assert "sdxl should fit" in told("sdxl", "nvidia-rtx-4090")
+    assert "flux1-dev should fit" in told("FLUX.1-dev", "4090")
+    assert "wan-2.2 does not fit" in told("wan-2.2", "nvidia-rtx-3060")
+    assert not told("<b>mine", "4090") + told("sdxl", "") + told("sdxl", "<b>card")
+
+
 @pytest.mark.parametrize(
     "asked",
     [
