@@ -42,6 +42,7 @@ Families that were added later (`ADDED`) have these in addition:
 
 18. * Files that are `--asked` have arguments of `autotune estimate` for what a source does not say.
 19. * Copies of swapped blocks wait as the program's source makes them wait (`Overheads.swap`).
+20. * The attention that a row names is the one that runs.
 
 Readings that agree in model, trainer, shape, rank, weight format, checkpointing and value (to 1%)
 are one. Times are of other programs: by the datasheet each takes a factor of its own over the sum
@@ -215,6 +216,7 @@ LOCKS_SINCE = "2026-06"
 ADAFACTOR = {"bmaltais/kohya_ss issue#1288"}
 """Sources that name an optimizer which steps each tensor by itself, in a comment beside the figure.
 """
+ATTENTION = {"native-efficient": "_native_efficient", "cudnn": "_native_cudnn"}
 WHOLE_PIPELINE = {
     "residency": "keep",
     "text_encoder_device": "training",
@@ -373,6 +375,12 @@ def targets_of(row: Row) -> str:
     return row.get("targets") or (BY_ENDS if fuses_projections(row) else usual)
 
 
+def attention_of(row: Row) -> str:
+    name, _, when = row.get("attention", "").partition(" (")
+    is_meant = not when or CHECKPOINTING[row["grad_ckpt"]]
+    return ATTENTION.get(name, "native") if is_meant else "native"
+
+
 def fuses_projections(row: Row) -> bool:
     return row["trainer"] == "SimpleTuner" and ADDED.get(row["model"]) == "krea-2"
 
@@ -493,6 +501,7 @@ def predicted(row: Row) -> "Reading":
         precision="bf16" if gpu.bf16_tflops else "fp16",
         quantization=STORAGE[row["base_quant"]],
         swapped_blocks=num_blocks if swapped == -1 else swapped,
+        attention=attention_of(row),
     )
     stay = row.get("other_models") == "resident" or row["id"] in FOUND_RESIDENT
     cost = CostModel.build(
@@ -760,7 +769,8 @@ def main() -> None:
     steps = [{**row, "vram_value": ""} for row in later]
     plain = report("steps without checkpoints", steps, steps_alone=True)
     report_factors(plain)
-    print()
+    print("\nall of these")
+    report_factors([*readings, *plain])
     report_left_out([*readings, *plain])
 
 

@@ -33,6 +33,8 @@ OPTIMIZER_BYTES_MOVED = 52
 # Operations of fused AdamW, and of others, which step each tensor by itself (8-bit AdamW: 0.4 s
 # for 1,440).
 FUSED_LAUNCHES_PER_TENSOR, LAUNCHES_PER_TENSOR = 4, 21
+# Launches that the driver queues: so far the host is ahead when it comes to the optimizer.
+LAUNCHES_AHEAD = 1000
 
 
 def choice_of(candidate: Candidate) -> PassChoice:
@@ -307,14 +309,19 @@ class CostModel:
             for device in (forward, whole):
                 device[:, CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
         optimizer = model_bytes.adapter_parameters * OPTIMIZER_BYTES_MOVED / rates.bandwidth
-        fused = self.workload.optimizer.name == "adamw"
-        each = FUSED_LAUNCHES_PER_TENSOR if fused else LAUNCHES_PER_TENSOR
+        practice = self.overheads and self.overheads.adapter_on(choice.quantization)
+        each = (practice and practice.step_operations) or FUSED_LAUNCHES_PER_TENSOR
+        if self.workload.optimizer.name != "adamw":
+            each = LAUNCHES_PER_TENSOR
         stepping = sum(model_bytes.adapter_shapes.values()) * each * rates.host_seconds
-        host, computing = (host + stepping)[:, None], whole.sum(axis=1)[:, None]
-        overhead = host
+        host, computing = host[:, None], whole.sum(axis=1)[:, None]
+        overhead = host + stepping
         if self.model.rules != "cpu":  # there one after the other
             begun, at_first = begun[:, None], forward.sum(axis=1)[:, None]
-            later = _idle_seconds(host - begun, computing - at_first + optimizer)
+            issuing, running = host - begun, computing - at_first
+            queued = LAUNCHES_AHEAD * rates.host_seconds * running / issuing
+            left = np.minimum(queued, np.maximum(0.0, running - issuing))
+            later = _idle_seconds(issuing, running) + _idle_seconds(stepping, left + optimizer)
             overhead = _idle_seconds(begun, at_first) + later
         half = accumulation + prior / 2  # a pass through the base is one of two
         exchange = self.parallel.exchange_seconds(self.hardware.device, model_bytes, half)
@@ -339,8 +346,9 @@ class CostModel:
         }
 
 
-def _idle_seconds(host: NDArray[np.float64], device: NDArray[np.float64]) -> NDArray[np.float64]:
-    # The host is at most some 1,000 launches ahead: no other pass makes up for what one leaves.
+def _idle_seconds(
+    host: NDArray[np.float64] | float, device: NDArray[np.float64]
+) -> NDArray[np.float64]:
     return np.maximum(0.0, host - device)
 
 

@@ -134,10 +134,12 @@ class Trainer:
                     yield row
 
         def adapter(row: str) -> dict[str, Any]:
-            """`precision autocast|plain bytes-of-AdamW bytes-of-its-step`, for each parameter."""
-            precision, way, optimizer, step = row.split()
-            sizes = {"optimizer_bytes": int(optimizer), "step_bytes": int(step)}
-            return {"precision": precision, "autocasts": way == "autocast", **sizes}
+            """`precision autocast|plain bytes-of-AdamW bytes-of-its-step`, for each parameter;
+            operations of a step for each tensor, if it is not fused."""
+            precision, way, *sizes = row.split()
+            names = ("optimizer_bytes", "step_bytes", "step_operations")
+            known = dict(zip(names, map(int, sizes), strict=False))
+            return {"precision": precision, "autocasts": way == "autocast", **known}
 
         kept: dict[tuple[str, str], dict[str, Any]] = {}
         for phase, part, precision in map(str.split, rows(f"{data.get('kept', '')}\n{known.kept}")):

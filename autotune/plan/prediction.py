@@ -233,6 +233,9 @@ class AdapterPractice(Frozen):
     """Bytes that AdamW keeps for each parameter, a second copy of it included."""
     step_bytes: int = NaturalInt
     """Bytes for each parameter that AdamW needs besides while it steps."""
+    step_operations: int | None = None
+    """For each tensor: what an AdamW that is not fused costs the host, in operations of a model.
+    Its own, without autograd, cost less than half of one."""
 
     @property
     def text(self) -> str:

@@ -16,6 +16,7 @@ from autotune.system.process import silence_libraries
 silence_libraries()
 
 from autotune.cost.predict import CostModel
+from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import TrialResult
 from autotune.plan.hardware import HardwareProfile
@@ -60,6 +61,8 @@ def compared(rows: Iterable[Row]) -> Iterable[Row]:
             chosen = result.candidate
             if chosen.swapped_blocks > chosen.recomputed_blocks:
                 continue  # such blocks stay until their backward pass: `plan` never tries them
+            if chosen.quantization not in WEIGHT_FORMATS:
+                continue  # int8 products of rows that were not rotated yet
             measured = {
                 "allocated_bytes": result.peak_memory_bytes,
                 "reserved_bytes": row.get("reserved_bytes"),
