@@ -145,7 +145,7 @@ def _unused(site: Site, stem: str, suffix: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _walk(root: Path, stamp: int) -> dict[str, list[Path]]:
+def find_places(root: Path, stamp: int) -> dict[str, list[Path]]:
     """Folders of images, models and runs, YAML files and other configurations below a root."""
     found: dict[str, list[Path]] = {name: [] for name in ("data", "model", "run", "plan", "other")}
     for place, folders, names in islice(os.walk(root), MAX_PLACES):
@@ -172,7 +172,7 @@ def quoted(text: str) -> str:
 
 def places(site: Site, kind: str) -> list[Path]:
     """List what lies in the page's folders, by its kind."""
-    found = [path for root in site.roots for path in _walk(root, int(time.time()) // 3)[kind]]
+    found = [path for root in site.roots for path in find_places(root, int(time.time()) // 3)[kind]]
     return list(dict.fromkeys(found))
 
 

@@ -16,7 +16,7 @@ from autotune.cli.commands import app, known_answer
 from autotune.cli.server import Asked, Site, route
 from autotune.data.captions import edit_captions, last_edit, read_captions, reworded, undo_edit
 from autotune.data.media import CAPTION_SUFFIXES
-from autotune.data.pixels import IMAGE_SUFFIXES
+from autotune.data.pixels import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from autotune.errors import InvalidInput
 from autotune.plan.file import load_plan
 from autotune.report import files as reports, machine, page
@@ -26,6 +26,10 @@ STATIC = {"page.css": "text/css", "page.js": "text/javascript", "app.css": "text
 STATIC |= {"app.js": "text/javascript", "htmx.min.js": "text/javascript"}
 PAGE_SIZE = 60  # pictures on a page
 THUMB_PX = 320
+WORDS_AS_PICTURE = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 190 190"><text x="95" y="100" '
+    'text-anchor="middle" font-family="sans-serif" font-size="15" fill="#7a838e">{}</text></svg>'
+)
 UPLOADED = {*IMAGE_SUFFIXES, *CAPTION_SUFFIXES, ".jsonl", ".csv", ".yaml", ".yml", ".toml", ".json"}
 SEVERITIES = {"broken": 0, "tiny": 1, "short": 1, "control": 1, "mask": 1, "captionless": 2}
 
@@ -158,6 +162,7 @@ def _upload_target(site: Site, asked: Asked) -> Path:
     target = site.inside(folder / name)
     if os.path.lexists(folder / name):
         raise InvalidInput(f"{name} is there already", hint="rename one of the two")
+    forms.find_places.cache_clear()  # the page that is loaded next must know it
     return target
 
 
@@ -165,7 +170,13 @@ def _upload_target(site: Site, asked: Asked) -> Path:
 def _show_thumb(site: Site, asked: Asked) -> Response:
     path = site.inside(asked.one("path"))
     side = asked.number("side", THUMB_PX, 1024)
-    kind, content, _ = reports.encode_picture(path, side, path.stat().st_mtime_ns)
+    try:
+        kind, content, _ = reports.encode_picture(path, side, path.stat().st_mtime_ns)
+    except InvalidInput:
+        if path.suffix.lower() not in {*IMAGE_SUFFIXES, *VIDEO_SUFFIXES}:
+            raise
+        words = "cannot be read" if path.suffix.lower() in IMAGE_SUFFIXES else "a clip"
+        kind, content = "svg+xml", WORDS_AS_PICTURE.format(words).encode()
     headers = {"cache-control": "private, max-age=600"}
     return Response(content, media_type=f"image/{kind}", headers=headers)
 

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +275,7 @@ def _show_results(site: Site, asked: Asked) -> Response:
         chosen=[run_view(reports.read_run(one)) for one in chosen] if len(chosen) > 1 else [],
         folder=folder,
         samples=_samples(folder) if folder else [],
-        downloads=_downloads(folder) if folder else [],
+        downloads=_downloads(site, folder) if folder else [],
         formats=FORMATS,
     )
 
@@ -299,10 +299,15 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _downloads(folder: Path) -> list[tuple[str, str, Path | None]]:
-    files = {"diffusers": folder / ADAPTER_FILE}
-    files |= {name: folder / f"{name}_lora_weights.safetensors" for name in ("comfyui", "kohya")}
-    return [(n, FORMATS[n], file if file.is_file() else None) for n, file in files.items()]
+def _downloads(site: Site, folder: Path) -> Iterator[tuple[str, str, Path | None, str]]:
+    """Tell for each format its file if it is there, and the command that writes it."""
+    for name, title in FORMATS.items():
+        file = folder / f"{name}_lora_weights.safetensors"
+        file = folder / ADAPTER_FILE if name == "diffusers" else file
+        asked = Asked(run_folder=[site.shown(folder)], to=[name])
+        forms.complete(site, "weights convert", asked)
+        words = forms.build_words(site, "weights convert", asked)
+        yield name, title, file if file.is_file() else None, forms.command_text(words)
 
 
 @route("/download")
