@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -17,9 +17,11 @@ import autotune
 from autotune.cli.commands import app
 from autotune.cli.options import GIVEN
 from autotune.cli.server import Asked, Site
+from autotune.data.dataset import list_folders
 from autotune.data.pixels import IMAGE_SUFFIXES
 from autotune.errors import InvalidInput
-from autotune.plan.file import RUN_PLAN_FILE
+from autotune.plan.file import RUN_PLAN_FILE, load_plan
+from autotune.plan.job import Job, each_place
 from autotune.system.files import open_regular
 from autotune.train.folder import ADAPTER_FILE
 
@@ -82,18 +84,47 @@ def build_words(site: Site, name: str, asked: Asked) -> list[str]:
 
 def _checked(site: Site, name: str, value: str) -> str:
     if name in PATHS:
-        return site.shown(site.inside(value))
+        path = site.inside(value)
+        if name == "data":
+            _require_inside(site, _folders_of(site, value))
+        plan = path if name == "plan" else path / RUN_PLAN_FILE
+        if plan.is_file():
+            _require_inside(site, _files_of(site, load_plan(plan).job))
+        return site.shown(path)
     if name == "hardware" and value not in {gpu.id for gpu in autotune.list_gpus()}:
         raise InvalidInput(f"the catalog has no {value}", hint="choose a card from the list")
     if name == "optimizer" and ":" in value:
         raise InvalidInput("a class of another package is loaded", hint="use the terminal")
-    if name == "model":
-        place = site.workspace / value
-        if place.exists() or value.startswith(("/", ".", "~")):
-            return site.shown(site.inside(value))
+    if name == "model" and _is_path(site, value):
+        return site.shown(site.inside(value))
     if name == "validation" and not value.endswith("%"):
         return site.shown(site.inside(value))
     return value
+
+
+def _is_path(site: Site, name: str | Path) -> bool:
+    """Tell a path from the name of a model."""
+    return os.path.lexists(site.workspace / name) or str(name).startswith(("/", ".", "~"))
+
+
+def _require_inside(site: Site, names: Iterable[str | Path]) -> None:
+    for name in names:
+        if _is_path(site, name):
+            site.inside(name)
+
+
+def _files_of(site: Site, job: Job) -> Iterator[str | Path]:
+    """Yield what a run of a plan, which anybody may have written, would read."""
+    alone = job.model, job.base, job.vae, job.from_adapter, job.training_adapter, job.control
+    yield from filter(None, (*alone, *job.text_encoders, job.validation_folder))
+    for place in each_place(job.data or ()):
+        yield from _folders_of(site, place)
+
+
+def _folders_of(site: Site, place: str) -> Iterator[str | Path]:
+    """Yield the folders of a job's data, which a file may list."""
+    for folder in list_folders(site.inside(place)):
+        yield from filter(None, (folder.path, folder.control))
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:

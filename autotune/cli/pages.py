@@ -157,7 +157,8 @@ def _undo(site: Site, asked: Asked) -> Response:
 @route("/upload", "PUT")
 def _upload_target(site: Site, asked: Asked) -> Path:
     folder, name = site.inside(asked.one("folder")), Path(asked.one("name")).name
-    if not name or name.startswith(".") or Path(name).suffix.lower() not in UPLOADED:
+    is_hidden = any(part.startswith(".") for part in (*Path(site.shown(folder)).parts, name))
+    if not name or is_hidden or Path(name).suffix.lower() not in UPLOADED:
         raise InvalidInput(f"{name or 'this'} is neither picture nor caption", hint="upload those")
     target = site.inside(folder / name)
     if os.path.lexists(folder / name):

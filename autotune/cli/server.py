@@ -162,7 +162,7 @@ class Site:
             path = Path(os.path.realpath(self.workspace / name))
         except (ValueError, OSError) as error:
             raise InvalidInput("this is no path", hint="name a file or a folder") from error
-        if not self.has(path):
+        if not self.has(path) or str(name).startswith("~"):  # which commands follow home
             hint = "name its folder when you start the page: autotune ui FOLDER..."
             raise InvalidInput(f"{name} is in none of the page's folders", hint=hint)
         return path

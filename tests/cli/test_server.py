@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from autotune.errors import InvalidInput
+from autotune.plan.file import save_plan
 
 pytest.importorskip("starlette", reason="starlette is not installed: pip install '.[dev]'")
 from starlette.testclient import TestClient
@@ -253,6 +254,10 @@ def test_known_models_are_answered_at_once(user):
     "asked",
     [
         {"command": "plan", "model": "../outside"},
+        {"command": "plan", "model": "~/outside"},
+        {"command": "plan", "model": "flux1-dev", "data": "list.yaml"},
+        {"command": "train", "plan": "plan.yaml"},
+        {"command": "sample", "run_folder": "run", "prompt": "x"},
         {"command": "plan", "model": "flux1-dev", "data": "/etc"},
         {"command": "plan", "model": "flux1-dev", "path": "../plan.yaml"},
         {"command": "plan", "model": "flux1-dev", "hardware": "../outside/secret.txt"},
@@ -263,6 +268,12 @@ def test_known_models_are_answered_at_once(user):
     ],
 )
 def test_commands_stay_in_the_folders(user, site, asked):
+    theirs = golden_plan()
+    job = theirs.job.changed(data=str(site.workspace.parent / "outside"))
+    (site.workspace / "run").mkdir()
+    for file in ("plan.yaml", "run/run-plan.yaml"):
+        save_plan(theirs.changed(job=job), site.workspace / file)
+    (site.workspace / "list.yaml").write_text("folders: [{path: ../outside}]")
     assert user.post("/jobs", data=asked).status_code == 400
     assert list(site.jobs) == []
 
@@ -285,8 +296,6 @@ def test_odd_jobs_and_numbers_are_harmless(user, site):
 
 
 def test_only_plans_are_shown(user, site):
-    from autotune.plan.file import save_plan
-
     save_plan(golden_plan(), site.workspace / "plan.yaml")
     assert "Train this plan" in user.get("/plan?file=plan.yaml").text
     (site.workspace / "bad.yaml").write_text("frozen: !!python/object/apply:os.system [id]\n")
