@@ -7,6 +7,7 @@ from functools import lru_cache
 from autotune.cost.model import ModelBytes, ModulationBytes, PassChoice, TracedModel
 from autotune.cost.trace import ComposedPass
 from autotune.knobs import formats, modulation
+from autotune.knobs.caching import QUANTIZED_SHARE
 from autotune.knobs.settings import encoder_element_bytes, optimizer_bytes
 from autotune.plan import plan, workload
 from autotune.plan.hardware import Device, shares_host_memory
@@ -225,28 +226,26 @@ def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> Pha
     )
 
 
-ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "int8": 1}
 KEEP_ON = ("train", "preview", "save")  # what training keeps is there to the end
 VAE_IS_THERE = ("cache", "preview")
 
 
 def kept_part_bytes(
-    overheads: Overheads, resident: Resident, *, vae_parameters: int, encoder_bytes: int
+    overheads: Overheads, resident: Resident, *, vae_parameters: int, encoder_parameters: int
 ) -> Mapping[str, int]:
-    """Return bytes that each phase needs beyond what autotune's executor needs there.
-
-    `encoder_bytes` are those of the text encoders' weights in bf16, which captions need anyway.
-    """
+    """Return bytes that each phase needs beyond what autotune's executor needs there."""
     found: dict[str, int] = {}
     for one in overheads.kept:
-        size = ELEMENT_BYTES[one.precision]
         for phase in KEEP_ON if one.phase == "train" else (one.phase,):
             num_bytes = 0
             if one.part == "vae":
                 there = resident.vae_bytes if phase in VAE_IS_THERE else 0
-                num_bytes = vae_parameters * size - there
+                num_bytes = vae_parameters * ELEMENT_BYTES[one.precision] - there
             elif one.part == "text_encoders" and phase != "cache":
-                num_bytes = encoder_bytes * size // ELEMENT_BYTES["bf16"]
+                is_8_bit = one.precision == "int8"  # but for embeddings
+                size = 2 - QUANTIZED_SHARE if is_8_bit else ELEMENT_BYTES[one.precision]
+                num_bytes = round(encoder_parameters * size)
             elif one.part == "transformer" and phase == "cache":
                 num_bytes = resident.weight_bytes + resident.buffer_bytes
             found[phase] = found.get(phase, 0) + max(0, num_bytes)

@@ -212,7 +212,7 @@ class CostModel:
         if self.process_bytes is not None:
             resident = replace(resident, overhead_bytes=self.process_bytes)
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
-        kept = self.tables.kept_part_bytes(candidate.precision, self.caching, resident)
+        kept = self.tables.kept_part_bytes(candidate.precision, resident)
         phases = with_kept(phases_of(resident, composed, waste, factor), kept)
         factor = math.exp(calibration.time.log_factor(candidate)) if calibration else 1.0
         time = {name: factor * value for name, value in time.items()}

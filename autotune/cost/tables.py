@@ -234,16 +234,16 @@ class PassTables:
         self._residents[key] = parallel.resident(alone, self.model_bytes(choice))
         return self._residents[key]
 
-    def kept_part_bytes(
-        self, precision: str, caching: CachingSettings, resident: memory.Resident
-    ) -> Mapping[str, int]:
+    def kept_part_bytes(self, precision: str, resident: memory.Resident) -> Mapping[str, int]:
         """Return what the program that trains keeps in each phase beyond autotune's executor."""
         if self.overheads is None or not self.overheads.kept:
             return {}
-        encoders = self.encoder_size.weight_bytes(caching)
         vae = self.model.vae_cost(precision).weight_bytes // encoder_element_bytes(precision)
         return memory.kept_part_bytes(
-            self.overheads, resident, vae_parameters=vae, encoder_bytes=encoders
+            self.overheads,
+            resident,
+            vae_parameters=vae,
+            encoder_parameters=self.encoder_size.num_parameters,
         )
 
     @property

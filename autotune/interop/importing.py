@@ -94,6 +94,9 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
         raise InvalidInput(message, hint="take one for a LoRA of a model in `autotune models`")
     known = _find_model(table, settings, path)
     table = table.for_model(known)
+    for key, other in table.follows.items():
+        if key not in settings and other in settings:
+            settings[key] = ConfigValue(key, settings[other].value)
     pointless = _take_pointless(settings, known)
     lines = [line_for("decided", x, f"{table.title} ignores it with this model") for x in pointless]
     values, read = read_settings(table, settings, Context(known.family))

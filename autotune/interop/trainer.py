@@ -55,6 +55,7 @@ class Trainer:
     root: str = ""  # where its settings begin in the file
     weights_keys: tuple[str, ...] = ()  # they name the weights; the first is written
     aliases: Mapping[str, str] = field(default_factory=dict)
+    follows: Mapping[str, str] = field(default_factory=dict)  # as another key, unless written
     gathered: tuple[str, ...] = ()  # keys in lists of sections, read as one: `samples[].prompt`
     # keys that name another file, and the prefix of that file's keys
     references: Mapping[str, str] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class Trainer:
 
     def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
         """Return what it takes of a device with settings by its keys, else its defaults. A row may
-        end with `| if KEY=VALUE` or `| unless KEY`, several keys with bars between."""
+        end with conditions, `| if KEY=VALUE` or `| unless KEY|KEY`, which all must hold."""
         data, values = self.overheads, {**self.defaults, **written}
 
         def is_on(key: str) -> bool:
@@ -128,9 +129,9 @@ class Trainer:
 
         def rows(text: str) -> Iterator[str]:
             for line in filter(str.strip, text.splitlines()):
-                row, _, condition = line.partition("|")
-                word, _, keys = condition.strip().partition(" ")
-                if not word or any(map(is_on, keys.strip().split("|"))) == (word == "if"):
+                row, *conditions = line.split(" | ")
+                words = [condition.split() for condition in conditions]
+                if all(any(map(is_on, keys.split("|"))) == (how == "if") for how, keys in words):
                     yield row
 
         def adapter(row: str) -> dict[str, Any]:

@@ -71,10 +71,6 @@ class EncoderSize:
     def _encoder_bytes(self, caching: CachingSettings) -> int:
         return round((self._stored_share(caching) + WORKING_SHARE) * self.plain_bytes)
 
-    def weight_bytes(self, caching: CachingSettings) -> int:
-        is_there = caching.text_encoder_device == "training"
-        return round(self._stored_share(caching) * self.plain_bytes) if is_there else 0
-
     def _stored_share(self, caching: CachingSettings) -> float:
         if caching.text_encoder_streamed:
             return PASSING_SHARE

@@ -291,13 +291,13 @@ class KeptPart(Frozen):
     phase: KeptPhase
     """A part that is kept in training is there in previews, too."""
     part: Part
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Dtype, unless a setting stores it otherwise."""
+    precision: Literal["bf16", "fp32", "int8"] = "bf16"
+    """Dtype; int8 stands for any format of eight bits."""
 
     @property
     def text(self) -> str:
         """In words for people."""
-        precision = " in fp32" if self.precision == "fp32" else ""
+        precision = {"fp32": " in fp32", "int8": " in 8 bits"}.get(self.precision, "")
         return f"{self.part.replace('_', ' ')}{precision} kept during {PHASES[self.phase]}"
 
 
