@@ -12,18 +12,12 @@ from autotune.models.latents import image_processor
 from tests.small import parts
 
 TEXT_WIDTH = 32  # of the text encoders of FLUX.2 and 3
-TEXT_LAYERS, NUM_TAKEN = 32, 8  # of FLUX.3's, of which the 4th to 32nd are taken
+TEXT_LAYERS = 32  # of FLUX.3's, of which the 4th to 32nd are taken
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     kinds = {"flux2-klein": _build_flux2, "flux2-dev": _build_flux2, "flux3": _build_flux3}
     return kinds.get(family.name, _build_flux1)(family, captions)
-
-
-BLOCKS: dict[str, Any] = {
-    "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 32, "num_attention_heads": 4,
-    "joint_attention_dim": 128, "axes_dims_rope": (8, 12, 12),
-}  # fmt: skip
 
 
 def _build_flux1(family: Family, captions: Sequence[str]) -> dict[str, Any]:
@@ -34,17 +28,15 @@ def _build_flux1(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 
 def _build_dev(captions: Sequence[str]) -> dict[str, Any]:
-    tokenizer, tokenizer_2 = (
-        parts.clip_tokenizer(captions),
-        parts.t5_tokenizer(captions, max_length=512),
-    )
+    tokenizer = parts.clip_tokenizer(captions)
+    tokenizer_2 = parts.t5_tokenizer(captions, max_length=512)
     return {
         "tokenizer": tokenizer,
         "tokenizer_2": tokenizer_2,
         "text_encoder": parts.clip_text_encoder(tokenizer, hidden_size=64),
         "text_encoder_2": parts.t5_encoder(tokenizer_2, hidden_size=128),
         "transformer": diffusers.FluxTransformer2DModel(
-            **BLOCKS, pooled_projection_dim=64, guidance_embeds=True
+            **parts.SIZES["flux1"], pooled_projection_dim=64, guidance_embeds=True
         ),
         "scheduler": parts.dynamic_scheduler((256, 0.5), (4096, 1.15), shift=3.0),
     }
@@ -56,7 +48,7 @@ def _build_chroma(captions: Sequence[str]) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "text_encoder": parts.t5_encoder(tokenizer, hidden_size=128),
         "transformer": diffusers.ChromaTransformer2DModel(
-            **BLOCKS, approximator_hidden_dim=128, approximator_layers=2
+            **parts.SIZES["flux1"], approximator_hidden_dim=128, approximator_layers=2
         ),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     }
@@ -74,24 +66,21 @@ def _build_flux2(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         text_encoder = parts.qwen3(
             transformers.Qwen3ForCausalLM, tokenizer, TEXT_WIDTH, num_layers=28
         )
-    transformer = diffusers.Flux2Transformer2DModel(
-        in_channels=64, num_layers=2, num_single_layers=2, attention_head_dim=32,
-        num_attention_heads=4, joint_attention_dim=3 * TEXT_WIDTH, axes_dims_rope=(8, 8, 8, 8),
-        guidance_embeds=is_dev,
-    )  # fmt: skip
+    sizes = parts.SIZES["flux2"]
+    transformer = diffusers.Flux2Transformer2DModel(**sizes, guidance_embeds=is_dev)
     parts.invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     return {
-        "scheduler": scheduler, "vae": small_vae(), "text_encoder": text_encoder,
-        "tokenizer": tokenizer, "transformer": transformer,
-    }  # fmt: skip
+        "scheduler": scheduler,
+        "vae": small_vae(),
+        "text_encoder": text_encoder,
+        "tokenizer": tokenizer,
+        "transformer": transformer,
+    }
 
 
 def small_vae() -> Any:
-    vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8,
-        latent_channels=16,
-    ).eval()  # fmt: skip
+    vae = diffusers.AutoencoderKLFlux2(**parts.SIZES["flux2-vae"]).eval()
     vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
     return vae
 
@@ -99,11 +88,7 @@ def small_vae() -> Any:
 def _build_flux3(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     words = parts.qwen_tokenizer(captions, parts.QWEN_CHAT)
     kind = transformers.Qwen3VLForConditionalGeneration
-    transformer = diffusers.Flux3Transformer2DModel(
-        in_channels=64, cond_in_channels=64, num_layers=2, num_single_layers=2,
-        attention_head_dim=32, num_attention_heads=4, axes_dims_rope=(8, 8, 8, 8),
-        joint_attention_dim=NUM_TAKEN * TEXT_WIDTH,
-    )  # fmt: skip
+    transformer = diffusers.Flux3Transformer2DModel(**parts.SIZES["flux3"])
     parts.invert_input_layer(transformer.proj_out, transformer.x_embedders["image"].weight)
     return {
         "vae": small_vae(),

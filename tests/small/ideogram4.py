@@ -10,7 +10,7 @@ from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION
 
 from autotune.models.family import Family
 from tests.small.flux import small_vae
-from tests.small.parts import QWEN_VL_CHAT, qwen3_vl, qwen_tokenizer
+from tests.small.parts import QWEN_VL_CHAT, SIZES, qwen3_vl, qwen_tokenizer
 
 TEXT_WIDTH = 32
 
@@ -32,11 +32,8 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _transformer(text_width: int) -> Any:
-    made = diffusers.Ideogram4Transformer2DModel(
-        in_channels=64, num_layers=4, attention_head_dim=64, num_attention_heads=2,
-        intermediate_size=256, adaln_dim=32, llm_features_dim=text_width,
-        mrope_section=(12, 10, 10),
-    ).eval()  # fmt: skip
+    sizes = {**SIZES["ideogram4"], "llm_features_dim": text_width}
+    made = diffusers.Ideogram4Transformer2DModel(**sizes).eval()
     # Its velocity is the negative of the noise's part: it begins by predicting its input.
     made.final_layer.linear.weight.copy_(-torch.linalg.pinv(made.input_proj.weight))
     made.final_layer.linear.bias.zero_()

@@ -18,24 +18,21 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     tokenizer_2 = parts.clip_tokenizer(captions)
     text_encoder = parts.qwen_text_encoder(tokenizer, hidden_size=128)
     text_encoder_2 = parts.clip_text_encoder(tokenizer_2, hidden_size=64)
-    transformer = diffusers.Kandinsky5Transformer3DModel(
-        in_visual_dim=16, out_visual_dim=16, in_text_dim=128, in_text_dim2=64, time_dim=64,
-        model_dim=128, ff_dim=256, num_text_blocks=2, num_visual_blocks=4, axes_dims=(8, 12, 12),
-        visual_cond=video,
-    )  # fmt: skip
+    sizes = parts.SIZES["kandinsky5"]
+    transformer = diffusers.Kandinsky5Transformer3DModel(**sizes, visual_cond=video)
     _initialize(transformer)
     vae = parts.image_vae(family)
     if video:
-        vae = diffusers.AutoencoderKLHunyuanVideo(
-            block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8,
-            scaling_factor=3.0,
-        ).eval()  # fmt: skip
+        vae = diffusers.AutoencoderKLHunyuanVideo(**parts.SIZES["kandinsky5-video-vae"]).eval()
     return {
-        "transformer": transformer, "vae": vae, "text_encoder": text_encoder,
-        "tokenizer": parts.qwen_processor(tokenizer), "text_encoder_2": text_encoder_2,
+        "transformer": transformer,
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "tokenizer": parts.qwen_processor(tokenizer),
+        "text_encoder_2": text_encoder_2,
         "tokenizer_2": tokenizer_2,
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0 if video else 3.0),
-    }  # fmt: skip
+    }
 
 
 def _initialize(transformer: Any) -> None:

@@ -2,17 +2,20 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
+import yaml
 from tokenizers import ByteLevelBPETokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from autotune.models.family import Family
 from autotune.models.latents import image_processor
 
+SIZES = yaml.safe_load((Path(__file__).parent / "sizes.yaml").read_text())
 QWEN_CHAT = (  # Qwen3's, as far as one message needs it
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
     "}}<|im_end|>\n{% endfor %}"
@@ -53,19 +56,23 @@ def qwen_tokenizer(captions: Sequence[str], template: str, chat: str = QWEN_CHAT
 
 def _decoder(tokenizer: Any, hidden_size: int, num_layers: int) -> dict[str, Any]:
     return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden_size,
-        "intermediate_size": hidden_size * 2, "num_hidden_layers": num_layers,
-        "num_attention_heads": hidden_size // 32, "num_key_value_heads": hidden_size // 32,
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": hidden_size * 2,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // 32,
+        "num_key_value_heads": hidden_size // 32,
         "head_dim": 32,
-    }  # fmt: skip
+    }
 
 
 def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     config = transformers.Qwen3Config(
         **_decoder(tokenizer, hidden_size, num_layers),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
     return cls(config).eval()
 
 
@@ -74,11 +81,12 @@ def _qwen_vision(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
     vision["out_hidden_size"] = hidden_size
     to_id = tokenizer.convert_tokens_to_ids
     return {
-        "vision_config": vision, "image_token_id": to_id("<|image_pad|>"),
+        "vision_config": vision,
+        "image_token_id": to_id("<|image_pad|>"),
         "video_token_id": to_id("<|video_pad|>"),
         "vision_start_token_id": to_id("<|vision_start|>"),
         "vision_end_token_id": to_id("<|vision_end|>"),
-    }  # fmt: skip
+    }
 
 
 def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> Any:
@@ -86,8 +94,9 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> 
     text = {
         **_decoder(tokenizer, hidden_size, num_layers),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        "max_position_embeddings": 2048, "rope_parameters": rope,
-    }  # fmt: skip
+        "max_position_embeddings": 2048,
+        "rope_parameters": rope,
+    }
     config = transformers.Qwen2_5_VLConfig(text_config=text, **_qwen_vision(tokenizer, hidden_size))
     return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
@@ -95,9 +104,10 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> 
 def qwen3_vl(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [8, 4, 4]}
     text = {
-        **_decoder(tokenizer, hidden_size, num_layers), "max_position_embeddings": 2048,
+        **_decoder(tokenizer, hidden_size, num_layers),
+        "max_position_embeddings": 2048,
         "rope_parameters": {**rope, "mrope_interleaved": True},
-    }  # fmt: skip
+    }
     parts = _qwen_vision(tokenizer, hidden_size)
     parts["vision_config"] |= {"num_position_embeddings": 16, "deepstack_visual_indexes": []}
     return cls(transformers.Qwen3VLConfig(text_config=text, **parts)).eval()
@@ -109,9 +119,10 @@ SMALL_VISION |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
 
 def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     text = {
-        "model_type": "mistral", **_decoder(tokenizer, hidden_size, num_layers),
+        "model_type": "mistral",
+        **_decoder(tokenizer, hidden_size, num_layers),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    }  # fmt: skip
+    }
     vision = {**SMALL_VISION, "model_type": "pixtral", "head_dim": 32}
     config = transformers.Mistral3Config(text_config=text, vision_config=vision)
     return transformers.Mistral3ForConditionalGeneration(config).eval()
@@ -157,10 +168,14 @@ def clip_tokenizer(captions: Sequence[str]) -> Any:
 def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
     """A two-layer `CLIPTextModel`; its pooled output has `hidden_size` numbers."""
     config = transformers.CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=hidden_size * 2,
-        num_hidden_layers=2, num_attention_heads=hidden_size // 32, projection_dim=hidden_size,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 2,
+        num_hidden_layers=2,
+        num_attention_heads=hidden_size // 32,
+        projection_dim=hidden_size,
         **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL},
-    )  # fmt: skip
+    )
     return transformers.CLIPTextModel(config).eval()
 
 
@@ -176,25 +191,37 @@ def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
 def t5_encoder(tokenizer: Any, hidden_size: int, *, is_umt5: bool = False) -> Any:
     kind = "UMT5" if is_umt5 else "T5"
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=len(tokenizer), d_model=hidden_size, d_kv=32, d_ff=hidden_size * 2, num_layers=2,
-        num_heads=hidden_size // 32, feed_forward_proj="gated-gelu",
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        d_model=hidden_size,
+        d_kv=32,
+        d_ff=hidden_size * 2,
+        num_layers=2,
+        num_heads=hidden_size // 32,
+        feed_forward_proj="gated-gelu",
+    )
     return getattr(transformers, f"{kind}EncoderModel")(config).eval()
 
 
 def image_vae(family: Family) -> Any:
-    small = {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1, "norm_num_groups": 8}
     # Random weights then make latents of about unit variance, as published ones do.
-    config = {**family.parts.vae_config, **small, "scaling_factor": 3.0}
+    config = {**family.parts.vae_config, **SIZES["image-vae"], "scaling_factor": 3.0}
     return diffusers.AutoencoderKL(**config).eval()
+
+
+def qwen_vae() -> Any:
+    return diffusers.AutoencoderKLQwenImage(**SIZES["qwen-vae"]).eval()
 
 
 def dynamic_scheduler(low: tuple[int, float], high: tuple[int, float], **options: Any) -> Any:
     """A scheduler whose shift follows the line between two points (tokens, logarithm)."""
     return diffusers.FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, base_image_seq_len=low[0], base_shift=low[1],
-        max_image_seq_len=high[0], max_shift=high[1], **options,
-    )  # fmt: skip
+        use_dynamic_shifting=True,
+        base_image_seq_len=low[0],
+        base_shift=low[1],
+        max_image_seq_len=high[0],
+        max_shift=high[1],
+        **options,
+    )
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline, image_processor
 from tests.small.parts import (
     QWEN_VL_CHAT,
+    SIZES,
     dynamic_scheduler,
     invert_input_layer,
     qwen3_vl,
@@ -17,6 +18,7 @@ from tests.small.parts import (
     qwen_processor,
     qwen_text_encoder,
     qwen_tokenizer,
+    qwen_vae,
 )
 
 
@@ -34,14 +36,9 @@ def _build(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     parts = {
         "tokenizer": tokenizer,
         "text_encoder": qwen_text_encoder(tokenizer, hidden_size=128),
-        "transformer": diffusers.QwenImageTransformer2DModel(
-            in_channels=64, out_channels=16, num_layers=6, attention_head_dim=32,
-            num_attention_heads=4, joint_attention_dim=128, axes_dims_rope=(8, 12, 12),
-        ),
-        "vae": diffusers.AutoencoderKLQwenImage(
-            base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1
-        ),
-    }  # fmt: skip
+        "transformer": diffusers.QwenImageTransformer2DModel(**SIZES["qwen-image"]),
+        "vae": qwen_vae(),
+    }
     return {**parts, "processor": qwen_processor(tokenizer)} if family.max_controls else parts
 
 
@@ -54,11 +51,6 @@ def _build_21(captions: Sequence[str]) -> dict[str, Any]:
             qwen_image_processor(patch_size=16), tokenizer, chat_template=QWEN_VL_CHAT
         ),
         "text_encoder": qwen3_vl(kind, tokenizer, hidden_size=64, num_layers=2),
-        "transformer": diffusers.QwenImage21Transformer2DModel(
-            num_layers=4, attention_head_dim=32, num_attention_heads=4, context_in_dim=64,
-            mlp_ratio=2, axes_dims_rope=(8, 12, 12),
-        ),
-        "vae": diffusers.AutoencoderKLQwenImage21(
-            base_dim=16, decoder_base_dim=16, dim_mult=[1, 1, 2, 2, 2], num_res_blocks=1
-        ).eval(),
-    }  # fmt: skip
+        "transformer": diffusers.QwenImage21Transformer2DModel(**SIZES["qwen-image-2.1"]),
+        "vae": diffusers.AutoencoderKLQwenImage21(**SIZES["qwen-image-2.1-vae"]).eval(),
+    }

@@ -16,16 +16,10 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 
 def _build_sd35(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    tokenizer, tokenizer_3 = (
-        parts.clip_tokenizer(captions),
-        parts.t5_tokenizer(captions, max_length=256),
-    )
+    tokenizer = parts.clip_tokenizer(captions)
+    tokenizer_3 = parts.t5_tokenizer(captions, max_length=256)
     clip = parts.clip_text_encoder(tokenizer, hidden_size=64).config
-    transformer = diffusers.SD3Transformer2DModel(
-        num_layers=4, num_attention_heads=2, joint_attention_dim=128, caption_projection_dim=128,
-        pooled_projection_dim=128, pos_embed_max_size=192, dual_attention_layers=(0, 1),
-        qk_norm="rms_norm",
-    )  # fmt: skip
+    transformer = diffusers.SD3Transformer2DModel(**parts.SIZES["sd3.5"])
     patches = transformer.pos_embed.proj.weight
     patches.data.mul_(4)  # or positions, which are added to them, would be half of what comes out
     # Channels are innermost there.
@@ -36,22 +30,18 @@ def _build_sd35(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         "text_encoder": transformers.CLIPTextModelWithProjection(clip).eval(),
         "tokenizer": tokenizer,
         "text_encoder_2": transformers.CLIPTextModelWithProjection(clip).eval(),
-        "tokenizer_2": tokenizer, "text_encoder_3": parts.t5_encoder(tokenizer_3, hidden_size=128),
-        "tokenizer_3": tokenizer_3, "transformer": transformer,
-    }  # fmt: skip
+        "tokenizer_2": tokenizer,
+        "text_encoder_3": parts.t5_encoder(tokenizer_3, hidden_size=128),
+        "tokenizer_3": tokenizer_3,
+        "transformer": transformer,
+    }
 
 
 def _build_sdxl(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     tokenizer = parts.clip_tokenizer(captions)
     text_encoder = parts.clip_text_encoder(tokenizer, hidden_size=64)
     text_encoder_2 = transformers.CLIPTextModelWithProjection(text_encoder.config).eval()
-    small = {
-        "block_out_channels": (32, 64, 64), "layers_per_block": 1,
-        "transformer_layers_per_block": (1, 1, 2), "attention_head_dim": (1, 2, 2),
-        "norm_num_groups": 8, "cross_attention_dim": 128, "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 64 + 6 * 8,
-    }  # fmt: skip
-    unet = diffusers.UNet2DConditionModel(**{**family.models[0].config, **small})
+    unet = diffusers.UNet2DConditionModel(**{**family.models[0].config, **parts.SIZES["sdxl"]})
     _pass_input_through(unet)
     return {
         "vae": parts.image_vae(family),
@@ -60,11 +50,8 @@ def _build_sdxl(family: Family, captions: Sequence[str]) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "tokenizer_2": tokenizer,
         "unet": unet,
-        "scheduler": diffusers.EulerDiscreteScheduler(
-            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1,
-            timestep_spacing="leading",
-        ),
-    }  # fmt: skip
+        "scheduler": diffusers.EulerDiscreteScheduler(**parts.SIZES["sdxl-scheduler"]),
+    }
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 import diffusers
 
 from autotune.models.family import Family
-from tests.small.parts import invert_input_layer, t5_encoder, t5_tokenizer
+from tests.small.parts import SIZES, invert_input_layer, t5_encoder, t5_tokenizer
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
@@ -17,30 +17,27 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     names = ("transformer", "transformer_2") if boundary_ratio else ("transformer",)
     extra = 20 if family.starts_from_picture else 0
     transformers = {name: _build_transformer(48 if is_5b else 16, extra) for name in names}
-    small = {"base_dim": 16, "decoder_base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
-    vae = diffusers.AutoencoderKLWan(**{**vae_config, **small}).eval()
+    vae = diffusers.AutoencoderKLWan(**{**vae_config, **SIZES["wan-vae"]}).eval()
     return {
         "tokenizer": tokenizer,
         "text_encoder": text_encoder,
         "vae": vae,
         **transformers,
         "scheduler": diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
             flow_shift=family.defaults.timestep_shift,
         ),
         "expand_timesteps": is_5b,
         "boundary_ratio": boundary_ratio,
-    }  # fmt: skip
+    }
 
 
 def _build_transformer(channels: int, extra: int) -> Any:
     transformer = diffusers.WanTransformer3DModel(
-        num_layers=4,
-        attention_head_dim=32,
+        **SIZES["wan"],
         # Twice as wide as a patch: less is ill-conditioned to undo.
         num_attention_heads=channels // 4,
-        ffn_dim=256,
-        text_dim=128,
         in_channels=channels + extra,
         out_channels=channels,
     )

@@ -7,20 +7,20 @@ import diffusers
 import transformers
 
 from autotune.models.family import Family
-from tests.small.parts import QWEN_CHAT, image_vae, invert_input_layer, qwen3, qwen_tokenizer
+from tests.small.parts import QWEN_CHAT, SIZES, image_vae, invert_input_layer, qwen3, qwen_tokenizer
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
     text_encoder = qwen3(transformers.Qwen3Model, tokenizer, hidden_size=128, num_layers=2)
-    transformer = diffusers.ZImageTransformer2DModel(
-        dim=128, n_layers=4, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=128,
-        axes_dims=[8, 12, 12],
-    )  # fmt: skip
+    transformer = diffusers.ZImageTransformer2DModel(**SIZES["z-image"])
     invert_input_layer(
         transformer.all_final_layer["2-1"].linear, transformer.all_x_embedder["2-1"].weight
     )
     return {
-        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), "vae": image_vae(family),
-        "text_encoder": text_encoder, "tokenizer": tokenizer, "transformer": transformer,
-    }  # fmt: skip
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "vae": image_vae(family),
+        "text_encoder": text_encoder,
+        "tokenizer": tokenizer,
+        "transformer": transformer,
+    }
