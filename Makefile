@@ -36,13 +36,13 @@ ui: $(READY)
 	@test -d demo-ui || $(BIN)/autotune demo --quick --output demo-ui
 	@$(BIN)/autotune ui demo-ui
 
-# Three processes on two cores, since some tests wait.
+# A further process would pay half a minute for its imports.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 3 --dist worksteal
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Properties are tried on examples that nobody has seen; a failure prints how to repeat it.
 test-all: $(READY)
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -m '' --hypothesis-profile 'drawn anew'
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m '' --hypothesis-profile 'drawn anew'
 
 setup-cuda: $(CUDA_READY)
 
