@@ -75,10 +75,15 @@ def autotune(
     """Run the command in a process that imports everything anew; see also `tests.forked`."""
     places = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     return subprocess.run(
-        [sys.executable, "-P", "-m", "autotune", *map(str, arguments)], cwd=folder,
-        capture_output=True, text=True, timeout=timeout, check=False, stdin=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "autotune", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))},
-    )  # fmt: skip
+    )
 
 
 def autotune_here(
@@ -137,7 +142,7 @@ def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey
     with FileLock(folder / "lock"):
         if not Path(found.printed).exists():
             asked = [*write_small("qwen-image", folder), "--no-profiles", "-o", found.plan_file]
-            options = ["--steps", 60, "--max-trials", 3, "--quality", "exact"]
+            options = ["--steps", 60, "--max-trials", 2, "--quality", "exact"]
             options += ["--run-output", found.result]
             found.hostile.mkdir(exist_ok=True)
             for name in ("autotune", *sys.stdlib_module_names):

@@ -1,18 +1,16 @@
 """Everything that is printed, with the longest realistic values, on a terminal of 80 columns."""
 
-import ast
 import contextlib
 import importlib
 import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import click
 import pytest
 
-import autotune
 from autotune import events
 from autotune.cli import terminal
 from autotune.cli.app import app
@@ -23,27 +21,18 @@ from autotune.interop.importing import Audit, import_config
 from autotune.machine.doctor import Finding, findings, read_doctor_facts
 from autotune.machine.probe import read_profile
 from autotune.models.resolve import FetchedModel
-from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import CheckResult
-from autotune.plan.prediction import (
-    Estimate,
-    JobTime,
-    MemoryBreakdown,
-    PhaseMemory,
-    Prediction,
-    SettingWorth,
-    StepTime,
-)
+from autotune.plan.prediction import Estimate, PhaseMemory, Prediction, SettingWorth
 from autotune.plan.words import OUTCOMES, PHASES, label_of
 from autotune.records import RecordSummary, Submission, Transfer
-from autotune.report.text import folded, printable_lines
 from autotune.search.comparison import ComparedGpu, Comparison
 from autotune.weights.tensors import FileSummary, TensorSummary
 from tests.interop.test_importing import CONFIGS
 from tests.machine.fleet import machine
-from tests.report.page.pages import golden_plan, run_report, steps_of
+from tests.report.page.pages import golden_plan, run_report
 from tests.report.test_machine import REPORT
-from tests.report.test_text import LONGEST, long_plan
+from tests.report.test_text import long_plan
 
 FOLDER = "/home/somebody/training-runs-of-this-autumn/black-forest-labs/FLUX.2-klein-base-9B"
 MODEL = "black-forest-labs/FLUX.2-klein-base-9B-distilled-and-more-of-a-name"
@@ -53,82 +42,78 @@ REASON = "word " * 29 + "end"
 SIZE = 999 << 30
 
 
-def long_estimate() -> Estimate:
-    sizes = dict.fromkeys(MemoryBreakdown.model_fields, SIZE)
-    phase = {"run_memory_bytes": SIZE, "allocated_memory_bytes": SIZE, "breakdown": sizes}
-    prediction = Prediction(
-        candidate=Candidate(micro_batch_size=1, **LONGEST), allocated_memory_bytes=SIZE,
-        run_memory_bytes=SIZE, host_memory_bytes=SIZE, step_seconds=5e3, images_per_second=1e-4,
-        step_time=StepTime(**dict.fromkeys(StepTime.model_fields, 1e5)),
-        phases=tuple(PhaseMemory.model_validate({"name": name, **phase}) for name in PHASES),
-        memory_uncertainty=0.1, time_uncertainty=0.7,
-    )  # fmt: skip
-    return Estimate(
-        hardware=DEVICE, budget_bytes=SIZE, fits=False, workload=LONG.frozen.workload,
-        prediction=prediction, run_memory_bytes=SIZE, step_seconds=5e3, num_steps=10**6,
-        job=JobTime(**dict.fromkeys(JobTime.model_fields, 1e6)), price_per_hour=99.9, cost=1e6,
-    )  # fmt: skip
+def longest(kind: Any, **known: Any) -> Any:
+    """An object, or what a field of one may be, with large numbers and long texts but these."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return max(inner, key=len)
+    if origin is tuple:
+        return (longest(inner[0]),)
+    if origin is dict or kind in PLAIN:
+        return PLAIN.get(kind, {})
+    if inner:  # of a union the first
+        return longest(inner[0])
+    fields = {name: field.annotation for name, field in kind.model_fields.items()}
+    made = {name: longest(of) for name, of in fields.items() if name not in known}
+    return kind.model_validate({**made, **known})
 
 
+PLAIN = {int: SIZE, float: 99_999.9, str: REASON, bool: False, Path: Path(FOLDER)}
 LONG = long_plan("predicted", 8)
 LONG_NAME = LONG.frozen.workload.model.name
-ESTIMATE = long_estimate()
-COMPARISON = Comparison(
-    model=MODEL, host_memory_bytes=SIZE, currency="USD", priced="2026",
-    gpus=(
-        ComparedGpu(
-            gpu=GPU[:27], memory_gb=999, settings=ESTIMATE.prediction.candidate, num_steps=10**6,
-            image_seconds=5e3, other_seconds=1e6, step_seconds=5e3, time_uncertainty=0.7,
-            run_memory_bytes=SIZE,
-        ),
-        *[ComparedGpu(gpu=GPU, memory_gb=1, misfit="too small")] * 9,
-    ),
-)  # fmt: skip
-RECORD = RecordSummary(
-    name="0" * 64, measured_on="2026-11-27", device_name=DEVICE, family="qwen-image-edit-plus",
-    work="1024px-1f-r16-attention-b4-exact-adamw-8bit-and-words", num_trials=512, step_seconds=5e3,
-    settings=label_of(LONG.frozen.settings), peak_memory_bytes=SIZE, match="near",
-    reasons=(REASON,),
-)  # fmt: skip
+SETTINGS = LONG.frozen.settings
+FORETOLD = longest(
+    Prediction,
+    candidate=SETTINGS,
+    phases=tuple(longest(PhaseMemory, name=name) for name in PHASES),
+    memory_uncertainty=0.1,
+    time_uncertainty=0.7,
+)
+ESTIMATE = longest(Estimate, hardware=DEVICE, prediction=FORETOLD, workload=LONG.frozen.workload)
+UNFIT = ComparedGpu(gpu=GPU, memory_gb=1, misfit="too small")
+FIT = longest(
+    ComparedGpu, gpu=GPU[:27], memory_gb=999, settings=SETTINGS, time_uncertainty=0.7, misfit=""
+)
+COMPARISON = longest(
+    Comparison, model=MODEL, gpus=(FIT, *[UNFIT] * 9), currency="USD", priced="2026"
+)
+RECORD = longest(
+    RecordSummary,
+    name="0" * 64,
+    measured_on="2026-11-27",
+    device_name=DEVICE,
+    family="qwen-image-edit-plus",
+    work="1024px-1f-r16-attention-b4-exact-adamw-8bit-and-words",
+    num_trials=512,
+    settings=label_of(SETTINGS),
+    match="near",
+)
 TENSOR = "transformer.single_transformer_blocks.37.attn.to_out.0.lora_magnitude_vector.weight"
-WEIGHTS = FileSummary(
-    name=f"{TENSOR}.safetensors", size_bytes=SIZE, metadata={"ss_tag_frequency": REASON},
-    tensors=(
-        TensorSummary(
-            name=TENSOR, dtype="F8_E4M3", shape=(18432, 3072), size_bytes=SIZE, num_nan=10**9,
-            num_inf=10**9,
-        ),
-    ),
-)  # fmt: skip
-FETCHED = FetchedModel(
-    name=MODEL, family="qwen-image-edit-plus", revision="a" * 40, size_bytes=SIZE,
-    folder=Path(FOLDER) / ("b" * 40), num_verified=9999,
-)  # fmt: skip
-WORTH = SettingWorth(
-    knob="selective_blocks", written=0, better=40,
-    step_seconds_saved=99.9, run_memory_saved_bytes=SIZE,
-)  # fmt: skip
+WEIGHTS = longest(
+    FileSummary,
+    name=f"{TENSOR}.safetensors",
+    metadata={"ss_tag_frequency": REASON},
+    tensors=(longest(TensorSummary, name=TENSOR, dtype="F8_E4M3", shape=(18432, 3072)),),
+)
+FETCHED = longest(FetchedModel, name=MODEL, family="qwen-image-edit-plus", revision="a" * 40)
+WORTH = longest(SettingWorth, knob="selective_blocks", written=0, better=40)
+AUDITED = "as_written", "fastest", "in_trainer"
 CONFIGURATIONS = [
     import_config(path) for path in CONFIGS.iterdir() if not re.search("_(data|bnb)", path.name)
 ]
 AUDITS = [
-    Audit(
-        config=config, as_written=ESTIMATE, breaks=(REASON,), fastest=ESTIMATE, worth=(WORTH,),
-        in_trainer=ESTIMATE,
-    )
+    longest(Audit, config=config, worth=(WORTH,), **dict.fromkeys(AUDITED, ESTIMATE))
     for config in CONFIGURATIONS
-]  # fmt: skip
-EXPORTED = ExportedConfig(
-    trainer="sd-scripts", plan_digest="", differences=(), remarks=(REASON,),
-    files={f"train_network_{number}.toml": "" for number in range(9)},
-)  # fmt: skip
+]
+FILES = {f"train_network_{number}.toml": "" for number in range(9)}
+EXPORTED = longest(ExportedConfig, trainer="sd-scripts", differences=(), files=FILES)
 RUN = run_report(LONG).changed(warnings=(REASON,))
 FACTS = read_doctor_facts(machine("wsl2-4090"))
 PROFILE = read_profile(machine("wsl2-4090"))
-TRANSFER = Transfer(num_new=10**6, num_present=10**6, refused=(REASON,), target=FOLDER)
+TRANSFER = longest(Transfer, target=FOLDER)
 BUG = {f"{name}.json": "line\n" * 10**5 for name in ("versions", "a-long-name-of-a-file")}
-FINDINGS = (Finding(severity="warning", name="a", what=REASON, fix=REASON),)
-SUBMISSION = Submission(key=f"profiles/{'k' * 60}", record="{}", pull_request=REASON)
+FINDINGS = (longest(Finding),)
+SUBMISSION = longest(Submission, key=f"profiles/{'k' * 60}", record="{}")
 DEMO = Demo(Path(FOLDER), Path(FOLDER))
 PLAN = f"{FOLDER}/plan.yaml"
 
@@ -185,7 +170,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     "demo": [
         (f"--quick --output {FOLDER}", {"autotune.demo.lesson.make_demo": DEMO}, f"ui {FOLDER}")
     ],
-}  # fmt: skip
+}
 
 
 def commands(command: Any, path: str = "") -> Iterator[str]:
@@ -236,11 +221,13 @@ def test_no_answer_is_wider_or_cut(screen, monkeypatch, words, answers, value):
     require_whole(screen.getvalue(), value)
 
 
-STEP = steps_of(90, 1000)[-1].changed(
-    step=99_999, num_steps=100_000, epoch=12_000, gpu_utilization=0.97, gradient_spikes=30,
-    overflowed_gradients=12, seconds=1234.5, memory_bytes=15 << 30, validation_loss=0.1234,
-    base_validation_loss=0.2345,
-)  # fmt: skip
+def trial_of(outcome: str) -> TrialResult:
+    known = {"outcome": outcome, "confirms": outcome == "ok", "phases": ()}
+    return longest(TrialResult, candidate=SETTINGS, **known)
+
+
+COUNTS = {"step": 99_999, "num_steps": 100_000, "epoch": 12_000, "gradient_spikes": 30}
+SHARES = {"loss": 0.1234, "gradient_norm": 0.1, "gpu_utilization": 0.97, "seconds": 1234.5}
 EVENTS = [
     events.PhaseStarted(name=f"loading the transformer of {MODEL}"),
     events.StatusChanged(text=f"fetching {MODEL}"),
@@ -249,20 +236,12 @@ EVENTS = [
     events.SearchSpaceBuilt(workload=LONG.frozen.workload, num_candidates=10**5, max_trials=999),
     events.RecordsMatched(kind="near", num_records=10**4, refused=(REASON,) * 9),
     events.RunStarted(plan=LONG),
-    events.TrialStarted(candidate=LONG.frozen.settings),
-    *(
-        events.TrialFinished(
-            result=TrialResult(
-                candidate=LONG.frozen.settings, outcome=outcome, step_seconds=(12345.6,),
-                peak_memory_bytes=SIZE, confirms=outcome == "ok", message=REASON,
-            )
-        )
-        for outcome in OUTCOMES
-    ),
+    events.TrialStarted(candidate=SETTINGS),
+    *(events.TrialFinished(result=trial_of(outcome)) for outcome in OUTCOMES),
     events.CandidatesPredicted(predictions=(), budget_bytes=SIZE),
-    STEP,
+    longest(events.StepFinished, **COUNTS, **SHARES, validation_loss=0.1, base_validation_loss=0.2),
     events.PreviewsWritten(step=99_999),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("is_verbose", [False, True])
@@ -278,27 +257,3 @@ def test_no_event_is_wider_or_cut(screen, is_verbose):
         told = event.text if isinstance(event, (events.Notice, events.StatusChanged)) else ""
         require_whole(text, *told.split())
         screen.seek(screen.truncate(0))
-
-
-PACKAGE = Path(autotune.__file__).parent
-VALUES = (FOLDER, MODEL, DEVICE, "999.00 GiB")
-
-
-def messages() -> Iterator[str]:
-    """Every sentence of the source but docstrings, with long values in place of what varies."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                number = iter(range(99))
-                yield "".join(
-                    part.value if isinstance(part, ast.Constant) else VALUES[next(number) % 4]
-                    for part in node.values
-                )
-
-
-@pytest.mark.slow
-def test_every_sentence_is_folded_between_words():
-    for text in {*messages()}:
-        lines = folded(text).split("\n")
-        assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
-        assert " ".join(lines).split() == printable_lines(text).split()

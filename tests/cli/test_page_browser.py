@@ -23,9 +23,10 @@ pytest.importorskip("starlette", reason="starlette is not installed")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
 pytestmark = [
-    pytest.mark.timeout(2400), pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here"),
-]  # fmt: skip
+]
 ROOT = Path(__file__).parents[2]
 RUN = "/run?folder=runs%2Fplan"
 PAGES = ["/data", "/plan", "/plan?file=plan.yaml", "/train", RUN, "/results", "/machine"]
@@ -39,9 +40,10 @@ def server(folder: Path) -> Iterator[str]:
     places = (str(ROOT), os.environ.get("PYTHONPATH"))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "autotune", "ui", str(folder), "--json"],
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))},
-    )  # fmt: skip
+    )
     assert process.stdout
     told = ""
     while not told.endswith("}\n"):
@@ -153,6 +155,7 @@ def test_the_whole_journey(chromium, tmp_path):
         assert page.complaints == []
         for width, scheme in ((390, "dark"), (390, "light"), (1400, "dark"), (1400, "light")):
             look_at_all(chromium, address, width, scheme)
+        look_at_report(chromium, address, tmp_path / "runs" / "plan" / "report.html")
 
 
 def look_at_all(chromium: Any, address: str, width: int, scheme: str) -> None:
@@ -177,4 +180,20 @@ def look_at_all(chromium: Any, address: str, width: int, scheme: str) -> None:
             (each["id"], [node["html"][:120] for node in each["nodes"][:3]]) for each in serious
         ]
         assert nodes == [], path
+    page.context.close()
+
+
+def look_at_report(chromium: Any, address: str, file: Path) -> None:
+    """A run's own page asks for nothing, and its charts are read by keyboard."""
+    page = open_page(chromium, address)
+    page.complaints.clear()
+    page.goto(file.as_uri())
+    plot = page.locator(".subject > :not(details) .plot:visible").first
+    readout = page.locator(".readout").first
+    plot.focus()
+    page.keyboard.press("Home")
+    first = readout.inner_text()
+    page.keyboard.press("End")
+    assert readout.inner_text() != first
+    assert [each for each in page.complaints if file.as_uri() not in each] == []
     page.context.close()

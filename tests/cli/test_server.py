@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+import yaml
 from PIL import Image
 
 from autotune.errors import InvalidInput
@@ -83,11 +84,14 @@ def test_other_host_names_are_refused(user, host):
 @pytest.mark.parametrize(
     "headers",
     [
-        {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": ""},
-        {"origin": "http://127.0.0.1:9000"}, {"origin": HOME, "sec-fetch-site": "cross-site"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": ""},
+        {"origin": "http://127.0.0.1:9000"},
+        {"origin": HOME, "sec-fetch-site": "cross-site"},
         {"origin": HOME, "sec-fetch-site": "same-site"},
     ],
-)  # fmt: skip
+)
 def test_other_sites_change_nothing(user, site, headers):
     asked = {"folder": "photos", "name": "a.png", "caption": "changed"}
     assert user.post("/data/caption", data=asked, headers=headers).status_code == 403
@@ -205,9 +209,11 @@ def test_hostile_words_are_shown_as_text(user, site):
     (job.folder / "answer.txt").write_text(HOSTILE)
     pages = ["/data", "/data?folder=photos", "/plan", f"/jobs/{job.name}", f"/jobs/{job.name}/live"]
     pages += [
-        "/import", f"/data?told={quote(HOSTILE)}", f"/data?folder={quote(HOSTILE)}",
+        "/import",
+        f"/data?told={quote(HOSTILE)}",
+        f"/data?folder={quote(HOSTILE)}",
         "/data/check?folder=photos",
-    ]  # fmt: skip
+    ]
     for path in pages:
         text = user.get(path).text
         found = _Tags(text).tags
@@ -226,11 +232,16 @@ def test_hostile_words_are_shown_as_text(user, site):
 
 def test_forms_become_the_shown_command(user, site):
     asked = {
-        "command": "plan", "model": "flux1-dev", "hardware": "nvidia-rtx-4090", "num_steps": "-5",
-    }  # fmt: skip
+        "command": "plan",
+        "model": "flux1-dev",
+        "hardware": "nvidia-rtx-4090",
+        "num_steps": "-5",
+    }
     asked |= {
-        "preview_prompts": "a cat; rm -rf /\na dog", "storage": "postgresql://x", "path": "p.yaml",
-    }  # fmt: skip
+        "preview_prompts": "a cat; rm -rf /\na dog",
+        "storage": "postgresql://x",
+        "path": "p.yaml",
+    }
     words = build_words(site, "plan", Asked({name: [value] for name, value in asked.items()}))
     assert words.count("--preview-prompt") == 2
     assert "--steps=-5" in words
@@ -250,23 +261,10 @@ def test_known_models_are_answered_at_once(user):
     assert not told("<b>mine", "4090") + told("sdxl", "") + told("sdxl", "<b>card")
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"command": "plan", "model": "../outside"},
-        {"command": "plan", "model": "~/outside"},
-        {"command": "plan", "model": "flux1-dev", "data": "list.yaml"},
-        {"command": "train", "plan": "plan.yaml"},
-        {"command": "sample", "run_folder": "run", "prompt": "x"},
-        {"command": "plan", "model": "flux1-dev", "data": "/etc"},
-        {"command": "plan", "model": "flux1-dev", "path": "../plan.yaml"},
-        {"command": "plan", "model": "flux1-dev", "hardware": "../outside/secret.txt"},
-        {"command": "plan", "model": "flux1-dev", "optimizer": "os:system"},
-        {"command": "train", "plan": "p.yaml", "output": "/tmp/x"},
-        {"command": "fetch", "model": "flux1-dev"},
-        {"command": "weights convert", "run_folder": "..", "to": "kohya"},
-    ],
-)
+REFUSED = yaml.safe_load((Path(__file__).parent / "server.yaml").read_text())
+
+
+@pytest.mark.parametrize("asked", REFUSED)
 def test_commands_stay_in_the_folders(user, site, asked):
     theirs = golden_plan()
     job = theirs.job.changed(data=str(site.workspace.parent / "outside"))

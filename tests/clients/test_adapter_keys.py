@@ -56,9 +56,11 @@ def small_config(family):
         config |= {
             "down_block_types": family.transformer_config["down_block_types"],
             "up_block_types": family.transformer_config["up_block_types"],
-            "block_out_channels": (32, 64, 64), "transformer_layers_per_block": (1, 2, 2),
-            "attention_head_dim": (1, 1, 1), "layers_per_block": 2,
-        }  # fmt: skip
+            "block_out_channels": (32, 64, 64),
+            "transformer_layers_per_block": (1, 2, 2),
+            "attention_head_dim": (1, 1, 1),
+            "layers_per_block": 2,
+        }
     return config
 
 
@@ -169,9 +171,10 @@ def comfyui_finds(model, key):
     under_kohya = [layer.replace("diffusion_model.", "lora_unet_", 1) for layer in own]
     parts = {part for parts in known["layers"].values() for part in parts}
     found = {
-        *known["layers"], *(layer.replace(".", "_") for layer in under_kohya),
+        *known["layers"],
+        *(layer.replace(".", "_") for layer in under_kohya),
         *(begin + part for begin in known["diffusers"] for part in parts),
-    }  # fmt: skip
+    }
     return any(re.fullmatch(re.escape(layer).replace(r"\#", r"\d+"), name) for layer in found)
 
 
@@ -215,8 +218,10 @@ def test_unread_formats_are_known(family):
 # Of diffusers' pipelines, those whose own loader takes a LoKr; the model's does for all families.
 LOKR_PIPELINES = {"z-image", "flux2-klein", "flux2-dev"}
 LOKR_REFUSED = {
-    "minimax-h3": "is a part of", "ideogram-4": "is a part of", "flux3": "does not know",
-}  # fmt: skip
+    "minimax-h3": "is a part of",
+    "ideogram-4": "is a part of",
+    "flux3": "does not know",
+}
 
 
 @pytest.mark.quick("flux2-klein")

@@ -5,10 +5,12 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
@@ -28,18 +30,15 @@ from autotune.train.optimizer import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
 from tests.builders import BITSANDBYTES
 
-STORED = [
-    ("qwen-image", "torchao-int8"),
-    ("flux1-dev", "torchao-fp8"),
-    ("qwen-image", "int8-rotated"),
-    ("flux1-dev", "int8-rotated"),
-    ("flux1-dev", "fp8-matmul"),
-    *(
-        pytest.param(name, "bnb-nf4", marks=BITSANDBYTES)
-        for name in ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
-    ),
-]
-WEIGHT_FORMATS = [*((name, "none") for name in TINY), *STORED]
+TABLES = yaml.safe_load((Path(__file__).parent / "exactness.yaml").read_text())
+
+
+def marked(row):
+    return pytest.param(*row, marks=BITSANDBYTES if "bnb-nf4" in row else ())
+
+
+PLAIN = [(name, "none") for name in TINY]
+LAYOUTS = [name for name in TINY if FAMILIES[name].attention_layouts]
 
 
 def candidate_of(precision, quantization="none", k=0, size=2, **others) -> Candidate:
@@ -48,7 +47,7 @@ def candidate_of(precision, quantization="none", k=0, size=2, **others) -> Candi
 
 
 @pytest.mark.quick("qwen-image")
-@pytest.mark.parametrize(("name", "quantization"), WEIGHT_FORMATS)
+@pytest.mark.parametrize(("name", "quantization"), map(marked, [*PLAIN, *TABLES["STORED"]]))
 def test_what_stays_is_exact(predictor, name, quantization):
     own, family = predictor(name), FAMILIES[name]
     candidate = candidate_of("bf16", quantization)
@@ -81,11 +80,8 @@ def test_what_stays_is_exact(predictor, name, quantization):
 @pytest.mark.parametrize(
     ("name", "quantization", "norm_rope"),
     [
-        *(
-            pytest.param(*getattr(one, "values", one), "stock", marks=getattr(one, "marks", ()))
-            for one in WEIGHT_FORMATS
-        ),
-        *((name, "none", "fused") for name in TINY if FAMILIES[name].attention_layouts),
+        *(marked((*row, "stock")) for row in [*PLAIN, *TABLES["STORED"]]),
+        *((name, "none", "fused") for name in LAYOUTS),
     ],
 )
 def test_bytes_saved_for_backward_are_exact(predictor, name, quantization, norm_rope):
@@ -155,32 +151,10 @@ def _live_caches(transformer):
                 yield value.untyped_storage()._cdata
 
 
-LAYOUTS = [name for name in TINY if FAMILIES[name].attention_layouts]
 PEAKS = [
     *((name, 0.5, 0.0, "none", "stock") for name in TINY if name not in ("qwen-image", "wan-2.2")),
-    *(
-        (name, 0.0, 0.0, "none", "stock")
-        for name in ("qwen-image", "z-image", "krea-2", "ltx-2.3", "sdxl")
-    ),
-    *((name, 1.0, 0.0, "none", "stock") for name in ("qwen-image", "wan-2.2", "sdxl")),
-    *(
-        (name, share, 0.0, "int8-rotated", "stock")
-        for name in ("qwen-image", "flux1-dev", "wan-2.1")
-        for share in (0.0, 0.5)
-    ),
-    ("qwen-image", 0.5, 0.0, "fp8-matmul", "stock"),
-    pytest.param("qwen-image", 1.0, 0.0, "bnb-nf4", "stock", marks=BITSANDBYTES),
-    pytest.param("kandinsky5-image-lite", 0.5, 0.0, "bnb-nf4", "stock", marks=BITSANDBYTES),
+    *map(marked, TABLES["PEAKS"]),
     *((name, share, 0.0, "none", "fused") for name in LAYOUTS for share in (0.0, 0.5)),
-    ("qwen-image", 0.0, 1.0, "none", "stock"),
-    ("qwen-image", 0.4, 0.6, "none", "stock"),
-    ("qwen-image", 0.0, 1.0, "torchao-int8", "stock"),
-    ("flux1-dev", 0.0, 0.5, "none", "stock"),
-    ("flux1-dev", 0.5, 0.5, "none", "stock"),
-    ("z-image", 0.2, 0.6, "none", "stock"),
-    ("sdxl", 0.3, 0.3, "none", "stock"),
-    ("kandinsky5-video-lite", 0.0, 0.6, "none", "stock"),
-    ("flux2-klein", 0.2, 0.4, "none", "stock"),
 ]
 """Family, shares of blocks that recompute everything and all but attention, storage, kernels."""
 
@@ -193,9 +167,12 @@ def peaks_agree(own, candidate):
 
 
 @pytest.mark.quick(
-    ("qwen-image", 1.0, "none", "stock"), ("flux1-dev", 0.5, 0.0, "none", "stock"),
-    ("qwen-image", "fp8-matmul"), ("qwen-image", "bnb-nf4"), ("qwen-image", 0.5, "fused"),
-)  # fmt: skip
+    ("qwen-image", 1.0, "none", "stock"),
+    ("flux1-dev", 0.5, 0.0, "none", "stock"),
+    ("qwen-image", "fp8-matmul"),
+    ("qwen-image", "bnb-nf4"),
+    ("qwen-image", 0.5, "fused"),
+)
 @pytest.mark.parametrize(("name", "whole", "selective", "quantization", "norm_rope"), PEAKS)
 def test_peak_is_the_profilers(predictor, name, whole, selective, quantization, norm_rope):
     own = predictor(name)
@@ -216,22 +193,11 @@ def test_what_dropout_keeps_is_predicted(predictor):
 
 
 @pytest.mark.quick("qwen-image")
-@pytest.mark.parametrize(
-    ("name", "changes", "k"),
-    [
-        ("qwen-image", {"adapter": "dora", "adapted_blocks": "1-2"}, 0),
-        ("flux1-dev", {"adapter": "dora"}, 2), ("flux1-dev", {"adapter": "lokr", "rank": 4}, 0),
-        ("qwen-image", {"adapter": "lokr", "rank": 64, "lokr_factor": 4}, 2),
-        ("flux1-dev", {"adapted_blocks": "1,3"}, 2),
-        ("flux1-dev", {"targets": "to_q,ff.*"}, 0),
-        ("flux1-dev", {"preserve_prior": 0.2}, 0),
-        ("qwen-image", {"is_slider": True}, 2),
-        ("qwen-image-2.1", {"num_control_images": 2}, 2),
-        ("qwen-image", {"optimizer": OptimizerChoice(name="adafactor"), "ema_decay": 0.9}, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "changes", "k"), TABLES["CHANGES"])
 def test_user_adapters_and_optimizers_are_predicted(predictor, name, changes, k):
     plain = predictor(name)
+    if "optimizer" in changes:
+        changes = {**changes, "optimizer": OptimizerChoice(**changes["optimizer"])}
     work = plain.workload.changed(**changes)
     own = CostModel.build(cpu(), work, plain.family, TINY[name])
     candidate = candidate_of("fp32", k=k)
@@ -241,14 +207,7 @@ def test_user_adapters_and_optimizers_are_predicted(predictor, name, changes, k)
 
 
 @pytest.mark.quick(("qwen-image", 1.0))
-@pytest.mark.parametrize(
-    ("name", "share", "size"),
-    [
-        ("qwen-image", 0.0, 1), ("qwen-image", 1.0, 2), ("flux1-dev", 0.5, 1),
-        ("flux1-dev", 1.0, 2), ("kandinsky5-image-lite", 0.0, 2), ("kandinsky5-video-lite", 0.5, 1),
-        ("sd3.5", 0.5, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "share", "size"), TABLES["AHEAD"])
 def test_modulation_ahead_is_exact(name, share, size, monkeypatch):
     monkeypatch.setattr(modulation, "MAX_WINDOW_DRAWS", 4)
     family, work = FAMILIES[name], workload_of(name)
@@ -264,24 +223,10 @@ def test_modulation_ahead_is_exact(name, share, size, monkeypatch):
     assert whole.weight_bytes - model_bytes.weight_bytes == model_bytes.modulation.weight_bytes
 
 
-DEPTHS = {
-    "qwen-image": {"num_layers": 9}, "flux1-dev": {"num_layers": 4, "num_single_layers": 6},
-    "kandinsky5-image-lite": {"num_visual_blocks": 9},
-    "sd3.5": {"num_layers": 10, "dual_attention_layers": tuple(range(5))},
-}  # fmt: skip
-
-
 @pytest.mark.quick(("qwen-image", "2-6"))
-@pytest.mark.parametrize(
-    ("name", "rules", "adapted"),
-    [
-        ("qwen-image", "cpu", "all"), ("flux1-dev", "cuda", "all"),
-        ("kandinsky5-image-lite", "cpu", "all"), ("qwen-image", "cpu", "2-6"),
-        ("flux1-dev", "cuda", "2-3,5"), ("sd3.5", "cpu", "all"), ("sd3.5", "cuda", "3-7"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "rules", "adapted"), TABLES["DEEP"])
 def test_short_traces_predict_deep_models(name, rules, adapted, monkeypatch):
-    config = {**TINY[name], **DEPTHS[name]}
+    config = {**TINY[name], **TABLES["DEPTHS"][name]}
     workload = workload_of(name, config=config).changed(adapted_blocks=adapted)
     rates = Rates(cpu() if rules == "cpu" else gpu("nvidia-l4"), "fp32", "native", "cpu")
     short = TracedModel(FAMILIES[name], config, workload, rules, Parts())

@@ -99,9 +99,11 @@ def test_one_trial_corrects_all():
     first, other = (Candidate(micro_batch_size=size, **plain) for size in (1, 2))
     before = {c: own.predict(c) for c in (first, other)}
     ran = TrialResult(
-        candidate=first, outcome="ok", step_seconds=(3 * before[first].step_seconds,),
+        candidate=first,
+        outcome="ok",
+        step_seconds=(3 * before[first].step_seconds,),
         peak_memory_bytes=round(1.02 * before[first].allocated_memory_bytes),
-    )  # fmt: skip
+    )
     own = own.with_calibration([ran, TrialResult(candidate=other, outcome="oom")])
     after = {c: own.predict(c) for c in (first, other)}
     for one, rel in ((first, 0.05), (other, 0.3)):
@@ -227,13 +229,15 @@ def test_cudnn_plans_attention_once_a_length():
 @pytest.mark.parametrize(
     ("changes", "hint"),
     [
-        ({"quantization": "int3"}, "bnb-nf4"), ({"attention": "sage"}, "native"),
-        ({"precision": "fp8"}, "bf16"), ({"checkpointed_blocks": 99}, "5"),
+        ({"quantization": "int3"}, "bnb-nf4"),
+        ({"attention": "sage"}, "native"),
+        ({"precision": "fp8"}, "bf16"),
+        ({"checkpointed_blocks": 99}, "5"),
         ({"micro_batch_size": 3}, "2"),
         ({"checkpointed_blocks": 4, "swapped_blocks": 2, "quantization": "int3"}, "bnb-nf4"),
         ({"swapped_blocks": 2}, "--list"),
     ],
-)  # fmt: skip
+)
 def test_candidates_that_cannot_be_are_refused(changes, hint):
     good = {"micro_batch_size": 1, "checkpointed_blocks": 0}
     context = TuningContext(builders.hardware(), FAMILIES["qwen-image"], workload_of("qwen-image"))
@@ -336,11 +340,13 @@ def test_trials_teach_what_a_process_takes():
 
 
 candidates = st.builds(
-    Candidate, micro_batch_size=st.sampled_from([1, 2, 4]),
-    checkpointed_blocks=st.sampled_from([0, 3]), swapped_blocks=st.sampled_from([0, 3]),
+    Candidate,
+    micro_batch_size=st.sampled_from([1, 2, 4]),
+    checkpointed_blocks=st.sampled_from([0, 3]),
+    swapped_blocks=st.sampled_from([0, 3]),
     quantization=st.sampled_from(["none", "torchao-int8", "bnb-nf4"]),
     attention=st.sampled_from(["native", "_native_cudnn"]),
-)  # fmt: skip
+)
 Pairs = list[tuple[Candidate, float]]
 pairs = st.lists(st.tuples(candidates, st.floats(-1, 1)), min_size=1, max_size=10)
 

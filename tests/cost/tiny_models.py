@@ -27,9 +27,13 @@ def cpu() -> HardwareProfile:
     memory = {"memory_kind": "host", "memory_kind_reason": "", "budget_reason": ""}
     device = Device(kind="cpu", index=0, name="cpu", budget_bytes=1 << 34, **memory)
     host = Host(
-        cpu="cpu", logical_cores=2, memory_bytes=1 << 34, available_memory_bytes=1 << 34,
-        system="Linux", memory_model="linux",
-    )  # fmt: skip
+        cpu="cpu",
+        logical_cores=2,
+        memory_bytes=1 << 34,
+        available_memory_bytes=1 << 34,
+        system="Linux",
+        memory_model="linux",
+    )
     return HardwareProfile(device=device, host=host, versions=Versions(python="3.11"))
 
 
@@ -44,12 +48,17 @@ def workload_of(name: str, **changes: Any) -> Workload:
     blocks = num_blocks(family, config)
     known = {"family": name, "architecture": "tiny", "num_parameters": 1, "name": name}
     values: dict[str, Any] = {
-        "model": ModelSpec(num_blocks=blocks, **known), "resolution_px": 96,
+        "model": ModelSpec(num_blocks=blocks, **known),
+        "resolution_px": 96,
         "buckets": (Bucket(width_px=96, height_px=64, num_frames=frames, num_items=3),),
-        "max_text_tokens": 12, "text_padding": "exact", "rank": 4, "lora_alpha": 4.0,
-        "targets": "attention", "num_control_images": family.min_controls,
+        "max_text_tokens": 12,
+        "text_padding": "exact",
+        "rank": 4,
+        "lora_alpha": 4.0,
+        "targets": "attention",
+        "num_control_images": family.min_controls,
         "effective_batch_size": 2,
-    }  # fmt: skip
+    }
     return Workload(**{**values, **changes})
 
 

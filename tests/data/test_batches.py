@@ -30,10 +30,12 @@ def orders(draw, max_items=25):
     pairs = st.tuples(st.integers(0, 3), st.integers(1, 3))
     items = draw(st.lists(pairs, min_size=1, max_size=max_items))
     return BatchOrder(
-        groups=tuple(group for group, _ in items), repeats=tuple(repeats for _, repeats in items),
-        effective_batch_size=draw(st.integers(1, 12)), seed=draw(st.integers(0, 5)),
+        groups=tuple(group for group, _ in items),
+        repeats=tuple(repeats for _, repeats in items),
+        effective_batch_size=draw(st.integers(1, 12)),
+        seed=draw(st.integers(0, 5)),
         caption_dropout=draw(st.sampled_from([0.0, 0.3, 1.0])),
-    )  # fmt: skip
+    )
 
 
 @given(orders())

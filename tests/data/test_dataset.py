@@ -26,12 +26,13 @@ def test_metadata_names_captions_and_mistakes(tmp_path):
     for name in ("a.png", "b.png"):
         picture(ord(name[0])).save(tmp_path / name)
     lines = [
-        json.dumps({"file_name": "a.png", "text": "from metadata"}), "{broken",
+        json.dumps({"file_name": "a.png", "text": "from metadata"}),
+        "{broken",
         json.dumps({"file_name": "b.png"}),
         json.dumps({"file_name": "b.png", "text": "half a smile: \ud83d"}),
         json.dumps({"file_name": "../../etc/passwd", "text": "elsewhere"}),
         json.dumps({"file_name": "a.png", "text": "again"}),
-    ]  # fmt: skip
+    ]
     (tmp_path / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     (tmp_path / "a.txt").write_text("from the text file")
     (tmp_path / "b.txt").write_text("  two\nlines ")
@@ -81,9 +82,13 @@ def test_every_kind_of_problem_is_named(tmp_path):
     dataset = scan_dataset(tmp_path)
     assert [item.path.name for item in dataset.items] == ["000.png"]
     assert kinds(dataset) == {
-        "001.png": "tiny", "002.png": "captionless", "003.png": "broken", "copy.png": "duplicate",
-        "text.jpg": "broken", "photo.heic": "unsupported",
-    }  # fmt: skip
+        "001.png": "tiny",
+        "002.png": "captionless",
+        "003.png": "broken",
+        "copy.png": "duplicate",
+        "text.jpg": "broken",
+        "photo.heic": "unsupported",
+    }
 
 
 def test_dead_links_and_pipes_are_named(tmp_path):
@@ -190,9 +195,14 @@ def test_captions_are_found_in_every_form(tmp_path):
         (tmp_path / name).write_text("text")
     dataset = scan_dataset(tmp_path, DatasetOptions(trigger="sks"))
     assert [item.caption for item in dataset.items] == [
-        "sks, a.caption", "sks, b.png.txt", "sks, C.TXT", "sks, café.txt",
-        "sks, in csv, with lines", "sks, in train", "sks",
-    ]  # fmt: skip
+        "sks, a.caption",
+        "sks, b.png.txt",
+        "sks, C.TXT",
+        "sks, café.txt",
+        "sks, in csv, with lines",
+        "sks, in train",
+        "sks",
+    ]
     unread = ("captions.csv", "e.txt", "train/g.json", "train/g.tags")
     assert kinds(dataset) == dict.fromkeys(unread, "unread")
 
@@ -249,8 +259,10 @@ def test_a_good_folder(tmp_path):
     found = [(bucket.width_px, bucket.height_px, bucket.num_items) for bucket in report.buckets]
     assert found == [(64, 64, 3), (80, 48, 1), (128, 32, 1)]
     assert (report.enlarged, report.cropped, report.num_unverified) == (
-        ("004.png",), ("003.png",), 0,
-    )  # fmt: skip
+        ("004.png",),
+        ("003.png",),
+        0,
+    )
     assert report.caption_words == (3, 6, 6)
     assert DataReport.model_validate_json(report.model_dump_json()) == report
 

@@ -65,9 +65,10 @@ def load(with_text=True):
 def encode(data, family=None, options=None, *, load=load, cache=None, **more):
     encoders = SimpleNamespace(
         model=SimpleNamespace(family=family or PlainFamily(), config={}),
-        identity=EncoderIdentity(text_encoder="text", vae="vae"), load_pipeline=load,
+        identity=EncoderIdentity(text_encoder="text", vae="vae"),
+        load_pipeline=load,
         release_text=lambda: None,
-    )  # fmt: skip
+    )
     dataset = read_dataset(data, options or DatasetOptions())
     buckets = make_buckets(dataset.items, 64, 16, 8192)
     return encode_dataset(encoders, dataset, buckets, cache or Cache(data.parent / "cache"), **more)
@@ -301,9 +302,10 @@ def test_nested_folders_are_refused(tmp_path):
 
 TENSORS = {
     "latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
-    "half": torch.ones(3, dtype=torch.bfloat16), "mask": torch.tensor([True, False]),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "mask": torch.tensor([True, False]),
     "scalar": torch.tensor(3),
-}  # fmt: skip
+}
 
 
 def names(folder):

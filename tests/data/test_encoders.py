@@ -16,9 +16,10 @@ from tests.weights.conftest import bits
 
 CPU = torch.device("cpu")
 EXACT = {
-    "training": CachingSettings(), "cpu": CachingSettings(text_encoder_device="cpu"),
+    "training": CachingSettings(),
+    "cpu": CachingSettings(text_encoder_device="cpu"),
     "streamed": CachingSettings(text_encoder_streamed=True),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -57,10 +58,11 @@ def test_exact_ways_give_stock_embeddings(small, way):
 def test_cache_key_follows_what_decides_values(small_pipelines):
     small = small_pipelines("qwen-image")
     ways = (
-        (EXACT["training"], ""), (EXACT["streamed"], ""),
+        (EXACT["training"], ""),
+        (EXACT["streamed"], ""),
         (CachingSettings(text_encoder_quantization="torchao-int8"), "torchao-int8 2"),
         (CachingSettings(text_encoder_device="cuda:1"), " on cuda"),
-    )  # fmt: skip
+    )
     for caching, expected in ways:
         assert encoders_of(small, caching).text_settings == expected
     places = ("cpu", "cuda:1")  # the cpu trains here

@@ -175,12 +175,19 @@ def test_faults_of_videos_are_named(tmp_path):
     write_video(tmp_path / "exact.mp4", 12, fps=16)
     dataset = scan_dataset(tmp_path, FIVE)
     assert {problem.file: problem.kind for problem in dataset.problems} == {
-        "cut.mp4": "broken", "empty.webm": "broken", "list.mp4": "broken", "rough.mkv": "variable",
-        "thin.mp4": "tiny", "slow.mp4": "variable",
-    }  # fmt: skip
+        "cut.mp4": "broken",
+        "empty.webm": "broken",
+        "list.mp4": "broken",
+        "rough.mkv": "variable",
+        "thin.mp4": "tiny",
+        "slow.mp4": "variable",
+    }
     assert [item.path.name for item in dataset.items] == [
-        "exact.mp4", "rough.mkv", "slow.mp4", "whole.mp4",
-    ]  # fmt: skip
+        "exact.mp4",
+        "rough.mkv",
+        "slow.mp4",
+        "whole.mp4",
+    ]
     assert "2 variable" not in " ".join(dataset.problem_summary)  # they are not left out
 
 

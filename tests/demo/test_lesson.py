@@ -2,20 +2,19 @@
 
 import json
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from PIL import Image, ImageFilter
+from PIL import Image
 from safetensors import safe_open
 
 from autotune.demo import lesson, world
-from autotune.demo.lesson import SMALL_WORLD, ConceptFidelity, judge_lesson, make_demo
+from autotune.demo.lesson import SMALL_WORLD, ConceptFidelity, make_demo
 from autotune.errors import InvalidInput
-from tests.conftest import autotune, autotune_here
+from tests.conftest import autotune
 
 
 def test_demo_writes_its_files_once(tmp_path, monkeypatch):
@@ -59,16 +58,6 @@ def test_demo_teaches_the_new_shape(demo):
     assert f"{found.before:.2f} before, {found.after:.2f} after" in printed
 
 
-@pytest.mark.slow
-def test_a_rate_that_destroys_is_noticed(capfd, demo, tmp_path):
-    much = ("--learning-rate", "1e-1", "--steps", 100)
-    command = ("train", demo[0] / "plan.yaml", *much, "--output", tmp_path / "out")
-    trained = autotune_here(capfd, *command)
-    assert trained.returncode == 0, trained.stderr
-    found = judge_lesson(demo[0] / "model", tmp_path / "out")
-    assert max(found.after, found.others_after) < 0.2, asdict(found)
-
-
 def test_shipped_weights_are_small_and_whole():
     files = [path for path in SMALL_WORLD.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 8e6
@@ -110,16 +99,3 @@ def test_judge_scores_noise_as_chance():
     assert np.mean([world.score_image(image, *truth) for image, truth in pairs]) < 0.03
     grounds = [world.read_image(image).ground == truth[2] for image, truth in pairs]
     assert np.mean(grounds) < 1 / len(world.GROUNDS) + 0.16  # four standard deviations
-
-
-def test_judge_halves_wrong_colors():
-    image = world.draw_centered(random.Random(0), "heart", "red", "white").draw()
-    whole = world.score_image(image, "heart", "red", "white")
-    wrong = {
-        world.score_image(image, "heart", *other) for other in (("blue", "white"), ("red", "navy"))
-    }
-    assert wrong == {whole / 2}
-    blurred = (image.filter(ImageFilter.GaussianBlur(radius)) for radius in (0, 3, 5, 8))
-    scores = [world.score_image(each, "heart", "red", "white") for each in blurred]
-    assert scores == sorted(scores, reverse=True)
-    assert scores[-1] < 0.5

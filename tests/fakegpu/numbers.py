@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 INDEXING = (
-    aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
     aten._index_put_impl_.default,
-)  # fmt: skip
+)
 ON_DEVICE = {"aten::_local_scalar_dense", "aten::is_pinned", "aten::record_stream", "aten::set_"}
 
 

@@ -52,10 +52,16 @@ def test_run_ends_and_leaves_nothing_behind(
 
     def run(num_steps: int, resume: bool) -> None:
         plan = make_plan(
-            pipeline / "model", pipeline / "images", hardware,
-            settings=Candidate.model_validate(fields), resolution_px=64,
-            output=str(tmp_path / "out"), num_steps=num_steps, checkpointing_steps=1, **job,
-        )  # fmt: skip
+            pipeline / "model",
+            pipeline / "images",
+            hardware,
+            settings=Candidate.model_validate(fields),
+            resolution_px=64,
+            output=str(tmp_path / "out"),
+            num_steps=num_steps,
+            checkpointing_steps=1,
+            **job,
+        )
         report = train(plan, hardware, tmp_path / "cache", resume=resume)
         assert not report.warnings
         phases = {phase.name: phase for phase in report.phases}

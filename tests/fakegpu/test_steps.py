@@ -114,9 +114,11 @@ def test_swapped_blocks_are_copied_once(standin):
     )
     copies = 2 * (num_blocks - 1)  # the last in one direction is the first in the other
     assert counted == {
-        "copies_to_device": copies, "bytes_to_device": copies * block_bytes,
-        "pageable_bytes_to_device": 0, "host_waits": 0,
-    }  # fmt: skip
+        "copies_to_device": copies,
+        "bytes_to_device": copies * block_bytes,
+        "pageable_bytes_to_device": 0,
+        "host_waits": 0,
+    }
     assert torch.cuda.memory_allocated() < 4 * block_bytes + 2**24
     blocks.clear()
     del swap
@@ -128,10 +130,11 @@ def test_swapped_blocks_are_copied_once(standin):
     ("name", "changes"),
     [
         ("qwen-image", {"quantization": "torchao-int8", "swapped_blocks": 1}),
-        ("qwen-image", {"modulation": "ahead"}), ("sdxl", {"quantization": "bnb-nf4"}),
+        ("qwen-image", {"modulation": "ahead"}),
+        ("sdxl", {"quantization": "bnb-nf4"}),
         ("flux1-dev", {"quantization": "int8-rotated"}),
     ],
-)  # fmt: skip
+)
 def test_second_device_trains_alone(name, machine, changes, pipeline, standin):
     runner = start(pipeline, device="cuda:1", **changes)
     runner.memory_step()

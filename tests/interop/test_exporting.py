@@ -8,10 +8,9 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
-from autotune.api import list_choices
 from autotune.errors import InvalidInput
 from autotune.exchange import audit
-from autotune.interop.exporting import LEARNING, LOADING, SPARING, compare, export_plan, values_of
+from autotune.interop.exporting import LEARNING, LOADING, compare, export_plan, values_of
 from autotune.interop.importing import ImportedConfig, import_config
 from autotune.interop.rules import Context
 from autotune.interop.trainer import get_trainer, trainers
@@ -86,10 +85,11 @@ def test_exact_plans_come_back(tmp_path, trainer, model):
 @pytest.mark.parametrize(("trainer", "model"), PAIRS)
 @settings(max_examples=5)
 @given(
-    blocks=st.integers(0, 59), swapped=st.integers(0, 40),
+    blocks=st.integers(0, 59),
+    swapped=st.integers(0, 40),
     quantization=st.sampled_from(["none", "torchao-int8", "torchao-fp8", "bnb-nf4"]),
     attention=st.sampled_from(["native", "_native_flash", "_native_cudnn", "flash", "xformers"]),
-)  # fmt: skip
+)
 def test_neighbors_need_no_more_memory(trainer, model, blocks, swapped, quantization, attention):
     total = plan_of(model).frozen.workload.model.num_blocks
     planned = {"checkpointed_blocks": min(blocks, total), "swapped_blocks": swapped}
@@ -159,20 +159,6 @@ def test_texts_run_nothing(tmp_path):
         config, _ = exported(tmp_path, plan, trainer)
         assert config.data == hostile
     assert result.files["run.sh"].count("touch pwned") == 9
-
-
-@pytest.mark.slow
-def test_searches_suit_another_trainer(tmp_path):
-    model, _ = write_model_and_images(tmp_path)
-    asked: dict[str, Any] = {"hardware": "nvidia-rtx-4090", "resolution": 64}
-    everything = list_choices(str(model), **asked).choices
-    choices = list_choices(str(model), **asked, for_trainer="musubi").choices
-    blocks = everything["checkpointed_blocks"]
-    assert set(choices["checkpointed_blocks"]) == {min(blocks), max(blocks)} < set(blocks)
-    assert "torchao-int8" in set(everything["quantization"]) - set(choices["quantization"])
-    assert choices["loader"] == everything["loader"]
-    sparing = {**SPARING, "selective_blocks": 0}
-    assert all(choices[name] == (sparing[name],) for name in sparing.keys() & choices.keys())
 
 
 def write_config(folder: Path, resolution: int) -> Path:

@@ -8,7 +8,6 @@ import torch
 
 from autotune.cost.kernels import IN_FP32
 from autotune.cost.predict import CostModel, choice_of
-from autotune.cost.recorder import Segment
 from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
 from autotune.models.registry import FAMILIES
@@ -104,30 +103,6 @@ def test_winners_fit_the_trainer_too(own):
     assert sum(failure is None for failure in failures) == 1
     assert refuse_beyond(ran, own, 0) == ran
     assert theirs.single_process().predict(SETTINGS).phases == own.predict(SETTINGS).phases
-
-
-def traced_block(overheads: Overheads, quantization: str, recomputed: int) -> Segment:
-    """The backward pass of a block in the middle if the first `recomputed` do so, else its
-    forward pass."""
-    cost = cost_of(overheads)
-    kernel = cost.tables.kernel_of(choice_of(SETTINGS))
-    trace = cost.model.traced("bf16", quantization, kernel, 1, recomputed)
-    return (trace.backward if recomputed else trace.forward)[1]
-
-
-WITH_GRADIENTS = 12 * WIDTH**2
-"""Weights of the layers that one of a block's two streams goes through: four of attention, and
-two that widen by 4."""
-
-
-@pytest.mark.slow
-def test_kept_weights_await_their_backward_pass():
-    musubi = overheads_of("musubi")
-    own = musubi.changed(products={})
-    kept, dropped = (traced_block(each, "torchao-fp8", 0).growth_bytes for each in (musubi, own))
-    assert kept - dropped == 2 * 2 * WITH_GRADIENTS
-    kept, dropped = (traced_block(each, "torchao-fp8", 3).peak_bytes for each in (musubi, own))
-    assert WITH_GRADIENTS < kept - dropped <= 2 * 2 * WITH_GRADIENTS
 
 
 def test_autocast_is_as_in_torch():

@@ -67,11 +67,13 @@ def test_qwens_encoder_goes_where_it_fits(context, expected):
 
 
 @given(
-    budget=st.floats(0.5, 200), host=st.floats(1, 500),
+    budget=st.floats(0.5, 200),
+    host=st.floats(1, 500),
     others=st.lists(st.floats(0.5, 200), max_size=7),
     kind=st.sampled_from(["discrete", "integrated", "coherent", "host"]),
-    quality=st.sampled_from(["exact", "high", "compact"]), parameters=st.integers(0, 10**11),
-)  # fmt: skip
+    quality=st.sampled_from(["exact", "high", "compact"]),
+    parameters=st.integers(0, 10**11),
+)
 def test_way_is_always_found_above_floor(budget, host, others, kind, quality, parameters):
     context = on(budget, host_gib=host, others=tuple(others), kind=kind, quality=quality)
     size = EncoderSize(parameters, 2, 0)

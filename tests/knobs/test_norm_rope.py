@@ -54,10 +54,14 @@ def ours(kernels, streams, weights, tables, *, rounds=False, epsilon=EPSILON):
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=25)
 @given(
-    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3), batch=st.integers(1, 3),
-    heads=st.integers(1, 3), pairs=st.integers(1, 5), weighted=st.booleans(), turned=st.booleans(),
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    pairs=st.integers(1, 5),
+    weighted=st.booleans(),
+    turned=st.booleans(),
     scale=st.sampled_from([1e-4, 1.0, 1e3]),
-)  # fmt: skip
+)
 def test_numbers_are_the_references(way, lengths, batch, heads, pairs, weighted, turned, scale):
     exact = make(lengths, batch, heads, pairs, weighted=weighted, turned=turned, scale=scale)
     expected = reference(*exact)

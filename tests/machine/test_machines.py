@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from autotune.cli.app import app
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.knobs.registry import Attention
-from autotune.machine import doctor, probe as probing, probe as store
+from autotune.machine import doctor, probe as store
 from autotune.machine.capabilities import OVERRIDES, classify_memory, compute_budget, limit_device
 from autotune.machine.doctor import findings, read_doctor_facts
 from autotune.machine.facts import SIZE, Reader
@@ -67,12 +67,13 @@ def test_changed_hardware_is_another_machine():
     gpus = [one for one in map(read_profile, map(machine, MACHINES)) if one.device.kind != "cpu"]
     newer = read_profile(changed("rtx-4090", nvml={"driver": "595.10"}))
     others = [
-        newer, *(one for one in gpus if one.device.name != card.device.name),
+        newer,
+        *(one for one in gpus if one.device.name != card.device.name),
         read_profile(changed("rtx-4090", packages={"torch_cuda": "12.9"})),
         card.changed(device=card.device.changed(total_memory_bytes=48 * GIB)),
         card.changed(device=card.device.changed(compute_capability=(9, 0))),
         card.changed(device=card.device.changed(memory_kind="coherent")),
-    ]  # fmt: skip
+    ]
     assert len({profile.fingerprint for profile in (card, *others)}) == len(others) + 1
     assert newer.match_keys == card.match_keys, "plans hold across drivers"
 
@@ -177,11 +178,14 @@ def test_the_doctor_notices(finding, name, source, values):
 
 
 NONSENSE = st.one_of(
-    st.none(), st.booleans(), st.integers(min_value=-(2**70), max_value=2**70), st.floats(),
+    st.none(),
+    st.booleans(),
+    st.integers(min_value=-(2**70), max_value=2**70),
+    st.floats(),
     st.text(max_size=8),
     st.lists(st.one_of(st.integers(), st.text(max_size=3), st.none()), max_size=3),
     st.just({"absent": "Not Supported"}),
-)  # fmt: skip
+)
 
 
 def places(sources):
@@ -241,18 +245,15 @@ def test_doctor_fails_where_something_blocks(monkeypatch, name, status):
     assert result.exit_code == status == int("blocks" in severities)
 
 
-def test_scripts_read_fingerprint_that_was_probed(monkeypatch, tmp_path):
-    monkeypatch.setattr(probing, "System", lambda: machine("rtx-4090"))
-    fingerprint = probing.probe().fingerprint
-    printed = CliRunner().invoke(app, ["probe", "--quick", "--json"]).stdout
-    assert json.loads(printed)["fingerprint"] == fingerprint
-    (file := tmp_path / "probe.json").write_text(printed)
-    assert probing.hardware_named(str(file)) == probing.probe()
-
-
 CONDITIONS = Conditions(clock_mhz=2520, temperature_celsius=61, power_watts=312.5)
-RATE = Rate(name="matmul.bf16.4096x3072x3072", value=1.5e14, unit="FLOP/s", spread=0.01,
-            num_samples=25, conditions=CONDITIONS)  # fmt: skip
+RATE = Rate(
+    name="matmul.bf16.4096x3072x3072",
+    value=1.5e14,
+    unit="FLOP/s",
+    spread=0.01,
+    num_samples=25,
+    conditions=CONDITIONS,
+)
 RATES = (RATE,)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from autotune.machine import rates
-from autotune.machine.clock import MAX_SAMPLES, BackgroundLoad, is_noisy, spread_of, time_calls
+from autotune.machine.clock import MAX_SAMPLES, BackgroundLoad, is_noisy, time_calls
 from autotune.machine.probe import measure_rates, read_profile
 from autotune.machine.rates import BENCHMARK_SIZES, Meter
 from autotune.plan.hardware import Rate
@@ -54,20 +54,15 @@ def test_first_calls_warm_up():
     assert order == ["ready", "call"] * (len(order) // 2)
 
 
-def test_spread_is_interquartile_range_over_median():
-    assert spread_of([1.0, 1.0, 1.0, 1.0, 1.0]) == 0
-    assert spread_of([1.0, 9.0]) == 0
-    assert spread_of([1.0, 1.0, 2.0, 3.0, 3.0]) == 1.0
-
-
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = dataclasses.replace(
-        BENCHMARK_SIZES["cpu"], matmul_shapes=((8, 64, 64), (8, 64, 128)),
+        BENCHMARK_SIZES["cpu"],
+        matmul_shapes=((8, 64, 64), (8, 64, 128)),
         **{"tokens": (16, 32), "heads": 1, "kernel_elements": 2**10, "copy_bytes": 2**16},
         **{"file_bytes": 2**18, "limit_seconds": 0.01, "total_seconds": 60.0},
-    )  # fmt: skip
+    )
     monkeypatch.setitem(BENCHMARK_SIZES, "cpu", sizes)
 
 
@@ -106,23 +101,6 @@ def test_failing_kernels_cost_one_rate(small, monkeypatch):
     assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
     assert ("noisy", "other processes took 40% of the CPU") in reports
     assert sum(kind == "rate" for kind, _ in reports) == 32
-
-
-@pytest.mark.parametrize("calls_before", [0, 1])
-def test_first_measurement_that_fails_ends_nothing(small, monkeypatch, calls_before):
-    """It is made once more at the end, to see whether the machine kept its pace."""
-    whole, calls = Meter.matmul, []
-
-    def broken(self, *arguments):
-        calls.append(arguments)
-        if calls[0] == calls[-1] and len(calls) != calls_before:
-            raise RuntimeError("out of memory")
-        return whole(self, *arguments)
-
-    monkeypatch.setattr(Meter, "matmul", broken)
-    reports = reports_of()
-    assert reports[-1] == ("measuring", "done")
-    assert sum(kind == "rate" for kind, _ in reports) == 32 + calls_before
 
 
 def child(code, profile=CPU, **options):

@@ -120,9 +120,11 @@ CPU variant\t: 0x0\nCPU part\t: 0xd4f\nCPU revision\t: 0
     [
         ("processor\t: 0\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) 8480+\n", "Xeon(R) 8480+"),
         ("processor : 0\nModel : Raspberry Pi 5 Model B\n", "Raspberry Pi 5 Model B"),
-        (ARM, "aarch64 0x41/0xd4f"), ("", "aarch64"), ("\udcff", "aarch64"),
+        (ARM, "aarch64 0x41/0xd4f"),
+        ("", "aarch64"),
+        ("\udcff", "aarch64"),
     ],
-)  # fmt: skip
+)
 def test_the_kernel_names_the_cpu(text, name, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_bytes(text.encode(errors="surrogateescape"))
     monkeypatch.setattr(sources, "CPUINFO", tmp_path / "cpuinfo")

@@ -88,24 +88,3 @@ def test_previews_use_both_transformers(small_pipelines, tmp_path, expert):
     assert hasattr(getattr(stock, family.denoiser), "peft_config")
     assert not hasattr(getattr(stock, family.other_denoisers[0]), "peft_config")
     assert sampled() != without
-
-
-def test_both_transformers_of_preview_in_fp16(small_pipelines):
-    small: Small = small_pipelines(NAME)
-    model = resolve_model(ModelRef(name=str(small.folder), expert="high-noise"))
-    settings = SETTINGS.changed(precision="fp16")
-    encoders = Encoders(model, CachingSettings(), torch.device("cpu"), settings.precision)
-    sampler, preview = PreviewSampler(encoders), Preview(CAPTIONS[0], small.bucket, 4, seed=0)
-    sampler._encode([preview])
-    kind = type(small.transformer)
-    sampler.attach(kind.from_pretrained(model.transformer_file, torch_dtype=torch.float16))
-    other = sampler.pipeline.transformer_2
-    assert other.dtype == torch.float16
-    # The host has the file as it is.
-    assert other.proj_out._hf_hook.weights_map["weight"].dtype == torch.float32
-    called: list[torch.dtype] = []
-    other.register_forward_pre_hook(
-        lambda _, args, given: called.append(given["hidden_states"].dtype), with_kwargs=True
-    )
-    assert len(set(sampler.sample(preview)[0].tobytes())) > 1
-    assert set(called) == {torch.float16}

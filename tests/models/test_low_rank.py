@@ -105,23 +105,3 @@ def test_recomputed_gradients_accumulate():
         [p.grad for p in model.parameters() if p.requires_grad] for model in (ours, peft)
     )
     assert_same(found, expected)
-
-
-def test_several_adapters_go_pefts_way():
-    peft, ours = pair()
-    for model in (peft, ours):
-        config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
-        inject_adapter_in_model(config, model, adapter_name="second")
-        torch.manual_seed(3)
-        for half in (model[0].lora_B, model[0].lora_A):
-            nn.init.normal_(half["second"].weight)
-    x = torch.randn(3, 64)
-    for change in (
-        lambda layer: layer.set_adapter(["default", "second"]),
-        lambda layer: layer.set_adapter("second"),
-        lambda layer: layer.enable_adapters(False),
-        lambda layer: (layer.enable_adapters(True), layer.set_adapter("default"), layer.merge()),
-    ):
-        change(peft[0])
-        change(ours[0])
-        assert_same([ours(x).detach()], [peft(x).detach()])

@@ -21,9 +21,10 @@ from tests.weights.fake_hub import hub_in_this_process
 @pytest.fixture
 def folder(small_pipelines, tmp_path):
     return shutil.copytree(
-        small_pipelines("qwen-image").folder, tmp_path / "model",
+        small_pipelines("qwen-image").folder,
+        tmp_path / "model",
         ignore=shutil.ignore_patterns("*.safetensors"),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "null", "[" * 9999])
@@ -37,10 +38,13 @@ def test_damaged_configurations_name_their_file(folder, name, text):
 @pytest.mark.parametrize(
     "config",
     [
-        {"num_layers": "many"}, {"no_such_argument": 1}, {"axes_dims_rope": [1, 2, 3]},
-        {"num_layers": -1}, {"num_attention_heads": 10**15},
+        {"num_layers": "many"},
+        {"no_such_argument": 1},
+        {"axes_dims_rope": [1, 2, 3]},
+        {"num_layers": -1},
+        {"num_attention_heads": 10**15},
     ],
-)  # fmt: skip
+)
 def test_unbuildable_configurations_are_refused(folder, config):
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=r"does not build|more than any|without blocks"):
@@ -106,10 +110,12 @@ def test_model_folders_run_no_code(small_pipelines, tmp_path, monkeypatch, famil
     ("entry", "reason"),
     [
         (["transformers", "AutoTokenizer"], "takes its code from the files"),
-        (["os", "system"], "comes from"), ([], "comes from"), ([["x"], "y"], "comes from"),
+        (["os", "system"], "comes from"),
+        ([], "comes from"),
+        ([["x"], "y"], "comes from"),
         ([1, "x"], "comes from"),
     ],
-)  # fmt: skip
+)
 def test_foreign_parts_are_refused(folder, entry, reason):
     change_json(folder / "model_index.json", {"tokenizer": entry})
     with pytest.raises(InvalidInput, match=rf"tokenizer in .* {reason}"):
@@ -122,9 +128,10 @@ def test_foreign_parts_are_refused(folder, entry, reason):
         ("text_encoder", {"vision_config": {"depth": 10**8}}),
         ("text_encoder", {"max_position_embeddings": 10**12}),
         ("transformer", {"num_attention_heads": 10**9}),
-        ("transformer", {"axes_dims_rope": [1] * 2000}), ("vae", {"dim_mult": [[1] * 2000]}),
+        ("transformer", {"axes_dims_rope": [1] * 2000}),
+        ("vae", {"dim_mult": [[1] * 2000]}),
     ],
-)  # fmt: skip
+)
 def test_counts_are_allocated_bounded(folder, part, changes):
     write_config(folder, part, **changes)
     with pytest.raises(InvalidInput, match="more than any model has"):

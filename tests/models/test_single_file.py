@@ -50,7 +50,7 @@ def header_only(state: State, file: Path) -> Path:
     return file
 
 
-@pytest.mark.quick("flux1-dev", "minimax-h3", "sdxl")
+@pytest.mark.quick("flux1-dev", "sdxl")
 @pytest.mark.parametrize(
     "family",
     [

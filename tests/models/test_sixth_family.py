@@ -1,39 +1,39 @@
-"""A new family is one file (`sixth_family.py` beside this one) and one entry point."""
+"""A family that autotune does not have is one file and one entry point of another package."""
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from autotune.models import registry
 from tests.conftest import autotune
 
+MODULE = """
+from autotune.models.facts import Parts, PublishedModel
+from autotune.models.z_image import ZImage
 
-def install(folder: Path, name: str, entry_points: str, group: str, **modules: str) -> Path:
-    """A distribution as pip would leave it in `folder`, which then belongs on PYTHONPATH."""
-    package, info = folder / name, folder / f"{name}-1.0.dist-info"
-    for made in (package, info):
-        made.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    for module, text in modules.items():
-        (package / f"{module}.py").write_text(text)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
-    return folder
+class Aura(ZImage):
+    name = "aura-flow"
+    models = (PublishedModel("acme/aura", "aura-flow", {"n_layers": 60}, Parts()),)
+    pipeline_class = "AuraFlowPipeline"
+"""
 
 
 @pytest.mark.slow
 def test_entry_points_add_families(tmp_path, monkeypatch):
-    module = (Path(__file__).parent / "sixth_family.py").read_text()
-    site = install(
-        tmp_path, "acme", "aura = acme.aura:AuraFlow", group=registry.ENTRY_POINTS, aura=module
-    )
+    site, info = tmp_path / "site", tmp_path / "site" / "acme-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "acme.py").write_text(MODULE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\naura = acme:Aura\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
     listed = autotune("models", "--json")
     assert "aura-flow" in {model["family"] for model in json.loads(listed.stdout)["items"]}
     settings = ("--resolution", "256", "--hardware", "nvidia-rtx-4090", "--json")
     done = autotune("estimate", "--model", "aura-flow", *settings)
     assert done.returncode == 0, done.stderr
-    weights_bytes = 2 * 6_800_000_000  # in bf16
-    assert json.loads(done.stdout)["prediction"]["run_memory_bytes"] > weights_bytes
+    stock = autotune("estimate", "--model", "z-image", *settings)
+    larger, smaller = (
+        json.loads(told.stdout)["prediction"]["run_memory_bytes"] for told in (done, stock)
+    )
+    assert larger > 1.5 * smaller

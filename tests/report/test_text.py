@@ -32,8 +32,9 @@ def test_what_missed_its_promise_is_told():
     plan = golden_plan()
     kept = run_report(plan).changed(
         measured_step_seconds=plan.frozen.expected.step_seconds,
-        expected_run_memory_bytes=480 << 20, run_memory_bytes=481 << 20,
-    )  # fmt: skip
+        expected_run_memory_bytes=480 << 20,
+        run_memory_bytes=481 << 20,
+    )
     assert not missed_promises(kept)
     missed = missed_promises(kept.changed(run_memory_bytes=624 << 20))
     assert missed == ["run memory was 30% more than the plan promised"]
@@ -41,19 +42,24 @@ def test_what_missed_its_promise_is_told():
 
 
 LONGEST = {
-    "checkpointed_blocks": 20, "selective_blocks": 20, "swapped_blocks": 40,
-    "quantization": "int8-rotated", "attention": "_native_efficient",
-}  # fmt: skip
+    "checkpointed_blocks": 20,
+    "selective_blocks": 20,
+    "swapped_blocks": 40,
+    "quantization": "int8-rotated",
+    "attention": "_native_efficient",
+}
 
 
 def long_plan(evidence, number):
     frozen = golden_plan("measured").frozen
     strategy = "fsdp2" if number > 1 else "single"
     hardware = frozen.hardware.changed(
-        device_name="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", device_kind="cuda",
-        num_processes=number, strategy=strategy,
+        device_name="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        device_kind="cuda",
+        num_processes=number,
+        strategy=strategy,
         assumed=("flash_attn", "bitsandbytes") if evidence == "predicted" else (),
-    )  # fmt: skip
+    )
     model = frozen.workload.model.changed(name="kandinskylab-community/Kandinsky-5.0-T2V-Lite")
     doubt = 0.68 if evidence == "predicted" else None
     expected = frozen.expected.changed(
@@ -63,11 +69,12 @@ def long_plan(evidence, number):
         frozen=frozen.changed(
             hardware=hardware,
             workload=frozen.workload.changed(model=model, effective_batch_size=8 * number),
-            expected=expected, settings=frozen.settings.changed(**LONGEST),
+            expected=expected,
+            settings=frozen.settings.changed(**LONGEST),
             caching=CachingSettings(text_encoder_quantization="torchao-int8", vae_device="cpu"),
             advice=("1.82x by --quality compact: in int8, computed in int8, less exact",) * 2,
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("evidence", ["measured", "predicted"])

@@ -27,12 +27,9 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def workload(model: Path, side_px: int = 64) -> Workload:
-    return Workload(
-        model=resolve_model(ModelRef.of(model)).spec, resolution_px=side_px,
-        buckets=(Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=12),),
-        max_text_tokens=12, text_padding="masked", rank=4, lora_alpha=4.0, targets="attention",
-        effective_batch_size=4,
-    )  # fmt: skip
+    bucket = Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=12)
+    sizes = {"resolution_px": side_px, "buckets": (bucket,), "max_text_tokens": 12, "rank": 4}
+    return builders.workload(model=resolve_model(ModelRef.of(model)).spec, lora_alpha=4.0, **sizes)
 
 
 def runner_for(

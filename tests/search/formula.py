@@ -47,11 +47,19 @@ class FormulaCostModel:
 
     @classmethod
     def build(
-        cls, hardware: Any, workload: Any, family: Any, config: Any, parts: Any = None, *,
-        caching: Any = None, caching_pins: Any = None, caching_exclusions: Any = (),
+        cls,
+        hardware: Any,
+        workload: Any,
+        family: Any,
+        config: Any,
+        parts: Any = None,
+        *,
+        caching: Any = None,
+        caching_pins: Any = None,
+        caching_exclusions: Any = (),
         parallel: Parallel = ONE_PROCESS,
-        overheads: None = None
-    ) -> "FormulaCostModel":  # fmt: skip
+        overheads: None = None,
+    ) -> "FormulaCostModel":
         model = SimpleNamespace(config=config, parts=parts)
         made = cls(hardware, workload, family, model, parallel=parallel)
         return replace(made, caching=caching[0], caching_reason=caching[1]) if caching else made
@@ -103,10 +111,12 @@ class FormulaCostModel:
         calibration = self.calibration or Calibration.of((), rates_measured=False)
         time, memory = calibration.time, calibration.memory
         return self._raw(
-            candidate, math.exp(time.log_factor(candidate)), math.exp(memory.log_factor(candidate)),
+            candidate,
+            math.exp(time.log_factor(candidate)),
+            math.exp(memory.log_factor(candidate)),
             time_uncertainty=time.uncertainty(candidate),
             memory_uncertainty=memory.uncertainty(candidate),
-        )  # fmt: skip
+        )
 
     def _formula(self, candidate: Any) -> tuple[Any, Any]:
         blocks, work = self.workload.model.num_blocks, self.workload
@@ -165,9 +175,12 @@ def by_formula(
         model, family = named.name, get_family(named.name)
         parameters, blocks = (sizes or {}).get(model, (6e9, num_blocks))
         spec = ModelSpec(
-            family=model, architecture="sha256:0", num_parameters=int(parameters),
-            num_blocks=blocks, name=model,
-        )  # fmt: skip
+            family=model,
+            architecture="sha256:0",
+            num_parameters=int(parameters),
+            num_blocks=blocks,
+            name=model,
+        )
         found = ResolvedModel(family, family.transformer_config, model, None)
         vars(found)["spec"] = spec  # as if it had been built
         return found

@@ -43,9 +43,13 @@ def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
 
 def request(study: str | None = None, **changes: object) -> PlanRequest:
     values = {
-        "model": "kandinsky5-image-lite", "resolution": (256, 256), "effective_batch_size": 2,
-        "max_trials": 8, "study": study, **changes,
-    }  # fmt: skip
+        "model": "kandinsky5-image-lite",
+        "resolution": (256, 256),
+        "effective_batch_size": 2,
+        "max_trials": 8,
+        "study": study,
+        **changes,
+    }
     return PlanRequest(**values)  # type: ignore[arg-type]
 
 
@@ -64,10 +68,13 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
         yield run
 
     return PlannerBackend(
-        trials, lambda here, workload: StoreMatches((), ()), "0.0", needs_weights=False,
+        trials,
+        lambda here, workload: StoreMatches((), ()),
+        "0.0",
+        needs_weights=False,
         check_gradients=lambda context, choices, model: (),
         rehearse=lambda model, cost, candidate, max_seconds: None,
-    )  # fmt: skip
+    )
 
 
 def matches_of(records: Sequence[Record], here: Machine, workload: Workload) -> StoreMatches:
@@ -117,8 +124,9 @@ def start_worker(
     the number of its trial that never ends."""
     worker = Worker(
         multiprocessing.get_context("fork").Process(target=lambda: _work(folder, name, work)),
-        folder / "log.jsonl", folder / f"{name}.txt",
-    )  # fmt: skip
+        folder / "log.jsonl",
+        folder / f"{name}.txt",
+    )
 
     def run(candidate: Candidate) -> TrialResult:
         run.count += 1  # type: ignore[attr-defined]

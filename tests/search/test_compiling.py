@@ -36,9 +36,11 @@ def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunctio
         best = answer(candidate.changed(compile="off")).median_step_seconds or 0.0
         seconds = best - saved_seconds
         return builders.trial(
-            candidate, seconds, plain.peak_memory_bytes or 0,
+            candidate,
+            seconds,
+            plain.peak_memory_bytes or 0,
             warmup_seconds=(seconds + startup, seconds),
-        )  # fmt: skip
+        )
 
     return run, tried
 

@@ -57,19 +57,6 @@ def test_disturbed_trials_are_repeated():
     assert ends == ["disturbed", "ok"]
 
 
-def test_the_winner_is_confirmed_once(case):
-    fast, slow = case.space.candidates[:2]
-    asked: list[Candidate] = []
-
-    def rehearse(candidate: Candidate) -> TrialResult:
-        asked.append(candidate)
-        return longer(candidate, 1.02)
-
-    trials = confirm_winner((trial(fast, 1.0), trial(slow, 2.0)), case, rehearse)
-    assert asked == [fast]
-    assert trials[-1].confirms
-
-
 def test_close_runners_up_are_confirmed(case):
     first, second, third = case.space.candidates[:3]
     seen = {first: longer(first, 1.06), second: longer(second, 1.01)}

@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
 from autotune.search.problem import PlanningProblem
-from autotune.share.store import Record, shareable_machine
+from autotune.share.store import Record, build_record
 from tests import builders
 from tests.search.formula import by_formula
 from tests.search.machines import make_plan, matches_of, replay, surroundings
@@ -62,22 +63,29 @@ def plain(
     searched = ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
     pins = ((name, str(value)) for name, value in Candidate.model_validate(settings))
     return PlanRequest(
-        model=family, pins=tuple(pin for pin in pins if pin[0] not in searched),
-        exclusions=exclusions, num_steps=2000, **workload,
-    )  # fmt: skip
+        model=family,
+        pins=tuple(pin for pin in pins if pin[0] not in searched),
+        exclusions=exclusions,
+        num_steps=2000,
+        **workload,
+    )
 
 
 SIMULATED = builders.hardware(*CAPABILITIES, budget_bytes=20 * 2**30, compute_capability=(9, 0))
 IMAGES = plain("kandinsky5-image-lite", {}, resolution=(256, 256), effective_batch_size=2)
 MEASURED = plain(
-    "qwen-image", {"precision": "fp32"},
+    "qwen-image",
+    {"precision": "fp32"},
     (("checkpointed_blocks", "3"), ("attention", "_native_flash"), ("quantization", "torchao-fp8")),
-    resolution=(112, 112), rank=8, effective_batch_size=4,
-)  # fmt: skip
+    resolution=(112, 112),
+    rank=8,
+    effective_batch_size=4,
+)
 GOLDEN = (
-    Golden("wall", IMAGES, wall_gib=14), Golden("known", IMAGES, wall_gib=20, known=True),
+    Golden("wall", IMAGES, wall_gib=14),
+    Golden("known", IMAGES, wall_gib=20, known=True),
     Golden("measured", MEASURED, num_blocks=6),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -90,9 +98,10 @@ def test_trials_give_their_plan_again(golden, seed, monkeypatch):
         for name in ("log_factor", "uncertainty"):
             exact = getattr(Posterior, name)
             monkeypatch.setattr(
-                Posterior, name,
+                Posterior,
+                name,
                 lambda *asked, exact=exact: exact(*asked) * (1 + rng.uniform(-1, 1) * 2**-48),
-            )  # fmt: skip
+            )
     expected = (FOLDER / f"{golden.name}.yaml").read_text()
     assert golden.replayed() == expected, "deliberate? then: python -m tests.search.test_golden"
 
@@ -114,9 +123,10 @@ def _simulate(golden: Golden) -> None:
 
     def plan(*records: Record) -> TrainingPlan:
         backend = replace(
-            surroundings(trials.__getitem__), autotune_version="0.1.0",
+            surroundings(trials.__getitem__),
+            autotune_version="0.1.0",
             find_matches=lambda *asked: matches_of(records, *asked),
-        )  # fmt: skip
+        )
         return make_plan(golden.request, SIMULATED, backend=backend)
 
     records = [_record_of(plan())] if golden.known else []
@@ -126,16 +136,8 @@ def _simulate(golden: Golden) -> None:
 
 
 def _record_of(plan: TrainingPlan) -> Record:
-    frozen = plan.frozen
-    return Record.model_validate(
-        {
-            "schema_version": 2, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
-            "machine": shareable_machine(SIMULATED), "workload": frozen.workload,
-            "settings": frozen.settings, "expected": frozen.expected, "trials": frozen.trials,
-            "search_seconds": frozen.search_seconds, "conclusive": True,
-        },
-        strict=False,
-    )  # fmt: skip
+    made = build_record(plan, SIMULATED)
+    return made.changed(measured_on=date(2026, 11, 1), calibration=(), conclusive=True)
 
 
 def main() -> None:

@@ -30,9 +30,12 @@ from tests.builders import storages, workload
 from tests.kinds import KINDS
 
 CHOICES: dict[str, tuple[Choice, ...]] = {
-    "precision": ("fp32", "bf16", "fp16"), "attention": ("native", "_native_math", "_native_flash"),
-    "checkpointed_blocks": (0, 1, 2), "selective_blocks": (0, 1), "swapped_blocks": (0, 1),
-}  # fmt: skip
+    "precision": ("fp32", "bf16", "fp16"),
+    "attention": ("native", "_native_math", "_native_flash"),
+    "checkpointed_blocks": (0, 1, 2),
+    "selective_blocks": (0, 1),
+    "swapped_blocks": (0, 1),
+}
 
 
 def request_of(family_name: str, **settings: object) -> GradientRequest:

@@ -45,8 +45,9 @@ def test_models_are_sharded_if_needed(budget_gib, strategy, monkeypatch):
     hardware = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
     case = PlanningProblem.build(
         request(effective_batch_size=4, quality="compact", num_gpus=4, hardware="another"),
-        hardware, surroundings(),
-    )  # fmt: skip
+        hardware,
+        surroundings(),
+    )
     assert case.cost.parallel.strategy == strategy
 
 
@@ -63,9 +64,12 @@ def test_named_relaxations_really_fit(num_processes, budget_gib):
         *CAPABILITIES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30)
     )
     tight = request(
-        resolution=(2048, 2048), quality="exact", effective_batch_size=4 * num_processes,
-        num_gpus=num_processes, hardware="another",
-    )  # fmt: skip
+        resolution=(2048, 2048),
+        quality="exact",
+        effective_batch_size=4 * num_processes,
+        num_gpus=num_processes,
+        hardware="another",
+    )
     with pytest.raises(NothingFits) as caught:
         make_plan(tight, hardware)
     hint = caught.value.hint

@@ -28,14 +28,19 @@ from tests import builders
 
 GIB = 2**30
 CAPABILITIES = (
-    "attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8",
-)  # fmt: skip
+    "attention.native",
+    "attention._native_cudnn",
+    "precision.bf16",
+    "quantization.torchao-int8",
+)
 GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
 ON_DEVICE = (
-    ("swapped_blocks", "0"), ("selective_blocks", "0"), ("modulation", "resident"),
+    ("swapped_blocks", "0"),
+    ("selective_blocks", "0"),
+    ("modulation", "resident"),
     ("norm_rope", "fused"),
-)  # fmt: skip
+)
 """Most of what follows is about other knobs."""
 Machine = Callable[[Candidate], TrialResult]
 
@@ -207,17 +212,6 @@ def test_ties_go_as_experts_decide(one: tuple, other: tuple, why: str) -> None: 
         winner = choose_winner(score_trials(both), "throughput")
         assert winner
         assert winner.candidate == trial(*one).candidate, why
-
-
-def test_workers_try_different_combinations(cost, space):
-    run, sampler = machine(cost, 5), ResidualSearch(space, cost, 100 * GIB)
-    results = [run(min(space.candidates, key=lambda c: cost.predict(c).run_memory_bytes))]
-    taken: set[Candidate] = set()
-    for _ in range(4):
-        candidate = sampler.next_candidate(results, taken)
-        assert candidate
-        taken.add(candidate)
-    assert len({(c.quantization, c.attention, c.micro_batch_size) for c in taken}) == 4
 
 
 points = st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=60)

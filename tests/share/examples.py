@@ -49,8 +49,9 @@ def plan(
     here, work = here or machine(), work or workload()
     best = min((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0.0)
     expected = {
-        "step_seconds": best.median_step_seconds, "peak_memory_bytes": best.peak_memory_bytes
-    }  # fmt: skip
+        "step_seconds": best.median_step_seconds,
+        "peak_memory_bytes": best.peak_memory_bytes,
+    }
     return builders.plan(
         here, work, best.candidate, {"data": None, **job}, expected=expected, trials=trials
     )

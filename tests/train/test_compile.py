@@ -29,7 +29,8 @@ def _fresh(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("checkpointed", "backend"),
     [
-        (0, "aot_eager"),  # the graphs of inductor, without its generated code
+        # The graphs of inductor, without its generated code.
+        pytest.param(0, "aot_eager", marks=pytest.mark.slow),
         pytest.param(3, "aot_eager", marks=pytest.mark.slow),
         pytest.param(0, "inductor", marks=pytest.mark.slow),  # 45 s on a CPU
         pytest.param(3, "inductor", marks=pytest.mark.slow),

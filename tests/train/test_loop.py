@@ -1,6 +1,5 @@
 """The loop and its step: rates, weights of losses, gradients, and steps that fail."""
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -108,35 +107,6 @@ def test_loss_weights_are_those_of_diffusers(bench):
         losses = [float(each.loss(family, transformer, batch, 0, 0)) for each in (plain, weighted)]
     _, sigma = plain.draw(0, 0, batch["latents"].shape[1:])
     assert losses[1] == pytest.approx(losses[0] * sigma**-2, rel=1e-5)
-
-
-class Replica(nn.Module):
-    """Stands for a model wrapped for several processes: counts passes that it does not average."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.unsynchronized = 0
-
-    def forward(self, *values: Any, **named: Any) -> Any:
-        return self.module(*values, **named)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.unsynchronized += 1
-        yield
-
-
-def test_gradients_are_averaged_once_per_step(bench):
-    averaged: list[Tensor] = []
-    rates = {"learning_rate": 0.0, "weight_decay": 0.0, "max_grad_norm": 1.0}
-    optimizer = AdapterOptimizer(bench.trained.adapter, **rates)  # type: ignore[arg-type]
-    family, replica = bench.resolved.family, Replica(bench.trained.transformer)
-    batches = [family.collate([bench.encoded.sample(index)]) for index in (0, 0, 0)]
-    how: Any = {"effective_batch_size": 3, "step": 0, "average": averaged.append}
-    optimizer_step(family, replica, optimizer, batches, **how)
-    assert replica.unsynchronized == 2
-    assert len(averaged) == 1  # the loss
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.floats(0.5, 32))

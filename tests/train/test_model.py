@@ -45,11 +45,13 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
 @pytest.mark.parametrize(
     ("choice", "least", "most"),
     [
-        ("torchao-int8", 0.003, 0.012), ("torchao-fp8", 0.02, 0.035),
-        ("int8-rotated", 0.005, 0.015), ("fp8-matmul", 0.03, 0.045),
+        ("torchao-int8", 0.003, 0.012),
+        ("torchao-fp8", 0.02, 0.035),
+        ("int8-rotated", 0.005, 0.015),
+        ("fp8-matmul", 0.03, 0.045),
         pytest.param("bnb-nf4", 0.07, 0.11, marks=BITSANDBYTES),
     ],
-)  # fmt: skip
+)
 def test_ordinary_weights_stay_within_limits(choice, least, most):
     error = measured(blocks(), choice)
     assert least < error.overall <= error.worst < most
@@ -126,10 +128,20 @@ def test_videos_train_and_write_clips(tmp_path):
     Image.new("L", (32, 32), 128).save(data / "fox.mask.png")
     write_small_pipeline("wan-2.1", tmp_path / "model", [prompt])
     plan = make_plan(
-        tmp_path / "model", data, hardware, num_frames=5, num_steps=2, caption=prompt, flip=True,
-        shuffle_tags=2, loss_mask="files", cache="memory", output=str(run), preview_every=0,
+        tmp_path / "model",
+        data,
+        hardware,
+        num_frames=5,
+        num_steps=2,
+        caption=prompt,
+        flip=True,
+        shuffle_tags=2,
+        loss_mask="files",
+        cache="memory",
+        output=str(run),
+        preview_every=0,
         preview_prompts=(prompt,),
-    )  # fmt: skip
+    )
     assert sorted(bucket.num_frames for bucket in plan.frozen.workload.buckets) == [1, 5]
     assert train(plan, hardware, tmp_path / "cache").num_steps == 2
     assert not list((tmp_path / "cache").glob("*"))

@@ -60,9 +60,17 @@ def loop_of(bench: Bench, plan: TrainingPlan, processes: Processes = ALONE) -> T
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         parameter.data.copy_(values / max(parameter.shape))
     return TrainingLoop(
-        plan, trained, bench.encoded, None, processes=processes, checkpoints=None,  # type: ignore[arg-type]
-        monitor=Monitor(CPU), metrics=None, on_event=lambda event: None, preview=lambda step: None,
-    )  # fmt: skip
+        plan,
+        trained,
+        bench.encoded,
+        None,
+        processes=processes,
+        checkpoints=None,  # type: ignore[arg-type]
+        monitor=Monitor(CPU),
+        metrics=None,
+        on_event=lambda event: None,
+        preview=lambda step: None,
+    )
 
 
 def gradients(loop: TrainingLoop, num_steps: int) -> torch.Tensor:

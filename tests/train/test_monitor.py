@@ -222,9 +222,17 @@ HUGE = finished_step(2).changed(seconds=1e308).model_dump_json().encode() + b"\n
 
 
 DAMAGES = (
-    b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"NaN\n", b" " * (1 << 17),
-    HUGE, HUGE.replace(b"1e308", b"1e999"), HUGE.replace(b"1e308", b"NaN"),
-)  # fmt: skip
+    b"\xff\n",
+    b"\0" * 40,
+    b'{"step": "2"}\n',
+    b"null\n",
+    b"[" * 9999,
+    b"NaN\n",
+    b" " * (1 << 17),
+    HUGE,
+    HUGE.replace(b"1e308", b"1e999"),
+    HUGE.replace(b"1e308", b"NaN"),
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

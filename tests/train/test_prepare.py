@@ -48,10 +48,11 @@ def test_encoding_gpus_need_room(part):
     [
         ({"attention": "flash"}, "attention.flash"),
         ({"quantization": "bnb-nf4"}, "quantization.bnb-nf4"),
-        ({"precision": "bf16"}, "precision.bf16"), ({"compile": "block"}, "compile"),
+        ({"precision": "bf16"}, "precision.bf16"),
+        ({"compile": "block"}, "compile"),
         ({"storage": "bnb-nf4"}, "quantization.bnb-nf4"),
     ],
-)  # fmt: skip
+)
 def test_missing_capabilities_are_named(settings, closed):
     capability = Capability(name=closed, available=False, reason="package: not there")
     here = builders.hardware().model_copy(update={"capabilities": (capability,)})

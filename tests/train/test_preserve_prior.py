@@ -19,7 +19,7 @@ from tests.train.small import SETTINGS
 from tests.train.test_processes import Nodes, assert_one_learns_the_same
 from tests.train.test_resume import same
 
-STEPS = 4
+STEPS = 3
 SHARE = {"preserve_prior": 0.5}
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from autotune.errors import InvalidInput
 from autotune.plan.file import seal
+from autotune.train import validation
 from autotune.train.prepare import read_inputs
 from tests.train.conftest import Bench
 
@@ -48,7 +49,8 @@ def file(bench, tmp_path):
     return tmp_path / "frozen.safetensors"
 
 
-def test_training_adapters_learn_as_merged(bench, tmp_path, file):
+def test_training_adapters_learn_as_merged(bench, tmp_path, file, monkeypatch):
+    monkeypatch.setattr(validation, "VALIDATION_DRAWS", 4)
     merged = merge(bench.model_folder, load_file(file))
     try:
         job = {"num_steps": 2, "learning_rate": 1e-2, "validation": "20%", "checkpointing_steps": 2}

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from autotune.events import StepFinished
-from autotune.report.run import adapter_lines
 from autotune.train import prepare, validation
-from autotune.train.folder import ADAPTER_FILE, read_report
-from autotune.train.loop import TrainingLoop
+from autotune.train.folder import ADAPTER_FILE
 from autotune.train.step import Noising
 from autotune.train.validation import HeldOutLoss
 from autotune.weights.adapters import read_adapter
@@ -78,31 +76,6 @@ def test_a_run_goes_on_without(bench, tmp_path, monkeypatch):
     (warning,) = loop.warnings
     assert warning.startswith("memory is too short to measure the loss on held-out images")
     assert loop.validation.result(3) is None
-
-
-@pytest.mark.slow
-def test_nan_losses_are_unknown(bench, tmp_path, monkeypatch):
-    measure, calls = HeldOutLoss.measure, [0]
-
-    def spoiled(meter: HeldOutLoss, micro_batch_size: int) -> list[float]:
-        calls[0] += 1
-        losses = measure(meter, micro_batch_size)
-        return [math.nan, *losses[1:]] if calls[0] in (3, 4) else losses
-
-    monkeypatch.setattr(HeldOutLoss, "measure", spoiled)
-    monkeypatch.setattr(TrainingLoop, "evaluate", lambda loop: math.inf)
-    seen: list[StepFinished] = []
-    plan = bench.plan(num_steps=3, validation="40%", validation_every=1, output=str(tmp_path))
-    report = bench.train(plan, steps_to(seen.append))
-    assert read_report(tmp_path) == report
-    assert [event.validation_loss is not None for event in seen] == [True, False, False]
-    told = "the loss on held-out images is not finite"
-    assert sum(warning.startswith(told) for warning in report.warnings) == 1
-    assert report.validation
-    assert (report.validation.lowest_step, report.validation.final_loss) == (1, None)
-    assert "not finite after the last step" in "".join(adapter_lines(report))
-    assert report.verdict
-    assert report.verdict.adapter_loss is None
 
 
 @pytest.mark.quick("qwen-image")

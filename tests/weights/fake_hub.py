@@ -86,8 +86,11 @@ def fake_hub():
                 self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
                 return
             content = (folder / file).read_bytes()
-            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT,
-                       "Accept-Ranges": "bytes"}  # fmt: skip
+            headers = {
+                "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+                "X-Repo-Commit": COMMIT,
+                "Accept-Ranges": "bytes",
+            }
             asked = self.headers.get("Range") or "bytes=0-"
             start = int(asked.removeprefix("bytes=").split("-")[0])
             if self.command == "GET" and file in hub.break_once:

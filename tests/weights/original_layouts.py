@@ -138,11 +138,18 @@ def ltx2(state: State) -> State:
 
 
 LAYOUTS: dict[str, Callable[[State], State]] = {
-    "qwen-image": dict, "flux1-dev": flux1, "chroma": chroma, "sd3.5": sd3, "sdxl": sdxl_unet,
-    "wan-2.1": lambda state: relaid(state, NAMES["WAN"]), "z-image": z_image,
+    "qwen-image": dict,
+    "flux1-dev": flux1,
+    "chroma": chroma,
+    "sd3.5": sd3,
+    "sdxl": sdxl_unet,
+    "wan-2.1": lambda state: relaid(state, NAMES["WAN"]),
+    "z-image": z_image,
     "anima": lambda state: within(relaid(state, NAMES["COSMOS"]), "net."),
-    "minimax-h3": minimax_h3, "ideogram-4": ideogram4, "ltx-2.3": ltx2,
-}  # fmt: skip
+    "minimax-h3": minimax_h3,
+    "ideogram-4": ideogram4,
+    "ltx-2.3": ltx2,
+}
 
 
 def scaled_fp8(state: State, *, newer: bool = False) -> State:

@@ -27,9 +27,10 @@ def parse(content):
 
 
 layouts = st.lists(
-    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)), min_size=0,
+    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)),
+    min_size=0,
     max_size=6,
-)  # fmt: skip
+)
 
 
 @given(layouts, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3), st.randoms())

@@ -21,8 +21,9 @@ def qwen_inputs(dtype):
     return {
         "hidden_states": torch.randn(1, 16, 16, dtype=dtype),
         "encoder_hidden_states": torch.randn(1, 5, 16, dtype=dtype),
-        "timestep": torch.tensor([0.5], dtype=dtype), "img_shapes": [[(1, 4, 4)]],
-    }  # fmt: skip
+        "timestep": torch.tensor([0.5], dtype=dtype),
+        "img_shapes": [[(1, 4, 4)]],
+    }
 
 
 def flux_inputs(dtype):
@@ -131,12 +132,13 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     "compute",
     [
-        lambda: torch.rand(1 << 40, 4), lambda: torch.arange(1 << 16).outer(torch.arange(1 << 16)),
+        lambda: torch.rand(1 << 40, 4),
+        lambda: torch.arange(1 << 16).outer(torch.arange(1 << 16)),
         lambda: [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(3)],
         lambda: nn.Parameter(torch.ones(1 << 10, 1 << 30)),
     ],
     ids=["drawn", "product", "many", "parameter"],
-)  # fmt: skip
+)
 def test_endless_computations_are_refused(compute, monkeypatch):
     build_empty(lambda: nn.Linear(1 << 15, 1 << 14))  # reserved, never written
     build_empty(lambda: torch.zeros(1 << 20).expand(1 << 20, -1))  # a view

@@ -10,7 +10,7 @@ import torch
 
 from autotune.weights import tensors as loaders
 from autotune.weights.files import TruncatedFile, open_weights, read_header
-from autotune.weights.tensors import LOADERS, inspect_weights, read_tensor, save_file
+from autotune.weights.tensors import LOADERS, read_tensor, save_file
 from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")
@@ -137,16 +137,3 @@ def test_equal_content_gives_equal_bytes(tmp_path):
     assert read_header(files[0]).metadata == {**metadata, "format": "pt"}
     loaded = read_all(open_weights(files[0]))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-
-
-def test_every_dtype_is_described(tmp_path, every_dtype, monkeypatch):
-    monkeypatch.setattr(loaders, "PIECE_ELEMENTS", 1000)
-    save_file(tmp_path / "a.safetensors", every_dtype, {"who": "me"})
-    summary = inspect_weights(tmp_path / "a.safetensors")
-    found = {tensor.name: tensor for tensor in summary.tensors}
-    assert summary.metadata == {"format": "pt", "who": "me"}
-    assert summary.size_bytes == (tmp_path / "a.safetensors").stat().st_size
-    assert (found["special"].num_nan, found["special"].num_inf) == (1, 2)
-    assert summary.num_nonfinite == 3
-    assert found["scalar"].shape == ()
-    assert found["bfloat16"].size_bytes == 70

@@ -73,8 +73,9 @@ def hostile_plan() -> Subject:
         workload=work.changed(model=work.model.changed(name=HOSTILE)),
         settings=frozen.settings.changed(attention=HOSTILE),
         reasons=(Reason(knob=HOSTILE, chosen=HOSTILE, why=HOSTILE, rejected=rejected),),
-        advice=(HOSTILE,), forecast=None,
-    )  # fmt: skip
+        advice=(HOSTILE,),
+        forecast=None,
+    )
     return Subject(HOSTILE, plan.changed(frozen=frozen))
 
 
