@@ -1,5 +1,6 @@
 """Single files: what model the DiT or UNet in one is, and where its VAE and text encoders are."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
     """Find the published models of a file's architecture, nearest first, or raise BadWeights."""
     found: list[Found] = []
     refusals: dict[str, BadWeights] = {}
+    expected: dict[str, list[str]] = {}  # names of models by their size
     for family in registry.FAMILIES.values():
         # Names that begin otherwise than the class's are told much quicker than all shapes.
         config, beginnings = _config_and_beginnings(family)
@@ -41,15 +43,21 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
             continue
         for model in family.models:
             if error := _why_not(source, family, model.config):
+                transformer = build_on_meta(family, model.config)
+                shapes = {name: tuple(each.shape) for name, each in transformer.named_parameters()}
                 refusals[model.name] = error
+                expected.setdefault(_describe_sizes(shapes), []).append(model.name)
             else:
                 found.append((family, model))
     if not found:
         names = list(source.locations)
         what = f"its tensors are called {', '.join(names[:2]) or 'nothing'} ..."
         if refusals:
+            shapes = {name: each.shape for name, (_, each) in source.locations.items()}
+            sizes = "".join(f"\n  {', '.join(own)}: {size}" for size, own in expected.items())
             name, error = next(iter(refusals.items()))
-            what = f"its layers have the names of {name}, but {error.message}"
+            what = f"it has {_describe_sizes(shapes)}; models whose layers have such names:{sizes}"
+            what += f"\nAs {name}, {error.message}"
         if any(".lora_" in name or "_lora." in name for name in names):
             what = "it is an adapter"
         raise BadWeights(
@@ -58,6 +66,17 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
             "name its folder: --base",
         )
     return sort_by_name(source.path.stem, found)
+
+
+def _describe_sizes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    billions = sum(map(math.prod, shapes.values())) / 1e9
+    lists: dict[str, int] = {}
+    for name in shapes:
+        if numbered := re.match(r"(?:.*?\.)??(\w+)\.(\d+)\.", name):
+            lists[numbered[1]] = max(lists.get(numbered[1], 0), int(numbered[2]) + 1)
+    longest = sorted(lists.items(), key=lambda one: -one[1])[:2]
+    blocks = " and ".join(f"{number} {name}" for name, number in longest if number > 3)
+    return f"{billions:.2f} billion parameters" + f" in {blocks}" * bool(blocks)
 
 
 def find_config(

@@ -122,6 +122,18 @@ def test_published_files_are_recognized(name, tmp_path):
         assert list(listed) == ["flux1-dev", "flux1-kontext"]
 
 
+def test_unusual_sizes_are_listed_beside_expected_ones(tmp_path):
+    found = find_published("wan-2.1")
+    assert found
+    family, model = found
+    cut = build_on_meta(family, {**model.config, "num_layers": 12})
+    state = LAYOUTS[family.name](dict(cut.state_dict()))
+    with pytest.raises(BadWeights) as error:
+        autotune.list_models(file=header_only(state, tmp_path / "model.safetensors"))
+    assert "in 12 blocks" in error.value.message
+    assert "wan-2.1: 1.42 billion parameters in 30 blocks" in error.value.message
+
+
 @pytest.mark.parametrize(
     ("file", "name", "expert"),
     [
