@@ -158,6 +158,19 @@ def test_the_whole_journey(chromium, tmp_path):
         look_at_report(chromium, address, tmp_path / "runs" / "plan" / "report.html")
 
 
+def test_a_card_shows_answer_and_command(chromium, tmp_path):
+    with server(tmp_path) as address:
+        page = open_page(chromium, address)
+        page.goto(f"{page.home}/plan")
+        page.locator("#model").fill("sdxl")
+        page.locator("#hardware").select_option("nvidia-rtx-4090")
+        page.get_by_text("sdxl should fit").wait_for()
+        page.locator("#command code").get_by_text("nvidia-rtx-4090").wait_for()
+        page.wait_for_load_state("networkidle")
+        assert page.get_by_text("sdxl should fit").is_visible()
+        assert page.complaints == []
+
+
 def look_at_all(chromium: Any, address: str, width: int, scheme: str) -> None:
     """Every page fits, complains of nothing, and axe finds nothing serious."""
     page = open_page(chromium, address, color_scheme=scheme)
