@@ -222,6 +222,7 @@ def _show_plan(site: Site, asked: Asked) -> Response:
         page="plan",
         fields=fields,
         more=forms.MORE,
+        num_given=sum(bool(fields[name]["value"]) for name in forms.MORE),
         models=autotune.list_models(),
         folders={
             kind: [site.shown(p) for p in forms.places(site, kind)] for kind in ("data", "model")
