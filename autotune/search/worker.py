@@ -159,7 +159,8 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
         place = partial(to_device, device=device, dtype=model.dtype)
         noising = Noising(process=model.noise)
         windows = ModulationWindows(model, ahead, noising, lambda _: images, size, 0, place)
-    initial = [parameter.detach().clone() for parameter in model.adapter]
+    # On the host: a run has no second copy on the device.
+    initial = [parameter.detach().to("cpu", copy=True) for parameter in model.adapter]
     seconds, peak_bytes = time.perf_counter() - started, memory.device_peak_bytes(device)
     return LoadedModel(model, largest, typical, initial, windows, seconds, peak_bytes)
 

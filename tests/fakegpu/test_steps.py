@@ -73,6 +73,16 @@ def test_the_host_waits_once(name, padding, pipeline):
     assert [place.partition(":")[0] for place in waits] == ["step.py"], waits
 
 
+@pytest.mark.parametrize("name", ["qwen-image"])
+def test_trials_hold_what_runs_hold(name, pipeline):
+    runner = start(pipeline)
+    torch._C._cuda_clearCublasWorkspaces()
+    tensors = runner.optimizer.live_tensors(runner.model.transformer)
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    on_device = sum(-(-size // 512) * 512 for size in sizes.values())
+    assert torch.cuda.memory_allocated() == pytest.approx(on_device, abs=2**14)
+
+
 KERNELS = {"flash": "flash_fwd", "efficient": "fmha_cutlassF", "cudnn": ""}  # cuDNN's has no name
 
 
