@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch._inductor.graph import GraphLowering
 
 from autotune.cost.predict import CostModel, choice_of
@@ -63,7 +62,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 BUCKETS = ((1024, 1024), (832, 1216), (1216, 832), (896, 1152), (1152, 896))
 CAPTIONS = range(40, 240, 20)  # tokens
 COUNTERS = ("launches", "products", "executions", "generated_launches")
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+CUOBJDUMP = Path(torch.__file__).parents[1] / "triton/backends/nvidia/bin/cuobjdump"
 
 
 @dataclass
@@ -143,7 +142,7 @@ def measure_block(bench: Bench, at: int) -> Iterator[dict[str, Any]]:
     cost = CostModel.build(probe(), bench.work, bench.family, bench.config)
     for settings in SETTINGS:
         candidate = bench.apply(settings)
-        run = block
+        run: Any = block
         if candidate.recomputed_blocks:
             run = partial(bench.transformer._gradient_checkpointing_func, block)
         step = partial(pass_through, bench.transformer, run, inputs)
@@ -155,7 +154,8 @@ def measure_block(bench: Bench, at: int) -> Iterator[dict[str, Any]]:
         counts = [b - a for a, b in zip(before, stand_in_counts(), strict=True)]
         launches = {"launches": sum(counts[:3]), "products": counts[1], "made": counts[3]}
         # In turn, as a busy machine is slower at times.
-        code, seconds = block._compiled_call_impl, ([], [])
+        seconds: tuple[list[float], ...] = ([], [])
+        code = block._compiled_call_impl
         for turn in range(60):
             block._compiled_call_impl = code if turn % 2 else None
             seconds[turn % 2].append(process_seconds(step))
@@ -173,7 +173,7 @@ def measure_block(bench: Bench, at: int) -> Iterator[dict[str, Any]]:
 
 def note_made() -> list[int]:
     """Let Inductor note the bytes of each kernel that it makes from now on."""
-    plain, made = GraphLowering.codegen, []
+    plain, made = GraphLowering.codegen, list[int]()
 
     def codegen(graph: Any) -> Any:
         code = plain(graph)
@@ -181,7 +181,7 @@ def note_made() -> list[int]:
         made.extend(filter(None, (node.get_read_write_buffers_sizes() for node in nodes)))
         return code
 
-    GraphLowering.codegen = codegen
+    GraphLowering.codegen = codegen  # type: ignore[method-assign, assignment]
     return made
 
 
@@ -248,8 +248,9 @@ def main() -> None:
         name, kind = sys.argv[2:]
         bench = Bench.build(name)
         is_block = kind != "buckets"
-        rows = measure_block(bench, MODELS[name][1][kind]) if is_block else compile_buckets(bench)
-        for row in rows:
+        for row in (
+            measure_block(bench, MODELS[name][1][kind]) if is_block else compile_buckets(bench)
+        ):
             sys.stdout.write(json.dumps(row) + "\n")
         return
     file, names = Path(sys.argv[1]), sys.argv[2:] or MODELS

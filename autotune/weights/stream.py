@@ -59,10 +59,10 @@ def from_pretrained_dtypes(model: nn.Module, dtype: torch.dtype) -> DtypePolicy:
 
 
 def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters, not buffers, the dtypes that loading gives them, in place."""
+    """Give all that files hold, buffers too, the dtypes that loading gives it, in place."""
     policy = from_pretrained_dtypes(model, dtype)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(policy(name, parameter.dtype))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(policy(name, tensor.dtype))
 
 
 def transformers_renaming(model: nn.Module) -> Rename:

@@ -6,7 +6,12 @@ from torch import nn
 
 from autotune.weights.empty import build_empty
 from autotune.weights.files import BadWeights, ModelMismatch, open_weights
-from autotune.weights.stream import from_pretrained_dtypes, load_into, transformers_renaming
+from autotune.weights.stream import (
+    cast_as_loaded,
+    from_pretrained_dtypes,
+    load_into,
+    transformers_renaming,
+)
 from autotune.weights.tensors import LOADERS, save_file
 from tests.weights.conftest import bits, save_model
 
@@ -76,6 +81,20 @@ def test_models_equal_from_pretrained(published, loader, dtype):
     with torch.no_grad():
         outputs = copy.deepcopy(model)(**arguments, return_dict=False)[0]
         assert outputs.equal(reference(**arguments, return_dict=False)[0])
+
+
+def test_buffers_in_files_are_cast_as_loaded(tmp_path):
+    from diffusers import SD3Transformer2DModel
+
+    sizes = {"sample_size": 8, "in_channels": 4, "out_channels": 4, "pos_embed_max_size": 8}
+    widths = dict.fromkeys(("caption_projection_dim", "joint_attention_dim"), 16)
+    heads = {"attention_head_dim": 8, "num_attention_heads": 2, "pooled_projection_dim": 16}
+    model = SD3Transformer2DModel(num_layers=1, **sizes, **widths, **heads)
+    model.save_pretrained(tmp_path)
+    reference = SD3Transformer2DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    cast_as_loaded(model, torch.bfloat16)
+    dtypes = [{n: t.dtype for n, t in m.state_dict().items()} for m in (model, reference)]
+    assert dtypes[0] == dtypes[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
