@@ -107,7 +107,8 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     differences = compare(planned, read, context)
     told = (one for kind, one in lines if kind == "not_carried" and one.line)
     lost = [f"{one.key}: {one.meaning}" for one in told]
-    overheads = trainer.overheads_of(written, known).text
+    stored = str(read.get("quantization", "none"))
+    overheads = trainer.overheads_of(written, known).text(stored)
     remarks = tuple(dict.fromkeys((*lost, *trainer.notes, overheads)))
     binding = [one for one in differences if one.kind != "loading"]
     if strict and binding:

@@ -330,23 +330,13 @@ class Overheads(Frozen):
         """Tell if a part is kept in a phase."""
         return any(one.part == part and one.phase == phase for one in self.kept)
 
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        """Assumptions, one thing each."""
-        others: dict[str, list[str]] = {}
-        texts = [(name, one.text) for name, one in self.adapter_by_format.items()]
-        for name, text in (*texts, *((name, one.text) for name, one in self.products.items())):
-            others.setdefault(text, []).append(name)
-        formats = tuple(f"with {' or '.join(names)}: {text}" for text, names in others.items())
-        return (self.adapter.text, *formats, *(one.text for one in self.kept))
-
-    @property
-    def text(self) -> str:
-        """The same in one sentence."""
-        return (
-            f"memory as {self.program} takes it, by its source ({self.version}): "
-            f"{'; '.join(self.sentences)}"
-        )
+    def text(self, weight_format: str) -> str:
+        """Say what is assumed of a base model in this format."""
+        told = [self.adapter_on(weight_format).text, *(one.text for one in self.kept)]
+        if product := self.products.get(weight_format):
+            told.insert(1, product.text)
+        source = f"by its source ({self.version})"
+        return f"memory as {self.program} takes it, {source}: {'; '.join(told)}"
 
 
 class SettingWorth(Frozen):

@@ -6,10 +6,11 @@ from autotune.interop.exporting import ExportedConfig
 from autotune.interop.importing import Audit, ConfigLine, ImportedConfig
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate
-from autotune.plan.words import FORMATS, OUTCOMES, PHASES, TITLES, setting_text, value_text
+from autotune.plan.words import FORMATS, MEMORY, OUTCOMES, PHASES, TITLES, setting_text, value_text
 from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text, wrapped
 
 MAX_VALUE = 40  # characters
+SWAP = "block swap costs system RAM, and the time of copies that do not hide behind computing"
 GROUPS = {
     "not_carried": "lost: it changes what is learned, or autotune does not know it",
     "carried": "carried over",
@@ -103,12 +104,14 @@ def _sections(audit: Audit) -> Iterator[tuple[str, list[list[str]], list[tuple[s
     config = audit.config
     yield "", _comparison(audit), []
     if config.overheads:
-        yield f"what differs in {config.trainer}", [], [("", config.overheads.text)]
+        text = config.overheads.text(audit.as_written.prediction.candidate.quantization)
+        yield f"what differs in {config.trainer}", [], [("", text)]
     if audit.breaks:
         breaks = [("", one) for one in audit.breaks]
         yield "not as in the file, because it does not run there", [], breaks
     if audit.worth:
-        yield "what each change is worth alone", _worth(audit), []
+        swaps = any(one.knob == "swapped_blocks" for one in audit.worth)
+        yield "what each change is worth alone", _worth(audit), [("", SWAP)] if swaps else []
     own = (one for one in config.not_carried if one.line)
     if lost := [(one.key, f" (line {one.line}): {one.meaning}") for one in own]:
         yield "not carried over, so not compared", [], lost
@@ -146,6 +149,7 @@ def _facts(estimate: Estimate | None) -> dict[str, str]:
         "memory": memory_text(prediction.run_memory_bytes),
         "of at most": memory_text(estimate.budget_bytes),
         **{f"- {PHASES[one.name]}": memory_text(one.run_memory_bytes) for one in prediction.phases},
+        MEMORY["cpu"]: memory_text(prediction.host_memory_bytes),
     }
 
 
@@ -162,10 +166,21 @@ def _worth(audit: Audit) -> list[list[str]]:
         saved = one.run_memory_saved_bytes
         memory = f"{'-' if saved > 0 else '+'}{memory_text(abs(saved))}" if saved else "same"
         written, better = (value_text(one.knob, value) for value in (one.written, one.better))
-        seconds = f"{-one.step_seconds_saved:+.2f} s"
+        seconds = _saved_text(one.step_seconds_saved)
         rows.append([TITLES.get(one.knob, one.knob), written, better, seconds, memory])
+    if audit.fastest is not None:
+        told = {one.knob for one in audit.worth}
+        for name, better in audit.fastest.prediction.candidate:
+            written = getattr(audit.as_written.prediction.candidate, name)
+            if name in TITLES and name not in told and written != better:
+                values = (value_text(name, value) for value in (written, better))
+                rows.append([TITLES[name], *values, "not alone", ""])
     alone = sum(one.step_seconds_saved for one in audit.worth)
     together = audit.as_written.step_seconds - (audit.fastest or audit.as_written).step_seconds
     for title, seconds_saved in (("sum of these", alone), ("all together", together)):
-        rows.append([title, "", "", f"{-seconds_saved:+.2f} s", ""])
+        rows.append([title, "", "", _saved_text(seconds_saved), ""])
     return rows
+
+
+def _saved_text(seconds: float) -> str:
+    return f"{-seconds:+.2f} s" if round(seconds, 2) else "same"
