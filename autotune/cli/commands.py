@@ -186,7 +186,7 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
             require_gpu(asked["model"])
         with show_events() as show:
             known = known_answer(asked.get("model", ""), asked.get("hardware", ""))
-            if known and "host_memory" not in asked:  # which that answer does not know
+            if known and asked.keys() <= {"model", "hardware", "path"}:  # else it knows too little
                 show(Notice(text=known))
             made = autotune.plan(**asked, on_event=show)
     except NoGpu as error:
