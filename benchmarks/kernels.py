@@ -34,14 +34,15 @@ from autotune.cost.predict import CostModel, choice_of
 from autotune.machine.probe import probe
 from autotune.models.adapter import add_adapter
 from autotune.models.facts import Config
-from autotune.models.family import Family, build_on_meta, denoising_loss
+from autotune.models.family import Family, denoising_loss
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload, WorkloadRequest
 from autotune.train.model import apply_knobs
 from autotune.train.prepare import describe_workload
-from autotune.weights.stream import cast_as_loaded
+from autotune.weights.empty import build_empty
+from autotune.weights.stream import fill_random, from_pretrained_dtypes
 
 CARDS = {"h100": "sm_90", "4090": "sm_89", "a100": "sm_80", "5090": "sm_120"}
 # Blocks that are built, and the second of each kind: the first needs no gradient of its input.
@@ -80,10 +81,12 @@ class Bench:
         family, config = model.family, {**model.config, **MODELS[name][0]}
         asked: Any = {"rank": 16, "resolution": (1024, 1024), "targets": "attention+mlp"}
         work = describe_workload(model, None, WorkloadRequest(effective_batch_size=1, **asked))
-        transformer = build_on_meta(family, config)
-        cast_as_loaded(transformer, torch.bfloat16)
-        transformer.to_empty(device="cuda").requires_grad_(False)
-        add_adapter(family, transformer, work, torch.bfloat16)
+        dtype = torch.bfloat16
+        transformer = build_empty(lambda: family.build_transformer(config), dtype=dtype)
+        policy = from_pretrained_dtypes(transformer, dtype)
+        fill_random(transformer, device="cuda", seed=0, dtype_policy=policy)
+        transformer.requires_grad_(False)
+        add_adapter(family, transformer, work, dtype)
         transformer.to("cuda").train()
         num_blocks = len(family.blocks(transformer))
         work = work.changed(model=work.model.changed(num_blocks=num_blocks))
