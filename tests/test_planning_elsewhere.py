@@ -8,10 +8,14 @@ from autotune.errors import NothingFits
 from autotune.knobs.knob import TuningContext
 from autotune.machine.catalog import gpu_named, profile_of_gpu
 from autotune.machine.probe import hardware_for
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import WorkloadRequest
 from autotune.search.comparison import FILE, catalog_predictions
+from autotune.search.problem import PlannerBackend, PlanningProblem
 from autotune.search.request import ResolvedRequest, build_space
+from autotune.search.space import TIE
+from autotune.search.winner import require_winner, score_predictions
 from autotune.system.files import shipped_path
 from tests.search.machines import make_plan
 
@@ -55,3 +59,31 @@ def test_catalog_predictions_are_todays(family, gpu):
         WRITE
     )
     assert known.settings == frozen.settings, WRITE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["3060", "3090", "5090", "h100-sxm"])
+@pytest.mark.parametrize("family", ["sdxl", "flux1-dev", "qwen-image", "z-image", "flux2-dev"])
+def test_knobs_are_worth_three_percent(family: str, gpu: str) -> None:
+    """Or it is what makes the plan fit: nothing that runs has some of its knobs plain, the others
+    as they are, and is as fast."""
+    request, hardware = PlanRequest(model=family, hardware="any"), profile_of_gpu(gpu_named(gpu))
+    problem = PlanningProblem.build(request, hardware, PlannerBackend(needs_weights=False))
+    predictions = [problem.cost.predict(each) for each in problem.space.candidates]
+    running = [each for each in predictions if each.run_memory_bytes <= problem.budget_bytes]
+    fastest = min(each.step_seconds for each in running)
+    scores = score_predictions(running, problem.budget_bytes)
+    best = require_winner(scores, "throughput", lambda: "")
+    plain = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="bf16")
+
+    def used(candidate: Candidate) -> set[tuple[str, object]]:
+        values = {(name, value > 0 if name in BLOCK_COUNTS else value) for name, value in candidate}
+        free = {"micro_batch_size", "checkpointed_blocks"}
+        return {(n, v) for n, v in values if n not in free and v != getattr(plain, n)}
+
+    for each in running:
+        if used(each.candidate) < used(best.candidate):
+            takes_more = each.host_memory_bytes > best.host_memory_bytes
+            is_slower = each.step_seconds > (1 + TIE) * fastest
+            is_less_exact = each.candidate.quantization != best.candidate.quantization
+            assert takes_more or is_slower or is_less_exact, each.candidate

@@ -14,7 +14,8 @@ from autotune.plan.file import RUN_PLAN_FILE, save_plan, with_job
 from autotune.plan.plan import TrainingPlan
 from autotune.report.files import MAX_PREVIEWS, RunPage, read_run
 from autotune.report.run import PAGE_FILE
-from tests.report.page.pages import FOLDER, golden_plan, run_report, steps_of
+from tests.report.page.pages import FOLDER, HOSTILE, golden_plan, run_report, steps_of
+from tests.report.page.test_page import Outline
 
 PLAN = Path(FOLDER) / "wall.yaml"
 
@@ -138,3 +139,15 @@ def test_page_survives_its_own_failure(run):
     assert len(seen) == 4 + 1
     (notice,) = [event for event in seen if isinstance(event, Notice)]
     assert (notice.level, notice.text.startswith("no report.html: ")) == ("warning", True)
+
+
+def test_hostile_folder_adds_no_markup(tmp_path):
+    plan = with_job(golden_plan(), preview_prompts=(HOSTILE.replace("\x00", ""),))
+    run = run_folder(tmp_path / "<script>alert(1)<", plan)
+    report = run_report(plan).changed(warnings=(HOSTILE,))
+    (run / "report.json").write_text(report.model_dump_json())
+    page = Outline(autotune.report(run).read_text())
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    assert {str(attrs["src"])[:11] for tag, attrs in page.tags if tag == "img"} == {"data:image/"}
+    assert not [attrs for _, attrs in page.tags if "onerror" in attrs]
+    assert "<script>alert(1)<" in page.text

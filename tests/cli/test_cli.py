@@ -168,3 +168,20 @@ def test_every_command_prints_json_if_asked():
 def test_storage_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("AUTOTUNE_STORAGE", "sqlite://")
     assert asked(monkeypatch, "plan") == {"storage": "sqlite://"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "\udcff.yaml"],
+        ["estimate", "--hardware", "4090", "--model", "\ud83d"],
+        ["estimate", "--hardware", "4090", "--model", "sdxl", "--rank", "9" * 30],
+        ["estimate", "--hardware", "4090", "--model", "sdxl", "--resolution", "9" * 30],
+        ["estimate", "--hardware", "4090", "--model", "sdxl", "--steps", "9" * 30],
+        ["check", "a:" * 2000],
+    ],
+)
+def test_any_argument_is_no_bug(capfd, words):
+    process = autotune_here(capfd, *words)
+    assert process.returncode in (1, 2)
+    assert "bug in autotune" not in process.stderr

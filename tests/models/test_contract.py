@@ -200,3 +200,31 @@ def test_samples_are_deterministic_and_sized(small):
     pixels = [run[0].tobytes() for run in runs]
     assert pixels[0] == pixels[1]
     assert pixels[0] != pixels[2]
+
+
+def test_batching_changes_nothing(small):
+    family, transformer = small.family, small.transformer
+    batch, noise = batch_and_noise(small)
+    levels = small.levels(0.25, 0.9)
+    with torch.no_grad():
+        together = family.predict(transformer, noise, levels, batch)
+        alone = [
+            family.predict(transformer, one, level, family.collate([small.sample(caption)]))
+            for one, level, caption in zip(noise.split(1), levels.split(1), CAPTIONS, strict=True)
+        ]
+    assert together.shape == noise.shape
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.quick(*KINDS)
+def test_checkpointing_gives_equal_gradients(small):
+    from autotune.knobs.blocks import apply_recomputation
+
+    batch, noise = batch_and_noise(small)
+    found = []
+    for count in (0, 2):
+        transformer, parameters = small.adapted()
+        apply_recomputation(transformer, small.family, count)
+        denoising_loss(small.family, transformer, batch, noise, small.levels(0.4, 0.6)).backward()
+        found.append([p.grad for p in parameters if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.errors import InvalidInput
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.machine.capabilities import limit_device
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import load_plan, plan_text
@@ -219,3 +219,21 @@ def test_workers_share_and_survive(tmp_path, database):
     everything = "".join(path.read_text() for path in tmp_path.iterdir() if path.is_file())
     assert PASSWORD not in everything
     assert "p%40ss" not in everything
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://me:p%40ss%2Fword@127.0.0.1:9/db?connect_timeout=2",
+        "postgresql+psycopg://me:x@p%40ss%2Fword@nowhere.invalid/db",
+        "postgresql+psycopg://me:p%40ss%2Fword@[::1/db",
+        "p@ss/word",
+    ],
+)
+def test_storages_hide_their_password(url):
+    with pytest.raises(AutotuneError) as caught:
+        make_plan(request("x", storage=url), HARDWARE, backend=surroundings())
+    words = f"{caught.value.message} {caught.value.hint} {caught.value.__cause__!r}"
+    assert PASSWORD not in words
+    assert "p%40ss" not in words
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None

@@ -22,6 +22,7 @@ from autotune.knobs.blocks import BlockSwap
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import save_plan
 from autotune.plan.plan import RunReport
+from autotune.plan.request import PlanRequest
 from autotune.report.run import report_lines
 from autotune.train import run as run_module
 from autotune.train.folder import ADAPTER_FILE
@@ -30,6 +31,7 @@ from autotune.train.prepare import SampleRequest, prepare, read_sample_inputs
 from autotune.train.sample import Preview, PreviewSampler, sample_run
 from autotune.weights.tensors import save_file
 from tests.events import phases_to
+from tests.search.machines import make_plan
 from tests.train.conftest import CPU, PROMPT, Bench
 from tests.train.small import SETTINGS, make_plan as plan_of
 
@@ -266,3 +268,19 @@ def test_two_runs_never_share_a_folder(bench, tmp_path):
             prepare(plan, bench.hardware, resume=resume)
     other.release()
     prepare(plan, bench.hardware, resume=False).lock.release()
+
+
+@pytest.mark.parametrize(("part", "is_missing"), [("transformer", False), ("vae", True)])
+def test_half_a_model_is_refused(bench, tmp_path, part, is_missing):
+    model = shutil.copytree(bench.model_folder, tmp_path / "model")
+    (file,) = (model / part).glob("*.safetensors")
+    if is_missing:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-100])
+    plan = bench.plan(model=str(model), output=str(tmp_path / "out"))
+    with pytest.raises(InvalidInput):
+        prepare(plan, bench.hardware, resume=False)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InvalidInput):  # and before any trial
+        make_plan(PlanRequest(model=str(model), data=str(bench.images)), bench.hardware)
