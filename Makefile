@@ -23,7 +23,7 @@ help:
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
-	@echo "setting up $(VENV), once: pinned packages of 1.7 GB (with torch for CUDA 5.5 GB), some 6 minutes"
+	@echo "setting up $(VENV), once: pinned packages of 1.7 GB (with torch for CUDA 5.9 GB), some 6 minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
