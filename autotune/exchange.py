@@ -14,7 +14,7 @@ from autotune.events import OnEvent, StatusChanged
 from autotune.interop import exporting
 from autotune.interop.importing import Audit, ImportedConfig, import_config
 from autotune.interop.trainer import get_trainer
-from autotune.knobs.caching import caching_in
+from autotune.knobs.caching import PIN, caching_in
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
 from autotune.knobs.settings import plain_choices
@@ -164,7 +164,7 @@ def audit(
     made = None
     with suppress(NothingFits):
         made = plan(**options, on_event=on_event).frozen.settings
-    settings, breaks = _as_written(read.pins, cost.context, made)
+    settings, breaks = settings_as_written(read.pins, cost.context, made)
     predict = partial(estimate_candidate, cost, num_steps=steps)
     written, in_trainer = predict(settings), None
     if read.overheads is not None:
@@ -247,11 +247,11 @@ def _folder_here(data: str | None) -> str | None:
     return data if data is not None and Path(data).expanduser().is_dir() else None
 
 
-def _as_written(
+def settings_as_written(
     pins: Mapping[str, str], context: TuningContext, made: Candidate | None
 ) -> tuple[Candidate, tuple[str, ...]]:
-    # And what of them does not work on the card. What pins do not name, and no other trainer tunes,
-    # is as in the plan that was made.
+    """Return a file's settings, and what of them does not work on the card. What `pins` do not
+    name, and no other trainer tunes, is as in the plan that was made."""
     total, hardware = context.workload.model.num_blocks, context.hardware
     knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)
     written, breaks = Candidate(micro_batch_size=1, checkpointed_blocks=total), []
@@ -287,7 +287,8 @@ def _possible_pins(
     space = choices_of()
     pins: dict[str, str] = {}
     impossible: dict[str, tuple[str, str]] = {}
-    for name, written in wanted.items():
+    # Of pins that don't go together the last one leaves: compiling saves time alone.
+    for name, written in sorted(wanted.items(), key=lambda one: one[0] == "compile"):
         value, why = str(count_blocks(written, num_blocks)) if name in BLOCK_COUNTS else written, ""
         if name in space.pinnable:
             usable: tuple[Any, ...] = (*space.choices[name], *space.pinnable[name])
@@ -300,14 +301,18 @@ def _possible_pins(
             impossible[name] = (value, why)
         else:
             pins[name] = value
-    while pins:
-        try:
-            choices_of(pins=pins)
-            break
-        except InvalidInput as error:
-            name, value = pins.popitem()
-            impossible[name] = (value, error.message)
-    return pins, impossible
+    possible: dict[str, str] = {}
+    for is_caching in (False, True):
+        own = {name: value for name, value in pins.items() if name.startswith(PIN) == is_caching}
+        while own:
+            try:
+                choices_of(pins={**possible, **own})
+                break
+            except InvalidInput as error:
+                name, value = own.popitem()
+                impossible[name] = (value, error.message)
+        possible |= own
+    return possible, impossible
 
 
 def _worth(

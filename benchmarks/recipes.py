@@ -35,7 +35,7 @@ from trainer_examples import find_examples
 
 import autotune
 from autotune.cost.predict import CostModel
-from autotune.exchange import _as_written
+from autotune.exchange import settings_as_written
 from autotune.interop.importing import ImportedConfig, import_config
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
@@ -200,7 +200,7 @@ class Bench:
 def measure(name: str, config: ImportedConfig, hardware: HardwareProfile) -> dict[str, Any]:
     bench = Bench(config, hardware)
     context = TuningContext(hardware, bench.family, bench.workload)
-    shipped, lacks = _as_written(config.pins, context, None)
+    shipped, lacks = settings_as_written(config.pins, context, None)
     searched = bench.searched()
     rows = {"as shipped": shipped.changed(precision=searched.precision), "planned": searched}
     steps = {column: bench.steps(candidate) for column, candidate in rows.items()}

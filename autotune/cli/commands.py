@@ -185,9 +185,10 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
         if "model" in asked and "hardware" not in asked:
             require_gpu(asked["model"])
         with show_events() as show:
-            known = known_answer(asked.get("model", ""), asked.get("hardware", ""))
-            if known and asked.keys() <= {"model", "hardware", "path"}:  # else it knows too little
-                show(Notice(text=known))
+            if asked.keys() <= {"model", "hardware", "path"}:  # no other wish is known ahead
+                known = known_answer(asked.get("model", ""), asked.get("hardware", ""))
+                if known:
+                    show(Notice(text=known))
             made = autotune.plan(**asked, on_event=show)
     except NoGpu as error:
         if error.elsewhere and not as_json:

@@ -226,7 +226,7 @@ def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> Pha
     )
 
 
-ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "int8": 1}
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "int8": 2 - QUANTIZED_SHARE}  # embeddings stay in bf16
 KEEP_ON = ("train", "preview", "save")  # what training keeps is there to the end
 VAE_IS_THERE = ("cache", "preview")
 
@@ -238,17 +238,15 @@ def kept_part_bytes(
     found: dict[str, int] = {}
     for one in overheads.kept:
         for phase in KEEP_ON if one.phase == "train" else (one.phase,):
-            num_bytes = 0
+            num_bytes, size = 0.0, ELEMENT_BYTES[one.precision]
             if one.part == "vae":
                 there = resident.vae_bytes if phase in VAE_IS_THERE else 0
-                num_bytes = vae_parameters * ELEMENT_BYTES[one.precision] - there
+                num_bytes = vae_parameters * size - there
             elif one.part == "text_encoders" and phase != "cache":
-                is_8_bit = one.precision == "int8"  # but for embeddings
-                size = 2 - QUANTIZED_SHARE if is_8_bit else ELEMENT_BYTES[one.precision]
-                num_bytes = round(encoder_parameters * size)
+                num_bytes = encoder_parameters * size
             elif one.part == "transformer" and phase == "cache":
                 num_bytes = resident.weight_bytes + resident.buffer_bytes
-            found[phase] = found.get(phase, 0) + max(0, num_bytes)
+            found[phase] = found.get(phase, 0) + max(0, round(num_bytes))
     return found
 
 

@@ -235,7 +235,7 @@ class AdapterPractice(Frozen):
     """Bytes for each parameter that AdamW needs besides while it steps."""
     step_operations: int | None = None
     """For each tensor: what an AdamW that is not fused costs the host, in operations of a model.
-    Its own, without autograd, cost less than half of one."""
+    One of its own, which autograd does not record, costs less than half of that."""
 
     @property
     def text(self) -> str:

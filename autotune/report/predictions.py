@@ -68,7 +68,8 @@ def known_text(model: ModelSummary) -> str:
     if known is None:
         return ""
     if known.step_seconds is None or model.run_hours is None:
-        return f"{model.name} does not fit with its usual settings: try quality compact, or less"
+        change = "try --quality compact, or a smaller --resolution"
+        return f"{model.name} does not fit with its usual settings: {change}"
     image, run = (
         _range_of(seconds, known.time_uncertainty)
         for seconds in (model.image_seconds, 3600 * model.run_hours)

@@ -9,7 +9,7 @@ from autotune.errors import InvalidInput
 from autotune.interop import exporting
 from autotune.interop.trainer import get_trainer
 from autotune.knobs import knob, registry, settings
-from autotune.knobs.caching import PIN, caching_choices
+from autotune.knobs.caching import PIN, caching_choices, parse_pins
 from autotune.models import facts, resolve
 from autotune.models.registry import find_published
 from autotune.plan import hardware
@@ -69,8 +69,9 @@ def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
 
 
 def build_space(request: PlanRequest, context: knob.TuningContext) -> SearchSpace:
-    """Return what may be tried for `context`. Raises as `build_search_space`."""
+    """Return what may be tried for `context`. Raises as `build_search_space` and `parse_pins`."""
     pins, exclusions = split_pins(request.pin_pairs), split_pins(request.exclusion_pairs)
+    parse_pins(dict(pins[1]), context)
     return build_search_space(context, pins[0], exclusions[0])
 
 

@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from autotune.errors import InvalidInput
+from autotune.exchange import plan_from_config
 from autotune.interop.files import read_document
 from autotune.interop.importing import ConfigLine, ImportedConfig, import_config, read_settings
 from autotune.interop.rules import ConfigValue, Context
@@ -273,3 +274,24 @@ def test_target_sets_are_found(name):
     attention = layers_of(family, "attention")
     found, difference = find_target_set(family, attention - {min(attention)})
     assert (found, difference[:12]) == ("attention", "also adapts ")
+
+
+QUANTIZES_ENCODERS = "        quantize_te: true\n"
+SD3 = {"model_type": "STABLE_DIFFUSION_35", "training_method": "LORA"}
+FLUX = {"model_family": "flux", "model_type": "lora"}
+
+
+def test_text_encoders_are_stored_as_written(tmp_path):
+    follows = import_config(changed(tmp_path, "ai_toolkit.yaml", QUANTIZES_ENCODERS, ""))
+    sd3 = read(tmp_path, {**SD3, "text_encoder_3": {"weight_dtype": "FLOAT_8"}})
+    flux = read(tmp_path, {**FLUX, "text_encoder_2_precision": "int8-quanto"})
+    stored = [one.pins["caching.text_encoder_quantization"] for one in (follows, sd3, flux)]
+    assert stored == ["torchao-fp8", "torchao-fp8", "torchao-int8"]
+
+
+@pytest.mark.slow
+def test_formats_that_encoders_lack_are_told(tmp_path):
+    written = {"text_encoder_2_precision": "fp8wo-torchao", "learning_rate": 1e-4}
+    made = plan_from_config(read(tmp_path, {**FLUX, **written}), hardware="h100-sxm")
+    (told,) = (one for one in made.remarks if "text_encoder_quantization" in one)
+    assert "T5" in told

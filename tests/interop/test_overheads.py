@@ -90,7 +90,10 @@ def test_what_a_file_says_counts():
     assert kept == {"text_encoders load", "text_encoders train", "vae train"}
     assert of("onetrainer", lora_weight_dtype="BFLOAT_16").adapter.precision == "bf16"
     assert of("simpletuner").adapter.optimizer_bytes == 6  # its own AdamW, its default
+    assert of("simpletuner").adapter.step_operations == 14
     assert of("simpletuner", optimizer="torch-adamw").adapter.optimizer_bytes == 4
+    stored = {one.precision for one in of("ai-toolkit", **{"model.quantize_te": True}).kept}
+    assert stored == {"bf16", "int8"}  # while it loads, and while it trains
     assert of("diffusers").adapter_on("bnb-nf4").precision == "fp32"
 
 
