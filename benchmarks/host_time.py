@@ -89,7 +89,7 @@ def measure(name: str) -> None:
         apply_recomputation(transformer, family, checkpointed, 0)
         candidate = Candidate(micro_batch_size=1, checkpointed_blocks=checkpointed)
         passes = cost.tables.passes(
-            choice_of(candidate), np.array([[checkpointed, 0]]), accumulates=False
+            choice_of(candidate), np.array([[checkpointed, 0, 0]]), accumulates=False
         )
         row = {
             "model": name,

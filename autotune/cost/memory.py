@@ -29,7 +29,8 @@ EMPTY = dict.fromkeys(MemoryBreakdown.model_fields, 0)
 class Resident:
     """Bytes on the device whatever the batch, and those that other phases need."""
 
-    weight_bytes: int
+    weight_bytes: int  # without swapped blocks
+    visiting_bytes: int  # the most of those that are there at once
     buffer_bytes: int
     adapter_bytes: int
     optimizer_bytes: int
@@ -66,6 +67,7 @@ def resident_of(
     precision, quantization, work = choice.precision, choice.quantization, model.workload
     stored = model.model_bytes(precision, quantization, choice.modulation)
     state_bytes, working_bytes = _optimizer_bytes(model, stored, choice)
+    swapped_bytes, visiting_bytes = stored.swapped_bytes(swapped)
     average = stored.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
     window_bytes, preview_bytes, computing_bytes = _modulation_bytes(
@@ -83,7 +85,8 @@ def resident_of(
     on_device = stored.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
     sets_aside = work.ema_decay or work.optimizer.name == "schedule-free"
     return Resident(
-        weight_bytes=stored.weight_bytes - stored.away_bytes(swapped),
+        weight_bytes=stored.weight_bytes - swapped_bytes,
+        visiting_bytes=visiting_bytes,
         buffer_bytes=stored.buffer_bytes + (window_bytes if shares_host else 0),
         adapter_bytes=stored.adapter_bytes,
         optimizer_bytes=state_bytes + (average if work.ema_decay else 0),
@@ -166,7 +169,7 @@ def phases_of(
     """
     r = resident
     earlier, later = _around_training(r)
-    weights = r.weight_bytes + r.buffer_bytes
+    weights = r.weight_bytes + composed.visiting_bytes + r.buffer_bytes
     step = {
         "saved_activation_bytes": composed.saved_bytes,
         "transient_bytes": composed.transient_bytes + r.library_bytes + r.gathered_bytes,
@@ -195,7 +198,7 @@ def phases_of(
 @lru_cache(maxsize=1024)
 def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseMemory, ...]]:
     kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
-    weights = r.weight_bytes + r.buffer_bytes
+    weights = r.weight_bytes + r.visiting_bytes + r.buffer_bytes
     quantizing = r.quantizing_bytes + r.gathered_bytes
     beside = r.encoder_bytes if r.encoders_stay else 0
     # Captions, then images.

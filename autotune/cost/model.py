@@ -89,10 +89,10 @@ class ModelBytes:
     waste_share: Mapping[str, float]
     modulation: ModulationBytes | None  # if its layers are not among the weights
 
-    def away_bytes(self, swapped: int) -> int:
-        """Return the frozen weights of swapped blocks, but for the two that visit the device."""
+    def swapped_bytes(self, swapped: int) -> tuple[int, int]:
+        """Return the frozen weights of swapped blocks, and the most that visit the device."""
         blocks = self.block_weight_bytes[:swapped]
-        return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
+        return sum(blocks), sum(sorted(blocks)[-VISITING_BLOCKS:])
 
 
 @dataclass(frozen=True)

@@ -178,12 +178,12 @@ class CostModel:
     def weight_bytes(self, candidate: Candidate) -> int:
         """Return the frozen weights as the candidate stores them; needs no trace."""
         model_bytes = self.tables.model_bytes(choice_of(candidate))
-        away = model_bytes.away_bytes(candidate.swapped_blocks)
-        return self.parallel.weight_bytes(model_bytes) - away
+        swapped, visiting = model_bytes.swapped_bytes(candidate.swapped_blocks)
+        return self.parallel.weight_bytes(model_bytes) - swapped + visiting
 
     def activation_bytes(self, candidate: Candidate) -> float:
         """Return what one micro-batch keeps for its backward pass."""
-        mixture = candidate.checkpointed_blocks, candidate.selective_blocks
+        mixture = candidate.checkpointed_blocks, candidate.selective_blocks, 0
         return self.tables.pass_of(choice_of(candidate), mixture, False).saved_bytes
 
     def host_memory_bytes(self, candidate: Candidate) -> int:
@@ -251,35 +251,32 @@ class CostModel:
         one, choice = candidates[0], choice_of(candidates[0])
         numbers = np.array([[getattr(each, name) for name in BLOCK_COUNTS] for each in candidates])
         accumulates = self._accumulation(one) > 1
-        composed = self.tables.passes(choice, numbers[:, :2], accumulates)
+        composed = self.tables.passes(choice, numbers, accumulates)
         known = choice, one.allocator, numbers[:, 0] + numbers[:, 1]
         waste = self.tables.waste_bytes(*known, composed.saved_bytes)
-        by_class = self._step_time(one, composed, numbers[:, 2:])
-        seconds = {
-            name: np.broadcast_to(each, (len(numbers), 1))[:, 0] for name, each in by_class.items()
-        }
+        by_class = self._step_time(one, composed, numbers[:, 2])
+        seconds = {name: np.broadcast_to(each, len(numbers)) for name, each in by_class.items()}
         for at, each in enumerate(candidates):
             time = {name: float(values[at]) for name, values in seconds.items()}
             self.tables.steps[each, self.parallel] = composed[at], float(waste[at]), time
 
     def predict_block_counts(
-        self, candidate: Candidate, passes: NDArray[np.int64], swapped: NDArray[np.int64]
+        self, candidate: Candidate, numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Predict a step's bytes and seconds for many numbers of blocks at once, uncalibrated.
 
-        `passes` (passes, 2) has numbers of checkpointed and selective blocks, `swapped` (numbers,)
-        those of swapped blocks; bytes and seconds are (passes, numbers).
+        `numbers` is (mixtures, 3), in the order of `BLOCK_COUNTS`.
         """
         accumulation, choice = self._accumulation(candidate), choice_of(candidate)
-        composed = self.tables.passes(choice, passes, accumulation > 1)
-        known = choice, candidate.allocator, passes[:, 0] + passes[:, 1]
+        composed = self.tables.passes(choice, numbers, accumulation > 1)
+        known = choice, candidate.allocator, numbers[:, 0] + numbers[:, 1]
         waste = self.tables.waste_bytes(*known, composed.saved_bytes)
         model_bytes = self.tables.model_bytes(choice)
-        away = np.array([model_bytes.away_bytes(int(k)) for k in swapped])
+        away = np.cumsum([0, *model_bytes.block_weight_bytes])[numbers[:, 2]]
         weights = self.parallel.weight_bytes(model_bytes) - away
-        time = self._step_time(candidate, composed, swapped[None])
+        time = self._step_time(candidate, composed, numbers[:, 2])
         seconds: NDArray[np.float64] = sum(time.values()) - time["recompute_seconds"]
-        return (composed.peak_bytes + waste)[:, None] + weights, seconds
+        return composed.peak_bytes + waste + weights, seconds
 
     def _accumulation(self, candidate: Candidate) -> int:
         return -(-self.workload.effective_batch_size // candidate.micro_batch_size)
@@ -287,8 +284,7 @@ class CostModel:
     def _step_time(
         self, candidate: Candidate, composed: trace.ComposedPasses, swapped: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
-        """By class, broadcast to (passes, numbers); `swapped` is (1, numbers), or (passes, 1) for
-        one each."""
+        """By class, of each pass (passes,) or of all, with so many `swapped` (passes,)."""
         choice, accumulation = choice_of(candidate), self._accumulation(candidate)
         rates, model_bytes = self.tables.rates_of(choice), self.tables.model_bytes(choice)
         shares = self.tables.typical_shares(choice)
@@ -301,7 +297,7 @@ class CostModel:
         base = prior * shares * composed.forward[:, :-1] * (np.array(CLASSES) != "adapter")
         forward = accumulation * shares * composed.forward[:, :-1]
         whole = accumulation * shares * composed.work[:, :-1] + base
-        recomputing = (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None]
+        recomputing = (shares * composed.recompute[:, :-1]).sum(axis=1)
         again = (timing.RECOMPUTED_LAUNCHES - 1) * rates.python_share * composed.recompute[:, -1]
         begun = accumulation * composed.forward[:, -1]
         host = accumulation * (composed.work[:, -1] + again) + prior * composed.forward[:, -1]
@@ -316,10 +312,10 @@ class CostModel:
         if self.workload.optimizer.name != "adamw":
             each = LAUNCHES_PER_TENSOR
         stepping = sum(model_bytes.adapter_shapes.values()) * each * rates.host_seconds
-        host, computing = host[:, None], whole.sum(axis=1)[:, None]
+        computing = whole.sum(axis=1)
         overhead = host + stepping
         if self.model.rules != "cpu":  # there one after the other
-            begun, at_first = begun[:, None], forward.sum(axis=1)[:, None]
+            at_first = forward.sum(axis=1)
             issuing, running = host - begun, computing - at_first
             queued = LAUNCHES_AHEAD * rates.host_seconds * running / issuing
             left = np.minimum(queued, np.maximum(0.0, running - issuing))
@@ -332,15 +328,15 @@ class CostModel:
             swap = self.overheads.swap if self.overheads else SwapPractice()
             bandwidth = rates.host_to_device if swap.from_pinned else rates.from_pageable
             again = accumulation * recomputing
-            once = forward.sum(axis=1)[:, None] + again
-            backward = computing - base.sum(axis=1)[:, None] - once
+            once = forward.sum(axis=1) + again
+            backward = computing - base.sum(axis=1) - once
             computed = np.stack([once - again, again, backward]) / accumulation
             sizes = np.array(model_bytes.block_weight_bytes) / bandwidth
             transfer = transfer + half * timing.swap_seconds(swap, sizes, swapped, computed)
         if model_bytes.modulation:
             overhead = overhead + self.tables.modulation_seconds(choice)
         return {
-            **{f"{name}_seconds": whole[:, [at]] for at, name in enumerate(CLASSES)},
+            **{f"{name}_seconds": whole[:, at] for at, name in enumerate(CLASSES)},
             "optimizer_seconds": np.array(optimizer),
             "overhead_seconds": overhead,
             "transfer_seconds": transfer,

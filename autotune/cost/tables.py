@@ -78,17 +78,20 @@ class PassTables:
         return kernels.kernel_for(*known, capability=device.compute_capability, cudnn=cudnn)
 
     def _find_pass(
-        self, choice: PassChoice, mixture: tuple[int, int], accumulates: bool
+        self, choice: PassChoice, mixture: tuple[int, int, int], accumulates: bool
     ) -> trace.ComposedPass:
         return self.passes(choice, np.array([mixture]), accumulates)[0]
 
     def passes(
         self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool
     ) -> trace.ComposedPasses:
-        """Compose one micro-batch of the full model for many mixtures of what blocks keep."""
-        whole, selective = mixtures.T
+        """Compose one micro-batch of the full model for many mixtures of what blocks keep.
+
+        `mixtures` is (mixtures, 3), as `trace.compose` takes it.
+        """
+        whole, selective, swapped = mixtures.T
         at_most = self._num_blocks - selective
-        mixtures = np.stack([np.minimum(whole, at_most), selective], axis=1)
+        mixtures = np.stack([np.minimum(whole, at_most), selective, swapped], axis=1)
         deepest = self._num_traced - bool((whole + selective).max() < self._num_blocks)
         kinds = bool(selective.any()), bool(whole.any())
         return trace.compose(self._blocks(choice, deepest, *kinds), mixtures, accumulates)
@@ -103,9 +106,8 @@ class PassTables:
         if selective:
             tables[trace.SELECTIVE] = self._table(choice, trace.SELECTIVE, recomputed)
         model_bytes = self.model_bytes(choice)
-        return trace.BlockTables(
-            tables, np.array(model_bytes.block_adapter_bytes, dtype=np.float64)
-        )
+        sizes = model_bytes.block_adapter_bytes, model_bytes.block_weight_bytes
+        return trace.BlockTables(tables, *(np.array(each, dtype=np.float64) for each in sizes))
 
     def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> trace.PassTable:
         (low, high), size = TRACED_SIZES, choice.micro_batch_size
@@ -175,7 +177,7 @@ class PassTables:
         return np.where(share == 0.0, own[0], np.where(share == 1.0, own[1], between))
 
     def _find_waste_bytes(self, choice: PassChoice, allocator: str, checkpointed: int) -> float:
-        saved = self.pass_of(choice, (checkpointed, 0), True).saved_bytes
+        saved = self.pass_of(choice, (checkpointed, 0, 0), True).saved_bytes
         return float(self._scaled_waste(choice, allocator, checkpointed, np.array(saved)))
 
     def _scaled_waste(

@@ -298,18 +298,18 @@ def swap_seconds(
 ) -> NDArray[np.float64]:
     """Return for how long a micro-batch waits for weights of swapped blocks.
 
-    `copy_seconds` is of each block of the model, `computed` (3, ...) of all blocks in the forward
-    pass, recomputing, and backward.
+    `copy_seconds` (blocks,) is of each block of the model, `swapped` (passes,) and `computed`
+    (3, passes) of all blocks in the forward pass, recomputing, and backward.
     """
     number = len(copy_seconds)
-    blocks, away = np.arange(number)[:, None, None], np.minimum(swapped, number)
+    blocks, away = np.arange(number)[:, None], np.minimum(swapped, number)
     slots: int | NDArray[np.int64] = 1 if swap.slots == "one" else 2
     up = down = blocks < away
     if swap.slots == "resident":  # all blocks take turns in these places
         up, slots = blocks >= number - away, np.maximum(1, number - away)
     elif swap.slots == "two" and not swap.by_layer:  # a pass begins where the last one ended
         up, down = up & (blocks > 0), down & (blocks < away - 1)
-    seconds = (1 + swap.copies_back) * copy_seconds[:, None, None]
+    seconds = (1 + swap.copies_back) * copy_seconds[:, None]
     rising, falling, (forward, again, backward) = seconds * up, (seconds * down)[::-1], computed
     passes = [(rising, forward), (falling, again + backward)]
     if swap.by_layer:

@@ -297,6 +297,7 @@ class ComposedPass:
     transient_bytes: float  # above that, kernel scratch memory apart
     workspace_bytes: float
     gradient_bytes: float  # those that exist when the segment of the peak begins
+    visiting_bytes: float  # weights of swapped blocks that are on the device then
     work: NDArray[np.float64]  # seconds by class, then the host's
     forward: NDArray[np.float64]  # the share of `work` before the blocks run backward
     recompute: NDArray[np.float64]  # the share of `work` that repeats operations
@@ -311,6 +312,7 @@ class ComposedPasses:
     transient_bytes: NDArray[np.float64]
     workspace_bytes: NDArray[np.float64]
     gradient_bytes: NDArray[np.float64]
+    visiting_bytes: NDArray[np.float64]
     work: NDArray[np.float64]
     forward: NDArray[np.float64]
     recompute: NDArray[np.float64]
@@ -322,8 +324,14 @@ class ComposedPasses:
 class BlockTables:
     """Tables of a model whose blocks keep all, attention's output, and their input."""
 
-    def __init__(self, tables: Sequence[PassTable], gradients: NDArray[np.float64]) -> None:
-        self.num_blocks, self.gradients = len(gradients), gradients
+    def __init__(
+        self,
+        tables: Sequence[PassTable],
+        gradients: NDArray[np.float64],
+        weights: NDArray[np.float64],
+    ) -> None:
+        """Bytes of `gradients` and `weights` are (blocks,), in the order that blocks run."""
+        self.num_blocks, self.gradients, self.weights = len(gradients), gradients, weights
         # (kinds, segments in the order of the pass, columns)
         rows = [
             np.concatenate([t.before[None], t.forward, t.between[None], t.backward[::-1]])
@@ -342,12 +350,13 @@ class BlockTables:
 def compose(tables: BlockTables, mixtures: NDArray[np.int64], accumulates: bool) -> ComposedPasses:
     """Compose levels and work of passes that differ in what their blocks keep.
 
-    `mixtures` (mixtures, 2) has the number of blocks that keep their input alone, and of those
-    after them that keep attention. `accumulates`: gradients of an earlier micro-batch are there.
+    `mixtures` (mixtures, 3) has the number of blocks that keep their input alone, of those after
+    them that keep attention, and of those that are swapped. `accumulates`: gradients of an earlier
+    micro-batch are there.
     """
     blocks, gradients = tables.num_blocks, tables.gradients
     number = np.arange(blocks)
-    whole, selective = (column[:, None] for column in mixtures.T)
+    whole, selective, swapped = (column[:, None] for column in mixtures.T)
     kinds = np.where(number < whole, WHOLE, np.where(number < whole + selective, SELECTIVE, PLAIN))
     ends = np.where(whole > 0, WHOLE, np.where(selective > 0, SELECTIVE, PLAIN))
     of_segment = np.concatenate([ends, kinds, ends, kinds[:, ::-1]], axis=1)
@@ -362,17 +371,33 @@ def compose(tables: BlockTables, mixtures: NDArray[np.int64], accumulates: bool)
     if accumulates:  # gradients are there from the start, and nothing new stays
         starts = starts - arrived + gradients.sum()
         arrived[:] = gradients.sum()
-    at = np.argmax(starts + peak, axis=1)
+    visiting = _visiting_bytes(tables.weights, swapped)
+    at = np.argmax(starts + peak + visiting, axis=1)
     one = np.arange(len(mixtures)), at
     is_kind = np.concatenate([kinds == kind for kind in range(len(tables.rows))], axis=1) * 1.0
     return ComposedPasses(
-        peak_bytes=starts[one] + peak[one],
+        peak_bytes=starts[one] + peak[one] + visiting[one],
         saved_bytes=starts[one] - arrived[at],
         transient_bytes=peak[one] - scratch[one],
         workspace_bytes=scratch[one],
         gradient_bytes=arrived[at],
+        visiting_bytes=visiting[one],
         # One row at a time: the last bits of a product of matrices depend on how many rows it has.
         work=tables.outside_work[ends[:, 0]] + (is_kind[:, None] @ tables.work_rows)[:, 0],
         forward=tables.outside_work[ends[:, 0]] + tables.forward,
         recompute=(is_kind[:, None] @ tables.again_rows)[:, 0],
     )
+
+
+def _visiting_bytes(
+    weights: NDArray[np.float64], swapped: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Weights of swapped blocks on the device in each segment of a pass: of the one that runs, or
+    ran last, and of the next, which is fetched when it begins."""
+    number = np.arange(len(weights))
+    last = np.where(swapped > 0, weights[np.maximum(swapped - 1, 0)], 0.0)
+    own = np.where(number < swapped, weights, last)
+    following = np.where(number + 1 < swapped, np.append(weights[1:], 0.0), 0.0)
+    earlier = np.where(number < swapped, np.append(0.0, weights[:-1]), 0.0)
+    first = np.where(swapped > 0, weights[0], 0.0)
+    return np.concatenate([first, own + following, last, (own + earlier)[:, ::-1]], axis=1)

@@ -325,13 +325,13 @@ def block_count_frontier(
     }
     passes = _passes(admitted, cost.workload.model.num_blocks)
     swapped = _spread(admitted["swapped_blocks"])
-    num_bytes, seconds = cost.predict_block_counts(plain, passes, swapped)
     can_swap = swapped[None] <= passes[:, :1] + passes[:, 1:2]
     at, column = np.nonzero(can_swap)
     numbers = np.concatenate([passes[at], swapped[column][:, None]], axis=1)
+    num_bytes, seconds = cost.predict_block_counts(plain, numbers)
     # What is swapped takes memory of the host: of two as fast, the frontier keeps that with less.
-    charged = seconds * (1 + TIE * swapped / max(1, cost.workload.model.num_blocks))
-    everything = Mixtures(numbers, num_bytes[at, column], charged[at, column])
+    charged = seconds * (1 + TIE * numbers[:, 2] / max(1, cost.workload.model.num_blocks))
+    everything = Mixtures(numbers, num_bytes, charged)
     step = MAX_STEP * cost.activation_bytes(plain)
     kept = _drop_beaten([_thin(frontier(group), step) for group in _by_means(everything)], plain)
     same = {name: value for name, value in plain if name not in BLOCK_COUNTS}

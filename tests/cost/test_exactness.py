@@ -238,8 +238,8 @@ def test_short_traces_predict_deep_models(name, rules, adapted, monkeypatch):
         tables = [table_of(model.traced("fp32", "none", kernel, 2, c), rates, 4) for c in modes]
         plain, mixed = (table.stretched(model.index) for table in tables)
         grads = np.array(model.model_bytes("fp32", "none").block_adapter_bytes, dtype=float)
-        blocks = BlockTables([plain, plain, mixed], grads)
-        return compose(blocks, np.array([[k, 0]]), accumulates=False).peak_bytes[0]
+        blocks = BlockTables([plain, plain, mixed], grads, np.zeros(len(grads)))
+        return compose(blocks, np.array([[k, 0, 0]]), accumulates=False).peak_bytes[0]
 
     for model in (short, full):
         # A first pass, not remembered, fills the modules' caches of positions.

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotune.cost.timing import swap_seconds
+from autotune.cost.trace import PEAK, BlockTables, PassTable, compose
 from autotune.knobs import blocks as blocks_module
 from autotune.knobs.blocks import BlockSwap
 from autotune.knobs.norm_rope import KERNELS, NormRopeFunction
@@ -85,16 +86,27 @@ def test_norms_keep_no_left_block(monkeypatch):
     out.sum().backward()
 
 
-def test_next_block_is_on_its_way():
+@pytest.mark.parametrize("num_swapped", [0, 1, 3, 5])
+def test_next_block_is_on_its_way(num_swapped):
+    """Weights of as many blocks are there as the peak of each segment counts."""
     model = Model()
-    swap = BlockSwap(model.blocks, CPU)
-    order = []
-    for number, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(lambda *_, n=number: order.append((n, set(swap.arrivals))))
-    gradients(model, num_passes=1)
-    forward, backward = order[:5], order[5:]
-    assert forward == [(0, {0, 1}), (1, {1, 2}), (2, {2, 3}), (3, {3, 4}), (4, {4})]
-    assert backward == [(4, {3, 4}), (3, {2, 3}), (2, {1, 2}), (1, {0, 1}), (0, {0})]
+    swap = BlockSwap(model.blocks[:num_swapped], CPU) if num_swapped else None
+    sizes, there = np.array([3.0, 11.0, 7.0, 5.0, 2.0]), []
+
+    def look(*_):
+        there.append(sum(sizes[number] for number in swap.arrivals) if swap else 0)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(look)
+    gradients(model)
+    counted = []
+    for segment in (*range(1, 6), *range(7, 12)):  # but for what runs before blocks and between
+        table = np.zeros((12, 4))
+        table[segment, PEAK] = 100
+        rows = table[0], table[1:6], table[6], table[:6:-1]
+        tables = BlockTables([PassTable(*rows)] * 3, np.zeros(5), sizes)
+        counted.append(compose(tables, np.array([[5, 0, num_swapped]]), False).visiting_bytes[0])
+    assert there[10:] == counted
 
 
 class Stream:
@@ -137,8 +149,8 @@ def test_copies_wait_as_predicted(monkeypatch, num_swapped, copy_seconds):
     before = running.time
     gradients(model, num_passes=1)
     waited = running.time - before - 5 * (1.0 + 3.0)
-    computed = 5 * np.array([1.0, 1.0, 2.0]).reshape(3, 1, 1)
-    copies, swapped = np.full(5, copy_seconds), np.array([[num_swapped]])
+    computed = 5 * np.array([1.0, 1.0, 2.0]).reshape(3, 1)
+    copies, swapped = np.full(5, copy_seconds), np.array([num_swapped])
     predicted = swap_seconds(SwapPractice(), copies, swapped, computed)
     assert waited == pytest.approx(predicted.item())
 
@@ -154,8 +166,8 @@ def test_copies_wait_as_predicted(monkeypatch, num_swapped, copy_seconds):
     ],
 )
 def test_other_programs_wait_their_own_ways(ways, seconds):
-    computed = 5 * np.array([1.0, 1.0, 2.0]).reshape(3, 1, 1)
-    waited = swap_seconds(SwapPractice(**ways), np.full(5, 1.5), np.array([[3]]), computed)
+    computed = 5 * np.array([1.0, 1.0, 2.0]).reshape(3, 1)
+    waited = swap_seconds(SwapPractice(**ways), np.full(5, 1.5), np.array([3]), computed)
     assert waited.item() == pytest.approx(seconds)
 
 

@@ -15,7 +15,7 @@ from autotune.cost.memory import ONE_PROCESS, Parallel
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.candidate import CachingSettings, Candidate, Residual, TrialResult
+from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Residual, TrialResult
 from autotune.plan.job import ModelRef
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
@@ -133,16 +133,10 @@ class FormulaCostModel:
     def prepare(self, candidates: Iterable[Candidate]) -> None:
         """There is nothing to find ahead."""
 
-    def predict_block_counts(
-        self, candidate: Candidate, passes: Any, swapped: Any
-    ) -> tuple[Any, Any]:
-        whole, selective = passes.T[:, :, None]
-        numbers = {"checkpointed_blocks": whole, "selective_blocks": selective}
-        found = self._formula(
-            SimpleNamespace(**{**dict(candidate), **numbers, "swapped_blocks": swapped[None]})
-        )
-        shape = len(passes), len(swapped)
-        return tuple(np.broadcast_to(np.asarray(each, dtype=float), shape) for each in found)  # type: ignore[return-value]
+    def predict_block_counts(self, candidate: Candidate, numbers: Any) -> tuple[Any, Any]:
+        counts = dict(zip(BLOCK_COUNTS, numbers.T, strict=True))
+        found = self._formula(SimpleNamespace(**{**dict(candidate), **counts}))
+        return tuple(np.broadcast_to(np.asarray(each, dtype=float), len(numbers)) for each in found)  # type: ignore[return-value]
 
     def _raw(
         self, candidate: Candidate, time: float = 1.0, memory: float = 1.0, **uncertainty: float

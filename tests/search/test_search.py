@@ -237,22 +237,15 @@ def test_frontier_holds_exactly_what_nothing_beats(pairs):
 
 def test_mixtures_are_predicted_as_each(cost):
     base = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    passes = np.array([[0, 0], [59, 0], [0, 59], [20, 30], [20, 39]])
-    swapped = np.array([0, 1, 7, 40])
-    num_bytes, seconds = cost.predict_block_counts(base, passes, swapped)
-    assert num_bytes.shape == seconds.shape == (5, 4)
+    passes = [(0, 0), (59, 0), (0, 59), (20, 30), (20, 39)]
+    numbers = [(*row, k) for row in passes for k in (0, 1, 7, 40)]
+    num_bytes, seconds = cost.predict_block_counts(base, np.array(numbers))
     predictions = [
-        [
-            cost.predict_uncalibrated(
-                base.changed(**dict(zip(BLOCK_COUNTS, (*map(int, row), int(k)), strict=True)))
-            )
-            for k in swapped
-        ]
-        for row in passes
+        cost.predict_uncalibrated(base.changed(**dict(zip(BLOCK_COUNTS, row, strict=True))))
+        for row in numbers
     ]
-    wanted = np.array([[one.step_seconds for one in row] for row in predictions])
-    assert seconds == pytest.approx(wanted, rel=1e-9)
-    peaks = np.array([[one.training.run_memory_bytes for one in row] for row in predictions])
+    assert seconds == pytest.approx([one.step_seconds for one in predictions], rel=1e-9)
+    peaks = np.array([one.training.run_memory_bytes for one in predictions])
     besides = (
         peaks - num_bytes
     )  # adapter, optimizer, buffers, the process: the same for all but what rounds
