@@ -188,7 +188,7 @@ class PassTables:
         saved_bytes: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         size, recomputed = choice.micro_batch_size, self._num_traced - 1 if checkpointed else 0
-        traced_size = 1 if size == 1 else TRACED_SIZES[0]
+        traced_size = max(one for one in (1, *TRACED_SIZES) if one <= size)
         waste = self._waste(choice._replace(micro_batch_size=traced_size), allocator, recomputed)
         return waste.fixed_bytes * size / traced_size + waste.saved_share * saved_bytes
 

@@ -20,7 +20,6 @@ from optuna.samplers import BaseSampler
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.events import Notice, OnEvent
@@ -145,6 +144,8 @@ class _Storage(RDBStorage):
 
 
 def _connect(url: str) -> RDBStorage:
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError  # .3 s, for storages alone
+
     warnings.simplefilter("ignore", ExperimentalWarning)  # Optuna's heartbeats are, for years
     connect = {"timeout": 60} if url.startswith("sqlite:") else {}
     connect |= {"connect_timeout": CONNECT_SECONDS} if url.startswith(("postgres", "mysql")) else {}
@@ -178,6 +179,8 @@ def _translate_errors(url: str, kept: str = "", *, only_reads: bool = False) -> 
     except AutotuneError:
         raise
     except Exception as error:
+        from sqlalchemy.exc import SQLAlchemyError
+
         failure: BaseException | None = error  # Optuna raises others if it cannot store an end
         while not isinstance(failure, SQLAlchemyError | StorageInternalError | None):
             failure = failure.__cause__ or failure.__context__
