@@ -99,7 +99,7 @@ def list_records(
             device_name=record.machine.device_name,
             family=record.workload.model.family,
             work=workload_class(record.workload),
-            settings=words.label_of(record.settings),
+            settings=words.label_of(dict(record.settings)),
             num_trials=len(record.trials),
             step_seconds=record.expected.step_seconds,
             peak_memory_bytes=record.expected.peak_memory_bytes,
@@ -139,7 +139,7 @@ def submit(name: str = "", path: str | Path | None = None) -> Submission:
     record, file = max(sound, key=lambda pair: (pair[0].measured_on, pair[1].name))
     promised = record.expected
     rows = (
-        f"| {words.label_of(trial.candidate)} | {trial.outcome} "
+        f"| {words.label_of(dict(trial.candidate))} | {trial.outcome} "
         f"| {memory_text(trial.peak_memory_bytes)} | {seconds_text(trial.median_step_seconds)} |\n"
         for trial in record.trials
     )

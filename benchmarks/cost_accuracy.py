@@ -167,7 +167,11 @@ def measure_family(
     for candidate in candidates(family, workload.model.num_blocks):
         before = predictor.predict_uncalibrated(candidate)
         truth = run(family, config, workload, candidate, num_timed=3 if with_time else 0)
-        row = {"family": name, "candidate": label_of(candidate), "peak_bytes": truth.peak_bytes}
+        row = {
+            "family": name,
+            "candidate": label_of(dict(candidate)),
+            "peak_bytes": truth.peak_bytes,
+        }
         row["predicted_peak_bytes"] = before.allocated_memory_bytes
         if with_time:
             seconds = min(truth.step_seconds)

@@ -150,7 +150,7 @@ def figures(estimate: Estimate) -> dict[str, Any]:
         "step_seconds": round(estimate.step_seconds, 3),
         "run_memory_bytes": estimate.run_memory_bytes,
         "fits": estimate.fits,
-        "settings": label_of(estimate.prediction.candidate),
+        "settings": label_of(dict(estimate.prediction.candidate)),
     }
 
 
@@ -220,7 +220,7 @@ def measure(name: str, config: ImportedConfig, hardware: HardwareProfile) -> dic
                 "step_seconds": round(min(taken[column][0] for taken in timed), 4),
                 "peak_bytes": peaks[column],
                 "loss": round(timed[-1][column][1], 6),
-                "settings": label_of(rows[column]),
+                "settings": label_of(dict(rows[column])),
             }
             for column in rows
         },

@@ -236,7 +236,11 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
             with path.open("a") as file:
                 file.write(trials[-1].model_dump_json(exclude_defaults=True) + "\n")
             print(
-                name, len(trials), trials[-1].median_step_seconds, label_of(candidate), flush=True
+                name,
+                len(trials),
+                trials[-1].median_step_seconds,
+                label_of(dict(candidate)),
+                flush=True,
             )
 
     candidates = configurations(table, hardware, workload)

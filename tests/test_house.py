@@ -9,7 +9,6 @@ import tarfile
 import time
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,13 +39,13 @@ UNITS = *"a1 (", "a:", "a:/", "-a", "_a", "a.", "a/", "//", "a,", "a\n", '"', "a
 USE = re.compile(r"\b([A-Z_]{3,40})\.(match|fullmatch|search|sub|split|find\w+)\(")
 
 
-def uses_of_patterns() -> Iterator[tuple[str, str, str]]:
+def uses_of_patterns():
     tables = [f"(?m){one}" for one in KEY_PATTERNS.values()]
     for shell in SHELLS.values():
         tables += [shell.variable, *(rf"(?im)^[ \t]*@?{one}" for one in shell.rewrites)]
     yield from (("files.py", one, "findall") for one in tables)
     for file in (ROOT / "autotune").rglob("*.py"):
-        named: dict[str, str] = {}
+        named = {}
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
                 case ast.Assign(
@@ -122,7 +121,7 @@ def test_wheel_holds_the_package_alone(tmp_path):
     assert not [name for name in sources if name.startswith(("profiles/", "tests/", "docs/"))]
 
 
-MAX_FILES = {"HardwareProfile": 16, "Candidate": 15, "caption": 5, "model name": 6}
+MAX_FILES = {"HardwareProfile": 16, "Candidate": 14, "caption": 5, "model name": 6}
 
 
 @pytest.mark.slow

@@ -152,9 +152,9 @@ _second = _SecondProcess()
 
 
 @contextmanager
-def working_ahead(work: Callable[[T], object], items: Sequence[T]) -> Iterator[None]:
-    """Let a second core trace what `work` needs, from the last of `items` on, while this process
-    begins at the first. Whatever happens there, it only takes longer."""
+def working_ahead(tasks: Sequence[Callable[[], object]]) -> Iterator[None]:
+    """Let a second core trace what the tasks need, from the last on, while this process begins at
+    the first. Whatever happens there, it only takes longer."""
     child = 0
 
     def start() -> None:
@@ -171,9 +171,9 @@ def working_ahead(work: Callable[[T], object], items: Sequence[T]) -> Iterator[N
             return
         try:
             _second.incoming, _second.outgoing = None, sending
-            for item in reversed(items):
+            for task in reversed(tasks):
                 with contextlib.suppress(AutotuneError):
-                    work(item)
+                    task()
         finally:
             os._exit(0)
 

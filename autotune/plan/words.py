@@ -18,6 +18,9 @@ OUTCOMES: Mapping[str, str] = _WORDS["outcomes"]
 MEMORY: Mapping[str, str] = _WORDS["memory"]
 # Values that save no memory.
 PLAIN: Mapping[str, Choice] = {**dict.fromkeys(BLOCK_COUNTS, 0), "quantization": "none"}
+PLAIN_SETTINGS: Mapping[str, Choice] = Candidate(
+    micro_batch_size=1, checkpointed_blocks=0
+).model_dump(exclude={"micro_batch_size"})
 UNTOLD = ("allocator", "data_workers", "batch_memory")  # no two candidates are compared for them
 # Settings that other trainers have, too, in the order in which they are told.
 MAIN = ("quantization", *BLOCK_COUNTS, "attention", "compile", "precision")
@@ -37,19 +40,18 @@ def setting_text(name: str, value: Choice, num_blocks: int | None = None) -> str
 
 
 def unusual_settings(
-    candidate: Candidate, names: Iterable[str] = TITLES, num_blocks: int | None = None
+    settings: Mapping[str, Choice], names: Iterable[str] = TITLES, num_blocks: int | None = None
 ) -> list[str]:
     """Put the settings of these knobs in words that are not the plain ones."""
-    plain = Candidate(micro_batch_size=candidate.micro_batch_size, checkpointed_blocks=0)
-    unusual = candidate.differences(plain)
-    return [setting_text(name, unusual[name], num_blocks) for name in names if name in unusual]
+    unusual = {name for name, value in PLAIN_SETTINGS.items() if settings[name] != value}
+    return [setting_text(name, settings[name], num_blocks) for name in names if name in unusual]
 
 
-def label_of(candidate: Candidate) -> str:
-    """Put a candidate in one line, without what hardly decides speed or memory."""
+def label_of(settings: Mapping[str, Choice]) -> str:
+    """Put settings in one line, without what hardly decides speed or memory."""
     told = (name for name in TITLES if name not in UNTOLD)
     return ", ".join(
-        (f"batch size {candidate.micro_batch_size}", *unusual_settings(candidate, told))
+        (f"batch size {settings['micro_batch_size']}", *unusual_settings(settings, told))
     )
 
 

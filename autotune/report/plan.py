@@ -116,7 +116,7 @@ def speed_text(step_seconds: float, doubt: float | None, work: workload.Workload
 def _main_settings(plan: TrainingPlan) -> list[str]:
     settings, num_blocks = plan.frozen.settings, plan.frozen.workload.model.num_blocks
     told = [words.setting_text("quantization", settings.quantization)]
-    told += words.unusual_settings(settings, words.MAIN[1:], num_blocks)
+    told += words.unusual_settings(dict(settings), words.MAIN[1:], num_blocks)
     if plan.frozen.caching != CachingSettings():
         told.append(words.setting_text("caching", words.caching_text(plan.frozen.caching)))
     return told
@@ -251,7 +251,7 @@ def every_reason_lines(plan: TrainingPlan) -> list[str]:
     if plan.frozen.fallbacks:
         lines += ["", "if memory is shorter than planned, in this order"]
     for fallback in plan.frozen.fallbacks:
-        lines += text.wrapped(f"    {words.label_of(fallback)}", 4)
+        lines += text.wrapped(f"    {words.label_of(dict(fallback))}", 4)
     return lines
 
 

@@ -59,7 +59,7 @@ def _prediction_lines(models: Sequence[ModelSummary], hardware: str, host_memory
 
 def _settings_lines(candidate: Candidate) -> list[str]:
     size = f"{candidate.micro_batch_size} at a time"
-    return text.wrapped(f"    {', '.join((size, *unusual_settings(candidate, MAIN)))}", 0)
+    return text.wrapped(f"    {', '.join((size, *unusual_settings(dict(candidate), MAIN)))}", 0)
 
 
 def known_text(model: ModelSummary) -> str:
@@ -101,7 +101,7 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         f"{title} {text.rough_seconds(took)}" for title, took in around.items() if took
     )
     settings = [setting_text("quantization", candidate.quantization)]
-    settings += unusual_settings(candidate, MAIN, work.model.num_blocks)
+    settings += unusual_settings(dict(candidate), MAIN, work.model.num_blocks)
     facts = [
         (verdict, f"{name} on {estimate.hardware}, {plan.data_text(work)}"),
         ("batch size", f"{batch} = {size} at a time x {batch // size} gradient accumulation"),

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self, get_args
 
 from autotune.cost.memory import ONE_PROCESS, Parallel
@@ -123,7 +124,7 @@ class PlanningProblem:
             block_count_frontier(base, untried.choices, whole)
             whole.host_memory_bytes(base)
 
-        with working_ahead(look_at, space.candidates):
+        with working_ahead([partial(look_at, base) for base in space.candidates]):
             cost, space = _choose_strategy(request, cost, space)
             _require_host_memory(space, cost)
         return cls(
@@ -328,7 +329,7 @@ def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tupl
     if named := [word for word, pairs in asked if pairs]:
         free = request.changed(pins=(), exclusions=())
         relaxed.append((f"without {' and '.join(named)}", free, work))
-    with working_ahead(lambda each: _required_bytes(*each[1:], cost), relaxed):
+    with working_ahead([partial(_required_bytes, *each[1:], cost) for each in relaxed]):
         for option, other, changed in relaxed:
             with contextlib.suppress(InvalidInput, NothingFits):  # a pin may not go with it
                 needed, budget_bytes = _required_bytes(other, changed, cost)
@@ -400,7 +401,7 @@ def advise_choices(
             return []
         return list(map(cost.predict, _fastest_first(base, space, cost)))
 
-    with working_ahead(predict_all, (*formats, *batches)):
+    with working_ahead([partial(predict_all, base) for base in (*formats, *batches)]):
         predicted = {base: predict_all(base) for base in (*formats, *batches)}
     for bases in (formats, batches):
         best_gain, chosen = MIN_GAIN, best

@@ -239,7 +239,7 @@ def _compare(best: Score | None, winner: Score) -> str:
         return best.failure
     time = f"{best.step_seconds / winner.step_seconds:.2f}x the step time"
     memory = f"{best.peak_memory_bytes / winner.peak_memory_bytes:.2f}x the memory"
-    return f"at best {time} at {memory} ({label_of(best.candidate)})"
+    return f"at best {time} at {memory} ({label_of(dict(best.candidate))})"
 
 
 def confirm_winner(

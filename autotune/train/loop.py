@@ -213,7 +213,8 @@ class TrainingLoop:
         self.monitor.restart()
         self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
         apply_settings(self.model, settings)
-        self._warn(f"{why} at step {self.done + 1}; from there on with {words.label_of(settings)}")
+        safer = words.label_of(dict(settings))
+        self._warn(f"{why} at step {self.done + 1}; from there on with {safer}")
 
     def _save_and_preview(self, *, stopping: bool) -> None:
         done, order = self.done, self.order

@@ -4,9 +4,8 @@ import contextlib
 import importlib
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import click
 import pytest
@@ -42,7 +41,7 @@ REASON = "word " * 29 + "end"
 SIZE = 999 << 30
 
 
-def longest(kind: Any, **known: Any) -> Any:
+def longest(kind, **known):
     """An object, or what a field of one may be, with large numbers and long texts but these."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
@@ -85,7 +84,7 @@ RECORD = longest(
     family="qwen-image-edit-plus",
     work="1024px-1f-r16-attention-b4-exact-adamw-8bit-and-words",
     num_trials=512,
-    settings=label_of(SETTINGS),
+    settings=label_of(dict(SETTINGS)),
     match="near",
 )
 TENSOR = "transformer.single_transformer_blocks.37.attn.to_out.0.lora_magnitude_vector.weight"
@@ -117,7 +116,7 @@ SUBMISSION = longest(Submission, key=f"profiles/{'k' * 60}", record="{}")
 DEMO = Demo(Path(FOLDER), Path(FOLDER))
 PLAN = f"{FOLDER}/plan.yaml"
 
-CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
+CASES = {
     "probe": [
         ("", {"autotune.probe": PROFILE, "autotune.doctor": findings(FACTS)}, "RTX 4090"),
         ("--list", {}, "nvidia-rtx-3080-laptop-8gb"),
@@ -173,7 +172,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], str]]] = {
 }
 
 
-def commands(command: Any, path: str = "") -> Iterator[str]:
+def commands(command, path=""):
     below = getattr(command, "commands", None)
     if below is None:
         yield path.strip()
@@ -186,7 +185,7 @@ def test_every_command_is_rendered():
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def screen(monkeypatch):
     shown = io.StringIO()
     for name in ("out", "err"):
         console = PlainConsole(stderr=name == "err")
@@ -196,7 +195,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return shown
 
 
-def require_whole(text: str, *values: str) -> None:
+def require_whole(text, *values):
     """Fail if a line is wider, unless it is one word, or if a value is cut or broken."""
     assert [line for line in text.splitlines() if len(line) > 80 and " " in line.strip()] == []
     assert "…" not in text
@@ -221,7 +220,7 @@ def test_no_answer_is_wider_or_cut(screen, monkeypatch, words, answers, value):
     require_whole(screen.getvalue(), value)
 
 
-def trial_of(outcome: str) -> TrialResult:
+def trial_of(outcome):
     known = {"outcome": outcome, "confirms": outcome == "ok", "phases": ()}
     return longest(TrialResult, candidate=SETTINGS, **known)
 

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ PLAIN = [(name, "none") for name in TINY]
 LAYOUTS = [name for name in TINY if FAMILIES[name].attention_layouts]
 
 
-def candidate_of(precision, quantization="none", k=0, size=2, **others) -> Candidate:
+def candidate_of(precision, quantization="none", k=0, size=2, **others):
     values = {"precision": precision, "quantization": quantization, **others}
     return Candidate(micro_batch_size=size, checkpointed_blocks=k, **values)
 
@@ -94,7 +95,7 @@ def test_bytes_saved_for_backward_are_exact(predictor, name, quantization, norm_
     known = {
         t.untyped_storage()._cdata for t in (*batch.values(), noise, sigmas, *_plain(transformer))
     }
-    saved: dict[int, weakref.ref] = {}
+    saved = {}
 
     def pack(tensor):
         saved[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
@@ -281,14 +282,14 @@ def test_second_process_begins_at_the_end(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
 
-    def find(number: int) -> tuple[int, int]:
+    def find(number):
         (tmp_path / str(number)).touch()
         while number == 0 and not (tmp_path / "2").exists():
             time.sleep(0.01)
         return number, os.getpid()
 
     found = one_at_a_time(find, "test")
-    with working_ahead(found, range(4)):
+    with working_ahead([partial(found, number) for number in range(4)]):
         results = [found(number) for number in (0, 3)]
     assert [number for number, _ in results] == [0, 3]
     assert [process == os.getpid() for _, process in results] == [True, False]
