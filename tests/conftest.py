@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from autotune.plan.file import load_plan
-from autotune.plan.plan import TrainingPlan
 from autotune.system.process import silence_libraries
 from tests.forked import start_server
 
@@ -31,7 +29,7 @@ hypothesis.settings.load_profile("same everywhere")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark as slow what has none of the values (or tuples of them) of its `quick(value, ...)`."""
     for item in items:
         for marker in item.iter_markers("quick"):
@@ -41,12 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
                 item.add_marker("slow")
 
 
-def _called(value: object) -> str:
+def _called(value):
     return str(getattr(value, "name", getattr(value, "__name__", value)))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_caches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -58,7 +56,7 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _imports_are_no_garbage() -> None:
+def _imports_are_no_garbage():
     """Runs and trials collect garbage between phases: imports are half a million objects."""
     if len(sys.modules) > _num_frozen_modules[0] + 200:
         gc.collect()
@@ -69,9 +67,7 @@ def _imports_are_no_garbage() -> None:
 _num_frozen_modules = [0]  # how many there were at the last freeze
 
 
-def autotune(
-    *arguments: object, timeout: float = 600, folder: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def autotune(*arguments, timeout=600, folder=None):
     """Run the command in a process that imports everything anew; see also `tests.forked`."""
     places = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     return subprocess.run(
@@ -86,9 +82,7 @@ def autotune(
     )
 
 
-def autotune_here(
-    capfd: pytest.CaptureFixture[str], *arguments: object
-) -> subprocess.CompletedProcess[str]:
+def autotune_here(capfd, *arguments):
     """Run the command in this process, without paying for the imports again."""
     from autotune.cli import app
 
@@ -113,24 +107,24 @@ class Journey:
     printed: str
 
     @property
-    def plan_file(self) -> Path:
+    def plan_file(self):
         return self.folder / "plan.yaml"
 
     @property
-    def plan(self) -> TrainingPlan:
+    def plan(self):
         return load_plan(self.plan_file)
 
     @property
-    def hostile(self) -> Path:
+    def hostile(self):
         return self.folder / "hostile"
 
     @property
-    def result(self) -> Path:
+    def result(self):
         return self.folder / "result"
 
 
 @pytest.fixture(scope="session")
-def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey:
+def journey(tmp_path_factory, worker_id):
     """Plan and train a small Qwen-Image in processes, once for all test workers, in a folder of
     modules that end whatever imports them."""
     from tests.small import write_small

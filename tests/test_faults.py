@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ needs_root = pytest.mark.skipif(
 )
 
 
-def rows_of(campaign: str, *words: str) -> list[dict[str, Any]]:
+def rows_of(campaign, *words):
     command = [sys.executable, "-m", f"benchmarks.faults.{campaign}", *words]
     told = subprocess.check_output(command, cwd=Path(__file__).parents[1])
     return [json.loads(line) for line in told.splitlines()]

@@ -25,7 +25,7 @@ SMALL = WorkloadRequest(resolution=(512, 512), effective_batch_size=2)
 def test_overflowing_models_are_planned_fp32():
     request = PlanRequest(model="kandinsky5-image-lite", **SMALL.given)
 
-    def precisions(request: PlanRequest) -> object:
+    def precisions(request):
         asked = ResolvedRequest.build(request, needs_weights=False)
         context = TuningContext(hardware_for("T4"), asked.model.family, asked.workload)
         return build_space(request, context).choices["precision"]
@@ -64,7 +64,7 @@ def test_catalog_predictions_are_todays(family, gpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["3060", "3090", "5090", "h100-sxm"])
 @pytest.mark.parametrize("family", ["sdxl", "flux1-dev", "qwen-image", "z-image", "flux2-dev"])
-def test_knobs_are_worth_three_percent(family: str, gpu: str) -> None:
+def test_knobs_are_worth_three_percent(family, gpu):
     """Or it is what makes the plan fit: nothing that runs has some of its knobs plain, the others
     as they are, and is as fast."""
     request, hardware = PlanRequest(model=family, hardware="any"), profile_of_gpu(gpu_named(gpu))
@@ -76,7 +76,7 @@ def test_knobs_are_worth_three_percent(family: str, gpu: str) -> None:
     best = require_winner(scores, "throughput", lambda: "")
     plain = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="bf16")
 
-    def used(candidate: Candidate) -> set[tuple[str, object]]:
+    def used(candidate):
         values = {(name, value > 0 if name in BLOCK_COUNTS else value) for name, value in candidate}
         free = {"micro_batch_size", "checkpointed_blocks"}
         return {(n, v) for n, v in values if n not in free and v != getattr(plain, n)}

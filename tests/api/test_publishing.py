@@ -5,7 +5,6 @@ import json
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,24 @@ PROMPT = 'a "red" heart: on a ground'
 
 
 class Hub:
-    def __init__(self) -> None:
+    def __init__(self):
         self.files: dict[str, bytes] = {}
         self.made: dict[str, Any] = {}
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch):
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *arguments: Any) -> None:
+        def log_message(self, *arguments):
             return
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             is_known = self.path == "/api/whoami-v2"
             self.reply(200 if is_known else 404, {"name": "me", "type": "user"} if is_known else {})
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.path == "/api/repos/create":
                 hub.made = json.loads(content)
@@ -62,7 +61,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
                 url = "https://huggingface.co/me/heart/commit/1"
                 self.reply(200, {"commitUrl": url, "commitOid": "1" * 40})
 
-        def reply(self, status: int, content: dict[str, Any]) -> None:
+        def reply(self, status, content):
             text = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -81,7 +80,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     measured = autotune.load_plan(Path(FOLDER) / "measured.yaml")
     plan = with_job(measured, preview_prompts=(PROMPT,), data="/home/me/secret-photos")
     folder = run_folder(tmp_path / "run", plan)
@@ -92,7 +91,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_push_uploads_adapter_samples_card_only(hub, run):
-    told_first: list[str] = []
+    told_first = []
     assert push_to_hub(run, "me/heart", told_first.append).endswith("/me/heart")
     assert hub.made["visibility"] == "private"
     names = {"README.md", "pytorch_lora_weights.safetensors", "sample_with_adapter.png"}

@@ -9,9 +9,8 @@ from PIL import Image
 
 import autotune
 from autotune.errors import InvalidInput
-from autotune.events import Event, Notice, PhaseStarted, PreviewsWritten
+from autotune.events import Notice, PhaseStarted, PreviewsWritten
 from autotune.plan.file import RUN_PLAN_FILE, save_plan, with_job
-from autotune.plan.plan import TrainingPlan
 from autotune.report.files import MAX_PREVIEWS, RunPage, read_run
 from autotune.report.run import PAGE_FILE
 from tests.report.page.pages import FOLDER, HOSTILE, golden_plan, run_report, steps_of
@@ -20,13 +19,13 @@ from tests.report.page.test_page import Outline
 PLAN = Path(FOLDER) / "wall.yaml"
 
 
-def noise(path: Path, side_px: int = 64) -> None:
+def noise(path, side_px=64):
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = random.Random(0).randbytes(3 * side_px**2)
     Image.frombytes("RGB", (side_px, side_px), pixels).save(path, format="PNG")
 
 
-def run_folder(folder: Path, plan: TrainingPlan | None = None, *, finished: bool = True) -> Path:
+def run_folder(folder, plan=None, *, finished=True):
     plan = plan or with_job(golden_plan(), preview_prompts=("a red heart",))
     folder.mkdir()
     save_plan(plan, folder / RUN_PLAN_FILE)
@@ -42,7 +41,7 @@ def run_folder(folder: Path, plan: TrainingPlan | None = None, *, finished: bool
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     return run_folder(tmp_path / "run")
 
 
@@ -125,7 +124,7 @@ def test_pictures_stay_within_bounds(run, monkeypatch):
 
 
 def test_page_survives_its_own_failure(run):
-    seen: list[Event] = []
+    seen = []
     page = RunPage(run, seen.append, clock=lambda: 0.0)
     page(PhaseStarted(name="training"))
     assert not (run / PAGE_FILE).exists()

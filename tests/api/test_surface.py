@@ -3,7 +3,6 @@
 import operator
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -17,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_commands_have_few_options():
-    def names(command: Any) -> set[str]:
+    def names(command):
         parameters = command.get_params(click.Context(command))
         own = {name for one in parameters for name in one.opts if name.startswith("--")}
         return own.union(*map(names, getattr(command, "commands", {}).values()))
@@ -58,7 +57,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re
 @pytest.mark.slow
 def test_docs_session_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    session: dict[str, Any] = {}
+    session = {}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec"), session)
     printed = capsys.readouterr().out

@@ -6,13 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import autotune
-from autotune.plan.plan import TrainingPlan
 from tests.small import write_small
 
 MODELS = "qwen-image", "flux1-dev", "sdxl", "z-image"
 
 
-def predict(model: str) -> float:
+def predict(model):
     return autotune.estimate(model, hardware="4090").run_memory_bytes
 
 
@@ -22,11 +21,11 @@ def test_threads_do_everything_at_once(tmp_path):
     for family in ("qwen-image", "sdxl"):
         write_small(family, tmp_path / family)
 
-    def plan(family: str) -> TrainingPlan:
+    def plan(family):
         folder, job = tmp_path / family, {"num_steps": 8, "resolution": 64, "max_trials": 1}
         return autotune.plan(folder / "model", folder / "images", **job)
 
-    def train(made: TrainingPlan) -> tuple[float, ...]:
+    def train(made):
         outputs = (str(tmp_path / made.digest[-8:] / name) for name in ("run", "again"))
         return tuple(autotune.train(made, output=output).final_loss for output in outputs)
 

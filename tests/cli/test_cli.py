@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from typing import Any
 
 import click
 import pytest
@@ -15,7 +14,7 @@ from autotune.cli.output import Progress
 from tests.conftest import autotune_here
 
 
-def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+def python(code, *words):
     command = [sys.executable, "-c", code, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
@@ -28,7 +27,7 @@ def test_help_imports_no_heavy_library():
 
 
 def test_interruption_has_its_own_status(capfd, monkeypatch):
-    def interrupt(**_: object) -> None:
+    def interrupt(**_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(app.commands["doctor"], "callback", interrupt)
@@ -39,7 +38,7 @@ def test_interruption_has_its_own_status(capfd, monkeypatch):
 
 @pytest.mark.parametrize("before", ["", "--progress json", "--quiet --progress=none"])
 def test_predictions_import_less_however_loud(monkeypatch, before):
-    asked: list[object] = []
+    asked = []
     words = [*before.split(), "plan", "--steps", "none", "--hardware", "nvidia-a40"]
     monkeypatch.setattr(cli, "prepare_process", lambda **given: asked.append(given))
     monkeypatch.setattr(sys, "argv", ["autotune", *words])
@@ -123,16 +122,16 @@ def test_short_memory_is_no_broken_picture(tmp_path):
     assert "\nhint: close other programs that use memory, or raise the limit" in ended.stderr
 
 
-def parameters(command: Any, path: str = "") -> list[tuple[str, click.Parameter]]:
+def parameters(command, path=""):
     own = [(path, one) for one in command.get_params(click.Context(command))]
     below = getattr(command, "commands", {}).items()
     return own + [one for name, each in below for one in parameters(each, f"{path} {name}")]
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, words: str) -> dict[str, Any]:
+def asked(monkeypatch, words):
     name, *rest = words.split()
     command = app.commands[name]
-    got: dict[str, Any] = {}
+    got = {}
     monkeypatch.setattr(command, "callback", lambda **values: got.update(values["asked"]))
     command.main(rest, standalone_mode=False)
     return got
@@ -158,7 +157,7 @@ def test_given_values_and_no_defaults(monkeypatch, words, values):
 
 
 def test_every_command_prints_json_if_asked():
-    options: dict[str, set[str]] = {}
+    options = {}
     for path, one in parameters(app):
         options.setdefault(path.strip(), set()).update(one.opts)
     groups = {"", "data", "profiles", "weights"}

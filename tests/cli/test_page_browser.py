@@ -9,10 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +33,7 @@ WAIT_MS = 800_000  # on a busy machine
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[str]:
+def server(folder):
     """Serve the page from a process of its own; yield the address to open."""
     places = (str(ROOT), os.environ.get("PYTHONPATH"))
     process = subprocess.Popen(
@@ -56,21 +54,21 @@ def server(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
+def chromium():
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
 
 
-def open_page(chromium: Any, address: str, **options: Any) -> Any:
+def open_page(chromium, address, **options):
     page = chromium.new_context(viewport={"width": 1400, "height": 900}, **options).new_page()
     page.set_default_timeout(60_000)
     home, page.complaints = address.partition("/?")[0], []
     page.on("console", lambda message: page.complaints.append(message.text))
     page.on("pageerror", lambda error: page.complaints.append(str(error)))
 
-    def see(request: Any) -> None:
+    def see(request):
         if not request.url.startswith((home, "data:")):
             page.complaints.append(f"asked for {request.url}")
 
@@ -80,7 +78,7 @@ def open_page(chromium: Any, address: str, **options: Any) -> Any:
     return page
 
 
-def tab_to(page: Any, text: str) -> None:
+def tab_to(page, text):
     for _ in range(200):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.textContent.trim()") == text:
@@ -88,7 +86,7 @@ def tab_to(page: Any, text: str) -> None:
     raise AssertionError(f"the keyboard does not reach {text!r}")
 
 
-def finish(page: Any) -> None:
+def finish(page):
     page.locator("main .state.finished").first.wait_for(timeout=WAIT_MS)
 
 
@@ -171,7 +169,7 @@ def test_a_card_shows_answer_and_command(chromium, tmp_path):
         assert page.complaints == []
 
 
-def look_at_all(chromium: Any, address: str, width: int, scheme: str) -> None:
+def look_at_all(chromium, address, width, scheme):
     """Every page fits, complains of nothing, and axe finds nothing serious."""
     page = open_page(chromium, address, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
@@ -196,7 +194,7 @@ def look_at_all(chromium: Any, address: str, width: int, scheme: str) -> None:
     page.context.close()
 
 
-def look_at_report(chromium: Any, address: str, file: Path) -> None:
+def look_at_report(chromium, address, file):
     """A run's own page asks for nothing, and its charts are read by keyboard."""
     page = open_page(chromium, address)
     page.complaints.clear()

@@ -6,7 +6,6 @@ import shutil
 import time
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -32,7 +31,7 @@ READ = ["/data", "/plan", "/train", "/results", "/machine", "/compare", "/import
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
+def site(tmp_path):
     root = tmp_path / "work"
     (root / "photos").mkdir(parents=True)
     for name, caption in (("a", "a cat"), ("b", "two cats")):
@@ -45,12 +44,12 @@ def site(tmp_path: Path) -> Site:
 
 
 @pytest.fixture
-def stranger(site: Site) -> Any:
+def stranger(site):
     return TestClient(build_app(site, [HOME], TOKEN), base_url=HOME, follow_redirects=False)
 
 
 @pytest.fixture
-def user(stranger: Any) -> Any:
+def user(stranger):
     stranger.get(f"/?token={TOKEN}")
     stranger.headers["origin"] = HOME
     return stranger
@@ -162,7 +161,7 @@ def test_uploads_are_limited(user, site, monkeypatch):
     monkeypatch.setattr("autotune.cli.server.MAX_UPLOAD_BYTES", 1000)
     monkeypatch.setattr("autotune.cli.server.MAX_FORM_BYTES", 1000)
 
-    def upload(name: str, size: int = 10) -> int:
+    def upload(name, size=10):
         params = {"folder": "photos", "name": name}
         return int(user.put("/upload", params=params, content=b"x" * size).status_code)
 
@@ -182,12 +181,12 @@ def test_uploads_are_limited(user, site, monkeypatch):
 
 
 class _Tags(HTMLParser):
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
 
 
@@ -252,7 +251,7 @@ def test_forms_become_the_shown_command(user, site):
 
 
 def test_known_models_are_answered_at_once(user):
-    def told(model: str, hardware: str) -> str:
+    def told(model, hardware):
         return user.get("/plan/known", params={"model": model, "hardware": hardware}).text
 
     assert "sdxl should fit" in told("sdxl", "nvidia-rtx-4090")
@@ -300,7 +299,7 @@ def test_only_plans_are_shown(user, site):
     assert user.get("/plan?file=bad.yaml").status_code == 400
 
 
-def wait_for(job: Any, *states: str) -> None:
+def wait_for(job, *states):
     started = time.monotonic()
     while job.state not in states:
         assert time.monotonic() - started < 60, (job.state, job.told())

@@ -42,7 +42,7 @@ Told = dict[str, tuple[int, str, list[str]]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
     model, images = write_model_and_images(folder)
     (folder / "garbage.yaml").write_text("a: [1, 2\n")

@@ -1,7 +1,5 @@
 """Cost models that the tests of this room share, so that each tiny model is traced once."""
 
-from collections.abc import Callable
-
 import pytest
 from tiny_models import TINY, cpu, workload_of
 
@@ -10,10 +8,10 @@ from autotune.models.registry import FAMILIES
 
 
 @pytest.fixture(scope="session")
-def predictor() -> Callable[[str], CostModel]:
-    made: dict[str, CostModel] = {}
+def predictor():
+    made = {}
 
-    def of(name: str) -> CostModel:
+    def of(name):
         if name not in made:
             made[name] = CostModel.build(cpu(), workload_of(name), FAMILIES[name], TINY[name])
         return made[name]

@@ -32,7 +32,7 @@ def test_native_is_the_kernel_torch_prefers(card, cudnn, precision, masked, kern
     assert kernel_for("native", "cuda", masked, precision, **known) == kernel
 
 
-def measured(card: str, rates: dict[str, float]):
+def measured(card, rates):
     how = {"unit": "FLOP/s", "spread": 0.0, "num_samples": 1}
     known = tuple(Rate(name=name, value=value, **how) for name, value in rates.items())
     return gpu(card).model_copy(update={"rates": known})
@@ -103,7 +103,7 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 30 * MIB), st.booleans()), max_size
 @given(REQUESTS, st.booleans())
 def test_reserved_holds_what_is_allocated(requests, expandable):
     allocator = CachingAllocator(expandable_segments=expandable)
-    held: dict[int, int] = {}
+    held = {}
     for number, (size, frees) in enumerate(requests, start=1):
         allocator.allocate(number, size)
         held[number] = size

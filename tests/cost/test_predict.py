@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import diffusers
@@ -186,7 +185,7 @@ def test_vae_elsewhere_is_priced():
     # Which would take more than a tiny clip.
     parts = dataclasses.replace(family.parts, text_encoder_parameters=())
 
-    def built(**pins: str) -> CostModel:
+    def built(**pins):
         how = {"parts": parts, "caching_pins": pins}
         return CostModel.build(card, workload_of(name), family, TINY[name], **how)
 
@@ -251,12 +250,12 @@ CANDIDATE = Candidate(micro_batch_size=1, checkpointed_blocks=0)
 
 
 @pytest.fixture(scope="module")
-def alone(predictor: Callable[[str], CostModel]) -> CostModel:
+def alone(predictor):
     return predictor("flux1-dev")
 
 
-def _several(alone: CostModel, strategy: str, number: int) -> CostModel:
-    return alone.with_parallel(Parallel(strategy, number))  # type: ignore[arg-type]
+def _several(alone, strategy, number):
+    return alone.with_parallel(Parallel(strategy, number))
 
 
 def test_ddp_holds_each_gradient_once_more(alone):
@@ -351,7 +350,7 @@ Pairs = list[tuple[Candidate, float]]
 pairs = st.lists(st.tuples(candidates, st.floats(-1, 1)), min_size=1, max_size=10)
 
 
-def learn(before: Posterior, noise: float, known: Pairs) -> Posterior:
+def learn(before, noise, known):
     return fit(before, noise, [candidate for candidate, _ in known], [each for _, each in known])
 
 
@@ -392,7 +391,7 @@ def test_tempering_halves_and_keeps_doubt():
     assert here.covariance[at][at] == pytest.approx(variance)
 
 
-def test_slow_swaps_spare_their_format() -> None:
+def test_slow_swaps_spare_their_format():
     plain = Candidate(micro_batch_size=1, checkpointed_blocks=40, quantization="torchao-int8")
     slow, fast = (
         fit(Posterior(0.35), NOISE["time"], [plain.changed(swapped_blocks=40)], [residual])
@@ -429,7 +428,7 @@ def test_tiles_alike_are_traced_once():
         ).eval()
         latents = torch.empty(1, 4, 1, 16, 16)
     vae.enable_tiling(32, 32, 24, 24)
-    calls: list[int] = []
+    calls = []
     vae.decoder.conv_in.register_forward_pre_hook(lambda *_: calls.append(1))
     numbers, peaks = [], []
     for alike in (None, vae.decoder):

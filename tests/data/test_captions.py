@@ -1,13 +1,10 @@
 """Captions that models of this machine write, and that words change."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 from PIL import Image
 
-from autotune import events
 from autotune.data.captions import reworded, undo_edit
 from autotune.data.describe import Describer
 from autotune.errors import InvalidInput, NothingFits
@@ -17,12 +14,12 @@ from tests.small import write_small_pipeline
 
 
 @pytest.fixture(autouse=True)
-def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_words(monkeypatch):
     monkeypatch.setattr("autotune.data.describe.MAX_TEXT_TOKENS", 16)
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir()
     for name, side in (("a", 64), ("b", 96), ("c", 128)):
@@ -31,7 +28,7 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-def captions(folder: Path) -> dict[str, str]:
+def captions(folder):
     return {file.stem: file.read_text().strip() for file in sorted(folder.glob("*.txt"))}
 
 
@@ -54,7 +51,7 @@ def test_words_change_and_are_taken_back(photos):
         caption_data(photos)
 
 
-def small_blip(folder: Path) -> str:
+def small_blip(folder):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[DEC]", "[ENC]", "a", "dog", "cat"]
     (folder / "vocab.txt").write_text("\n".join(words))
     tokenizer = transformers.BertTokenizer(str(folder / "vocab.txt"))
@@ -69,7 +66,7 @@ def small_blip(folder: Path) -> str:
     return str(folder)
 
 
-def model_of(kind: str, folder: Path) -> str:
+def model_of(kind, folder):
     folder.mkdir()
     if kind == "blip":
         return small_blip(folder)
@@ -79,7 +76,7 @@ def model_of(kind: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["qwen-image", "qwen-image-2.1", "blip"])
 def test_models_describe_what_has_no_caption(photos, tmp_path, monkeypatch, kind):
-    asked: list[Image.Image] = []
+    asked = []
     model = model_of(kind, tmp_path / "model")
     found = Describer.find(model)
     describe = found.load(torch.device("cpu"))
@@ -88,14 +85,14 @@ def test_models_describe_what_has_no_caption(photos, tmp_path, monkeypatch, kind
     assert describe(picture, "What is it?") == told
     assert told.isprintable()
 
-    def stop_at_second(picture: Image.Image, prompt: str) -> str:
+    def stop_at_second(picture, prompt):
         asked.append(picture)
         if len(asked) == 2:
             raise KeyboardInterrupt
         return f"picture {len(asked)}"
 
     monkeypatch.setattr(Describer, "load", lambda self, device: stop_at_second)
-    told_events: list[events.Event] = []
+    told_events = []
     with pytest.raises(KeyboardInterrupt):
         caption_data(photos, model=model, on_event=told_events.append)
     assert "GiB" in str(told_events[0])

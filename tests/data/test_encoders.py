@@ -10,7 +10,7 @@ from autotune.plan.candidate import CachingSettings
 from autotune.plan.job import ModelRef
 from tests.kinds import KINDS
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
-from tests.models.small import CAPTIONS, Small
+from tests.models.small import CAPTIONS
 from tests.train.small import SETTINGS
 from tests.weights.conftest import bits
 
@@ -24,8 +24,7 @@ EXACT = {
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def small(request, small_pipelines):
-    found: Small = small_pipelines(request.param)
-    return found
+    return small_pipelines(request.param)
 
 
 def encoders_of(small, caching):

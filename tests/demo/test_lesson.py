@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,13 +30,13 @@ def test_demo_writes_its_files_once(tmp_path, monkeypatch):
         make_demo(tmp_path / "demo")
 
 
-def has_learned(found: ConceptFidelity) -> bool:
+def has_learned(found):
     keeps = found.others_after > found.others_before - 0.2
     return found.before < 0.1 and found.after > 0.6 and keeps
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "demo"
     process = autotune("demo", "--no-profiles", "--output", folder, timeout=1500)
     assert process.returncode == 0, process.stderr
@@ -75,10 +74,10 @@ SHAPES = (*world.KNOWN_SHAPES, *world.NEW_SHAPES)
 COUNT = 100
 
 
-def truths() -> list[tuple[str, str, str]]:
+def truths():
     rng = random.Random(0)
     names = (SHAPES, tuple(world.COLORS), tuple(world.GROUNDS))
-    return [tuple(rng.choice(each) for each in names) for _ in range(COUNT)]  # type: ignore[misc]
+    return [tuple(rng.choice(each) for each in names) for _ in range(COUNT)]
 
 
 def test_judge_agrees_on_drawn_scenes():

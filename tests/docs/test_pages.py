@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -22,13 +21,13 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 SYNTAX = re.compile(r"^ {4}(?:\$ )?(autotune .*)$", re.MULTILINE)
 
 
-def words_of(line: str) -> list[str]:
+def words_of(line):
     line = re.split(r"\s{2,}|\s[#|>]|\s&&", line)[0]
     return shlex.split(re.sub(r"\.\.\.|[`\[\]]", "", line))[1:]
 
 
-def parse(words: list[str]) -> None:
-    command: Any = app
+def parse(words):
+    command = app
     context = command.make_context("autotune", list(words))
     while hasattr(command, "commands"):
         rest = [*context._protected_args, *context.args]

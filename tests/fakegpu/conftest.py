@@ -8,9 +8,6 @@ import os
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,18 +17,18 @@ if IS_THERE:
     importlib.import_module("autotune.search.preload")
 
 
-def pytest_ignore_collect() -> bool | None:
+def pytest_ignore_collect():
     return None if IS_THERE else True
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+def pytest_pyfunc_call(pyfuncitem):
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     in_fork(str(arguments.get("machine", "4090")), lambda: pyfuncitem.obj(**arguments))
     return True
 
 
-def in_fork(machine: str, work: Callable[[], object]) -> None:
+def in_fork(machine, work):
     """Do `work` in a fork of this process, which must never start CUDA, on a machine."""
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_do, args=(theirs, machine, work))
@@ -46,7 +43,7 @@ def in_fork(machine: str, work: Callable[[], object]) -> None:
         pytest.fail(f"{failure}, exit status {child.exitcode}", pytrace=False)
 
 
-def _do(parent: Connection, machine: str, work: Callable[[], object]) -> None:
+def _do(parent, machine, work):
     os.environ["FAKEGPU"] = machine
     try:
         work()
@@ -56,33 +53,33 @@ def _do(parent: Connection, machine: str, work: Callable[[], object]) -> None:
 
 
 class StandIn:
-    def __init__(self) -> None:
+    def __init__(self):
         self._library = ctypes.CDLL(None)
         self._library.fakegpu_count.restype = ctypes.c_int64
         self._library.fakegpu_used_bytes.restype = ctypes.c_uint64
 
-    def count(self, name: str) -> int:
-        found: int = self._library.fakegpu_count(name.encode())
+    def count(self, name):
+        found = self._library.fakegpu_count(name.encode())
         assert found >= 0, f"nothing is counted as {name}"
         return found
 
-    def counted(self, work: Callable[[], object], *names: str) -> Counter[str]:
+    def counted(self, work, *names):
         before = {name: self.count(name) for name in names}
         work()
         return Counter({name: self.count(name) - before[name] for name in names})
 
-    def kernels(self) -> str:
+    def kernels(self):
         with tempfile.NamedTemporaryFile("r") as file:
             self._library.fakegpu_write_kernels(file.name.encode())
             return file.read()
 
-    def used_bytes(self, device: int = 0) -> int:
+    def used_bytes(self, device=0):
         return int(self._library.fakegpu_used_bytes(device))
 
-    def has_context(self, device: int) -> bool:
+    def has_context(self, device):
         return bool(self._library.fakegpu_has_context(device))
 
-    def bytes_left(self) -> tuple[int, int]:
+    def bytes_left(self):
         gc.collect()
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
@@ -92,12 +89,12 @@ class StandIn:
 
 
 @pytest.fixture
-def standin() -> StandIn:
+def standin():
     return StandIn()
 
 
 @pytest.fixture
-def pipeline(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pipeline(name, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "small" / name
     if not folder.exists():
         in_fork("4090", lambda: importlib.import_module("tests.small").write_small(name, folder))

@@ -11,7 +11,7 @@ from tests.fakegpu.numbers import DecisiveNumbers
 from tests.small import shortest_clip
 from tests.train.small import make_plan
 
-SETTINGS: dict[str, dict[str, object]] = {
+SETTINGS = {
     "4090": {"quantization": "torchao-int8", "swapped_blocks": 1, "allocator": "expandable"},
     "h100": {"modulation": "ahead", "batch_memory": "pinned"},
     "5090": {"quantization": "bnb-nf4", "micro_batch_size": 2},
@@ -50,7 +50,7 @@ def test_run_ends_and_leaves_nothing_behind(
     if family.max_controls:
         job["control"] = str(pipeline / "control")
 
-    def run(num_steps: int, resume: bool) -> None:
+    def run(num_steps, resume):
         plan = make_plan(
             pipeline / "model",
             pipeline / "images",

@@ -11,17 +11,16 @@ from autotune.errors import InvalidInput
 from autotune.machine.capabilities import MIN_MARGIN_BYTES
 from autotune.machine.doctor import doctor
 from autotune.machine.probe import may_have_gpu, probe
-from autotune.plan.hardware import Device
 
 GIB = 2**30
 ABOUT_THE_HOST = {"little-host-memory", "little-disk"}
 
 
-def findings() -> set[str]:
+def findings():
     return {finding.name for finding in doctor()} - ABOUT_THE_HOST
 
 
-def facts(device: Device) -> dict[str, object]:
+def facts(device):
     """The facts that differ from a quiet card's with its own memory in a full slot."""
     quiet = {"memory_kind": "discrete", "mig": False, "drives_display": False, "pcie_width": 16}
     return {name: getattr(device, name) for name in quiet if getattr(device, name) != quiet[name]}

@@ -2,7 +2,6 @@
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,9 +29,7 @@ def _any_quality(monkeypatch):
     monkeypatch.setattr(model, "require_quality", lambda *_: None)  # of what no kernel computed
 
 
-def start(
-    folder: Path, *, device: str = "cuda:0", padding: str = "exact", **changes: object
-) -> StepRunner:
+def start(folder, *, device="cuda:0", padding="exact", **changes):
     resolved = resolve_model(ModelRef.of(folder / "model"))
     sizes = {"resolution": (128, 128), "effective_batch_size": 2, "text_tokens": 16}
     work = describe_workload(resolved, None, WorkloadRequest(rank=4, **sizes))
@@ -47,7 +44,7 @@ def start(
     return runner
 
 
-def waits_in(runner: StepRunner) -> list[str]:
+def waits_in(runner):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -94,7 +91,7 @@ def test_kernel_of_attention_is_one_foretold(name, machine, padding, pipeline, s
     precision = "bf16" if capability >= (8, 0) else "fp16"
     is_masked = padding == "masked"
     start(pipeline, padding=padding, micro_batch_size=2, precision=precision)
-    how: Any = {"masked": is_masked, "precision": precision, "capability": capability}
+    how = {"masked": is_masked, "precision": precision, "capability": capability}
     foretold = cuda_kernel("native", cudnn=cudnn_version(), **how)
     launched = standin.kernels()
     assert {kernel for kernel, part in KERNELS.items() if part and part in launched} == (
@@ -112,7 +109,7 @@ def test_swapped_blocks_are_copied_once(standin):
     block_bytes = 4 * width**2
     assert standin.count("pinned_bytes") == num_blocks * block_bytes
 
-    def step() -> None:
+    def step():
         values = inputs
         for block in blocks:
             values = checkpoint(block, values, use_reentrant=False)

@@ -1,26 +1,24 @@
 """Steps on the GPU: the host waits once in each; a group of one over NCCL takes the same."""
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import ModelRef
 from autotune.search.worker import longest_captions, synthetic_samples
-from autotune.train.model import TrainingModel, load_model
+from autotune.train.model import load_model
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.processes import Processes, set_device
-from autotune.train.step import StepOutcome, optimizer_step, to_device
+from autotune.train.step import optimizer_step, to_device
 from tests.gpu.conftest import candidate, work
 
 
 @pytest.fixture
-def processes(device: str) -> Iterator[Processes]:
+def processes(device):
     """As if there were two, or nothing would be wrapped."""
     own = torch.device(device)
     set_device(own)
@@ -30,7 +28,7 @@ def processes(device: str) -> Iterator[Processes]:
     distributed.destroy_process_group()
 
 
-def take_step(loaded: TrainingModel, network: nn.Module, model: Path) -> StepOutcome:
+def take_step(loaded, network, model):
     workload, resolved = work(model), resolve_model(ModelRef.of(model))
     known = (resolved.family, resolved.config, workload, workload.largest_bucket)
     samples = synthetic_samples(*known, longest_captions(workload, 2), loaded.dtype)
@@ -42,7 +40,7 @@ def take_step(loaded: TrainingModel, network: nn.Module, model: Path) -> StepOut
     )
 
 
-def load(model: Path, device: str, precision: str, shards: int = 1) -> TrainingModel:
+def load(model, device, precision, shards=1):
     resolved = resolve_model(ModelRef.of(model))
     known = work(model), candidate(precision), torch.device(device), 0
     return load_model(resolved, *known, shards=shards)

@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from autotune.events import Event
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import seal
 from autotune.train.prepare import SampleRequest, read_sample_inputs
@@ -118,7 +117,7 @@ def test_stolen_memory_is_survived(data, hardware, settings, tmp_path, step):
         taken.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
 
-    def disturb(event: Event) -> None:
+    def disturb(event):
         steps_to(take)(event)
         notices_to(give_back)(event)
 

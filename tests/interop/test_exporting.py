@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -11,13 +10,12 @@ from hypothesis import given, settings, strategies as st
 from autotune.errors import InvalidInput
 from autotune.exchange import audit
 from autotune.interop.exporting import LEARNING, LOADING, compare, export_plan, values_of
-from autotune.interop.importing import ImportedConfig, import_config
+from autotune.interop.importing import import_config
 from autotune.interop.rules import Context
 from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import count_blocks
 from autotune.plan.job import Job
-from autotune.plan.plan import TrainingPlan
 from autotune.plan.words import PHASES
 from autotune.report.configs import audit_markdown
 from autotune.train.folder import CHANGEABLE_FIELDS
@@ -38,7 +36,7 @@ MAIN = {
 EXACT = yaml.safe_load((Path(__file__).parent / "exact.yaml").read_text())
 
 
-def exact_of(trainer: str, model: str) -> dict[str, Any]:
+def exact_of(trainer, model):
     spec = plan_of(model).frozen.workload.model
     defaults, total = FAMILIES[spec.family].defaults, spec.num_blocks
     of_models = (own for names, own in EXACT[trainer].items() if model in names.split())
@@ -54,9 +52,7 @@ def exact_of(trainer: str, model: str) -> dict[str, Any]:
     return changes
 
 
-def exported(
-    tmp_path: Path, plan: TrainingPlan, trainer: str, **options: Any
-) -> tuple[ImportedConfig, Any]:
+def exported(tmp_path, plan, trainer, **options):
     result = export_plan(plan, get_trainer(trainer), **options)
     for name, text in result.files.items():
         (tmp_path / name).write_text(text)
@@ -161,7 +157,7 @@ def test_texts_run_nothing(tmp_path):
     assert result.files["run.sh"].count("touch pwned") == 9
 
 
-def write_config(folder: Path, resolution: int) -> Path:
+def write_config(folder, resolution):
     model, _ = write_model_and_images(folder)
     text = (CONFIGS / "ai_toolkit.yaml").read_text()
     text = text.replace("name_or_path: Qwen/Qwen-Image", f"name_or_path: {model}")

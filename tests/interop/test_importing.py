@@ -5,7 +5,6 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from autotune.errors import InvalidInput
 from autotune.exchange import plan_from_config
 from autotune.interop.files import read_document
-from autotune.interop.importing import ConfigLine, ImportedConfig, import_config, read_settings
+from autotune.interop.importing import import_config, read_settings
 from autotune.interop.rules import ConfigValue, Context
 from autotune.interop.trainer import get_trainer, trainers
 from autotune.models.adapter import LISTS, convolutions, find_target_set, layers_of, linear_layers
@@ -37,11 +36,11 @@ MAIN_FILES = {
 }
 
 
-def lines_of(config: ImportedConfig) -> list[ConfigLine]:
+def lines_of(config):
     return [*config.carried, *config.pinned, *config.decided, *config.not_carried]
 
 
-def lost(config: ImportedConfig) -> dict[str, str]:
+def lost(config):
     return {line.key: line.meaning for line in config.not_carried}
 
 
@@ -67,7 +66,7 @@ def test_an_import_is_exact():
     assert lost(config).keys() == {*keys.split(), "model.quantize_te"}
 
 
-def changed(folder: Path, name: str, old: str, new: str) -> Path:
+def changed(folder, name, old, new):
     """The configurations in another folder, with that of this name changed."""
     for path in CONFIGS.iterdir():
         text = path.read_text()
@@ -220,7 +219,7 @@ def test_import_knows_what_export_writes(trainer):
     assert [key for key in others if trainer.account(key, None) is None] == []
 
 
-def read(folder: Path, content: dict[str, Any]) -> ImportedConfig:
+def read(folder, content):
     path = folder / "config.json"
     path.write_text(json.dumps(content))
     return import_config(path)
@@ -250,7 +249,7 @@ def test_targets_suit_the_trainer():
 KNOWN = sorted({known.family.name for trainer in trainers().values() for known in trainer.models})
 
 
-def general_name(layer: str) -> str:
+def general_name(layer):
     """With 0 for the number of its block; a UNet's middle block has two unlike ones."""
     return layer if layer.startswith("mid_block.resnets.") else LISTS.sub(r"\1.0.", layer)
 

@@ -1,7 +1,6 @@
 """Overheads of other trainers are predicted from their tables, told, and decisive."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
-from autotune.plan.prediction import MemoryBreakdown, Overheads, Prediction
 from autotune.plan.workload import Bucket
 from autotune.search.winner import Score, refuse_beyond
 from tests.cost.tiny_models import TINY, gpu, workload_of
@@ -24,7 +22,7 @@ ADAPTERS = {"ai-toolkit": 4, "simpletuner": 2}
 """Bytes of an adapter's parameter, and of its gradient, in each trainer's program."""
 
 
-def overheads_of(trainer: str) -> Overheads:
+def overheads_of(trainer):
     plan = plan_of("qwen-image")
     choices = {name: (value,) for name, value in plan.frozen.settings}
     return overheads_for(get_trainer(trainer), plan.job, plan.frozen.workload, choices)
@@ -33,18 +31,18 @@ def overheads_of(trainer: str) -> Overheads:
 BUCKET = Bucket(width_px=512, height_px=512, num_frames=1, num_items=8)
 
 
-def cost_of(overheads: Overheads | None = None) -> CostModel:
+def cost_of(overheads=None):
     work, family = workload_of("qwen-image", buckets=(BUCKET,)), FAMILIES["qwen-image"]
     card = gpu("nvidia-h100-sxm")
     return CostModel.build(card, work, family, TINY["qwen-image"], overheads=overheads)
 
 
 @pytest.fixture(scope="module")
-def own() -> CostModel:
+def own():
     return cost_of()
 
 
-def phase_of(prediction: Prediction, name: str) -> MemoryBreakdown:
+def phase_of(prediction, name):
     return next(phase.breakdown for phase in prediction.phases if phase.name == name)
 
 
@@ -64,7 +62,7 @@ def test_adapters_take_the_table_s_bytes(own, trainer):
 
 
 def test_fp32_adapters_keep_copies(own):
-    def kept_by_a_block(trainer: str) -> int:
+    def kept_by_a_block(trainer):
         cost = cost_of(overheads_of(trainer))
         kernel = cost.tables.kernel_of(choice_of(SETTINGS))
         return cost.model.traced("bf16", "none", kernel, 1, 0).forward[1].growth_bytes
@@ -82,7 +80,7 @@ def test_fp32_adapters_keep_copies(own):
 
 
 def test_what_a_file_says_counts():
-    def of(trainer: str, **written: Any) -> Overheads:
+    def of(trainer, **written):
         table = get_trainer(trainer)
         return table.overheads_of(written, known_model(table, "qwen-image"))
 

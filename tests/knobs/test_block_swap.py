@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    def __init__(self, num_blocks: int = 5) -> None:
+    def __init__(self, num_blocks=5):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList()
@@ -32,13 +32,13 @@ class Model(nn.Module):
             self.blocks.append(block)
             block.forward = lambda x, b=block: x + torch.tanh(b["base"](x)) + b["adapter"](x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x
 
 
-def gradients(model: nn.Module, num_passes: int = 2) -> list[torch.Tensor]:
+def gradients(model, num_passes=2):
     torch.manual_seed(1)
     for _ in range(num_passes):
         model(torch.randn(3, 32)).square().sum().backward()
@@ -112,16 +112,16 @@ def test_next_block_is_on_its_way(num_swapped):
 class Stream:
     """A queue of a simulated device: what it ran so far ended at `time`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.time = 0.0
 
-    def wait_stream(self, other: "Stream") -> None:
+    def wait_stream(self, other):
         self.time = max(self.time, other.time)
 
-    def wait_event(self, event: float) -> None:
+    def wait_event(self, event):
         self.time = max(self.time, event)
 
-    def record_event(self) -> float:
+    def record_event(self):
         return self.time
 
 
@@ -187,7 +187,7 @@ def test_adapter_added_later_is_brought_too(monkeypatch):
 class Attending(nn.Module):
     """Three blocks that count their passes, and in which of them attention ran."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
@@ -195,21 +195,21 @@ class Attending(nn.Module):
         for number, layer in enumerate(self.layers):
             layer.forward = lambda x, n=number, own=layer.forward: self.attend(n, own(x))
 
-    def attend(self, number: int, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, number, x):
         self.passes[number] += 1
         self.within = number
         return x + nn.functional.scaled_dot_product_attention(x, x, x)
 
-    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
+    def blocks(self, transformer):
         return list(self.layers)
 
-    def enable_gradient_checkpointing(self, run) -> None:
+    def enable_gradient_checkpointing(self, run):
         self.run = run
 
-    def disable_gradient_checkpointing(self) -> None:
+    def disable_gradient_checkpointing(self):
         """Plain as it is."""
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self):
         self.zero_grad()
 
         class Counting(TorchDispatchMode):
@@ -231,7 +231,7 @@ class Attending(nn.Module):
 class Compiled:
     """What `compile_blocks` makes of a block."""
 
-    def __init__(self, plain, is_adapted) -> None:
+    def __init__(self, plain, is_adapted):
         assert is_adapted
         self.recomputing = plain
 

@@ -20,14 +20,14 @@ CAPABILITIES = ("precision.bf16", "quantization.torchao-int8", "quantization.bnb
 
 
 def on(
-    budget_gib: float,
+    budget_gib,
     *,
-    host_gib: float = 48,
-    others: tuple[float, ...] = (),
-    kind: str = "discrete",
-    quality: str = "high",
+    host_gib=48,
+    others=(),
+    kind="discrete",
+    quality="high",
     capabilities=CAPABILITIES,
-) -> TuningContext:
+):
     plain = builders.hardware(*capabilities, budget_bytes=int(budget_gib * GIB))
     size = {"total_memory_bytes": 48 * GIB}
     gpus = tuple(

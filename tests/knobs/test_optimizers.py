@@ -23,11 +23,11 @@ CHOICES = [
 
 
 @pytest.fixture(autouse=True)
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def allowed(monkeypatch):
     monkeypatch.setenv(ALLOWED, "torch.optim:RMSprop")
 
 
-def fresh(choice: OptimizerChoice) -> AdapterOptimizer:
+def fresh(choice):
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     rate = 1.0 if choice.name == "prodigy" else 1e-2
@@ -36,7 +36,7 @@ def fresh(choice: OptimizerChoice) -> AdapterOptimizer:
     )
 
 
-def take_steps(optimizer: AdapterOptimizer, numbers: range) -> None:
+def take_steps(optimizer, numbers):
     for number in numbers:
         for parameter in optimizer.parameters:
             parameter.grad = parameter.detach().sin() * number

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autotune.knobs import quantized_layers
 from autotune.knobs.quantized_layers import FLOAT8, PRODUCT_KERNELS, as_stored, quantize_inside
@@ -14,7 +14,7 @@ MULTIPLIED = ("int8-rotated", "fp8-matmul")
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def layer_of(storage: str, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Linear:
+def layer_of(storage, dtype=torch.float32, *, bias=True):
     torch.manual_seed(0)
     layer = nn.Linear(64, 96, bias=bias).to(dtype).requires_grad_(False)
     if storage in MULTIPLIED:
@@ -26,21 +26,21 @@ def layer_of(storage: str, dtype: torch.dtype = torch.float32, *, bias: bool = T
     return layer
 
 
-def turned(x: Tensor, layer: nn.Linear) -> Tensor:
+def turned(x, layer):
     """Rows in fp64, in the layer's basis, or back from there."""
     rotation = getattr(layer, "rotation", None)
     return x.double() if rotation is None else x.double() @ rotation.double()
 
 
-def weight_of(layer: nn.Linear) -> Tensor:
+def weight_of(layer):
     return as_stored(layer.weight).double() * layer.scale.double()[:, None]
 
 
-def input_of(dtype: torch.dtype = torch.float32) -> Tensor:
+def input_of(dtype=torch.float32):
     return torch.randn(2, 5, 64, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
-def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run(layer, x):
     torch.manual_seed(2)
     x = x.clone().requires_grad_()
     out = layer(x)
@@ -103,7 +103,7 @@ def test_a_compiler_traces_it_whole(storage):
         assert torch.equal(expected, found)
 
 
-def rounded(x: Tensor, storage: str) -> Tensor:
+def rounded(x, storage):
     largest = 127 if storage == "int8-rotated" else 448
     scale = (x.abs().amax(-1, keepdim=True) / largest).double()
     ratio = x.double() / scale
@@ -145,7 +145,7 @@ def test_cuda_limits_change_no_result(storage, dtype, shape, monkeypatch):
     layer, x = layer_of(storage, dtype), torch.randn(shape, dtype=dtype)
     plain, seen, product = run(layer, x), [], torch._int_mm
 
-    def checked(left: Tensor, right: Tensor) -> Tensor:
+    def checked(left, right):
         seen.append(len(left))
         assert len(left) >= 32
         assert left.is_contiguous()

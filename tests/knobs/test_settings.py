@@ -21,13 +21,13 @@ from autotune.knobs.settings import (
 )
 from autotune.machine.catalog import load_catalog, profile_of_gpu
 from autotune.models.registry import get_family
-from autotune.plan.hardware import Capability, HardwareProfile, Rate
+from autotune.plan.hardware import Capability, Rate
 from autotune.search.space import build_search_space
 from tests import builders
 from tests.builders import hardware, workload
 
 
-def context(*capabilities: str, **changes: object) -> TuningContext:
+def context(*capabilities, **changes):
     return TuningContext(hardware(*capabilities, **changes), get_family("qwen-image"), workload())
 
 
@@ -112,13 +112,7 @@ def test_dora_has_whole_weights_on_device():
 GIB = 2**30
 
 
-def machine(
-    cold: dict[str, float],
-    warm: dict[str, float] | None = None,
-    *,
-    budget_bytes: int = 90 * GIB,
-    kind: str = "discrete",
-) -> HardwareProfile:
+def machine(cold, warm=None, *, budget_bytes=90 * GIB, kind="discrete"):
     plain = builders.hardware(budget_bytes=budget_bytes)
     rates = [(f"disk.{name}", value) for name, value in cold.items()]
     rates += [(f"page_cache.{name}", value) for name, value in (warm or {}).items()]
@@ -128,7 +122,7 @@ def machine(
     return plain.changed(device=device, rates=measured)
 
 
-def chosen(hardware: HardwareProfile) -> str:
+def chosen(hardware):
     return str(plain_choices(builders.context(hardware))["loader"][0])
 
 

@@ -5,8 +5,6 @@ import os
 import signal
 import tempfile
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +16,10 @@ from tests.builders import hardware
 FORK = multiprocessing.get_context("fork")
 
 
-def _hold(path: Path, pipe: Connection, for_training: bool, marker: Path | None) -> None:
-    waits: list[str] = []
+def _hold(path, pipe, for_training, marker):
+    waits = []
 
-    def on_wait(message: str) -> None:
+    def on_wait(message):
         waits.append(message)
         if marker is not None:
             marker.touch()
@@ -34,9 +32,7 @@ def _hold(path: Path, pipe: Connection, for_training: bool, marker: Path | None)
     lock.release()
 
 
-def _holder(
-    path: Path, *, for_training: bool = False, marker: Path | None = None
-) -> tuple["multiprocessing.process.BaseProcess", Connection]:
+def _holder(path, *, for_training=False, marker=None):
     """A process that takes the lock when it is sent a word, and keeps it until the next.
 
     It is forked, so this process must hold no lock yet. `marker` appears when it begins to wait.
@@ -47,14 +43,14 @@ def _holder(
     return process, ours
 
 
-def _await_waiting_search(lock: DeviceLock) -> None:
+def _await_waiting_search(lock):
     deadline = time.monotonic() + 60
     while not lock.has_waiting_search() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "locks" / "device.lock"
 
 
@@ -142,7 +138,7 @@ def test_a_killed_holder_leaves_no_lock(path):
 def test_cards_have_one_lock(monkeypatch):
     first, cpu = hardware().device, hardware(kind="cpu").device
 
-    def locks(*visible: str) -> list[Path]:
+    def locks(*visible):
         monkeypatch.setattr(DriverSource, "uuid", lambda driver, index: visible[index])
         return [lock_path(first.changed(index=index)) for index in range(len(visible))]
 

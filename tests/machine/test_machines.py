@@ -16,17 +16,6 @@ from autotune.machine import doctor, probe as store
 from autotune.machine.capabilities import OVERRIDES, classify_memory, compute_budget, limit_device
 from autotune.machine.doctor import findings, read_doctor_facts
 from autotune.machine.facts import SIZE, Reader
-from autotune.machine.probe import (
-    NOT_SAVED,
-    cached_profile,
-    hardware_named,
-    has_valid_rates,
-    limit_memory,
-    load_profile,
-    profile_path,
-    read_profile,
-    save_profile,
-)
 from autotune.plan.hardware import Conditions, HardwareProfile, Rate
 from autotune.plan.request import PlanRequest
 from tests.machine.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
@@ -47,7 +36,7 @@ def changed(name, **sources):
 def test_profile_and_findings_are_true(name):
     """After a wanted change: REWRITE_EXPECTED=1 pytest tests/machine/test_machines.py, and
     review the difference."""
-    profile, reported = read_profile(machine(name)), found(machine(name)).values()
+    profile, reported = store.read_profile(machine(name)), found(machine(name)).values()
     lines = [f"{one.severity} {one.name}: {one.what} -- {one.fix}" for one in reported]
     text, path = as_text(profile, lines), HERE / "expected" / f"{name}.yaml"
     if os.environ.get("REWRITE_EXPECTED"):
@@ -58,18 +47,20 @@ def test_profile_and_findings_are_true(name):
     assert {each.name for each in attention if each.available} <= offered
     assert offered <= {each.name for each in attention}
     busy = {"other_process_bytes": 9 * GIB, "free_bytes": GIB}
-    later = read_profile(changed(name, nvml=busy, os={"available_bytes": 20 * GIB}))
+    later = store.read_profile(changed(name, nvml=busy, os={"available_bytes": 20 * GIB}))
     assert later.fingerprint == profile.fingerprint
 
 
 def test_changed_hardware_is_another_machine():
-    card = read_profile(machine("rtx-4090"))
-    gpus = [one for one in map(read_profile, map(machine, MACHINES)) if one.device.kind != "cpu"]
-    newer = read_profile(changed("rtx-4090", nvml={"driver": "595.10"}))
+    card = store.read_profile(machine("rtx-4090"))
+    gpus = [
+        one for one in map(store.read_profile, map(machine, MACHINES)) if one.device.kind != "cpu"
+    ]
+    newer = store.read_profile(changed("rtx-4090", nvml={"driver": "595.10"}))
     others = [
         newer,
         *(one for one in gpus if one.device.name != card.device.name),
-        read_profile(changed("rtx-4090", packages={"torch_cuda": "12.9"})),
+        store.read_profile(changed("rtx-4090", packages={"torch_cuda": "12.9"})),
         card.changed(device=card.device.changed(total_memory_bytes=48 * GIB)),
         card.changed(device=card.device.changed(compute_capability=(9, 0))),
         card.changed(device=card.device.changed(memory_kind="coherent")),
@@ -79,27 +70,27 @@ def test_changed_hardware_is_another_machine():
 
 
 def test_cpus_are_known_by_facts():
-    cpu = read_profile(machine("no-gpu"))
+    cpu = store.read_profile(machine("no-gpu"))
     same = changed("no-gpu", os={"available_bytes": 8 * GIB}, packages={"torch": "2.14.0"})
-    assert read_profile(same).fingerprint == cpu.fingerprint
+    assert store.read_profile(same).fingerprint == cpu.fingerprint
     for other in ({"cpu": "AMD EPYC 9654"}, {"physical_cores": 3}, {"memory_bytes": 700 * GIB}):
-        assert read_profile(changed("no-gpu", os=other)).fingerprint != cpu.fingerprint
+        assert store.read_profile(changed("no-gpu", os=other)).fingerprint != cpu.fingerprint
 
 
 def test_fullest_gpu_decides(monkeypatch):
-    free, busy = (read_profile(machine("two-gpus"), index) for index in range(2))
+    free, busy = (store.read_profile(machine("two-gpus"), index) for index in range(2))
     monkeypatch.setattr("autotune.machine.probe.probe", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
-    assert limit_memory(free, PlanRequest()) == free
-    both = limit_memory(free, PlanRequest(num_gpus=2)).device
+    assert store.limit_memory(free, PlanRequest()) == free
+    both = store.limit_memory(free, PlanRequest(num_gpus=2)).device
     assert (both.index, both.budget_bytes) == (0, busy.device.budget_bytes)
     assert not both.budget_set_by_user
-    left = limit_memory(free, PlanRequest(num_gpus=2, reserve_memory="2GiB")).device
+    left = store.limit_memory(free, PlanRequest(num_gpus=2, reserve_memory="2GiB")).device
     assert left.budget_bytes == limit_device(busy.device, reserve_bytes=2 * GIB).budget_bytes
     assert left.budget_set_by_user
     assert (free.device.links[0].peer_index, busy.device.links[0].peer_index) == (1, 0)
     with pytest.raises(InvalidInput, match="no cuda device 2"):
-        read_profile(machine("two-gpus"), 2)
+        store.read_profile(machine("two-gpus"), 2)
 
 
 def unequal(*sizes_gib):
@@ -113,17 +104,17 @@ def unequal(*sizes_gib):
 
 
 def test_largest_gpu_trains():
-    device = read_profile(unequal(12, 48, 24)).device
+    device = store.read_profile(unequal(12, 48, 24)).device
     assert (device.index, device.name) == (1, "card of 48")
     others = [(gpu.index, gpu.name, gpu.total_memory_bytes) for gpu in device.others]
     assert others == [(0, "card of 12", 12 * GIB), (2, "card of 24", 24 * GIB)]
     assert all(gpu.budget_bytes < gpu.total_memory_bytes - GIB for gpu in device.others)
-    assert read_profile(unequal(24, 24)).device.index == 0
-    assert read_profile(unequal(12, 48), 0).device.name == "card of 12"
+    assert store.read_profile(unequal(24, 24)).device.index == 0
+    assert store.read_profile(unequal(12, 48), 0).device.name == "card of 12"
 
 
 def test_the_smallest_limit_decides():
-    device = read_profile(machine("rtx-3060")).device
+    device = store.read_profile(machine("rtx-3060")).device
     assert "display" in device.budget_reason
     assert limit_device(device, reserve_bytes=0).budget_bytes == device.budget_bytes + GIB
     assert limit_device(device) == limit_device(device, max_bytes=device.budget_bytes) == device
@@ -143,12 +134,12 @@ def test_two_signals_decide(kind):
 
 
 def test_memory_kind_can_be_overridden():
-    profile = read_profile(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "coherent"}))
+    profile = store.read_profile(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "coherent"}))
     assert profile.device.memory_kind == "coherent"
     assert "AUTOTUNE_MEMORY_KIND=coherent" in profile.device.memory_kind_reason
     assert any("AUTOTUNE_MEMORY_KIND" in note for note in profile.notes)
     with pytest.raises(InvalidInput):
-        read_profile(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "unified"}))
+        store.read_profile(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "unified"}))
 
 
 SIZES = st.one_of(st.none(), st.integers(0, 2**45))
@@ -200,7 +191,7 @@ def survived(sources):
     """The profile, or None where the typed error was raised; any other error escapes."""
     try:
         findings(read_doctor_facts(FakeSystem(sources)))
-        return read_profile(FakeSystem(sources))
+        return store.read_profile(FakeSystem(sources))
     except AutotuneError as error:
         if not error.hint:
             raise
@@ -259,7 +250,7 @@ RATES = (RATE,)
 
 def measured(name):
     notes = ("an old note", "not measured: gds")
-    return read_profile(machine(name)).changed(rates=RATES, notes=notes)
+    return store.read_profile(machine(name)).changed(rates=RATES, notes=notes)
 
 
 @pytest.fixture
@@ -269,7 +260,7 @@ def probes(monkeypatch, tmp_path):
 
     def probe(*, index=0, on_progress=None):
         state["read"] += 1
-        return read_profile(machine(state["machine"]), index)
+        return store.read_profile(machine(state["machine"]), index)
 
     def measure(profile, tell):
         state["measured"] += 1
@@ -283,8 +274,8 @@ def probes(monkeypatch, tmp_path):
 def test_saved_is_read_back_equal(tmp_path):
     path = tmp_path / "deep" / "p.json"
     for name in MACHINES:
-        save_profile(measured(name), path)
-        assert load_profile(path) == hardware_named(str(path)) == measured(name)
+        store.save_profile(measured(name), path)
+        assert store.load_profile(path) == store.hardware_named(str(path)) == measured(name)
     assert [*path.parent.iterdir()] == [path]
 
 
@@ -292,14 +283,14 @@ def test_saved_is_read_back_equal(tmp_path):
 @given(st.data())
 def test_any_damage_is_noticed(tmp_path, data):
     path = tmp_path / "p.json"
-    save_profile(measured("gb10"), path)
+    store.save_profile(measured("gb10"), path)
     whole = path.read_bytes()
     at = data.draw(st.integers(0, len(whole) - 2))
     damage = data.draw(st.sampled_from(["cut", "flip"]))
     rest = b"" if damage == "cut" else bytes([whole[at] ^ 1]) + whole[at + 1 :]
     path.write_bytes(whole[:at] + rest)
     try:
-        assert load_profile(path) == measured("gb10")  # blanks between the values may change
+        assert store.load_profile(path) == measured("gb10")  # blanks between the values may change
     except InvalidInput:
         return
 
@@ -307,29 +298,31 @@ def test_any_damage_is_noticed(tmp_path, data):
 def test_unwritable_caches_cost_reuse(probes, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    first, again = cached_profile(), cached_profile()
+    first, again = store.cached_profile(), store.cached_profile()
     assert probes["measured"] == 2
     assert first.rates == again.rates == RATES
-    assert [note.partition(":")[0] for note in first.notes][-1] == NOT_SAVED
+    assert [note.partition(":")[0] for note in first.notes][-1] == store.NOT_SAVED
 
 
 def test_rates_are_reused_with_fresh_budget(probes):
-    first, again = cached_profile(), cached_profile()
+    first, again = store.cached_profile(), store.cached_profile()
     assert (probes["read"], probes["measured"]) == (2, 1)
     assert first.rates == again.rates == RATES
-    assert again.notes == (*read_profile(machine("rtx-4090")).notes, "not measured: gds")
-    cached_profile(fresh=True)
+    assert again.notes == (*store.read_profile(machine("rtx-4090")).notes, "not measured: gds")
+    store.cached_profile(fresh=True)
     assert probes["measured"] == 2
 
 
 def test_other_stacks_are_measured_again(probes):
-    cached_profile()
+    store.cached_profile()
     probes["machine"] = "rtx-5090"
-    cached_profile()
+    store.cached_profile()
     assert probes["measured"] == 2
-    save_profile(measured("wsl2-4090"), profile_path(read_profile(machine("rtx-4090"))))
+    store.save_profile(
+        measured("wsl2-4090"), store.profile_path(store.read_profile(machine("rtx-4090")))
+    )
     probes["machine"] = "rtx-4090"
-    cached_profile()
+    store.cached_profile()
     assert probes["measured"] == 3
 
 
@@ -348,27 +341,27 @@ def test_other_stacks_are_measured_again(probes):
 def test_rates_hold_while_causes_do(name, part, change, holds):
     saved = measured(name)
     now = saved.changed(**{part: getattr(saved, part).changed(**change)})
-    assert has_valid_rates(saved, now) == holds
+    assert store.has_valid_rates(saved, now) == holds
 
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", '{"profile": {}, "digest": ""}', "\x00" * 50, "[" * 9999]
 )
 def test_a_damaged_file_is_measured_again(probes, content):
-    path = profile_path(read_profile(machine("rtx-4090")))
+    path = store.profile_path(store.read_profile(machine("rtx-4090")))
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert cached_profile().rates == RATES
+    assert store.cached_profile().rates == RATES
     assert probes["measured"] == 1
-    assert load_profile(path).rates == RATES
+    assert store.load_profile(path).rates == RATES
 
 
 def test_an_edited_rate_is_not_trusted(probes):
-    path = profile_path(cached_profile())
+    path = store.profile_path(store.cached_profile())
     content = json.loads(path.read_text())
     content["profile"]["rates"][0]["value"] = 9e99
     path.write_text(json.dumps(content))
     with pytest.raises(InvalidInput, match="damaged or edited") as caught:
-        load_profile(path)
+        store.load_profile(path)
     assert "autotune probe" in caught.value.hint
-    assert cached_profile().rates == RATES
+    assert store.cached_profile().rates == RATES

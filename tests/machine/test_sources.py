@@ -21,7 +21,7 @@ def query(name, source="os"):
 
 
 @pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def groups(tmp_path, monkeypatch):
     (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n0::/slurm/job_7/step_0\n")
     (tmp_path / "fs" / "slurm" / "job_7" / "step_0").mkdir(parents=True)
     monkeypatch.setattr(sources, "OWN_CGROUP", tmp_path / "own")
@@ -29,13 +29,13 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "fs"
 
 
-def limit(group: Path, most: int | str, used: int = 0, inactive: int = 0) -> None:
+def limit(group, most, used=0, inactive=0):
     (group / "memory.max").write_text(f"{most}\n")
     (group / "memory.current").write_text(f"{used}\n")
     (group / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
 
 
-def affinity(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+def affinity(monkeypatch, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
 
 
@@ -53,7 +53,7 @@ def test_containers_see_themselves_as_root(groups):
 
 
 @pytest.fixture
-def v1(groups: Path) -> Path:
+def v1(groups):
     """A Docker container under cgroup v1, which reads its path as the host sees it."""
     sources.OWN_CGROUP.write_text(
         "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"

@@ -12,20 +12,20 @@ from torch import nn
 from autotune.knobs.blocks import swap_blocks
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.adapter import add_adapter
-from autotune.models.family import Batch, build_on_meta, denoising_loss
+from autotune.models.family import build_on_meta, denoising_loss
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket
 from autotune.train.model import load_transformer
 from tests.kinds import KINDS
-from tests.models.small import CAPTIONS, Small
+from tests.models.small import CAPTIONS
 
 QUICK = (*KINDS, "kandinsky5-video-lite", "qwen-image-edit-plus")
 pytestmark = pytest.mark.quick(*QUICK)
 
 
-def batch_and_noise(small: Small) -> tuple[Batch, torch.Tensor]:
+def batch_and_noise(small):
     batch = small.family.collate([small.sample(caption) for caption in CAPTIONS])
     generator = torch.Generator().manual_seed(0)
     return batch, torch.randn(batch["latents"].shape, generator=generator)
@@ -81,7 +81,7 @@ def test_target_sets_nest(small):
     assert not (in_blocks - layers["all-linear"]) & _layers_with_a_part(small)
 
 
-def _layers_with_a_part(small: Small) -> set[str]:
+def _layers_with_a_part(small):
     transformer = copy.deepcopy(small.transformer).requires_grad_(True)
     batch = small.family.collate([small.sample()])
     small.family.predict(transformer, batch["latents"], small.levels(0.5), batch).sum().backward()
@@ -127,7 +127,7 @@ def test_padding_what_is_masked_changes_nothing(small):
 
 
 @pytest.mark.slow
-def test_every_format_loads_from_files(small: Small) -> None:
+def test_every_format_loads_from_files(small):
     resolved, family = resolve_model(ModelRef.of(small.folder)), small.family
     formats = [
         name
@@ -170,7 +170,7 @@ def test_masks_are_announced(small, monkeypatch):
         seen.append(attn_mask is not None)
         return stock(*args, attn_mask=attn_mask, **options)
 
-    def is_masked(samples) -> bool:
+    def is_masked(samples):
         batch = small.family.collate(samples)
         seen.clear()
         with torch.no_grad():

@@ -17,7 +17,7 @@ from autotune.plan.job import ModelRef
 from autotune.train.sample import Preview, PreviewSampler
 from autotune.train.step import Noising
 from autotune.weights.adapters import AdapterInfo, save_adapter
-from tests.models.small import CAPTIONS, Small
+from tests.models.small import CAPTIONS
 from tests.train.small import SETTINGS
 
 NAME = "wan-2.2-14b"
@@ -59,7 +59,7 @@ def test_the_folder_tells_an_experts_boundary(small_pipelines, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("expert", ["high-noise", "low-noise"])
 def test_previews_use_both_transformers(small_pipelines, tmp_path, expert):
-    small: Small = small_pipelines(NAME)
+    small = small_pipelines(NAME)
     model = resolve_model(ModelRef(name=str(small.folder), expert=expert))
     family = model.family
     transformer = type(small.transformer).from_pretrained(model.transformer_file)
@@ -76,7 +76,7 @@ def test_previews_use_both_transformers(small_pipelines, tmp_path, expert):
     sampler.attach(type(small.transformer).from_pretrained(model.transformer_file))
     stock = family.load_pipeline(small.folder)
 
-    def sampled() -> list[bytes]:
+    def sampled():
         expected = family.sample(stock, preview.prompt, preview.bucket, num_steps=4, seed=0)
         frames = [frame.tobytes() for frame in sampler.sample(preview)]
         assert frames == [frame.tobytes() for frame in expected]

@@ -21,7 +21,7 @@ NAMES = {
 }
 
 
-def meant(name: str) -> str | None:
+def meant(name):
     found = find_published(name)
     return found and found[1].name
 

@@ -2,19 +2,18 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from autotune.errors import InvalidInput
-from autotune.models.resolve import ResolvedModel, check_weights, read_parts, resolve_model
+from autotune.models.resolve import check_weights, read_parts, resolve_model
 from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights
 from autotune.weights.stream import load_component
 from tests.models.test_single_file import in_one_file
-from tests.weights.original_layouts import State, ldm_vae, open_clip, within
+from tests.weights.original_layouts import ldm_vae, open_clip, within
 
 WEIGHTS = {"vae": "diffusion_pytorch_model.safetensors"}
 SDXL = {
@@ -24,26 +23,26 @@ SDXL = {
 }
 
 
-def take(folder: Path, part: str) -> State:
+def take(folder, part):
     file = folder / part / WEIGHTS.get(part, "model.safetensors")
     state = load_file(file)
     file.unlink()
     return dict(state)
 
 
-def write(state: State, file: Path) -> Path:
+def write(state, file):
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
     return file
 
 
-def check_same(model: ResolvedModel, whole: Path) -> None:
+def check_same(model, whole):
     check_weights(model)
     assert read_parts(model) == read_parts(resolve_model(ModelRef.of(whole)))
     for part in ("vae", *model.family.text_encoders):
         check_same_part(model.weights, whole, part, model.part_files.get(part))
 
 
-def check_same_part(folder: Path, whole: Path, part: str, weights: Path | None) -> None:
+def check_same_part(folder, whole, part, weights):
     loaded = load_component(folder, part, dtype=torch.float32, weights=weights).state_dict()
     expected = load_component(whole, part, dtype=torch.float32).state_dict()
     assert loaded.keys() == expected.keys()
@@ -85,12 +84,12 @@ def test_parts_come_from_own_files(small_pipelines, tmp_path):
         resolve_model(ref.changed(text_encoders=(str(vae),)))
 
 
-def flat(state: State) -> State:
+def flat(state):
     nested = re.compile(r"^model\.language_model\.")
     return {nested.sub("model.", name): tensor for name, tensor in state.items()}
 
 
-def with_head(state: State) -> State:
+def with_head(state):
     """The whole of Qwen3, of which pipelines take what is below the head."""
     return {**within(state, "model."), "lm_head.weight": torch.ones(2, 2)}
 

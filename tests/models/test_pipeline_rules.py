@@ -103,7 +103,7 @@ def test_preview_of_chroma_masks_padding(small_pipelines, monkeypatch):
     options = {"num_inference_steps": 2, "width": 32, "height": 32, "output_type": "np"}
     options["guidance_scale"] = small.family.defaults.sampling_guidance
 
-    def stock() -> torch.Tensor:
+    def stock():
         generator = torch.Generator().manual_seed(0)
         images = small.pipeline(CAPTIONS[0], generator=generator, return_dict=False, **options)[0]
         return torch.from_numpy(images[0]) * 255

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import struct
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +22,12 @@ from autotune.weights.files import BadWeights, HubError
 from autotune.weights.stream import load_component
 from tests.train.small import SETTINGS
 from tests.weights.fake_hub import COMMIT, hub_in_this_process
-from tests.weights.original_layouts import LAYOUTS, State
+from tests.weights.original_layouts import LAYOUTS
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
-def in_one_file(family: str, folder: Path, file: Path) -> Path:
+def in_one_file(family, folder, file):
     """Move the transformer's weights out of a pipeline's folder, in the authors' layout."""
     weights = folder / FAMILIES[family].denoiser / "diffusion_pytorch_model.safetensors"
     state = LAYOUTS[family](load_file(weights))
@@ -37,7 +36,7 @@ def in_one_file(family: str, folder: Path, file: Path) -> Path:
     return file
 
 
-def header_only(state: State, file: Path) -> Path:
+def header_only(state, file):
     """A file of the right size and header, with nothing in it: sparse."""
     header, end = {}, 0
     for name, tensor in state.items():

@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,20 +13,9 @@ from pydantic import ValidationError
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.models.registry import get_family
 from autotune.plan import file
-from autotune.plan.file import (
-    MAX_PLAN_BYTES,
-    load_plan,
-    parse_plan,
-    plan_text,
-    read_listing,
-    save_plan,
-    seal,
-    with_job,
-)
-from autotune.plan.plan import Reason, Rejected, TrainingPlan
+from autotune.plan.plan import Reason, Rejected
 from autotune.plan.workload import (
     Bucket,
-    Workload,
     padded_text_tokens,
     spread_of,
     typical_bucket,
@@ -41,7 +28,7 @@ from tests.conftest import autotune_here
 from tests.share.examples import record
 
 
-def make_plan(**job: Any) -> TrainingPlan:
+def make_plan(**job):
     settings = builders.candidate()
     rejected = Rejected(choice="x", reason="y")
     reason = Reason(knob="attention", chosen="native", why="fast", rejected=(rejected,))
@@ -56,10 +43,10 @@ def make_plan(**job: Any) -> TrainingPlan:
     )
 
 
-def refusal(path: Path, text: str) -> InvalidPlan:
+def refusal(path, text):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InvalidPlan) as caught:
-        load_plan(path)
+        file.load_plan(path)
     assert caught.value.hint
     return caught.value
 
@@ -86,8 +73,8 @@ def test_any_job_reads_back(tmp_path_factory, model, data, prompts, rate, steps)
     plan = make_plan(
         model=model, data=data, preview_prompts=prompts, learning_rate=rate, num_steps=steps
     )
-    save_plan(plan, path)
-    assert load_plan(path) == plan
+    file.save_plan(plan, path)
+    assert file.load_plan(path) == plan
 
 
 @settings(max_examples=60)
@@ -96,7 +83,7 @@ def test_arbitrary_text_raises_only_typed_error(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     path.write_text(text, encoding="utf-8")
     with contextlib.suppress(InvalidPlan):
-        raise AssertionError(load_plan(path))
+        raise AssertionError(file.load_plan(path))
 
 
 def test_digest_covers_every_frozen_value():
@@ -110,10 +97,10 @@ def test_digest_covers_every_frozen_value():
             parent = parent[key]
         parent[where[-1]] = _other(value)
         with pytest.raises(InvalidPlan):
-            parse_plan(json.dumps(edited))
+            file.parse_plan(json.dumps(edited))
 
 
-def _leaves(node: Any, where: tuple[Any, ...]) -> Any:
+def _leaves(node, where):
     if not isinstance(node, dict | list):
         yield where, node
         return
@@ -121,7 +108,7 @@ def _leaves(node: Any, where: tuple[Any, ...]) -> Any:
         yield from _leaves(value, (*where, key))
 
 
-def _other(value: Any) -> Any:
+def _other(value):
     if isinstance(value, bool) or value is None:
         return "edited"
     return value + 1 if isinstance(value, int | float) else f"{value}x"
@@ -130,17 +117,17 @@ def _other(value: Any) -> Any:
 @pytest.mark.parametrize("field", ["model", "data", "output", "validation"])
 def test_an_empty_path_is_refused(field):
     with pytest.raises(InvalidPlan, match=f"^job.{field}: it is empty$"):
-        with_job(make_plan(), **{field: ""})
+        file.with_job(make_plan(), **{field: ""})
 
 
 def test_the_job_may_be_edited(tmp_path):
-    edited = plan_text(make_plan()).replace("num_steps: 100", "num_steps: 250")
+    edited = file.plan_text(make_plan()).replace("num_steps: 100", "num_steps: 250")
     (tmp_path / "plan.yaml").write_text(edited.replace("rate: 0.0001", "rate: 5e-5"))
-    job = load_plan(tmp_path / "plan.yaml").job
+    job = file.load_plan(tmp_path / "plan.yaml").job
     assert (job.num_steps, job.learning_rate) == (250, 5e-5)
 
 
-def edit(old: str, new: str) -> Callable[[str], str]:
+def edit(old, new):
     return lambda text: text.replace(old, new, 1)
 
 
@@ -167,16 +154,16 @@ def edit(old: str, new: str) -> Callable[[str], str]:
         (lambda t: "a: &x [1]\nb: *x\n", "anchors and aliases"),
         (lambda t: "a: !!python/object/apply:os.system ['true']\n", "tags are not allowed"),
         (lambda t: "a: 1\n---\nb: 2\n", "not YAML"),
-        (lambda t: "x" * (MAX_PLAN_BYTES + 1), "too large"),
+        (lambda t: "x" * (file.MAX_PLAN_BYTES + 1), "too large"),
         (lambda t: "1: 2\n", "line 1 has a key"),
     ],
 )
 def test_each_damage_has_its_own_message(tmp_path, damage, words):
-    assert words in refusal(tmp_path / "plan.yaml", damage(plan_text(make_plan()))).message
+    assert words in refusal(tmp_path / "plan.yaml", damage(file.plan_text(make_plan()))).message
 
 
 def test_too_many_values_are_refused(tmp_path, monkeypatch):
-    text, keys = plan_text(make_plan()), [f"key{number}: 1\n" for number in range(500)]
+    text, keys = file.plan_text(make_plan()), [f"key{number}: 1\n" for number in range(500)]
     monkeypatch.setattr(file, "MAX_NODES", 1000)
     assert "more than 1000 values" in refusal(tmp_path / "plan.yaml", text + "".join(keys)).message
 
@@ -184,13 +171,13 @@ def test_too_many_values_are_refused(tmp_path, monkeypatch):
 def test_unreadable_files_are_refused(tmp_path):
     for path in (tmp_path / "absent.yaml", tmp_path):
         with pytest.raises(InvalidPlan, match="there is no plan at"):
-            load_plan(path)
+            file.load_plan(path)
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(InvalidPlan, match=r"pipe\.yaml is not a regular file"):
-        load_plan(tmp_path / "pipe.yaml")
+        file.load_plan(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlan, match="cannot read"):
-        load_plan(tmp_path / "binary.yaml")
+        file.load_plan(tmp_path / "binary.yaml")
 
 
 @pytest.mark.parametrize("content", [None, b"\xff", b"a: !b 1", b"[" * 9999, b"width_px: 1"])
@@ -198,30 +185,30 @@ def test_unreadable_lists_are_refused(tmp_path, content):
     if content:
         (tmp_path / "list.yaml").write_bytes(content)
     with pytest.raises(InvalidInput, match="buckets"):
-        read_listing(tmp_path / "list.yaml", Bucket, "buckets", "write some")
+        file.read_listing(tmp_path / "list.yaml", Bucket, "buckets", "write some")
 
 
 def test_named_values_replace_their_rivals():
     job = make_plan().job.changed(revision="abc", num_train_epochs=3, checkpointing_epochs=2)
     plan = make_plan().changed(job=job)
-    assert with_job(plan, learning_rate=1e-5).job == job.changed(learning_rate=1e-5)
-    assert with_job(plan, model="other").job == job.changed(model="other", revision=None)
-    assert with_job(plan, base="other").job.revision is None
-    assert with_job(plan, num_steps=7).job == job.changed(num_steps=7, num_train_epochs=None)
-    found = with_job(plan, checkpointing_steps=7).job
+    assert file.with_job(plan, learning_rate=1e-5).job == job.changed(learning_rate=1e-5)
+    assert file.with_job(plan, model="other").job == job.changed(model="other", revision=None)
+    assert file.with_job(plan, base="other").job.revision is None
+    assert file.with_job(plan, num_steps=7).job == job.changed(num_steps=7, num_train_epochs=None)
+    found = file.with_job(plan, checkpointing_steps=7).job
     assert found == job.changed(checkpointing_steps=7, checkpointing_epochs=None)
-    assert with_job(plan, num_steps=7).digest == plan.digest
+    assert file.with_job(plan, num_steps=7).digest == plan.digest
     with pytest.raises(InvalidPlan, match=r"job\.learning_rate"):
-        with_job(plan, learning_rate=7.0)
+        file.with_job(plan, learning_rate=7.0)
 
 
 def test_failed_write_leaves_old_plan(tmp_path, monkeypatch):
     path = tmp_path / "plan.yaml"
-    save_plan(make_plan(), path)
+    file.save_plan(make_plan(), path)
     before = path.read_text()
     monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="full"):
-        save_plan(make_plan(num_steps=7), path)
+        file.save_plan(make_plan(num_steps=7), path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -229,7 +216,7 @@ def test_failed_write_leaves_old_plan(tmp_path, monkeypatch):
 def test_words_in_plan_cannot_steer_terminal(tmp_path, capfd):
     frozen = make_plan().frozen
     evil = frozen.changed(reasons=(frozen.reasons[0].changed(why="\x1b[2J\x9bfast"),))
-    save_plan(seal(make_plan().job, evil), tmp_path / "plan.yaml")
+    file.save_plan(file.seal(make_plan().job, evil), tmp_path / "plan.yaml")
     told = autotune_here(capfd, "explain", tmp_path / "plan.yaml")
     assert "?[2J?fast" in told.stdout
     missing = autotune_here(capfd, "explain", tmp_path / "\x1b[2Jno\nhint: run this")
@@ -240,7 +227,7 @@ def test_words_in_plan_cannot_steer_terminal(tmp_path, capfd):
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_other_schemas_are_refused(version, tmp_path):
-    text = plan_text(make_plan()).replace("schema_version: 2", f"schema_version: {version}")
+    text = file.plan_text(make_plan()).replace("schema_version: 2", f"schema_version: {version}")
     error = refusal(tmp_path / "plan.yaml", text)
     assert f"has schema {version}, and this autotune reads schema 2 only" in error.message
     content = record().content.replace(b'"schema_version":2', b'"schema_version":%d' % version)
@@ -278,7 +265,7 @@ def test_quantiles_that_cannot_be_are_refused(quantiles):
 
 
 def test_usual_bucket_is_near_mean():
-    def work(*items: int) -> Workload:
+    def work(*items):
         frames = zip((1, 41, 81), items, strict=True)
         shape = {"width_px": 64, "height_px": 64}
         buckets = tuple(Bucket(**shape, num_frames=n, num_items=count) for n, count in frames)
@@ -294,7 +281,7 @@ def test_uneven_captions_leave_a_check_alone():
     assert small_workload(family, uneven) == small_workload(family, even)
 
 
-def workload(values: list[int], batch: int) -> Workload:
+def workload(values, batch):
     quantiles = tuple(values)
     return builders.workload(
         max_text_tokens=values[-1], text_token_quantiles=quantiles, effective_batch_size=batch

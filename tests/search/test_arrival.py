@@ -1,17 +1,15 @@
 """A predicted plan is measured on arrival, turns to its fallbacks, or does not fit."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from autotune.errors import DoesNotFit
 from autotune.knobs.knob import gradient_capability
 from autotune.machine.probe import hardware_named
-from autotune.plan.candidate import CachingSettings, Candidate, TrialResult
+from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import save_plan, seal, with_job
 from autotune.plan.hardware import Capability
-from autotune.plan.plan import TrainingPlan
 from autotune.search.arrival import load_verified, sealed_path, verify_prediction
 from tests import builders
 from tests.search.formula import KEPT_BYTES
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 
 
 @pytest.fixture(scope="module")
-def predicted(_by_formula: None) -> TrainingPlan:
+def predicted(_by_formula):
     asked = request(pins=(("quantization", "none"),), hardware="another")
     return make_plan(asked, hardware_named("nvidia-rtx-4090"))
 
@@ -61,7 +59,7 @@ def test_failing_settings_give_way(predicted):
     assert predicted.frozen.fallbacks
     bad = predicted.frozen.settings
 
-    def run(candidate: Candidate) -> TrialResult:
+    def run(candidate):
         if candidate == bad:
             return builders.trial(candidate, None, message="by design")
         return answer(candidate)
@@ -82,7 +80,7 @@ def test_what_cannot_fit_is_not_tried(predicted):
         verify_prediction(predicted, small, backend=untouched)
 
 
-def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
+def edited(plan, **changes):
     return seal(plan.job, plan.frozen.model_copy(update=changes))
 
 
@@ -103,9 +101,9 @@ def test_kept_encoders_count_on_arrival(predicted):
 def test_wrong_computations_are_not_tried(predicted):
     usual = predicted.frozen.settings
     unproven = usual.changed(attention="_native_cudnn")
-    asked: list[object] = []
+    asked = []
 
-    def check_gradients(context: object, choices: Any, model: object) -> tuple[Capability, ...]:
+    def check_gradients(context, choices, model):
         asked.append(choices["attention"])
         name = gradient_capability("attention", "_native_cudnn")
         wrong = Capability(name=name, available=False, reason="differs by 3")

@@ -1,15 +1,11 @@
 """Settings are compiled only if measured steps pay the measured start-up back."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from autotune.events import TrialFinished
-from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.hardware import Capability
-from autotune.plan.plan import Reason, TrainingPlan
-from autotune.search.trials import TrialFunction
 from tests import builders
 from tests.events import events_of
 from tests.search.machines import CAPABILITIES, answer, make_plan, request, surroundings
@@ -22,12 +18,12 @@ FEW = tuple((knob, "0") for knob in ("selective_blocks", "swapped_blocks"))
 """What leaves few candidates to predict."""
 
 
-def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunction, list[Candidate]]:
+def machine(saved_seconds, *startup_seconds):
     """A machine whose compiled steps are so much faster than others; each trial of them starts
     up as told."""
-    tried: list[Candidate] = []
+    tried = []
 
-    def run(candidate: Candidate) -> TrialResult:
+    def run(candidate):
         plain = answer(candidate.changed(compile="off"))
         if candidate.compile == "off":
             return plain
@@ -45,24 +41,24 @@ def machine(saved_seconds: float, *startup_seconds: float) -> tuple[TrialFunctio
     return run, tried
 
 
-def plan_on(run: TrialFunction, **changes: Any) -> TrainingPlan:
+def plan_on(run, **changes):
     asked = request(num_steps=STEPS, max_trials=3, pins=PLAIN + FEW)
     return make_plan(asked, COMPILING, backend=replace(surroundings(run), **changes))
 
 
-def reason_of(plan: TrainingPlan) -> Reason:
+def reason_of(plan):
     return next(reason for reason in plan.frozen.reasons if reason.knob == "compile")
 
 
 @pytest.fixture(autouse=True)
-def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopeful(monkeypatch):
     """The cost model expects next to nothing of the start-up, so that a trial decides."""
     monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", 0.001)
 
 
 def test_cached_code_is_tried_again():
     run, tried = machine(0.3, 400.0, 50.0)
-    told: list[TrialResult] = []
+    told = []
     asked = request(num_steps=STEPS, max_trials=3, pins=PLAIN + FEW)
     listen = events_of(TrialFinished, lambda event: told.append(event.result))
     plan = make_plan(asked, COMPILING, listen, surroundings(run))
@@ -84,12 +80,12 @@ def test_unpaid_compiling_is_left():
 def test_wrong_gradients_compile_nothing():
     run, tried = machine(0.3, 1.0)
 
-    def check(context: object, choices: object, model: object) -> object:
+    def check(context, choices, model):
         verdict = Capability(
             name="parity.compile.block", available=False, reason="gradients differ by 3"
         )
         assert choices["precision"], "what compiled code is compared with"
-        return () if "off" in choices["compile"] else (verdict,)  # type: ignore[index]
+        return () if "off" in choices["compile"] else (verdict,)
 
     plan = plan_on(run, check_gradients=check)
     assert plan.frozen.settings.compile == "off"

@@ -5,18 +5,11 @@ from dataclasses import replace
 import pytest
 
 from autotune.events import TrialFinished
-from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
+from autotune.plan.candidate import PhasePeak, TrialResult
 from autotune.plan.plan import Reason
+from autotune.search import winner
 from autotune.search.next import ResidualSearch, SearchLimits
 from autotune.search.problem import PlanningProblem
-from autotune.search.winner import (
-    choose_compiled,
-    choose_untried_fallback,
-    compiled_from,
-    confirm_winner,
-    explain_compile,
-    predicted_payback,
-)
 from tests.builders import GIB, hardware, trial
 from tests.events import events_of
 from tests.search.machines import CAPABILITIES, HARDWARE, answer, make_plan, request, surroundings
@@ -29,20 +22,20 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 
 
 @pytest.fixture(scope="module")
-def case(_by_formula: None) -> PlanningProblem:
+def case(_by_formula):
     compiling = hardware(*CAPABILITIES, "compile", compute_capability=(9, 0))
     return PlanningProblem.build(request(pins=FEW), compiling, surroundings())
 
 
-def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResult:
+def longer(of, seconds, **changes):
     return trial(of, seconds, confirms=True, **changes)
 
 
 def test_disturbed_trials_are_repeated():
     asked, told = request(pins=FEW, max_trials=6), list[TrialResult]()
-    slowed: list[Candidate] = []
+    slowed = []
 
-    def run(candidate: Candidate) -> TrialResult:
+    def run(candidate):
         result = answer(candidate)
         if len(told) != 1 or slowed:
             return result
@@ -61,7 +54,7 @@ def test_close_runners_up_are_confirmed(case):
     first, second, third = case.space.candidates[:3]
     seen = {first: longer(first, 1.06), second: longer(second, 1.01)}
     shorts = (trial(first, 1.0), trial(second, 1.02), trial(third, 1.5))
-    trials = confirm_winner(shorts, case, lambda candidate: seen[candidate])
+    trials = winner.confirm_winner(shorts, case, lambda candidate: seen[candidate])
     assert {t.candidate for t in trials[3:]} == {first, second}
 
 
@@ -69,7 +62,7 @@ def test_failing_winners_give_way(case):
     first, second, third = case.space.candidates[:3]
     seen = {first: longer(first, None), second: longer(second, 3.0), third: longer(third, 1.6)}
     shorts = (trial(first, 1.0), trial(second, 1.2), trial(third, 1.5))
-    trials = confirm_winner(shorts, case, lambda candidate: seen[candidate])
+    trials = winner.confirm_winner(shorts, case, lambda candidate: seen[candidate])
     assert [t.candidate for t in trials[3:]] == [first, second, third]
 
 
@@ -77,12 +70,12 @@ def test_fallbacks_are_tried_if_needed(case):
     largest = max(case.space.candidates, key=lambda c: case.cost.predict(c).run_memory_bytes)
     smallest = min(case.space.candidates, key=lambda c: case.cost.predict(c).run_memory_bytes)
     large = trial(largest, 1.0, 20 * GIB)
-    fallback = choose_untried_fallback((large,), case)
+    fallback = winner.choose_untried_fallback((large,), case)
     assert fallback is not None
     cost = case.cost.with_calibration((large,))
     assert cost.predict(fallback).run_memory_bytes <= 0.9 * cost.predict(largest).run_memory_bytes
-    assert choose_untried_fallback((large, trial(smallest, 2.0, 10 * GIB)), case) is None
-    assert choose_untried_fallback((trial(smallest, 1.0, 10 * GIB),), case) is None
+    assert winner.choose_untried_fallback((large, trial(smallest, 2.0, 10 * GIB)), case) is None
+    assert winner.choose_untried_fallback((trial(smallest, 1.0, 10 * GIB),), case) is None
 
 
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
@@ -90,32 +83,32 @@ def test_compiling_must_pay_beside_the_fastest(case, monkeypatch, objective):
     monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", 100.0)
     by_memory = sorted(case.space.candidates, key=lambda each: answer(each).peak_memory_bytes)
     slow, fast = trials = tuple(answer(each) for each in (by_memory[0], by_memory[-1]))
-    cost, compiled = case.cost.with_calibration(trials), compiled_from(fast.candidate, case)
+    cost, compiled = case.cost.with_calibration(trials), winner.compiled_from(fast.candidate, case)
     needed = {}
     for each in trials:
-        payback = predicted_payback(cost, each.candidate, compiled, 1)
+        payback = winner.predicted_payback(cost, each.candidate, compiled, 1)
         needed[each] = round(payback.startup_seconds / payback.saved_seconds)
     assert needed[slow] < 0.5 * needed[fast]
     work = case.workload.changed(objective=objective)
     for num_steps, pays in ((2 * needed[slow], False), (2 * needed[fast], True)):
         asked = replace(case, workload=work, job=case.job.changed(num_steps=num_steps))
         expected = compiled if pays and objective == "throughput" else None
-        assert choose_compiled(trials, asked) == expected
+        assert winner.choose_compiled(trials, asked) == expected
         before = Reason(knob="compile", chosen="off", why="")
-        (told,) = explain_compile((before,), trials, asked, fast.candidate)
-        forecast = predicted_payback(cost, fast.candidate, compiled, num_steps)
+        (told,) = winner.explain_compile((before,), trials, asked, fast.candidate)
+        forecast = winner.predicted_payback(cost, fast.candidate, compiled, num_steps)
         assert (str(forecast) in told.rejected[0].reason) == (objective == "throughput")
 
 
 def test_plans_promise_the_longer_trial():
     phase = PhasePeak(name="previews", seconds=1.0, device_bytes=22 * GIB, host_bytes=GIB)
 
-    def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
+    def rehearse(model, cost, candidate, max_seconds):
         return longer(candidate, 5.0, memory=GIB, phases=(phase,))
 
     plan = make_plan(
         request(pins=FEW), HARDWARE, backend=replace(surroundings(), rehearse=rehearse)
-    )  # type: ignore[arg-type]
+    )
     expected = plan.frozen.expected
     assert plan.frozen.trials[-1].confirms
     assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster

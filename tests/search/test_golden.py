@@ -3,11 +3,9 @@ plans: `python -m tests.search.test_golden`, then read the difference and commit
 
 import json
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,6 @@ from autotune.cost.calibration import Posterior
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import load_plan, plan_text
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
 from autotune.search.problem import PlanningProblem
 from autotune.share.store import Record, build_record
@@ -39,7 +36,7 @@ class Golden:
     known: bool = False
     """Whether another search has answered the request on such a machine."""
 
-    def replayed(self) -> str:
+    def replayed(self):
         beside = json.loads((FOLDER / f"{self.name}.json").read_text())
         hardware, *records = (
             kind.model_validate_json(json.dumps(data))
@@ -52,12 +49,7 @@ class Golden:
             )
 
 
-def plain(
-    family: str,
-    keep: Mapping[str, object],
-    exclusions: tuple[tuple[str, str], ...] = (),
-    **workload: Any,
-) -> PlanRequest:
+def plain(family, keep, exclusions=(), **workload):
     """Knobs that are not in `keep` stay at their usual value, so that new ones change no plan."""
     settings = {"micro_batch_size": 1, "checkpointed_blocks": 0, "precision": "bf16", **keep}
     searched = ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
@@ -106,7 +98,7 @@ def test_trials_give_their_plan_again(golden, seed, monkeypatch):
     assert golden.replayed() == expected, "deliberate? then: python -m tests.search.test_golden"
 
 
-def _simulate(golden: Golden) -> None:
+def _simulate(golden):
     """A search on a machine that is a third slower than predicted, with 3% noise and a wall."""
     problem = PlanningProblem.build(golden.request, SIMULATED, surroundings())
     rng = random.Random(golden.name)
@@ -121,7 +113,7 @@ def _simulate(golden: Golden) -> None:
             candidate, round(time, 4) if fits else None, memory, wall_seconds=30.0
         )
 
-    def plan(*records: Record) -> TrainingPlan:
+    def plan(*records):
         backend = replace(
             surroundings(trials.__getitem__),
             autotune_version="0.1.0",
@@ -135,12 +127,12 @@ def _simulate(golden: Golden) -> None:
     (FOLDER / f"{golden.name}.yaml").write_text(plan_text(plan(*records)))
 
 
-def _record_of(plan: TrainingPlan) -> Record:
+def _record_of(plan):
     made = build_record(plan, SIMULATED)
     return made.changed(measured_on=date(2026, 11, 1), calibration=(), conclusive=True)
 
 
-def main() -> None:
+def main():
     for golden in GOLDEN:
         if golden.wall_gib is None:
             (FOLDER / f"{golden.name}.yaml").write_text(golden.replayed())

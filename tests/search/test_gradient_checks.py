@@ -1,7 +1,5 @@
 """Right choices pass on every family, wrong ones are named with their error."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,8 +11,7 @@ from autotune.knobs.settings import optimizer_tolerance, precision_tolerance
 from autotune.machine.probe import probe
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import Candidate, Choice
-from autotune.plan.hardware import Capability
+from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.search import gradient_checks as parity
@@ -29,7 +26,7 @@ from autotune.search.worker import ChildState
 from tests.builders import storages, workload
 from tests.kinds import KINDS
 
-CHOICES: dict[str, tuple[Choice, ...]] = {
+CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "attention": ("native", "_native_math", "_native_flash"),
     "checkpointed_blocks": (0, 1, 2),
@@ -38,7 +35,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
 }
 
 
-def request_of(family_name: str, **settings: object) -> GradientRequest:
+def request_of(family_name, **settings):
     family = get_family(family_name)
     spec = ModelSpec(family=family_name, architecture="x", num_parameters=1, num_blocks=2, name="x")
     work = workload(
@@ -82,7 +79,7 @@ def test_changed_results_are_an_error(monkeypatch):
 
 
 def test_checked_blocks_are_really_swapped(monkeypatch):
-    copied: list[int] = []
+    copied = []
     fetch = BlockSwap._before_forward
     watched = lambda *args: copied.append(args[1]) or fetch(*args)  # noqa: E731
     monkeypatch.setattr(BlockSwap, "_before_forward", watched)
@@ -106,7 +103,7 @@ def test_mixed_blocks_change_no_bit(family):
 
 
 @pytest.fixture(scope="module")
-def children() -> dict[str, ChildState]:
+def children():
     """Each family's model and reference, once for all weight formats."""
     return {family: ChildState() for family in FAMILIES}
 
@@ -138,7 +135,7 @@ def test_four_bits_round_weights_only(family):
     plain = plain_transformer(request)
     for layer in (part for block in get_family(family).blocks(plain) for part in block.modules()):
         if isinstance(layer, torch.nn.Linear):
-            four = quantize_inside([layer], "bnb-nf4")("", layer).weight  # type: ignore[misc, union-attr]
+            four = quantize_inside([layer], "bnb-nf4")("", layer).weight
             layer.weight.data = functional.dequantize_4bit(four.data, four.quant_state)
     assert gradient_error(request, ChildState(cache={"plain": plain})) < 0.005
 
@@ -168,10 +165,8 @@ def test_updates_agree_with_plain_adamw(precision):
 def test_backend_that_loses_gradients_is_told(monkeypatch):
     plain = torch.nn.functional.scaled_dot_product_attention
 
-    def no_backward(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: object
-    ) -> torch.Tensor:
-        return plain(query.detach(), key.detach(), value.detach(), **named)  # type: ignore[arg-type]
+    def no_backward(query, key, value, **named):
+        return plain(query.detach(), key.detach(), value.detach(), **named)
 
     child = ChildState()
     request = request_of("qwen-image", precision="fp32", attention="native")
@@ -181,14 +176,14 @@ def test_backend_that_loses_gradients_is_told(monkeypatch):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuningContext:
+def here(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = resolve_model(ModelRef.of("qwen-image")).spec
     return TuningContext(probe(), get_family("qwen-image"), workload(model=spec))
 
 
-def prove(context: TuningContext, **choices: tuple[Choice, ...]) -> tuple[Capability, ...]:
+def prove(context, **choices):
     asked = {"precision": ("fp32",), **choices}
     return parity.check_gradients(context, asked, resolve_model(ModelRef.of("qwen-image")))
 

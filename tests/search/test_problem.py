@@ -3,22 +3,18 @@ is predicted, and true of its own predictions."""
 
 import math
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.registry import KNOBS
-from autotune.plan.candidate import Candidate, PhasePeak, TrialResult
-from autotune.plan.hardware import HardwareProfile
-from autotune.plan.prediction import Prediction
-from autotune.search.problem import PlannerBackend, PlanningProblem, advise_choices
+from autotune.plan.candidate import PhasePeak
+from autotune.search.problem import PlanningProblem, advise_choices
 from autotune.search.space import build_search_space
-from autotune.search.trials import ProcessTrialRunner, TrialFunction
+from autotune.search.trials import ProcessTrialRunner
 from autotune.search.winner import TIE
 from autotune.train.fit import hardware_misfits
 from autotune.train.prepare import prepare
@@ -34,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 def test_models_are_sharded_if_needed(budget_gib, strategy, monkeypatch):
     """A step needs 8.1 GiB as int8, where the weights alone take 6, and 5.2 as nf4."""
 
-    def weight_bytes(cost: FormulaCostModel, candidate: Candidate) -> int:
+    def weight_bytes(cost, candidate):
         whole = 6 * GIB * WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
         return int(
             whole / (cost.parallel.num_processes if cost.parallel.strategy == "fsdp2" else 1)
@@ -86,17 +82,17 @@ def test_larger_batches_keep_settings_that_run(settings):
     """A batch of captions that differ in length needs a mask; swapped blocks have to recompute."""
     work = builders.workload(effective_batch_size=1)
     context = builders.context(HARDWARE, work)
-    asked: list[Candidate] = []
+    asked = []
 
     class Watched(FormulaCostModel):
-        def predict(self, candidate: Candidate) -> Prediction:
+        def predict(self, candidate):
             asked.append(candidate)
             return super().predict(candidate)
 
     device = HARDWARE.device.changed(budget_bytes=100 * 2**30)
     cost = Watched(HARDWARE.changed(device=device), work, context.family)
     best = builders.candidate(**settings)
-    advise_choices(build_search_space(context), cost, best, 100.0)  # type: ignore[arg-type]
+    advise_choices(build_search_space(context), cost, best, 100.0)
     assert not [one for one in asked for knob in KNOBS if knob.why_not(one, context)]
     assert bool({*asked} - {best}) is ("swapped_blocks" in settings)
 
@@ -111,7 +107,7 @@ def test_excluded_formats_are_not_advised(excluded):
     assert any("--quality compact" in line for line in advice) is not bool(excluded)
 
 
-def planned_seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) -> float:
+def planned_seconds(budget_gib=20, host_gib=64, **changes):
     capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")
     made = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
     host = {"memory_bytes": host_gib * GIB, "available_memory_bytes": host_gib * GIB * 9 // 10}
@@ -120,7 +116,7 @@ def planned_seconds(budget_gib: int = 20, host_gib: int = 64, **changes: Any) ->
     return plan.frozen.expected.step_seconds
 
 
-def seconds(*sizes: int, **changes: Any) -> float:
+def seconds(*sizes, **changes):
     try:
         return planned_seconds(*sizes, **changes)
     except NothingFits:
@@ -130,7 +126,7 @@ def seconds(*sizes: int, **changes: Any) -> float:
 def test_short_system_ram_is_told(monkeypatch):
     resident = FormulaCostModel._formula
 
-    def formula(cost: FormulaCostModel, candidate: Any) -> tuple[Any, Any]:
+    def formula(cost, candidate):
         allocated, seconds = resident(cost, candidate)
         return allocated - GIB * candidate.swapped_blocks, seconds
 
@@ -158,15 +154,15 @@ CACHING_BYTES = GIB // 2
 """What the text encoder takes beyond a step."""
 
 
-def machine(budget_bytes: int) -> HardwareProfile:
+def machine(budget_bytes):
     made = builders.hardware(*CAPABILITIES, kind="cpu", budget_bytes=budget_bytes)
     return made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
 
 
-def backend() -> PlannerBackend:
+def backend():
     """Trials that are measured as on a CPU, and judged as by the real runner."""
 
-    def measure(cost: Any, candidate: Candidate, *, confirms: bool = False) -> TrialResult:
+    def measure(cost, candidate, *, confirms=False):
         tensors = int(1.01 * cost.predict_uncalibrated(candidate).allocated_memory_bytes)
         host = {
             "training": tensors + PROCESS_BYTES,
@@ -189,10 +185,10 @@ def backend() -> PlannerBackend:
             return runner.classify(candidate, result)
 
     @contextmanager
-    def trials(model: Any, cost: Any) -> Iterator[TrialFunction]:
+    def trials(model, cost):
         yield lambda candidate: measure(cost, candidate)
 
-    def rehearse(model: str, cost: Any, candidate: Candidate, max_seconds: float) -> TrialResult:
+    def rehearse(model, cost, candidate, max_seconds):
         return measure(cost, candidate, confirms=True)
 
     return replace(surroundings(), trials=trials, rehearse=rehearse)

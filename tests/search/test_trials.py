@@ -10,7 +10,6 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -23,8 +22,8 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import CachingSettings, TrialResult
 from autotune.plan.job import ModelRef
 from autotune.search.rehearsal import RehearsalRequest, largest_preview, rehearse_caching
-from autotune.search.trials import MemoryLimits, ProcessTrialRunner, find_spill, require_within_cap
-from autotune.search.worker import TASKS, ChildState, Failure, classify_error
+from autotune.search.trials import MemoryLimits, find_spill, require_within_cap
+from autotune.search.worker import TASKS, Failure, classify_error
 from autotune.train.watchdog import Watchdog
 from tests.builders import candidate, trial
 from tests.search.conftest import FIRST, GIB, runner_for, workload
@@ -32,7 +31,7 @@ from tests.search.conftest import FIRST, GIB, runner_for, workload
 MIB = 2**20
 
 
-def child(runner: ProcessTrialRunner) -> psutil.Process:
+def child(runner):
     assert runner._child is not None
     return psutil.Process(runner._child.process.pid)
 
@@ -76,9 +75,9 @@ def test_faulty_children_are_outcomes(runner):
 
 def test_interrupted_rehearsals_leave_nothing(small_model, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    running: list[psutil.Process] = []
+    running = []
 
-    def interrupted(child: Any, deadline: float) -> Any:
+    def interrupted(child, deadline):
         child.requests.recv()  # what is known after some phase
         running.append(psutil.Process(child.process.pid))
         assert list(tmp_path.glob("*/autotune-rehearsal-*"))
@@ -133,7 +132,7 @@ class Grab:
     blocks: int
 
 
-def take_memory(request: Grab, _: ChildState) -> None:
+def take_memory(request, _):
     sleeper = subprocess.Popen(["sleep", "600"])
     Path(request.pids).write_text(str(sleeper.pid))
     held = []
@@ -171,7 +170,7 @@ def test_container_limits_count_but_for_cuda(monkeypatch):
     monkeypatch.setattr("autotune.machine.sources.memory_limits", lambda: limits)
     monkeypatch.setattr(sources, "_is_limited", lambda: True)
     for kind, is_limited in (("host", True), ("discrete", True), ("integrated", False)):
-        watchdog = Watchdog.of_device(kind)  # type: ignore[arg-type]
+        watchdog = Watchdog.of_device(kind)
         assert (watchdog.available() == 2 * MIB) is is_limited
         assert (watchdog.floor_bytes <= MIB // 2) is is_limited
 
@@ -181,7 +180,7 @@ class LookAround:
     """Tells about the fork server that the child came from."""
 
 
-def look_around(_: LookAround, __: ChildState) -> tuple[int, bool]:
+def look_around(_, __):
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     return threads, torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
 
@@ -227,15 +226,15 @@ def test_encoders_go_before_pixels(small_model, tmp_path, monkeypatch):
     model = resolve_model(ModelRef.of(small_model))
     request = RehearsalRequest(model, work, FIRST, "cpu", 3, caching=caching, max_seconds=1.0)
     loaded, seen = Encoders.load_pipeline, []
-    refs: list[weakref.ref[Any]] = []
+    refs = []
 
-    def watched(encoders: Encoders, **options: bool) -> Any:
+    def watched(encoders, **options):
         pipeline = loaded(encoders, **options)
         if not refs:
             refs.extend(weakref.ref(part) for part in (pipeline.text_encoder, pipeline.vae))
         return pipeline
 
-    def encode_pixels(pipeline: Any, pixels: torch.Tensor) -> None:
+    def encode_pixels(pipeline, pixels):
         seen.append(refs[0]())
 
     monkeypatch.setattr(Encoders, "load_pipeline", watched)

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache
@@ -11,14 +10,12 @@ from typing import NamedTuple
 
 import pytest
 
-from autotune.cost.predict import CostModel
 from autotune.events import Notice
-from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.candidate import Candidate
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.plan import FrozenPart
-from autotune.plan.request import PlanRequest
 from autotune.search.planner import make_plan
-from autotune.search.problem import PlannerBackend, PlanningProblem
+from autotune.search.problem import PlanningProblem
 from autotune.share.store import Record, Store, build_record, shareable_trial
 from autotune.share.warm_start import find_matches
 from autotune.system.version import __version__
@@ -47,14 +44,14 @@ H100 = {
 }
 
 
-def gpu(**changes: object) -> HardwareProfile:
+def gpu(**changes):
     one = machine().capabilities[0]
     capabilities = tuple(one.changed(name=name) for name in CAPABILITIES)
     return machine(**{**H100, "capabilities": capabilities, **changes})
 
 
 @cache
-def case_on_gpu() -> PlanningProblem:
+def case_on_gpu():
     return PlanningProblem.build(QUESTION, gpu(), surroundings())
 
 
@@ -68,10 +65,10 @@ class Simulated:
     tried: list[Candidate] = field(default_factory=list)
 
     @property
-    def cost(self) -> CostModel:
+    def cost(self):
         return replace(case_on_gpu().cost, hardware=self.hardware)  # a formula's
 
-    def run(self, candidate: Candidate) -> TrialResult:
+    def run(self, candidate):
         self.tried.append(candidate)
         predicted = self.cost.predict_uncalibrated(candidate)
         rng = random.Random(f"{candidate} {self.seed}")
@@ -81,7 +78,7 @@ class Simulated:
         peak = int(predicted.allocated_memory_bytes * 1.01)
         return trial(candidate, seconds if fits else None, peak, wall_seconds=9)
 
-    def backend(self, store: Store) -> PlannerBackend:
+    def backend(self, store):
         return replace(
             surroundings(self.run),
             find_matches=lambda *problem: find_matches(*problem, store),
@@ -95,7 +92,7 @@ class Planned(NamedTuple):
     doubts: tuple[str, ...]
 
 
-def planned_on(simulated: Simulated, *records: Record, asked: PlanRequest = QUESTION) -> Planned:
+def planned_on(simulated, *records, asked=QUESTION):
     store, told = Store(f"memory://planned{next(NUMBERS)}"), list[Notice]()
     store.add(*records)
     listener, hardware = events_of(Notice, told.append), simulated.hardware
@@ -109,17 +106,17 @@ SLOW = {"_native_cudnn": 0.8, "torchao-int8": 1.3}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _by_formula() -> Iterator[None]:
+def _by_formula():
     with by_formula(num_blocks=12):
         yield
 
 
 @pytest.fixture(scope="module")
-def cold(_by_formula: None) -> Planned:
+def cold(_by_formula):
     return planned_on(Simulated(slow=SLOW))
 
 
-def altered(record: Record, factor: float, memory: float = 1.0) -> Record:
+def altered(record, factor, memory=1.0):
     old = record.expected
     expected = old.changed(
         step_seconds=old.step_seconds * factor,
@@ -130,7 +127,7 @@ def altered(record: Record, factor: float, memory: float = 1.0) -> Record:
     return record.changed(trials=trials, expected=expected)
 
 
-def _changed(one: TrialResult, factor: float, memory: float) -> TrialResult:
+def _changed(one, factor, memory):
     peak = one.peak_memory_bytes and int(one.peak_memory_bytes * memory)
     steps = tuple(seconds * factor for seconds in one.step_seconds)
     return one.changed(step_seconds=steps, peak_memory_bytes=peak)
@@ -194,7 +191,7 @@ def test_foreign_settings_are_no_fallback(cold):
     assert set(again.plan.fallbacks) <= set(case_on_gpu().space.candidates)
 
 
-def claiming(record: Record, machine: Simulated, tried: Sequence[Candidate]) -> Record:
+def claiming(record, machine, tried):
     """A record that claims more than its trials, of true times, show: the slowest has won."""
     trials = tuple(machine.run(candidate) for candidate in tried)
     ran = [one for one in trials if one.outcome == "ok"]

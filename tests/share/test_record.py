@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -75,7 +74,7 @@ def test_impossible_speeds_are_refused(kind, rates, seconds, factor):
     keys = {**record().machine.match_keys, "device_kind": kind}
     there = record().machine.changed(match_keys=keys, rates=rates)
 
-    def made(seconds: float, factor: float) -> store.Record:
+    def made(seconds, factor):
         ran = [one.changed(step_seconds=(seconds,) * len(one.step_seconds)) for one in TRIALS]
         images = factor * workload().effective_batch_size / seconds
         expected = record().expected.changed(step_seconds=seconds, images_per_second=images)
@@ -122,7 +121,7 @@ def test_new_fields_are_judged(kind):
     assert set(kind.model_fields) == set(JUDGED[kind.__name__].split())
 
 
-def here(**changes: Any) -> store.Machine:
+def here(**changes):
     return store.shareable_machine(machine(**changes))
 
 

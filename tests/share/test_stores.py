@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from datetime import date
 from itertools import count
 from pathlib import Path
@@ -24,7 +24,7 @@ FOLDER = record_folder(workload())
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[Open]:
+def s3():
     for package in ("s3fs", "moto", "flask", "boto3"):
         pytest.importorskip(package)
     import boto3
@@ -42,12 +42,12 @@ def s3() -> Iterator[Open]:
 
 
 @pytest.fixture(params=["folder", "memory"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+def opened(request, tmp_path):
     url = f"memory://store{next(NUMBERS)}/profiles"
     return lambda: Store(str(tmp_path / "store") if request.param == "folder" else url)
 
 
-def names(store: Store) -> set[str]:
+def names(store):
     return {file.name for file in store.read() if file.record}
 
 
@@ -96,12 +96,12 @@ def test_crashed_records_are_written_again(tmp_path):
     mine.add(made := record())
     whole = Path.write_bytes
 
-    def write_half(path: Path, content: bytes) -> int:
+    def write_half(path, content):
         whole(path, content[:100])
         os._exit(9)
 
     if (child := os.fork()) == 0:
-        Path.write_bytes = write_half  # type: ignore[method-assign, assignment]
+        Path.write_bytes = write_half
         merge_stores(mine, team)
     os.waitpid(child, 0)
     assert any(path.is_file() for path in (tmp_path / "team").rglob("*"))
@@ -180,7 +180,7 @@ def test_matches_are_ordered_by_likeness(tmp_path):
     assert [item.match.kind for item in found.records] == ["exact", "exact", "near", "near"]
 
 
-def run(*arguments: object, before: Sequence[str] = ()) -> str:
+def run(*arguments, before=()):
     words = [*before, "profiles", *map(str, arguments)]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     return result.stdout

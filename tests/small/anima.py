@@ -7,28 +7,23 @@ import diffusers
 import transformers
 
 from autotune.models.family import Family
-from tests.small.parts import (
-    SIZES,
-    invert_input_layer,
-    qwen3,
-    qwen_tokenizer,
-    qwen_vae,
-    t5_tokenizer,
-)
+from tests.small import parts
 
 
 def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
-    tokenizer = qwen_tokenizer(captions, "")
-    t5_words = t5_tokenizer(captions, max_length=512)
+    tokenizer = parts.qwen_tokenizer(captions, "")
+    t5_words = parts.t5_tokenizer(captions, max_length=512)
     conditioner = diffusers.AnimaTextConditioner(
-        **SIZES["anima-conditioner"], target_vocab_size=len(t5_words)
+        **parts.SIZES["anima-conditioner"], target_vocab_size=len(t5_words)
     )
-    transformer = family.build_transformer({**family.transformer_config, **SIZES["anima"]})
-    invert_input_layer(transformer.proj_out, transformer.patch_embed.proj.weight[:, :64])
+    transformer = family.build_transformer({**family.transformer_config, **parts.SIZES["anima"]})
+    parts.invert_input_layer(transformer.proj_out, transformer.patch_embed.proj.weight[:, :64])
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        "vae": qwen_vae(),
-        "text_encoder": qwen3(transformers.Qwen3Model, tokenizer, hidden_size=64, num_layers=2),
+        "vae": parts.qwen_vae(),
+        "text_encoder": parts.qwen3(
+            transformers.Qwen3Model, tokenizer, hidden_size=64, num_layers=2
+        ),
         "text_conditioner": conditioner.eval(),
         "tokenizer": tokenizer,
         "t5_tokenizer": t5_words,

@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,17 +54,17 @@ def test_reading_is_bounded(tmp_path):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def grow_old(folder: Path) -> None:
+def grow_old(folder):
     then = time.time() - 2 * files.MIN_AGE_SECONDS
     os.utime(folder, (then, then))
 
 
-def made_by_a_child() -> tuple[int, Path]:
+def made_by_a_child():
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         folder = files.make_scratch_folder("test")
@@ -128,7 +127,7 @@ NAME = "a_library_of_this_test"
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def library(tmp_path, monkeypatch):
     """Notes each time it is loaded, and takes long enough for a second thread to come."""
     loads = tmp_path / "loads"
     text = f"import time\nopen({str(loads)!r}, 'a').write('x')\ntime.sleep(0.1)\nVALUE = object()\n"
@@ -142,7 +141,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_two_threads_get_whole_of_one(library):
     named, both, seen = lazy_module(NAME), threading.Barrier(2), []
 
-    def use() -> None:
+    def use():
         both.wait()
         seen.append(named.VALUE)
 
@@ -163,7 +162,7 @@ def test_measured_work_may_free_live_tensors():
     weights = [torch.zeros(4)]
     reference = weakref.ref(weights[0])
 
-    def work() -> bool:
+    def work():
         weights.clear()
         return reference() is None
 

@@ -1,7 +1,6 @@
 """One small model with its data, loaded once for the tests of the loop."""
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ import torch
 from autotune.data.cache import Cache
 from autotune.data.dataset import read_dataset
 from autotune.data.encode import EncodedDataset, Encoders, encode_dataset
-from autotune.events import StepFinished
 from autotune.models.resolve import ResolvedModel, resolve_model
-from autotune.plan.candidate import CachingSettings, Candidate
+from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
-from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.train.folder import Checkpoints, compute_run_key
 from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import Metrics
@@ -53,35 +50,35 @@ class Bench:
     initial: list[torch.Tensor]
     workload: dict[str, Any] = field(default_factory=dict)  # what plans change of theirs
 
-    def plan(self, **job: Any) -> TrainingPlan:
+    def plan(self, **job):
         plan = make_plan(self.model_folder, self.images, self.hardware, **job)
         changed = plan.frozen.workload.changed(**self.workload)
         return seal(plan.job, plan.frozen.changed(workload=changed))
 
-    def changed(self, settings: Candidate = SETTINGS, **workload: Any) -> "Bench":
+    def changed(self, settings=SETTINGS, **workload):
         bench = replace(self, workload=workload)
         trained = load_model(self.resolved, bench.plan().frozen.workload, settings, CPU, 3)
         return replace(bench, trained=trained, initial=values_of(trained.adapter))
 
-    def train(self, plan: TrainingPlan, *arguments: Any, **options: Any) -> RunReport:
+    def train(self, plan, *arguments, **options):
         return train(plan, self.hardware, self.cache, *arguments, **options)
 
-    def sample(self, run: Path, **request: Any) -> Path:
+    def sample(self, run, **request):
         asked = SampleRequest(PROMPT, seed=5, **request)
         (written,) = sample_run(read_sample_inputs(run, asked), self.hardware, self.cache)
         return written
 
     def loop(
         self,
-        plan: TrainingPlan,
-        folder: Path,
+        plan,
+        folder,
         *,
-        kill_after: int | None = None,
-        on_step: Callable[[StepFinished], None] = lambda event: None,
-        preview: Callable[[int], None] = lambda step: None,
-        held_out: int = 0,
-        monitor: Monitor | None = None,
-    ) -> TrainingLoop:
+        kill_after=None,
+        on_step=lambda event: None,
+        preview=lambda step: None,
+        held_out=0,
+        monitor=None,
+    ):
         """Resume what is there and run until the end, or until the process would be killed.
 
         `held_out` images are only left out if the plan's job names no validation.
@@ -92,7 +89,7 @@ class Bench:
         for parameter, value in zip(self.trained.adapter, self.initial, strict=True):
             parameter.data.copy_(value)
 
-        def step(event: StepFinished) -> None:
+        def step(event):
             on_step(event)
             if event.step == kill_after:
                 raise Killed
@@ -122,19 +119,19 @@ class Bench:
         return loop
 
 
-def values_of(parameters: list[Any]) -> list[torch.Tensor]:
+def values_of(parameters):
     return [parameter.detach().clone() for parameter in parameters]
 
 
-def save(loop: TrainingLoop, file: Path) -> Path:
+def save(loop, file):
     """Write the adapter as a run that ends after this loop does."""
     known = loop.plan.frozen.workload, loop.plan.digest, loop.num_steps
     save_trained(file, loop.model, loop.optimizer, *known)
     return file
 
 
-def kill_at(step: int) -> Callable[[object], None]:
-    def kill(event: StepFinished) -> None:
+def kill_at(step):
+    def kill(event):
         if event.step == step:
             raise Killed
 
@@ -142,7 +139,7 @@ def kill_at(step: int) -> Callable[[object], None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread():
     """Small models lose much with several threads if other work wants the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -152,7 +149,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def make_bench(folder: Path, family: str = "qwen-image") -> Bench:
+def make_bench(folder, family="qwen-image"):
     model_folder, images = write_model_and_images(folder, family)
     hardware, resolved = machine(), resolve_model(ModelRef.of(model_folder))
     plan = make_plan(model_folder, images, hardware)
@@ -167,5 +164,5 @@ def make_bench(folder: Path, family: str = "qwen-image") -> Bench:
 
 
 @pytest.fixture(scope="session")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(tmp_path_factory):
     return make_bench(tmp_path_factory.mktemp("bench"))

@@ -1,13 +1,10 @@
 """Kinds of adapters: trained, saved, loaded by diffusers, and gone on with."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter, block_numbers, choose_layers
@@ -16,14 +13,13 @@ from autotune.models.registry import get_family
 from autotune.plan.job import Job
 from autotune.plan.workload import WorkloadRequest
 from autotune.train.folder import ADAPTER_FILE, start_from, starting_values, update_norm
-from autotune.train.loop import TrainingLoop
 from autotune.train.model import apply_settings, eager_eval, load_model
 from autotune.train.prepare import describe_workload
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
 from autotune.weights.names import LoraLayer
-from tests.train.conftest import CPU, Bench, save, values_of
+from tests.train.conftest import CPU, save, values_of
 
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     "rslora": {"adapter": "rslora"},
     "dora": {"adapter": "dora"},
     "lokr": {"adapter": "lokr", "rank": 2, "lora_alpha": 3.0},
@@ -33,7 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def saved(loop: TrainingLoop, file: Path) -> Path:
+def saved(loop, file):
     loop.optimizer.turn_to_average()
     return save(loop, file)
 
@@ -114,14 +110,14 @@ def test_interrupted_and_recomputed_dropout_is_same(bench, tmp_path):
 
 
 @pytest.fixture
-def empty(bench: Bench) -> Any:
+def empty(bench):
     transformer = build_on_meta(bench.resolved.family, bench.resolved.config)
     work = bench.plan().frozen.workload
     add_adapter(bench.resolved.family, transformer, work, torch.float32)
     return transformer
 
 
-def layers_of(transformer: nn.Module, rank: int, alpha: float) -> dict[str, LoraLayer]:
+def layers_of(transformer, rank, alpha):
     layers = {}
     for name, module in transformer.named_modules():
         if "default" in getattr(module, "lora_A", ()):

@@ -1,7 +1,5 @@
 """Steps through blocks compiled one by one learn what plain steps learn."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -9,12 +7,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autotune.knobs.blocks import CompiledBlock, compile_blocks
 from autotune.train.model import apply_settings, eager_eval
-from tests.train.conftest import Bench, values_of
+from tests.train.conftest import values_of
 from tests.train.small import SETTINGS
 
 
 @pytest.fixture(autouse=True)
-def _fresh(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(bench, monkeypatch):
     """The graphs of inductor, run as they are."""
     torch._dynamo.reset()
     monkeypatch.setattr(CompiledBlock, "backend", "aot_eager_decomp_partition")
@@ -56,13 +54,13 @@ def test_compiled_blocks_learn_the_same(bench, tmp_path, monkeypatch, checkpoint
 def test_recomputing_keeps_its_input_only():
     block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).requires_grad_(False)
     given = torch.randn(32, 64, requires_grad=True)
-    kept: set[int] = set()
+    kept = set()
     block(given).sin().sum().backward()
     expected, given.grad = given.grad, None
     recomputing = CompiledBlock(block._call_impl, is_adapted=True).recomputing
     recomputing(given)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         kept.add(tensor.data_ptr())
         return tensor
 

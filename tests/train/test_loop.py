@@ -2,36 +2,30 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from autotune.cost.kernels import substitutes
 from autotune.data.encode import EncodedDataset, Encoders
 from autotune.errors import AutotuneError
-from autotune.events import StepFinished
 from autotune.knobs.settings import ROUNDING
 from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import get_family
-from autotune.plan.candidate import CachingSettings, Candidate
-from autotune.plan.plan import TrainingPlan
+from autotune.plan.candidate import CachingSettings
 from autotune.train import loop as loop_module, validation
 from autotune.train.folder import list_checkpoints, update_norm
-from autotune.train.loop import TrainingLoop
 from autotune.train.model import apply_settings
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.sample import PreviewSampler
-from autotune.train.step import Noising, StepOutcome, optimizer_step
+from autotune.train.step import Noising, optimizer_step
 from autotune.weights.names import LoraLayer
-from tests.train.conftest import CPU, Bench, values_of
+from tests.train.conftest import CPU, values_of
 from tests.train.small import SETTINGS
 from tests.train.test_resume import same
 
@@ -39,12 +33,12 @@ SMALLER = SETTINGS.changed(micro_batch_size=1, checkpointed_blocks=1)
 OTHER_STORAGE = SETTINGS.changed(micro_batch_size=1, quantization="torchao-int8")
 
 
-def adamw(parameter: nn.Parameter, **options: float) -> AdapterOptimizer:
+def adamw(parameter, **options):
     rates = {"learning_rate": 1e-2, "weight_decay": 0.0, "max_grad_norm": 1.0, **options}
-    return AdapterOptimizer([parameter], **rates)  # type: ignore[arg-type]
+    return AdapterOptimizer([parameter], **rates)
 
 
-def rates(bench: Bench, schedule: str, **job: object) -> list[float]:
+def rates(bench, schedule, **job):
     inner = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
     rate = LearningRate(inner, bench.plan(lr_scheduler=schedule, **job).job, 4, epoch_steps=2)
     seen = []
@@ -63,21 +57,21 @@ def test_each_schedule_has_its_shape(bench):
     assert rates(bench, "cosine") == pytest.approx(cosine)
 
 
-def _keep_loss(losses: list[float], event: StepFinished) -> None:
+def _keep_loss(losses, event):
     losses.append(event.loss)
 
 
 def test_padding_changes_no_loss(bench, tmp_path, monkeypatch):
     plan = bench.plan(num_steps=2, validation="40%", validation_every=1)
-    lengths: list[int] = []
+    lengths = []
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", 4)
     collate, sample = type(bench.trained).collate, EncodedDataset.sample
 
-    def uneven(data: EncodedDataset, index: int, *draw: Any) -> Any:
+    def uneven(data, index, *draw):
         tensors = sample(data, index, *draw)
         return {**tensors, "prompt_embeds": tensors["prompt_embeds"][index % 2 :]}
 
-    def watched(model: Any, samples: Any) -> Any:
+    def watched(model, samples):
         batch = collate(model, samples)
         if "prompt_mask" in batch:
             lengths.append(batch["latents"][0, 0].numel() // 4 + batch["prompt_embeds"].shape[1])
@@ -89,7 +83,7 @@ def test_padding_changes_no_loss(bench, tmp_path, monkeypatch):
     for multiple in (1, 128):
         monkeypatch.setattr(bench.trained, "token_multiple", multiple)
         lengths.clear()
-        losses: list[float] = []
+        losses = []
         keep = partial(_keep_loss, losses)
         loop = bench.loop(plan, tmp_path / str(multiple), held_out=2, on_step=keep)
         assert loop.validation.meter
@@ -126,7 +120,7 @@ def test_half_failed_steps_repeat():
     # As torch leaves it when there is no room for the rest.
     optimizer.inner.state[parameter]["step"] = torch.tensor(0.0)
     optimizer.discard_step()
-    parameter.square().sum().backward()  # type: ignore[no-untyped-call]
+    parameter.square().sum().backward()
     optimizer.step()
     assert (parameter != 1).all()
 
@@ -143,24 +137,24 @@ def test_checkpoints_go_by_epochs(bench, tmp_path):
 
 
 @pytest.fixture
-def as_before(bench: Bench) -> Iterator[None]:
+def as_before(bench):
     yield
     apply_settings(bench.trained, SETTINGS)
     for parameter in bench.trained.adapter:
         parameter.grad = None
 
 
-def planned(bench: Bench, *fallbacks: Candidate, **frozen: Any) -> TrainingPlan:
+def planned(bench, *fallbacks, **frozen):
     plan = bench.plan(num_steps=3, checkpointing_steps=1)
     changed = plan.frozen.model_copy(update={"fallbacks": fallbacks, **frozen})
     return plan.model_copy(update={"frozen": changed})
 
 
-def break_down(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def break_down(monkeypatch, error):
     """Fails in the middle of the second step: after its first micro-batch's backward pass."""
     left = [error]
 
-    def step(family: Any, network: Any, optimizer: Any, batches: Any, **how: Any) -> StepOutcome:
+    def step(family, network, optimizer, batches, **how):
         if how["step"] == 1 and left:
             for parameter in optimizer.parameters:
                 parameter.grad = torch.ones_like(parameter)
@@ -176,7 +170,7 @@ def test_safer_settings_go_on(bench, tmp_path, monkeypatch):
     whole = bench.loop(planned(bench), tmp_path / "a")
     undisturbed = values_of(whole.model.adapter)
     break_down(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
-    steps: list[int] = []
+    steps = []
     plan = planned(bench, OTHER_STORAGE, SMALLER)
     loop = bench.loop(plan, tmp_path / "b", on_step=lambda event: steps.append(event.step))
     assert steps == [1, 2, 3]
@@ -189,9 +183,9 @@ def test_safer_settings_go_on(bench, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("as_before")
 def test_no_fallback_comes_twice(bench, tmp_path, monkeypatch):
     """With the kernel that computes right the step needs more memory than there is."""
-    tried: list[int] = []
+    tried = []
 
-    def step(*arguments: Any, **named: Any) -> StepOutcome:
+    def step(*arguments, **named):
         tried.append(len(tried))
         assert len(tried) <= 6
         if len(tried) % 2 == 0:
@@ -207,7 +201,7 @@ def test_no_fallback_comes_twice(bench, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("as_before")
 def test_no_checkpoint_has_nan(bench, tmp_path, monkeypatch):
-    def step(*arguments: Any, **named: Any) -> StepOutcome:
+    def step(*arguments, **named):
         norm = math.inf if named["step"] == 1 else 1.0
         return replace(optimizer_step(*arguments, **named), gradient_norm=norm)
 
@@ -226,10 +220,10 @@ def test_kernel_that_gives_nan_is_replaced(bench, tmp_path, selective):
     plan = planned(bench, settings=settings)
     apply_settings(bench.trained, settings)
     undisturbed = values_of(bench.loop(plan, tmp_path / "a").model.adapter)
-    attention: list[Any] = []
+    attention = []
 
-    def spoil(gradient: Tensor) -> Tensor:
-        block = bench.trained.transformer.transformer_blocks[0]  # type: ignore[index]
+    def spoil(gradient):
+        block = bench.trained.transformer.transformer_blocks[0]
         attention.append(block.attn.processor._attention_backend)
         return gradient * (math.nan if len(attention) == 3 else 1)  # in the second step
 
@@ -247,7 +241,7 @@ def test_kernel_that_gives_nan_is_replaced(bench, tmp_path, selective):
 
 
 def test_no_step_runs_while_thread_traces(bench, tmp_path):
-    steps: list[StepFinished] = []
+    steps = []
     plan = bench.plan(num_steps=1)
     with ThreadPoolExecutor(1) as thread:
         with substitutes("flash", "cuda"), TORCH_LOCK:
@@ -339,33 +333,31 @@ FP16 = SETTINGS.changed(precision="fp16")
 
 
 @pytest.fixture(scope="module")
-def half(bench: Bench) -> Bench:
+def half(bench):
     """The same model in fp16, with the same adapter at its start."""
     return bench.changed(FP16)
 
 
-def overflow(monkeypatch: pytest.MonkeyPatch, at: Callable[[int], bool]) -> None:
+def overflow(monkeypatch, at):
     """Makes the backward passes of some micro-batches overflow, by their number."""
     scale, calls = AdapterOptimizer.scale, [0]
 
-    def scaled(self: AdapterOptimizer, loss: Tensor) -> Tensor:
+    def scaled(self, loss):
         calls[0] += 1
         return scale(self, loss) * (1e30 if at(calls[0] - 1) else 1.0)
 
     monkeypatch.setattr(AdapterOptimizer, "scale", scaled)
 
 
-def run(
-    bench: Bench, folder: Path, kill_after: int | None = None, **job: Any
-) -> tuple[TrainingLoop, list[StepFinished]]:
-    steps: list[StepFinished] = []
+def run(bench, folder, kill_after=None, **job):
+    steps = []
     plan = bench.plan(settings=FP16, checkpointing_steps=1, **job)
     apply_settings(bench.trained, FP16)  # a run before may have changed its attention
     return bench.loop(plan, folder, on_step=steps.append, kill_after=kill_after), steps
 
 
 def test_fp16_learns_what_fp32_learns(bench, half, tmp_path):
-    expected: list[StepFinished] = []
+    expected = []
     plain = bench.loop(bench.plan(), tmp_path / "fp32", on_step=expected.append)
     loop, steps = run(half, tmp_path / "fp16")
     assert {parameter.dtype for parameter in loop.optimizer.parameters} == {torch.float16}
@@ -400,7 +392,7 @@ def test_scale_recovers_after_steps_without_overflow():
     scales = []
     for factor in (1.0, 1e30, 1.0, 1.0, 1.0):
         before = optimizer.masters[0].detach().clone()
-        optimizer.scale((parameter.float() * factor / 8).sum()).backward()  # type: ignore[no-untyped-call]
+        optimizer.scale((parameter.float() * factor / 8).sum()).backward()
         norm = optimizer.step()
         scales.append(optimizer.loss_scale)
         assert bool(norm.isfinite()) == (factor == 1.0)
@@ -436,10 +428,10 @@ def test_overflowing_activations_are_an_error(half, tmp_path):
 
 
 def test_levels_reach_fp16_exactly(bench):
-    seen: dict[str, Any] = {}
+    seen = {}
 
     class Recorder(nn.Module):
-        def forward(self, hidden: Tensor, **given: Any) -> Tensor:
+        def forward(self, hidden, **given):
             seen.update(given, hidden=hidden)
             return hidden
 

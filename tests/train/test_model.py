@@ -24,13 +24,13 @@ from tests.train.conftest import CPU, PROMPT, Killed, kill_at
 from tests.train.small import SETTINGS, machine, make_plan
 
 
-def blocks() -> list[nn.Module]:
+def blocks():
     torch.manual_seed(0)
     layers = ((nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False)) for _ in range(3))
     return [nn.Sequential(*own).requires_grad_(False) for own in layers]
 
 
-def measured(made: list[nn.Module], choice: str) -> QuantizationError:
+def measured(made, choice):
     meter, quantize = ErrorMeter(made), quantize_inside(made, choice)
     assert quantize is not None
     transform = meter.wrap(quantize)
@@ -77,15 +77,15 @@ def test_meter_agrees_with_plain_comparison():
 
 
 def test_swapped_layers_are_measured_first(bench, monkeypatch):
-    home: set[int] = set()
+    home = set()
     measure, move = model_module._outputs, nn.Linear._apply
-    devices: list[str] = []
+    devices = []
 
-    def moved(layer: nn.Linear, *how: object, **named: object) -> nn.Linear:
+    def moved(layer, *how, **named):
         home.add(id(layer))
         return move(layer, *how, **named)
 
-    def outputs(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    def outputs(layer, inputs):
         devices.append("host" if id(layer) in home else "device")
         return measure(layer, inputs)
 

@@ -1,7 +1,6 @@
 """Modulation ahead of time: layers are not there, what is learned is the same."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +9,12 @@ from safetensors.torch import load_file
 from autotune.knobs import modulation
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead
 from autotune.models.registry import FAMILIES
-from autotune.plan.plan import TrainingPlan
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.loop import TrainingLoop
 from autotune.train.model import load_model
 from autotune.train.monitor import Monitor
 from autotune.train.processes import Processes
-from tests.train.conftest import CPU, PROMPT, Bench, Killed, kill_at, make_bench
+from tests.train.conftest import CPU, PROMPT, Killed, kill_at, make_bench
 from tests.train.small import SETTINGS
 
 AHEAD = SETTINGS.changed(modulation="ahead")
@@ -27,20 +25,18 @@ TOLERANCES = {name: 2e-3 if name.startswith("kandinsky5") else 1e-6 for name in 
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def family_bench(
-    request: pytest.FixtureRequest, bench: Bench, tmp_path_factory: pytest.TempPathFactory
-) -> Bench:
+def family_bench(request, bench, tmp_path_factory):
     name = request.param
     return bench if name == "qwen-image" else make_bench(tmp_path_factory.mktemp(name), name)
 
 
 @pytest.fixture
-def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def fetches(monkeypatch):
     """The number of conditionings of every time that all layers were fetched."""
-    made: list[int] = []
+    made = []
     compute = ModulationAhead._compute
 
-    def counted(self: ModulationAhead, conditionings: torch.Tensor, rows: torch.Tensor) -> None:
+    def counted(self, conditionings, rows):
         made.append(len(conditionings))
         compute(self, conditionings, rows)
 
@@ -49,11 +45,11 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_windows(monkeypatch):
     monkeypatch.setattr(modulation, "MAX_WINDOW_DRAWS", 8)
 
 
-def loop_of(bench: Bench, plan: TrainingPlan, processes: Processes = ALONE) -> TrainingLoop:
+def loop_of(bench, plan, processes=ALONE):
     work, settings = plan.frozen.workload, plan.frozen.settings
     trained = load_model(bench.resolved, work, settings, CPU, plan.job.seed)
     for number, parameter in enumerate(trained.adapter):  # both halves away from zero
@@ -65,7 +61,7 @@ def loop_of(bench: Bench, plan: TrainingPlan, processes: Processes = ALONE) -> T
         bench.encoded,
         None,
         processes=processes,
-        checkpoints=None,  # type: ignore[arg-type]
+        checkpoints=None,
         monitor=Monitor(CPU),
         metrics=None,
         on_event=lambda event: None,
@@ -73,7 +69,7 @@ def loop_of(bench: Bench, plan: TrainingPlan, processes: Processes = ALONE) -> T
     )
 
 
-def gradients(loop: TrainingLoop, num_steps: int) -> torch.Tensor:
+def gradients(loop, num_steps):
     """AdamW's first moments after the steps: gradients of single steps and their sums."""
     found = []
     batches = iter(loop._make_loader())
@@ -127,7 +123,7 @@ def test_all_draws_come_from_windows(family_bench, fetches):
 def test_kills_and_previews_within_a_window(tmp_path, fetches):
     bench = make_bench(tmp_path / "flux", "flux1-dev")  # depends on the most
     watched, broken = tmp_path / "watched", tmp_path / "broken"
-    job: dict[str, Any] = {"num_steps": 5, "checkpointing_steps": 1, "preview_steps": 3}
+    job = {"num_steps": 5, "checkpointing_steps": 1, "preview_steps": 3}
     previews = {"preview_prompts": (PROMPT,), "preview_every": 2}
     bench.train(bench.plan(settings=AHEAD, output=str(watched), **job, **previews))
     # Windows from steps 0, 2, 4; two more for one evaluation, three for the other; four previews.

@@ -8,18 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted, reraise_oom
-from autotune.events import StepFinished
 from autotune.train import monitor as watching, watchdog
 from autotune.train.folder import checkpoints_of
 from autotune.train.metrics import Metrics, read_metrics
@@ -34,7 +31,7 @@ FULL = MemoryReading(0, 0, 20 * GIB, 0, 0.97)
 ROOMY = MemoryReading(0, 0, 16 * GIB, 0, 0.7)
 
 
-def told(readings: Iterable[MemoryReading], seconds: float = 1.0, **known: Any) -> list[str]:
+def told(readings, seconds=1.0, **known):
     monitor = Monitor(CPU, planned_seconds=1.0, **known)
     return [text for reading in readings for text in monitor.check(reading, seconds, 0.0)]
 
@@ -89,7 +86,7 @@ def test_spikes_count_over_all_starts():
     assert again.num_spikes == 2
 
 
-def growth(floors: Iterable[int]) -> float:
+def growth(floors):
     found = watching.Growth()
     return [found.add(floor) for floor in floors for _ in range(watching.WINDOW_STEPS)][-1]
 
@@ -149,7 +146,7 @@ with watchdog.Watchdog(10, has_run=True) as watched, watched.finishing_steps():
 
 
 @pytest.fixture
-def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def available(tmp_path, monkeypatch):
     path = tmp_path / "available"
     path.write_text(str(PLENTY))
     command = (sys.executable, "-c", READER.format(path=str(path)))
@@ -160,9 +157,9 @@ def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_short_host_gets_a_checkpoint(bench, tmp_path, available):
     plan = bench.plan(num_steps=400, checkpointing_steps=0, output=str(tmp_path / "out"))
-    taken: list[int] = []
+    taken = []
 
-    def take(event: StepFinished) -> None:
+    def take(event):
         taken.append(event.step)
         if event.step == 3:
             available.write_text(str(SHORT))
@@ -177,7 +174,7 @@ def test_a_short_host_gets_a_checkpoint(bench, tmp_path, available):
 
 
 def test_listener_cancels_run_in_thread(bench, tmp_path):
-    def cancel(event: StepFinished) -> None:
+    def cancel(event):
         raise KeyboardInterrupt
 
     plan = bench.plan(num_steps=400, checkpointing_steps=0, output=str(tmp_path / "out"))
@@ -187,7 +184,7 @@ def test_listener_cancels_run_in_thread(bench, tmp_path):
 
 
 def test_shortage_that_library_hides_is_told(available):
-    def read() -> None:
+    def read():
         available.write_text(str(SHORT))
         try:
             time.sleep(60)
@@ -252,7 +249,7 @@ def test_damaged_record_ends_where_damage_begins(tmp_path, damage):
 @pytest.mark.parametrize("is_there", [True, False])
 def test_unwritable_curves_end_no_run(tmp_path, is_there):
     """The folder vanishes, or was a file: TensorBoard's thread raises at one of the next points."""
-    warnings: list[str] = []
+    warnings = []
     curves = tmp_path / "tensorboard"
     if not is_there:
         curves.write_text("")

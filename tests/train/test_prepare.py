@@ -4,15 +4,15 @@ import pytest
 
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import seal
-from autotune.plan.hardware import Capability, HardwareProfile, OtherGpu
-from autotune.plan.plan import EncoderGpu, TrainingPlan
+from autotune.plan.hardware import Capability, OtherGpu
+from autotune.plan.plan import EncoderGpu
 from autotune.plan.workload import Bucket
 from autotune.train.fit import data_misfits, hardware_misfits
 from tests import builders
 from tests.plan.test_file import make_plan
 
 
-def planned(storage: str = "none", **settings: object) -> TrainingPlan:
+def planned(storage="none", **settings):
     plan = make_plan()
     changes = {
         "hardware": plan.frozen.hardware.model_copy(update={"match_keys": {}}),
@@ -31,7 +31,7 @@ def test_encoding_gpus_need_room(part):
     caching = CachingSettings(**{part: "cuda:1"})
     plan = seal(plan.job, plan.frozen.changed(hardware=hardware, caching=caching))
 
-    def beside(index: int, budget_bytes: int, own: int = 0) -> HardwareProfile:
+    def beside(index, budget_bytes, own=0):
         size = {"total_memory_bytes": 24 * builders.GIB, "budget_bytes": budget_bytes}
         there = OtherGpu(index=index, name="small", **size)
         return here.changed(device=here.device.changed(index=own, count=2, others=(there,)))

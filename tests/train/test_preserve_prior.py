@@ -1,7 +1,6 @@
 """Images whose target is the base's own prediction: which they are, and under which settings."""
 
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from autotune.train.folder import ADAPTER_FILE
 from autotune.train.model import apply_settings
 from autotune.train.step import Noising
 from tests.data.pictures import write_pictures
-from tests.train.conftest import Bench
 from tests.train.small import SETTINGS
 from tests.train.test_processes import Nodes, assert_one_learns_the_same
 from tests.train.test_resume import same
@@ -24,12 +22,12 @@ SHARE = {"preserve_prior": 0.5}
 
 
 @pytest.fixture(scope="module")
-def preserving(bench: Bench) -> Bench:
+def preserving(bench):
     return bench.changed(**SHARE)
 
 
-def losses(bench: Bench, folder: Any, **plan: Any) -> list[float]:
-    found: list[float] = []
+def losses(bench, folder, **plan):
+    found = []
     bench.loop(bench.plan(num_steps=STEPS, **plan), folder, on_step=lambda e: found.append(e.loss))
     return found
 

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from autotune.train.processes import init_distributed
 from tests import builders
 from tests.conftest import autotune_here
 from tests.forked import start_forked
-from tests.train.conftest import CPU, Bench, save, values_of
+from tests.train.conftest import CPU, save, values_of
 from tests.train.test_prepare import planned
 
 
@@ -42,7 +40,7 @@ class Nodes:
     folder: Path
     plan: TrainingPlan
 
-    def start(self, *flags: str, step_wait_seconds: float | None = None) -> list[ForkServerProcess]:
+    def start(self, *flags, step_wait_seconds=None):
         save_plan(self.plan, self.folder / "plan.yaml")
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
             meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
@@ -50,25 +48,25 @@ class Nodes:
         started = []
         for rank in (0, 1):
             home = {"XDG_CACHE_HOME": self.folder / f"home-{rank}"}
-            how: Any = {"environment": launched(RANK=rank, WORLD_SIZE=2, **meet, **home)}
+            how = {"environment": launched(RANK=rank, WORLD_SIZE=2, **meet, **home)}
             log, how["step_wait_seconds"] = self.folder / f"log-{rank}", step_wait_seconds
             started.append(start_forked((*words, self.output(rank)), log, **how))
         return started
 
-    def output(self, rank: int) -> Path:
+    def output(self, rank):
         return self.folder / f"output-{rank}"
 
-    def log(self, rank: int = 0) -> str:
+    def log(self, rank=0):
         return (self.folder / f"log-{rank}").read_text()
 
-    def wait_for_step(self, step: int, started: list[ForkServerProcess]) -> None:
+    def wait_for_step(self, step, started):
         deadline = time.monotonic() + 300
         while len(read_metrics(self.output(0) / "metrics.jsonl")) < step:
             assert all(process.is_alive() for process in started), self.log()
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def finish(self, started: list[ForkServerProcess], seconds: float = 240) -> list[int | None]:
+    def finish(self, started, seconds=240):
         deadline = time.monotonic() + seconds
         for process in started:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -78,8 +76,8 @@ class Nodes:
         return statuses
 
 
-def assert_one_learns_the_same(bench: Bench, plan: TrainingPlan, several: Path) -> None:
-    losses: list[float] = []
+def assert_one_learns_the_same(bench, plan, several):
+    losses = []
     folder = several.parent.parent
     one = bench.loop(plan, folder / "one", on_step=lambda event: losses.append(event.loss))
     one.optimizer.turn_to_average()  # as a run ends
@@ -96,7 +94,7 @@ def test_local_processes_learn_as_one(bench, tmp_path):
     save_plan(plan, tmp_path / "plan.yaml")
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    stopped = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+    stopped = subprocess.Popen(command, **pipes)
     deadline = time.monotonic() + 300
     while len(read_metrics(output / "metrics.jsonl")) < 3:
         assert stopped.poll() is None, stopped.stderr.read()
@@ -208,7 +206,7 @@ def test_launcher_looks_for_room_first(monkeypatch, capfd, tmp_path):
         _require_machine(plan, full)
 
 
-def launched(run_id: str = "none", **changes: object) -> dict[str, str]:
+def launched(run_id="none", **changes):
     """The environment of the second of two processes of torchrun, on the second of two nodes."""
     numbers = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
     place = {"MASTER_ADDR": "node-1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": run_id}
@@ -253,8 +251,8 @@ def test_other_numbers_than_planned_are_refused(monkeypatch):
     assert "OMPI_COMM_WORLD_SIZE" not in os.environ, "accelerate would believe it"
 
 
-def ending(monkeypatch: pytest.MonkeyPatch, how: Exception | None, file: Path | None = None) -> int:
-    def start(*arguments: str) -> None:
+def ending(monkeypatch, how, file=None):
+    def start(*arguments):
         if file:
             file.touch()
         if how:

@@ -16,11 +16,9 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
-from autotune.events import StepFinished
 from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan
 from autotune.train import folder as folder_module, validation
 from autotune.train.folder import ADAPTER_FILE, Checkpoints, claim_folder, list_checkpoints
-from autotune.train.loop import TrainingLoop
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import prepare
 from autotune.weights.files import find_weights, open_weights, read_header, weights_digest
@@ -32,16 +30,16 @@ from tests.train.conftest import Killed, save
 STEPS = 4
 
 
-def same(one: TrainingLoop, other: TrainingLoop) -> bool:
+def same(one, other):
     left, right = one.optimizer.state(), other.optimizer.state()
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def told(event: StepFinished) -> tuple[float | None, ...]:
+def told(event):
     return event.step, event.loss, event.learning_rate, event.validation_loss
 
 
-def best_of(folder: Path) -> dict[str, torch.Tensor]:
+def best_of(folder):
     return load_file(folder / "checkpoints" / "best.safetensors")
 
 
@@ -57,7 +55,7 @@ def test_any_kills_end_alike(bench, tmp_path, monkeypatch, schedule):
 
     @settings(max_examples=3)
     @given(kills=st.lists(st.integers(1, STEPS), max_size=2), every=st.integers(1, 3))
-    def check(kills: list[int], every: int) -> None:
+    def check(kills, every):
         with tempfile.TemporaryDirectory() as name:
             folder, plan = Path(name), bench.plan(**job, checkpointing_steps=every)
             for kill in kills:
@@ -77,7 +75,7 @@ def test_any_kills_end_alike(bench, tmp_path, monkeypatch, schedule):
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "state", "run", "part"])
 def test_damaged_checkpoints_are_left_out(tmp_path, damage):
-    told: list[str] = []
+    told = []
     with Checkpoints(tmp_path, "sha256:1", keep_last=9) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, {"a": torch.full((9,), float(step))}, {"rate": 5})
@@ -148,7 +146,7 @@ def test_checkpoints_follow_their_steps_to_disk(bench, tmp_path, monkeypatch):
 
 
 def test_deleted_outputs_keep_the_adapter(bench, tmp_path):
-    def delete(event: object) -> None:
+    def delete(event):
         if event.step == 2:
             shutil.rmtree(tmp_path / "run")
 
@@ -187,7 +185,7 @@ def test_constant_rates_can_go_longer(bench, tmp_path):
 def test_signal_finishes_step_and_writes_checkpoint(bench, tmp_path):
     number, plan = signal.SIGTERM, bench.plan(num_steps=4)
 
-    def stop(event: StepFinished) -> None:
+    def stop(event):
         if event.step == 2:
             os.kill(os.getpid(), number)
 
@@ -206,10 +204,10 @@ def test_signal_finishes_step_and_writes_checkpoint(bench, tmp_path):
 def test_a_full_disk_ends_it(bench, tmp_path, monkeypatch):
     plan = bench.plan(num_steps=4, checkpointing_steps=1)
 
-    def full(*arguments: object) -> None:
+    def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    def fill(step: int) -> None:
+    def fill(step):
         if step == 2:  # the first is written by a thread
             wait_until(lambda: 1 in list_checkpoints(tmp_path / "checkpoints"))
             monkeypatch.setattr(folder_module, "save_file", full)
@@ -229,7 +227,7 @@ def test_newest_checkpoints_are_kept(tmp_path):
 def test_training_waits_for_the_copy_alone(tmp_path, monkeypatch):
     released, written = threading.Event(), []
 
-    def slow(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    def slow(path, tensors, metadata):
         released.wait(20)
         written.append(tensors["weight"].clone())
 
@@ -283,9 +281,9 @@ def test_other_base_weights_are_refused(bench, tmp_path):
 
 def test_prevented_previews_are_made_later(bench, tmp_path):
     plan = bench.plan(num_steps=3, checkpointing_steps=1, preview_every=2)
-    previews: list[int] = []
+    previews = []
 
-    def killed(step: int) -> None:
+    def killed(step):
         raise Killed
 
     bench.loop(plan, tmp_path, preview=killed)

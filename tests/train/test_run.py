@@ -8,7 +8,6 @@ import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import filelock
 import pytest
@@ -32,7 +31,7 @@ from autotune.train.sample import Preview, PreviewSampler, sample_run
 from autotune.weights.tensors import save_file
 from tests.events import phases_to
 from tests.search.machines import make_plan
-from tests.train.conftest import CPU, PROMPT, Bench
+from tests.train.conftest import CPU, PROMPT
 from tests.train.small import SETTINGS, make_plan as plan_of
 
 PROMPTS = (PROMPT, "something else")
@@ -40,7 +39,7 @@ Finished = tuple[Path, RunReport]
 
 
 @pytest.fixture(scope="module")
-def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def run(bench, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "out"
     job = {"num_train_epochs": 5, "checkpointing_steps": 3, "caption_dropout": 0.1}
     shown = {"preview_prompts": PROMPTS, "preview_every": 3, "report_to": "tensorboard"}
@@ -114,10 +113,10 @@ def test_sampling_swaps_blocks_that_plan_swaps(bench, run, tmp_path, monkeypatch
     settings = SETTINGS.changed(swapped_blocks=1, checkpointed_blocks=1)
     save_plan(bench.plan(settings=settings), tmp_path / "run-plan.yaml")
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
-    visits: list[int] = []
+    visits = []
     fetch = BlockSwap._fetch
 
-    def visit(swap: BlockSwap, number: int) -> None:
+    def visit(swap, number):
         visits.append(number)
         fetch(swap, number)
 
@@ -149,8 +148,8 @@ def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
 
 def test_large_preview_is_tiled_then_halved(bench, monkeypatch):
     bucket = bench.plan().frozen.workload.largest_bucket.changed(width_px=512, height_px=512)
-    told: list[str] = []
-    tried: list[tuple[int, bool]] = []
+    told = []
+    tried = []
     encoders = Encoders(bench.resolved, CachingSettings(), CPU, SETTINGS.precision)
     sampler = PreviewSampler(encoders, told.append)
     sampler.encoded[PROMPT, ()] = []
@@ -159,7 +158,7 @@ def test_large_preview_is_tiled_then_halved(bench, monkeypatch):
     vae.enable_tiling = lambda: setattr(vae, "use_tiling", True)
     sampler.pipeline = SimpleNamespace(vae=vae, transformer=bench.trained.transformer)
 
-    def short(pipeline: Any, preview: Preview) -> list[Any]:
+    def short(pipeline, preview):
         tried.append((preview.bucket.width_px, vae.use_tiling))
         if preview.bucket.width_px > 256:
             raise torch.OutOfMemoryError
@@ -182,7 +181,7 @@ def test_no_file_of_run_holds_caption(bench, tmp_path):
 
 
 def test_the_adapter_is_saved(bench, tmp_path, monkeypatch):
-    def lost(loop: Any) -> float:
+    def lost(loop):
         raise AutotuneError("the cache lost an entry", hint="run again")
 
     monkeypatch.setattr(TrainingLoop, "evaluate", lost)
@@ -195,7 +194,7 @@ def test_the_adapter_is_saved(bench, tmp_path, monkeypatch):
 def test_late_signals_end_at_once(bench, tmp_path):
     plan = bench.plan(num_steps=2, output=str(tmp_path), preview_prompts=PROMPTS[:1])
 
-    def stop(phase: str) -> None:
+    def stop(phase):
         if phase.startswith("sampling"):
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -228,7 +227,7 @@ def test_dropped_captions_need_masks(bench, tmp_path):
     for caption in alike.glob("*.txt"):
         caption.write_text("a red circle")
 
-    def padding(attention: str, caption_dropout: float) -> str:
+    def padding(attention, caption_dropout):
         settings = SETTINGS.changed(attention=attention)
         job = {"output": str(tmp_path / "out"), "caption_dropout": caption_dropout}
         plan = plan_of(bench.model_folder, alike, bench.hardware, settings=settings, **job)

@@ -19,7 +19,7 @@ PROMPTS = ("a red circle", "a blue circle on white", "a circle")
 
 
 @pytest.fixture(scope="module")
-def sliding(bench: Bench, tmp_path_factory) -> Bench:
+def sliding(bench, tmp_path_factory):
     own = bench.changed(is_slider=True)
     data, cache = slider_data(PROMPTS, 32, 32).training, Cache(tmp_path_factory.mktemp("slider"))
     encoders = Encoders(own.resolved, CachingSettings(), CPU, "fp32")

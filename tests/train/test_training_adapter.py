@@ -11,10 +11,9 @@ from autotune.errors import InvalidInput
 from autotune.plan.file import seal
 from autotune.train import validation
 from autotune.train.prepare import read_inputs
-from tests.train.conftest import Bench
 
 
-def write_adapter(bench: Bench, file: Path, seed: int = 0) -> None:
+def write_adapter(bench, file, seed=0):
     """Write a LoRA of some layers, inside and outside those that plans adapt."""
     generator, state = torch.Generator().manual_seed(seed), {}
     modules = dict(bench.trained.transformer.named_modules())
@@ -29,7 +28,7 @@ def write_adapter(bench: Bench, file: Path, seed: int = 0) -> None:
     save_file(state, file)
 
 
-def merge(model: Path, state: dict[str, torch.Tensor]) -> Path:
+def merge(model, state):
     merged = Path(shutil.copytree(model, model.parent / "merged"))
     for file in (merged / "transformer").glob("*.safetensors"):
         weights = load_file(file)

@@ -2,12 +2,10 @@
 
 import math
 import statistics
-from typing import Any
 
 import pytest
 import torch
 
-from autotune.events import StepFinished
 from autotune.train import prepare, validation
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.step import Noising
@@ -22,7 +20,7 @@ DRAWS = 6
 
 
 @pytest.fixture(autouse=True)
-def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_draws(monkeypatch):
     monkeypatch.setattr(validation, "VALIDATION_DRAWS", DRAWS)
 
 
@@ -54,7 +52,7 @@ def test_levels_are_spread_evenly(bench, monkeypatch):
 
 
 def test_validation_changes_nothing_that_is_learned(bench, tmp_path):
-    job: dict[str, Any] = {"num_steps": 3, "caption_dropout": 0.1}
+    job = {"num_steps": 3, "caption_dropout": 0.1}
     plain = bench.loop(bench.plan(**job), tmp_path / "plain", held_out=2)
     job |= {"validation": "40%", "validation_every": 1, "keep_best": True}
     assert same(bench.loop(bench.plan(**job), tmp_path / "validated", held_out=2), plain)
@@ -63,13 +61,13 @@ def test_validation_changes_nothing_that_is_learned(bench, tmp_path):
 def test_a_run_goes_on_without(bench, tmp_path, monkeypatch):
     measure = HeldOutLoss._losses
 
-    def run_out(meter: HeldOutLoss, draws: Any) -> list[float]:
+    def run_out(meter, draws):
         if any(bool(parameter.any()) for parameter in bench.trained.adapter[1::2]):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return measure(meter, draws)
 
     monkeypatch.setattr(HeldOutLoss, "_losses", run_out)
-    seen: list[StepFinished] = []
+    seen = []
     plan = bench.plan(num_steps=3, validation="40%", validation_every=2)
     loop = bench.loop(plan, tmp_path, on_step=seen.append, held_out=2)
     assert [(event.step, event.validation_loss) for event in seen] == [(n, None) for n in (1, 2, 3)]
@@ -92,9 +90,9 @@ def test_modulations_computed_ahead_give_same_losses(family_bench):
 def test_the_best_adapter_is_kept(bench, tmp_path, monkeypatch):
     """At a rate at which the first steps help and later ones do not."""
     monkeypatch.setattr(prepare, "SANE_RATES", 1e4)
-    job: dict[str, Any] = {"num_steps": 6, "validation": "40%", "validation_every": 1}
+    job = {"num_steps": 6, "validation": "40%", "validation_every": 1}
     plan = bench.plan(**job, learning_rate=0.3, keep_best=True, output=str(tmp_path))
-    steps: list[StepFinished] = []
+    steps = []
     report = bench.train(plan, steps_to(steps.append))
     best = report.validation
     assert best

@@ -1,20 +1,17 @@
 import json
 import struct
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def every_dtype() -> dict[str, Any]:
+def every_dtype():
     """Tensors of every dtype and every awkward shape, with NaN, infinities and negative zero
     among them."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, Any] = {}
+    tensors = {}
     for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
         tensors[name] = torch.randn(7, 5, generator=generator).to(getattr(torch, name))
     small = "uint8 int8 uint16 int16 uint32 int32 uint64 int64 float8_e8m0fnu"
@@ -29,12 +26,7 @@ def every_dtype() -> dict[str, Any]:
     return tensors
 
 
-def save_model(
-    folder: Path,
-    tensors: Mapping[str, Any],
-    max_shard_bytes: int,
-    stem: str = "diffusion_pytorch_model",
-) -> list[Path]:
+def save_model(folder, tensors, max_shard_bytes, stem="diffusion_pytorch_model"):
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,18 +37,18 @@ def save_model(
     return sorted(folder.glob(f"{stem}*.safetensors"))
 
 
-def raw_file(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
+def raw_file(header, data=b"", *, length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def write_raw(folder: Path, name: str, content: bytes) -> Path:
+def write_raw(folder, name, content):
     path = folder / name
     path.write_bytes(content)
     return path
 
 
-def bits(tensor: Any) -> bytes:
+def bits(tensor):
     import torch
 
     return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

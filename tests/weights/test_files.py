@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from autotune.weights.files import (
-    DTYPES,
-    MAX_HEADER_BYTES,
-    BadWeights,
-    CorruptFile,
-    PickledWeights,
-    TruncatedFile,
-    open_weights,
-    read_header,
-)
+from autotune.weights import files
 from tests.weights.conftest import raw_file, write_raw
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -23,11 +14,11 @@ A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 def parse(content):
     with tempfile.TemporaryDirectory() as folder:
-        return read_header(write_raw(Path(folder), "x.safetensors", content))
+        return files.read_header(write_raw(Path(folder), "x.safetensors", content))
 
 
 layouts = st.lists(
-    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)),
+    st.tuples(st.sampled_from(sorted(files.DTYPES)), st.lists(st.integers(0, 5), max_size=4)),
     min_size=0,
     max_size=6,
 )
@@ -37,7 +28,7 @@ layouts = st.lists(
 def test_sound_headers_are_read_back(layout, metadata, random):
     header, position = {}, 0
     for number, (dtype, shape) in enumerate(layout):
-        end = position + math.prod(shape) * DTYPES[dtype][1]
+        end = position + math.prod(shape) * files.DTYPES[dtype][1]
         header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     names = list(header)
@@ -57,7 +48,7 @@ def test_sound_headers_are_read_back(layout, metadata, random):
 
 @given(st.binary(max_size=200))
 def test_random_headers_raise_typed_errors(noise):
-    with pytest.raises(BadWeights):
+    with pytest.raises(files.BadWeights):
         parse(raw_file(noise, bytes(1)))
 
 
@@ -69,7 +60,7 @@ def test_changed_bytes_stay_consistent(position, value):
     content[8 + position % len(text)] = value
     try:
         file = parse(bytes(content))
-    except BadWeights:
+    except files.BadWeights:
         return
     assert sum(entry.size_bytes for entry in file.entries) == 16
 
@@ -107,7 +98,7 @@ def test_changed_bytes_stay_consistent(position, value):
     ],
 )
 def test_impossible_headers_are_corrupt(header):
-    with pytest.raises(CorruptFile) as caught:
+    with pytest.raises(files.CorruptFile) as caught:
         parse(raw_file(header, bytes(20)))
     assert caught.value.hint
 
@@ -121,7 +112,7 @@ def test_impossible_headers_are_corrupt(header):
     ],
 )
 def test_oversized_tensors_are_refused(entry, num_bytes):
-    with pytest.raises(CorruptFile, match="torch cannot hold"):
+    with pytest.raises(files.CorruptFile, match="torch cannot hold"):
         parse(raw_file({"a": entry}, bytes(num_bytes)))
 
 
@@ -129,20 +120,22 @@ def test_oversized_tensors_are_refused(entry, num_bytes):
 def test_a_file_cut_anywhere_is_truncated(tmp_path, length):
     whole = raw_file({"a": A}, bytes(8))
     path = write_raw(tmp_path, "cut.safetensors", whole[: min(length, len(whole) - 1)])
-    with pytest.raises(TruncatedFile):
-        read_header(path)
+    with pytest.raises(files.TruncatedFile):
+        files.read_header(path)
 
 
 def test_long_headers_are_not_read(tmp_path):
-    path = write_raw(tmp_path, "huge.safetensors", raw_file(b"{}", length=MAX_HEADER_BYTES + 1))
-    with pytest.raises(CorruptFile):
-        read_header(path)
+    path = write_raw(
+        tmp_path, "huge.safetensors", raw_file(b"{}", length=files.MAX_HEADER_BYTES + 1)
+    )
+    with pytest.raises(files.CorruptFile):
+        files.read_header(path)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt", ".pth"])
 def test_pickles_are_refused(tmp_path, suffix):
-    with pytest.raises(PickledWeights) as caught:
-        read_header(write_raw(tmp_path, "old" + suffix, b"\x80\x04"))
+    with pytest.raises(files.PickledWeights) as caught:
+        files.read_header(write_raw(tmp_path, "old" + suffix, b"\x80\x04"))
     assert "delete it" in caught.value.hint
 
 
@@ -165,7 +158,7 @@ GOOD = {"a": f"{STEM}-1.safetensors", "b": f"{STEM}-1.safetensors", "c": f"{STEM
 
 
 def test_shards_are_one_source(tmp_path):
-    source = open_weights(shards(tmp_path, GOOD))
+    source = files.open_weights(shards(tmp_path, GOOD))
     assert list(source.locations) == ["b", "a", "c"]
 
 
@@ -174,8 +167,8 @@ def test_shards_are_one_source(tmp_path):
 )
 def test_single_files_are_found(tmp_path, name):
     write_raw(tmp_path, name, raw_file({"a": tensor()}, bytes(2)))
-    assert list(open_weights(tmp_path).locations) == ["a"]
-    assert list(open_weights(tmp_path / name).locations) == ["a"]
+    assert list(files.open_weights(tmp_path).locations) == ["a"]
+    assert list(files.open_weights(tmp_path / name).locations) == ["a"]
 
 
 ELSEWHERE = ["../x", "/etc/passwd", "sub/x", "..\\x", "C:x", "x\0"]
@@ -186,8 +179,8 @@ ELSEWHERE = ["../x", "/etc/passwd", "sub/x", "..\\x", "C:x", "x\0"]
 )
 def test_index_that_points_elsewhere_is_refused(tmp_path, shard):
     write_raw(tmp_path.parent, "x.safetensors", raw_file({"a": tensor()}, bytes(2)))
-    with pytest.raises(CorruptFile):
-        open_weights(shards(tmp_path, {**GOOD, "a": shard}))
+    with pytest.raises(files.CorruptFile):
+        files.open_weights(shards(tmp_path, {**GOOD, "a": shard}))
 
 
 @pytest.mark.parametrize(
@@ -196,10 +189,10 @@ def test_index_that_points_elsewhere_is_refused(tmp_path, shard):
 def test_a_damaged_index_is_refused(tmp_path, text):
     shards(tmp_path, GOOD)
     (tmp_path / f"{STEM}.safetensors.index.json").write_text(text)
-    with pytest.raises(CorruptFile):
-        open_weights(tmp_path)
+    with pytest.raises(files.CorruptFile):
+        files.open_weights(tmp_path)
 
 
 def test_mismatched_indices_are_refused(tmp_path):
-    with pytest.raises(CorruptFile, match="'z'"):
-        open_weights(shards(tmp_path, {**GOOD, "z": f"{STEM}-2.safetensors"}))
+    with pytest.raises(files.CorruptFile, match="'z'"):
+        files.open_weights(shards(tmp_path, {**GOOD, "z": f"{STEM}-2.safetensors"}))

@@ -112,7 +112,7 @@ def test_broken_downloads_end_whole(hub, repo, monkeypatch):
 
 
 def test_full_disks_are_told_first(hub, repo, monkeypatch):
-    room = shutil._ntuple_diskusage(SIZE, 0, SIZE - 1)  # type: ignore[attr-defined]
+    room = shutil._ntuple_diskusage(SIZE, 0, SIZE - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
     with pytest.raises(AutotuneError, match="team/small needs") as caught:
         fetch(repo, components=["vae"])

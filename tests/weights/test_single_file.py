@@ -1,8 +1,5 @@
 """Files of ComfyUI, Kohya and Civitai load to the weights of the folder they were written from."""
 
-from collections.abc import Callable
-from typing import Any
-
 import diffusers
 import pytest
 import torch
@@ -14,18 +11,8 @@ from autotune.weights.files import BadWeights, ModelMismatch, open_weights
 from autotune.weights.single_file import has_part, view_as, view_part
 from autotune.weights.stream import check_source, load_into
 from tests.models.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
+from tests.weights import original_layouts
 from tests.weights.conftest import raw_file, write_raw
-from tests.weights.original_layouts import (
-    LAYOUTS,
-    State,
-    flux2_vae,
-    ldm_vae,
-    scaled_fp8,
-    wan22_vae,
-    wan_vae,
-    with_plain_norms,
-    within,
-)
 
 FLOAT8_STEP = 2.0**-3  # of e4m3's mantissa; half of it is the most that rounding changes a value
 
@@ -36,7 +23,7 @@ def saved(path, state):
 
 
 def loaded(file, family, like, *, loader="safetensors"):
-    config = dict(like.config)  # type: ignore[arg-type, call-overload]
+    config = dict(like.config)
     model = build_empty(lambda: FAMILIES[family].build_transformer(config))
     source = view_as(open_weights(file), model)
     check_source(model, source)
@@ -44,15 +31,15 @@ def loaded(file, family, like, *, loader="safetensors"):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", original_layouts.LAYOUTS)
 @pytest.mark.quick(*((name, "alone") for name in ("flux1-dev", "sd3.5", "sdxl")), "z-image")
 @pytest.mark.parametrize("place", ["alone", "in a checkpoint"])
 def test_authors_layouts_load_exactly(family, place, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
     state = transformer.state_dict()
-    stored = LAYOUTS[family](state)
+    stored = original_layouts.LAYOUTS[family](state)
     if place == "in a checkpoint":
-        stored = within(stored, "model.diffusion_model.")
+        stored = original_layouts.within(stored, "model.diffusion_model.")
         stored["first_stage_model.decoder.conv_in.weight"] = torch.ones(4, 4)
     got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
     assert got.keys() == state.keys()
@@ -63,7 +50,7 @@ def test_authors_layouts_load_exactly(family, place, small_pipelines, tmp_path):
 def test_norms_have_two_names(family, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
     state = transformer.state_dict()
-    stored = with_plain_norms(LAYOUTS[family](state))
+    stored = original_layouts.with_plain_norms(original_layouts.LAYOUTS[family](state))
     got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
     assert [name for name in state if not torch.equal(got[name], state[name])] == []
 
@@ -72,7 +59,9 @@ def test_norms_have_two_names(family, small_pipelines, tmp_path):
 @pytest.mark.parametrize("family", ["flux1-dev", "qwen-image"])
 def test_scaled_fp8_loads_with_scales(family, newer, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
-    stored = scaled_fp8(LAYOUTS[family](transformer.state_dict()), newer=newer)
+    stored = original_layouts.scaled_fp8(
+        original_layouts.LAYOUTS[family](transformer.state_dict()), newer=newer
+    )
     got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
     for name, tensor in transformer.state_dict().items():
         if tensor.ndim != 2:
@@ -87,7 +76,7 @@ def test_scaled_fp8_loads_with_scales(family, newer, small_pipelines, tmp_path):
 
 FUSED, NORM = "layers.0.attention.qkv.weight", "layers.0.attention.q_norm.weight"
 SCALE = "layers.0.attention.qkv.weight_scale"
-CHANGES: dict[str, tuple[Callable[[State], Any], str]] = {
+CHANGES = {
     "lacks": (lambda state: state.pop(NORM), r"lacks layers\.0\.attention\.norm_q\.weight"),
     "extra": (lambda state: state.update({"more.weight": torch.ones(2)}), "unlike the model, more"),
     "narrow": (lambda state: state.update({FUSED: state[FUSED][:, :-1]}), "has shape"),
@@ -108,7 +97,10 @@ CHANGES: dict[str, tuple[Callable[[State], Any], str]] = {
 @pytest.mark.parametrize("how", CHANGES)
 def test_other_models_are_refused(how, small_pipelines, tmp_path):
     transformer = small_pipelines("z-image").transformer
-    state, (change, words) = LAYOUTS["z-image"](transformer.state_dict()), CHANGES[how]
+    state, (change, words) = (
+        original_layouts.LAYOUTS["z-image"](transformer.state_dict()),
+        CHANGES[how],
+    )
     change(state)
     file = saved(tmp_path / "model.safetensors", state)
     with pytest.raises(BadWeights, match=words) as caught:
@@ -129,12 +121,12 @@ WAN22_CONFIG |= dict.fromkeys(("in_channels", "out_channels"), 12)
 STAGES = {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (8, 16)}
 STAGES["up_block_types"] = ("UpDecoderBlock2D",) * 2
 LDM_CONFIG = {**STAGES, "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
-VAES: dict[str, tuple[str, dict[str, Any], Callable[[State], State]]] = {
-    "qwen-image": ("AutoencoderKLQwenImage", WAN_CONFIG, wan_vae),
-    "wan-2.1": ("AutoencoderKLWan", WAN_CONFIG, wan_vae),
-    "wan-2.2": ("AutoencoderKLWan", WAN22_CONFIG, wan22_vae),
-    "flux1-dev": ("AutoencoderKL", LDM_CONFIG, ldm_vae),
-    "flux2-klein": ("AutoencoderKLFlux2", LDM_CONFIG, flux2_vae),
+VAES = {
+    "qwen-image": ("AutoencoderKLQwenImage", WAN_CONFIG, original_layouts.wan_vae),
+    "wan-2.1": ("AutoencoderKLWan", WAN_CONFIG, original_layouts.wan_vae),
+    "wan-2.2": ("AutoencoderKLWan", WAN22_CONFIG, original_layouts.wan22_vae),
+    "flux1-dev": ("AutoencoderKL", LDM_CONFIG, original_layouts.ldm_vae),
+    "flux2-klein": ("AutoencoderKLFlux2", LDM_CONFIG, original_layouts.flux2_vae),
 }
 
 
@@ -152,7 +144,7 @@ def make(of, seed):
 @pytest.mark.parametrize("of", VAES)
 def test_authors_vaes_load_exactly(of, prefix, tmp_path):
     model, empty = make(of, 0), make(of, 1)
-    state = within(VAES[of][2](model.state_dict()), prefix)
+    state = original_layouts.within(VAES[of][2](model.state_dict()), prefix)
     others = {"model.diffusion_model.input_blocks.0.weight": torch.ones(2, 2)} if prefix else {}
     source = open_weights(saved(tmp_path / "vae.safetensors", state | others))
     assert has_part(source, "vae") is bool(prefix)

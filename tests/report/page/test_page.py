@@ -12,33 +12,33 @@ from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
 from autotune.plan.plan import Reason, Rejected
-from autotune.report.page import Point, Subject, build_page, points_of
+from autotune.report.page import Subject, build_page, points_of
 from tests.report.page.pages import HOSTILE, golden_plan, plan_subject, run_subject
 
 
 class Outline(HTMLParser):
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.texts.append(data)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return " ".join(" ".join(self.texts).split())
 
 
-def page_of(*subjects: Subject) -> Outline:
+def page_of(*subjects):
     return Outline(build_page(subjects, "0.1.0"))
 
 
-def chosen_of(points: list[Point]) -> Point:
+def chosen_of(points):
     (chosen,) = [point for point in points if point.is_chosen]
     return chosen
 
@@ -64,7 +64,7 @@ def test_a_page_is_whole_by_itself(subject):
         Figure(json.loads(re.sub('"--[a-z]+"', '"#123456"', figure or "")))
 
 
-def hostile_plan() -> Subject:
+def hostile_plan():
     plan = golden_plan()
     frozen, rejected = plan.frozen, (Rejected(choice=HOSTILE, reason=HOSTILE),)
     work = frozen.workload
