@@ -61,12 +61,21 @@ def test_adapters_take_the_table_s_bytes(own, trainer):
     assert (usual.adapter_bytes, usual.optimizer_bytes) == (2 * number, 12 * number + 4 * tensors)
 
 
-def test_fp32_adapters_keep_copies(own):
-    def kept_by_a_block(trainer):
-        cost = cost_of(overheads_of(trainer))
-        kernel = cost.tables.kernel_of(choice_of(SETTINGS))
-        return cost.model.traced("bf16", "none", kernel, 1, 0).forward[1].growth_bytes
+def kept_by_a_block(overheads, quantization="none"):
+    cost = cost_of(overheads)
+    kernel = cost.tables.kernel_of(choice_of(SETTINGS))
+    return cost.model.traced("bf16", quantization, kernel, 1, 0).forward[1].growth_bytes
 
+
+def test_weights_in_bf16_await_backward():
+    """In musubi's fp8, of each of a block's streams: four layers of attention, and two that widen
+    by 4."""
+    musubi = overheads_of("musubi")
+    kept, own = (kept_by_a_block(o, "torchao-fp8") for o in (musubi, musubi.changed(products={})))
+    assert kept - own == 2 * 2 * 12 * WIDTH**2
+
+
+def test_fp32_adapters_keep_copies(own):
     tokens, rank = BUCKET.width_px * BUCKET.height_px // 16**2, own.workload.rank
     # of query, key and value in place of one in bf16, and output
     copies = 4 * tokens * WIDTH * 4 - tokens * WIDTH * 2
@@ -75,8 +84,8 @@ def test_fp32_adapters_keep_copies(own):
     # inputs of norms, which autocast has in fp32
     norms = 2 * (tokens + own.workload.max_text_tokens) * WIDTH * (4 - 2)
     inputs = 2 * tokens * WIDTH * 2  # key's and value's own casts of what comes from the norm
-    difference = kept_by_a_block("ai-toolkit") - kept_by_a_block("musubi")
-    assert difference == copies + narrow - cast - norms - inputs
+    theirs, others = (kept_by_a_block(overheads_of(name)) for name in ("ai-toolkit", "musubi"))
+    assert theirs - others == copies + narrow - cast - norms - inputs
 
 
 def test_what_a_file_says_counts():

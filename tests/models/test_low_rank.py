@@ -94,6 +94,25 @@ def test_dropout_draws_the_same_mask():
     assert_same(run(ours), run(peft))
 
 
+def test_several_adapters_go_pefts_way():
+    models = pair()
+    second = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    for model in models:
+        torch.manual_seed(3)
+        inject_adapter_in_model(second, model, adapter_name="second")
+    changes = [
+        lambda layer: layer.set_adapter(["default", "second"]),
+        lambda layer: layer.set_adapter("second"),
+        lambda layer: layer.enable_adapters(False),
+        lambda layer: (layer.enable_adapters(True), layer.set_adapter("default"), layer.merge()),
+    ]
+    for change in changes:
+        for model in models:
+            change(model[0])
+        ours, theirs = ([model(torch.ones(3, 64)).detach()] for model in models[::-1])
+        assert_same(ours, theirs)
+
+
 def test_recomputed_gradients_accumulate():
     peft, ours = pair()
     for model in (peft, ours):

@@ -8,7 +8,10 @@ import diffusers
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from diffusers import AutoencoderKLLTX2Audio
+from diffusers.pipelines.ltx2 import LTX2Vocoder
+from diffusers.pipelines.ltx2.vocoder import LTX2VocoderWithBWE
+from safetensors.torch import load_file, save_file
 
 from autotune.errors import InvalidInput
 from autotune.models.family import build_on_meta, public_config
@@ -18,6 +21,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.search.comparison import LEVERS
 from tests.kinds import KINDS
+from tests.small import write_small_pipeline
 
 PUBLISHED = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text())
 MODELS = {each.name: each for name, family in FAMILIES.items() for each in family.models}
@@ -94,6 +98,20 @@ def test_pipeline_kinds_are_told_apart(tmp_path, index, found):
     else:
         with pytest.raises(InvalidInput, match=r"another kind than wan-2.1 and wan-2.2"):
             resolve_model(ModelRef.of(folder))
+
+
+def test_what_decodes_sound_is_counted(tmp_path):
+    family, folder = FAMILIES["ltx-2.3"], tmp_path / "small"
+    with torch.device("meta"):
+        sound, *vocoders = AutoencoderKLLTX2Audio(), LTX2VocoderWithBWE(), LTX2VocoderWithBWE()
+        vocoders.append(LTX2Vocoder())
+    sizes = [sum(each.numel() for each in model.parameters()) for model in (sound, *vocoders)]
+    published = [model.parts.decoder_parameters for model in family.models]
+    assert published == [sizes[0] + vocoder for vocoder in sizes[1:]]
+    write_small_pipeline(family, folder, ["a red fox"])
+    files = [file for part in ("audio_vae", "vocoder") for file in (folder / part).glob("*.saf*")]
+    stored = sum(tensor.numel() for file in files for tensor in load_file(file).values())
+    assert read_parts(resolve_model(ModelRef.of(folder))).decoder_parameters == stored > 0
 
 
 def test_sparse_attention_is_refused():

@@ -1,5 +1,6 @@
 """The loop and its step: rates, weights of losses, gradients, and steps that fail."""
 
+import contextlib
 import copy
 import math
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -33,9 +34,9 @@ SMALLER = SETTINGS.changed(micro_batch_size=1, checkpointed_blocks=1)
 OTHER_STORAGE = SETTINGS.changed(micro_batch_size=1, quantization="torchao-int8")
 
 
-def adamw(parameter, **options):
+def adamw(*parameters, **options):
     rates = {"learning_rate": 1e-2, "weight_decay": 0.0, "max_grad_norm": 1.0, **options}
-    return AdapterOptimizer([parameter], **rates)
+    return AdapterOptimizer(list(parameters), **rates)
 
 
 def rates(bench, schedule, **job):
@@ -283,6 +284,17 @@ def test_any_split_of_batch_learns_same(sizes):
     for one, other in zip(first, second, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
         assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
+
+
+def test_gradients_are_averaged_once_a_step():
+    model, told, losses = nn.Linear(3, 3), [], []
+    model.no_sync = lambda: contextlib.nullcontext(told.append("alone"))
+    optimizer = adamw(*model.parameters())
+    batches = (told.append("batch") or {"latents": part} for part in LATENTS.split(1))
+    how = {"effective_batch_size": 4, "step": 0, "average": losses.append}
+    optimizer_step(Scaled(), model, optimizer, batches, **how)
+    assert told == ["batch", "alone"] * 3 + ["batch"]
+    assert len(losses) == 1
 
 
 def test_a_step_equals_one_written_out():

@@ -14,6 +14,7 @@ from autotune.train.step import SLIDER_GUIDANCE, Noising
 from tests.train.conftest import CPU, Bench
 from tests.train.small import SETTINGS
 from tests.train.test_preserve_prior import losses
+from tests.train.test_resume import same
 
 PROMPTS = ("a red circle", "a blue circle on white", "a circle")
 
@@ -67,6 +68,13 @@ def test_settings_slide_alike(sliding, tmp_path):
     found = losses(sliding, tmp_path / "others", settings=settings)
     assert found == pytest.approx(usual, rel=1e-5)
     apply_settings(sliding.trained, SETTINGS)
+
+
+def test_killed_sliders_end_alike(sliding, tmp_path):
+    plan = sliding.plan(num_steps=3, checkpointing_steps=1)
+    whole = sliding.loop(plan, tmp_path / "whole")
+    sliding.loop(plan, tmp_path / "killed", kill_after=2)
+    assert same(sliding.loop(plan, tmp_path / "killed"), whole)
 
 
 def test_two_prompts_are_too_few():

@@ -76,6 +76,22 @@ def test_a_run_goes_on_without(bench, tmp_path, monkeypatch):
     assert loop.validation.result(3) is None
 
 
+def test_nan_losses_are_unknown(bench, tmp_path, monkeypatch):
+    measure, calls = HeldOutLoss.measure, iter(range(9))
+
+    def spoiled(meter, size):
+        losses = measure(meter, size)
+        return [math.nan, *losses[1:]] if next(calls) > 1 else losses
+
+    monkeypatch.setattr(HeldOutLoss, "measure", spoiled)
+    seen = []
+    plan = bench.plan(num_steps=3, validation="40%", validation_every=1, output=str(tmp_path))
+    report = bench.train(plan, steps_to(seen.append))
+    assert [event.validation_loss is not None for event in seen] == [True, False, False]
+    assert (report.validation.lowest_step, report.validation.final_loss) == (1, None)
+    assert sum("held-out images is not finite" in warning for warning in report.warnings) == 1
+
+
 @pytest.mark.quick("qwen-image")
 def test_modulations_computed_ahead_give_same_losses(family_bench):
     found = []

@@ -100,6 +100,22 @@ def test_pipelines_give_the_trained_outputs(trained, tmp_path, caplog, format):
     assert not torch.allclose(outputs(base, inputs), outputs(model, inputs), atol=1e-3)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_mixed_ranks_load_into_pipelines(trained, tmp_path, format):
+    base, model, inputs, cls = trained
+    save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
+    layers = dict(read_adapter(tmp_path / "a.safetensors").layers)
+    for name in list(layers)[::3]:
+        layers[name] = LoraLayer(layers[name].down[:2].clone(), layers[name].up[:, :2].clone(), 1.5)
+    write_adapter(tmp_path / "odd.safetensors", Adapter(layers, {}), format)
+    pipeline, merged = pipeline_of(cls, base), copy.deepcopy(base)
+    pipeline.load_lora_weights(tmp_path, weight_name="odd.safetensors")
+    for name, layer in layers.items():
+        weight = merged.get_submodule(name).weight
+        weight.data += layer.up @ layer.down * (layer.alpha / layer.rank)
+    assert torch.allclose(outputs(pipeline.transformer, inputs), outputs(merged, inputs), atol=1e-5)
+
+
 names = st.lists(
     st.sampled_from(["blocks", "0", "1", "to_q", "to_out", "proj_out", "ff", "net"]),
     min_size=1,
