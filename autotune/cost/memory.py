@@ -325,7 +325,7 @@ class Parallel:
         seconds = 2 * model_bytes.adapter_bytes * others / within
         if self.num_shards > 1:
             gathered = PASSES * accumulation * model_bytes.weight_bytes
-            seconds += gathered * (self.num_shards - 1) / self.num_shards / within
+            seconds += gathered * others / within
         return seconds
 
 

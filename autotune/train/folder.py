@@ -366,7 +366,7 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
     for name, layer in layers.items():
         module = adapted[name]
         vectors = getattr(module, "lora_magnitude_vector", {})
-        magnitude = vectors[ADAPTER_NAME].weight if ADAPTER_NAME in vectors else None
+        magnitude: Any = vectors[ADAPTER_NAME].weight if ADAPTER_NAME in vectors else None
         own = "LoKr" if isinstance(layer, KroneckerLayer) else _kind(layer.magnitude)
         planned = "LoKr" if hasattr(module, "lokr_w1") else _kind(magnitude)
         if own != planned:
@@ -394,7 +394,7 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
             message = f"{path} is for another model: {name} differs in shape"
             raise InvalidInput(message, hint="name that model's adapter")
         scale = layer.alpha / layer.rank / module.scaling[ADAPTER_NAME]
-        if magnitude is not None and layer.magnitude is not None:
+        if layer.magnitude is not None:
             vector = f"{name}.lora_magnitude_vector.{ADAPTER_NAME}.weight"
             values[vector] = layer.magnitude.float().reshape_as(magnitude)
         values[f"{name}.lora_A.{ADAPTER_NAME}.weight"] = layer.down.float()

@@ -26,7 +26,7 @@ from autotune.knobs.knob import TuningContext
 from autotune.knobs.modulation import window_steps
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate, TrialResult
-from autotune.plan.hardware import Rate
+from autotune.plan.hardware import Link, Rate
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Bucket, OptimizerChoice
 from autotune.search.expected import build_expectation
@@ -290,6 +290,16 @@ def test_fsdp2_keeps_parts_and_gathers(alone):
     assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept
 
 
+@pytest.mark.parametrize(("link", "bandwidth"), [("nvlink", 150e9), ("pcie", 12e9)])
+def test_processes_exchange_in_rings(alone, link, bandwidth):
+    device = alone.hardware.device.changed(links=(Link(peer_index=1, path=link),))
+    stored = alone.model.model_bytes("bf16", "none")
+    gradients, weights = 2 * stored.adapter_bytes, 2 * 3 * stored.weight_bytes
+    for strategy, sent in (("ddp", gradients), ("fsdp2", gradients + weights)):
+        found = Parallel(strategy, 4).exchange_seconds(device, stored, 3)
+        assert found == pytest.approx(sent * 3 / 4 / bandwidth)
+
+
 def test_steps_are_sums_of_causes(card):
     """Each term by its own formula: micro-batches, optimizer, compiled blocks, transfer."""
     name, settings = "qwen-image", Candidate(micro_batch_size=1, checkpointed_blocks=5)
@@ -336,6 +346,13 @@ def test_trials_teach_what_a_process_takes():
     ((time, doubt), (memory, _), *others) = prediction_errors(own, ran)
     assert (time, memory, len(others)) == (0.0, 0.0, 4)
     assert doubt > others[-2][1], "doubt shrinks from trial to trial"
+    off = trial(settings, 2 * before.step_seconds, round(1.1 * peak))
+    doubts = own.predict(settings).time_uncertainty, own.predict(settings).memory_uncertainty
+    expected = [
+        (math.log(factor) ** 2, pytest.approx(each**2 + NOISE[name] ** 2))
+        for factor, each, name in zip((2, 1.1), doubts, ("time", "memory"), strict=True)
+    ]
+    assert prediction_errors(own, [off]) == [(pytest.approx(x, rel=1e-4), v) for x, v in expected]
 
 
 candidates = st.builds(

@@ -55,6 +55,8 @@ def test_adapters_take_the_table_s_bytes(own, trainer):
     train = phase_of(theirs.predict(SETTINGS), "train")
     assert train.adapter_bytes == number * ADAPTERS[trainer]
     assert train.optimizer_bytes == number * found.adapter.optimizer_bytes + 4 * tensors
+    working = theirs.resident_of(SETTINGS).optimizer_transient_bytes
+    assert working == number * found.adapter.step_bytes > 0
     in_blocks = theirs.model.model_bytes("bf16", "none").block_adapter_bytes
     assert sum(in_blocks) == number * ADAPTERS[trainer]
     usual = phase_of(own.predict(SETTINGS), "train")

@@ -20,11 +20,12 @@ from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import get_family
 from autotune.plan.candidate import CachingSettings
 from autotune.train import loop as loop_module, validation
-from autotune.train.folder import list_checkpoints, update_norm
+from autotune.train.folder import judge_adapter, list_checkpoints, update_norm
 from autotune.train.model import apply_settings
 from autotune.train.optimizer import AdapterOptimizer, LearningRate
 from autotune.train.sample import PreviewSampler
 from autotune.train.step import Noising, optimizer_step
+from autotune.weights.adapters import Adapter, write_adapter
 from autotune.weights.names import LoraLayer
 from tests.train.conftest import CPU, values_of
 from tests.train.small import SETTINGS
@@ -113,6 +114,21 @@ def test_norms_are_those_of_products(rank, inputs, outputs, alpha):
     assert update_norm(LoraLayer(down, up, alpha)) == pytest.approx(expected, rel=1e-6)
     assert math.isnan(update_norm(LoraLayer(down * math.nan, up, alpha)))
     assert update_norm(LoraLayer(down, up * 0, alpha)) == 0
+
+
+def test_last_block_may_stay_still(tmp_path):
+    """Where nothing reads its output, as of MM-DiT's text stream."""
+    down, up = torch.ones(1, 2), torch.ones(3, 1)
+    ups = {"blocks.0.a": up * 0, "blocks.0.b": up, "blocks.1.a": up * 0, "blocks.10.a": up * 0}
+    layers = {name: LoraLayer(down, each, 2.0) for name, each in ups.items()}
+    layers["blocks.2.a"] = LoraLayer(down, up * math.inf, 2.0)
+    write_adapter(tmp_path / "a.safetensors", Adapter(layers, {}), "diffusers")
+    losses = {"base_loss": 1.0, "adapter_loss": 0.5}
+    found = judge_adapter(tmp_path / "a.safetensors", last_block="blocks.1", **losses)
+    assert (found.num_layers, found.num_unmoved, found.num_not_finite) == (5, 2, 1)
+    norms = {**dict.fromkeys(layers, 0.0), "blocks.0.b": pytest.approx(2 * 6**0.5)}
+    assert found.layer_norms == norms
+    assert (found.base_loss, found.adapter_loss) == (1.0, 0.5)
 
 
 def test_half_failed_steps_repeat():
