@@ -1,9 +1,7 @@
 """Small objects of every kind that flows, for tests that need one and don't care which."""
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +14,7 @@ from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.file import seal
 from autotune.plan.hardware import HardwareProfile, Rate
 from autotune.plan.job import Job
-from autotune.plan.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.plan.plan import Expected, FrozenPart, PlannedHardware
 from autotune.plan.workload import Workload
 from autotune.system.version import __version__
 
@@ -28,7 +26,7 @@ BITSANDBYTES = pytest.mark.skipif(
 )
 
 
-def storages() -> list[Any]:
+def storages():
     names = [name for name in WEIGHT_FORMATS if name != "none"]
     marks = {"bitsandbytes": BITSANDBYTES}
     return [
@@ -37,12 +35,7 @@ def storages() -> list[Any]:
     ]
 
 
-def hardware(
-    *capabilities: str,
-    kind: str = "cuda",
-    budget_bytes: int = 24 * GIB,
-    compute_capability: tuple[int, int] = (8, 9),
-) -> HardwareProfile:
+def hardware(*capabilities, kind="cuda", budget_bytes=24 * GIB, compute_capability=(8, 9)):
     names = capabilities or tuple(DEFAULTS["capabilities"])
     own = {"kind": kind, "budget_bytes": budget_bytes, "compute_capability": compute_capability}
     profile = {
@@ -55,7 +48,7 @@ def hardware(
     return HardwareProfile.model_validate(profile, strict=False)
 
 
-def attention_rates(capabilities: Iterable[str]) -> tuple[Rate, ...]:
+def attention_rates(capabilities):
     """Speeds that make every backend worth a trial, in a dtype that no prediction uses."""
     names = [name for name in capabilities if name.startswith("attention.")]
     fast = [(name, 1e14 if name == "attention.native" else 1.1e14) for name in names]
@@ -65,23 +58,21 @@ def attention_rates(capabilities: Iterable[str]) -> tuple[Rate, ...]:
     )
 
 
-def workload(**changes: object) -> Workload:
+def workload(**changes):
     return Workload.model_validate({**DEFAULTS["workload"], **changes}, strict=False)
 
 
-def context(machine: HardwareProfile | None = None, work: Workload | None = None) -> TuningContext:
+def context(machine=None, work=None):
     work = work or workload()
     return TuningContext(machine or hardware(), get_family(work.model.family), work)
 
 
-def candidate(**changes: object) -> Candidate:
+def candidate(**changes):
     return Candidate.model_validate({"micro_batch_size": 1, "checkpointed_blocks": 59, **changes})
 
 
-def trial(
-    run: Candidate, seconds: float | None = 1.0, memory: int = GIB, **changes: object
-) -> TrialResult:
-    values: dict[str, object] = {
+def trial(run, seconds=1.0, memory=GIB, **changes):
+    values = {
         "candidate": run,
         "outcome": "ok" if seconds else "oom",
         "step_seconds": (seconds, seconds, seconds) if seconds else (),
@@ -90,16 +81,7 @@ def trial(
     return TrialResult.model_validate({**values, **changes})
 
 
-def plan(
-    machine: HardwareProfile,
-    work: Workload,
-    settings: Candidate,
-    job: dict[str, Any],
-    *,
-    planned: dict[str, Any] | None = None,
-    expected: dict[str, Any] | None = None,
-    **frozen: Any,
-) -> TrainingPlan:
+def plan(machine, work, settings, job, *, planned=None, expected=None, **frozen):
     device, batch = machine.device, work.effective_batch_size
     hardware = {
         "device_name": device.name,
@@ -119,7 +101,7 @@ def plan(
         **(expected or {}),
     }
     foretold.setdefault("images_per_second", batch / foretold["step_seconds"])
-    values: dict[str, Any] = {
+    values = {
         "schema_version": SCHEMA_VERSION,
         "autotune_version": __version__,
         "workload": work,

@@ -5,23 +5,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver, util
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
 from autotune.system.process import fork_server_context
 
 
-def start_server() -> None:
+def start_server():
     """Make the fork server a fork of this process: a new one spends ten seconds on imports."""
     import torch
 
     spawn = util.spawnv_passfds
 
-    def fork(path: str, words: Sequence[str], kept: Sequence[int]) -> int:
+    def fork(path, words, kept):
         if "forkserver" not in words[-1]:
             return spawn(path, words, kept)
         if process := os.fork():
@@ -45,14 +43,7 @@ def start_server() -> None:
             forkserver.ensure_running()
 
 
-def start_forked(
-    arguments: tuple[object, ...],
-    output: Path,
-    errors: Path | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-    step_wait_seconds: float | None = None,
-) -> ForkServerProcess:
+def start_forked(arguments, output, errors=None, *, environment=None, step_wait_seconds=None):
     words = [str(argument) for argument in arguments]
     surroundings = {**os.environ, **(environment or {})}
     files = str(output), str(errors or output)
@@ -62,9 +53,7 @@ def start_forked(
     return started
 
 
-def autotune_forked(
-    *arguments: object, environment: Mapping[str, str] | None = None, timeout: float = 600
-) -> subprocess.CompletedProcess[str]:
+def autotune_forked(*arguments, environment=None, timeout=600):
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "stdout", Path(folder) / "stderr"
         process = start_forked(arguments, output, errors, environment=environment)
@@ -77,14 +66,7 @@ def autotune_forked(
         )
 
 
-def _run(
-    words: list[str],
-    environment: dict[str, str],
-    folder: str,
-    output: str,
-    errors: str,
-    step_wait_seconds: float | None,
-) -> None:
+def _run(words, environment, folder, output, errors, step_wait_seconds):
     for number, path in ((1, output), (2, errors)):
         with open(path, "a", buffering=1) as lines:
             os.dup2(lines.fileno(), number)

@@ -5,8 +5,6 @@ or a latent must be finite, so what else is made on the device is zero.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +24,7 @@ ON_DEVICE = {"aten::_local_scalar_dense", "aten::is_pinned", "aten::record_strea
 class DecisiveNumbers(TorchDispatchMode):
     """Within it, operations on the device compute what shapes and conditions depend on."""
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if function in INDEXING:
             args = (args[0], _as_places(args[1]), *args[2:])
@@ -57,16 +49,16 @@ class DecisiveNumbers(TorchDispatchMode):
         return found
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values):
     return (each for each in tree_leaves(values) if isinstance(each, Tensor))
 
 
-def _is_real(tensor: Tensor) -> bool:
+def _is_real(tensor):
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _as_places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
+def _as_places(indices):
+    found = []
     for index in indices:
         if index is not None and index.is_cuda and index.dtype in (torch.bool, torch.uint8):
             found += (places.to(index.device) for places in index.cpu().nonzero(as_tuple=True))
@@ -75,13 +67,11 @@ def _as_places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-def _on_cpu(
-    function: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
-) -> Any:
+def _on_cpu(function, args, kwargs, device):
     wanted = torch.device(kwargs.get("device") or device)
-    copies: dict[int, Tensor] = {}
+    copies = {}
 
-    def to_cpu(value: Any) -> Any:
+    def to_cpu(value):
         if isinstance(value, torch.device):
             return torch.device("cpu")
         if not isinstance(value, Tensor) or not value.is_cuda:

@@ -1,14 +1,12 @@
 """Plans made by hand, for any family and any values."""
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from autotune.models.registry import find_published
 from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import Job
-from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Bucket, ModelSpec, Workload
 from tests import builders
 
@@ -16,13 +14,13 @@ NUM_BLOCKS = yaml.safe_load((Path(__file__).parent / "num_blocks.yaml").read_tex
 SETTINGS = {"micro_batch_size": 1, "checkpointed_blocks": 0}
 
 
-def plan_of(model: str, **changes: Any) -> TrainingPlan:
+def plan_of(model, **changes):
     """A plan with these values, by the names of the job, the workload, the settings or
     `caching.FIELD`."""
     family, published = find_published(model)
     defaults = family.defaults
 
-    def of(kind: Any) -> dict[str, Any]:
+    def of(kind):
         return {name: value for name, value in changes.items() if name in kind.model_fields}
 
     side, frames = changes.get("resolution", 1024), changes.get("num_frames", defaults.num_frames)

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from autotune.machine.sources import Unavailable
-from autotune.plan.hardware import HardwareProfile
 
 HERE = Path(__file__).parent
-SOURCES: dict[str, Any] = {
+SOURCES = {
     name: sources
     for name, sources in yaml.safe_load((HERE / "machines.yaml").read_text()).items()
     if not name.startswith("_")
@@ -25,10 +23,10 @@ class FakeSystem:
     unavailable, and a whole source may be absent in the same way.
     """
 
-    def __init__(self, sources: Mapping[str, object]) -> None:
+    def __init__(self, sources):
         self._sources = sources
 
-    def query(self, source: str, name: str, index: int = 0) -> object:
+    def query(self, source, name, index=0):
         values = _present(self._sources.get(source, {}))
         if not isinstance(values, Mapping):
             raise Unavailable(f"{source} reports nothing")
@@ -39,17 +37,17 @@ class FakeSystem:
         raise Unavailable("not reported")
 
 
-def _present(value: object) -> object:
+def _present(value):
     if isinstance(value, Mapping) and "absent" in value:
         raise Unavailable(str(value["absent"]))
     return value
 
 
-def machine(name: str) -> FakeSystem:
+def machine(name):
     return FakeSystem(SOURCES[name])
 
 
-def as_text(profile: HardwareProfile, findings: list[str]) -> str:
+def as_text(profile, findings):
     data = profile.model_dump(mode="json", exclude={"capabilities", "datasheet"})
     data["match_keys"] = profile.match_keys
     data["datasheet"] = profile.datasheet.id if profile.datasheet else None

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autotune.models.adapter import add_adapter
-from autotune.models.family import Family, Sample
+from autotune.models.family import Family
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import ModelRef
-from autotune.plan.workload import Bucket, Workload, WorkloadRequest
+from autotune.plan.workload import Bucket, WorkloadRequest
 from autotune.train.prepare import describe_workload
 from tests.small import shortest_clip, write_small_pipeline
 
@@ -28,10 +28,10 @@ class Small:
     pipeline: Any
 
     @property
-    def transformer(self) -> Any:
+    def transformer(self):
         return getattr(self.pipeline, self.family.denoiser)
 
-    def stock(self) -> Any:
+    def stock(self):
         kind, components = getattr(diffusers, self.family.pipeline_class), self.pipeline.components
         if not issubclass(kind, diffusers.ModularPipeline):
             return type(self.pipeline)(**components)
@@ -44,38 +44,38 @@ class Small:
         return stock
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self):
         frames = shortest_clip(self.family)
         width = 48 if 48 % self.family.size_multiple_px == 0 else 96
         return Bucket(width_px=width, height_px=64, num_frames=frames, num_items=1)
 
-    def pixels(self, bucket: Bucket, seed: int = 0) -> torch.Tensor:
+    def pixels(self, bucket, seed=0):
         generator = torch.Generator().manual_seed(seed)
         coarse = torch.rand(3, bucket.num_frames, 4, 4, generator=generator)
         size = (bucket.height_px, bucket.width_px)
         return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
 
-    def shown(self, pixels: torch.Tensor) -> torch.Tensor:
+    def shown(self, pixels):
         if self.family.name == "minimax-h3":
             return ((pixels + 1) / 2 - self._color(0)) / self._color(1)
         is_rgba = type(self.pipeline.vae).__name__ == "AutoencoderKLQwenImage21"
         return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1) if is_rgba else pixels
 
-    def seen(self, decoded: torch.Tensor) -> torch.Tensor:
+    def seen(self, decoded):
         if self.family.name == "minimax-h3":
             return decoded * self._color(1) + self._color(0)
         return (decoded + 1) / 2
 
-    def _color(self, which: int) -> torch.Tensor:
+    def _color(self, which):
         values = (self.pipeline.pixel_mean, self.pipeline.pixel_std)[which]
         return torch.tensor(values).view(-1, 1, 1, 1)
 
-    def controls(self, bucket: Bucket, count: int | None = None) -> list[torch.Tensor]:
+    def controls(self, bucket, count=None):
         count = self.family.max_controls if count is None else count
         return [self.pixels(bucket, seed=10 + number)[:, :1] for number in range(count)]
 
     @torch.no_grad()
-    def sample(self, caption: str = CAPTIONS[0], bucket: Bucket | None = None) -> Sample:
+    def sample(self, caption=CAPTIONS[0], bucket=None):
         bucket = bucket or self.bucket
         controls = self.controls(bucket)
         encoded = self.family.encode_caption(self.pipeline, caption, controls)
@@ -83,14 +83,14 @@ class Small:
             encoded[f"control_latents_{number}"] = self.family.encode_pixels(self.pipeline, control)
         return {**encoded, **self.family.encode_item(self.pipeline, self.pixels(bucket))}
 
-    def levels(self, *shares: float) -> torch.Tensor:
+    def levels(self, *shares):
         return torch.tensor([self.family.noise.level(share) for share in shares])
 
-    def workload(self, targets: str = "attention") -> Workload:
+    def workload(self, targets="attention"):
         request = WorkloadRequest(rank=4, lora_alpha=4.0, targets=targets)
         return describe_workload(resolve_model(ModelRef.of(self.folder)), None, request)
 
-    def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:
+    def adapted(self, targets="attention"):
         """A copy of the transformer with an adapter that is not zero."""
         transformer = copy.deepcopy(self.transformer)
         workload = self.workload(targets)
@@ -101,18 +101,18 @@ class Small:
         return transformer, parameters
 
 
-def mask_padding(pipeline: Any, monkeypatch: Any) -> None:
+def mask_padding(pipeline, monkeypatch):
     """Let Chroma's pipeline mask what it should (huggingface/diffusers#13619)."""
     stock = pipeline._get_t5_prompt_embeds
 
-    def encode(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(*args, **options):
         prompt, mask = stock(*args, **options)
         return prompt, mask > 0
 
     monkeypatch.setattr(pipeline, "_get_t5_prompt_embeds", encode)
 
 
-def make_small(family: Family, folder: Path) -> Small:
+def make_small(family, folder):
     write_small_pipeline(family, folder, CAPTIONS)
     pipeline = family.load_pipeline(folder)
     for part in pipeline.components.values():

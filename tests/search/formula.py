@@ -1,7 +1,6 @@
 """Predictions by formula instead of traces, without torch."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -10,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
+from autotune.cost.calibration import Calibration, residual_of
 from autotune.cost.memory import ONE_PROCESS, Parallel
 from autotune.knobs.knob import TuningContext
 from autotune.models.registry import get_family
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Residual, TrialResult
-from autotune.plan.job import ModelRef
+from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings
 from autotune.plan.plan import Reason
 from autotune.plan.prediction import PhaseMemory, Prediction, StepTime
 from autotune.plan.workload import ModelSpec
@@ -48,66 +46,64 @@ class FormulaCostModel:
     @classmethod
     def build(
         cls,
-        hardware: Any,
-        workload: Any,
-        family: Any,
-        config: Any,
-        parts: Any = None,
+        hardware,
+        workload,
+        family,
+        config,
+        parts=None,
         *,
-        caching: Any = None,
-        caching_pins: Any = None,
-        caching_exclusions: Any = (),
-        parallel: Parallel = ONE_PROCESS,
-        overheads: None = None,
-    ) -> "FormulaCostModel":
+        caching=None,
+        caching_pins=None,
+        caching_exclusions=(),
+        parallel=ONE_PROCESS,
+        overheads=None,
+    ):
         model = SimpleNamespace(config=config, parts=parts)
         made = cls(hardware, workload, family, model, parallel=parallel)
         return replace(made, caching=caching[0], caching_reason=caching[1]) if caching else made
 
     @property
-    def resident_encoder_bytes(self) -> int:
+    def resident_encoder_bytes(self):
         return KEPT_BYTES if self.caching.residency == "keep" else 0
 
     @property
-    def budget_bytes(self) -> int:
+    def budget_bytes(self):
         whole = self.parallel.budget_bytes(self.hardware.device)
         return max(0, whole - self.resident_encoder_bytes)
 
     @property
-    def context(self) -> TuningContext:
+    def context(self):
         return TuningContext(self.hardware, self.family, self.workload, self.budget_bytes)
 
-    def weight_bytes(self, candidate: Any) -> Any:
+    def weight_bytes(self, candidate):
         shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55)) // shards
 
-    def activation_bytes(self, candidate: Candidate) -> float:
+    def activation_bytes(self, candidate):
         return float(self._formula(candidate)[0] - self.weight_bytes(candidate))
 
-    def host_memory_bytes(self, candidate: Candidate) -> int:
+    def host_memory_bytes(self, candidate):
         return GIB * (1 + candidate.swapped_blocks)
 
-    def with_calibration(
-        self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
-    ) -> "FormulaCostModel":
+    def with_calibration(self, trials, priors=()):
         pairs = [
             (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
         ]
         return replace(self, calibration=Calibration.of(pairs, rates_measured=False, priors=priors))
 
-    def with_parallel(self, parallel: Parallel) -> "FormulaCostModel":
+    def with_parallel(self, parallel):
         return replace(self, parallel=parallel)
 
-    def single_process(self) -> "FormulaCostModel":
+    def single_process(self):
         return self
 
-    def residual(self, trial: TrialResult) -> Residual | None:
+    def residual(self, trial):
         return residual_of(trial, self._raw(trial.candidate))
 
-    def predict_uncalibrated(self, candidate: Candidate) -> Prediction:
+    def predict_uncalibrated(self, candidate):
         return self._raw(candidate)
 
-    def predict(self, candidate: Candidate) -> Prediction:
+    def predict(self, candidate):
         calibration = self.calibration or Calibration.of((), rates_measured=False)
         time, memory = calibration.time, calibration.memory
         return self._raw(
@@ -118,7 +114,7 @@ class FormulaCostModel:
             memory_uncertainty=memory.uncertainty(candidate),
         )
 
-    def _formula(self, candidate: Any) -> tuple[Any, Any]:
+    def _formula(self, candidate):
         blocks, work = self.workload.model.num_blocks, self.workload
         size = candidate.micro_batch_size
         freed = (candidate.checkpointed_blocks + 0.9 * candidate.selective_blocks) / blocks
@@ -130,17 +126,15 @@ class FormulaCostModel:
         pace = 3e12 / (self.hardware.rate("memory.bandwidth") or 3e12)
         return allocated, pace * accumulation * (0.1 + 0.2 * pixels * size) * (1 + repeated / 4)
 
-    def prepare(self, candidates: Iterable[Candidate]) -> None:
+    def prepare(self, candidates):
         """There is nothing to find ahead."""
 
-    def predict_block_counts(self, candidate: Candidate, numbers: Any) -> tuple[Any, Any]:
+    def predict_block_counts(self, candidate, numbers):
         counts = dict(zip(BLOCK_COUNTS, numbers.T, strict=True))
         found = self._formula(SimpleNamespace(**{**dict(candidate), **counts}))
-        return tuple(np.broadcast_to(np.asarray(each, dtype=float), len(numbers)) for each in found)  # type: ignore[return-value]
+        return tuple(np.broadcast_to(np.asarray(each, dtype=float), len(numbers)) for each in found)
 
-    def _raw(
-        self, candidate: Candidate, time: float = 1.0, memory: float = 1.0, **uncertainty: float
-    ) -> Prediction:
+    def _raw(self, candidate, time=1.0, memory=1.0, **uncertainty):
         allocated, seconds = self._formula(candidate)
         allocated, seconds = int(memory * allocated), time * seconds
         phase = PhaseMemory.model_construct(name="train", run_memory_bytes=allocated + GIB)
@@ -159,13 +153,11 @@ class FormulaCostModel:
 
 
 @contextmanager
-def by_formula(
-    num_blocks: int = 50, cost_model: type[FormulaCostModel] = FormulaCostModel, sizes: Any = None
-) -> Iterator[None]:
+def by_formula(num_blocks=50, cost_model=FormulaCostModel, sizes=None):
     """Planning that predicts by formula and builds no model: torch is never imported. `sizes` are
     parameters and blocks by family."""
 
-    def resolve(named: ModelRef) -> ResolvedModel:
+    def resolve(named):
         model, family = named.name, get_family(named.name)
         parameters, blocks = (sizes or {}).get(model, (6e9, num_blocks))
         spec = ModelSpec(

@@ -9,26 +9,18 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
 
-from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
-from autotune.models.resolve import ResolvedModel
-from autotune.plan.candidate import Candidate, TrialResult
+from autotune.plan.candidate import Candidate
 from autotune.plan.file import plan_text
-from autotune.plan.hardware import HardwareProfile
-from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import PlanRequest
-from autotune.plan.workload import Workload
 from autotune.search import planner
 from autotune.search.problem import PlannerBackend, PlanningProblem
-from autotune.search.trials import TrialFunction
-from autotune.share.store import Machine, Record, shareable_machine
+from autotune.share.store import shareable_machine
 from autotune.share.warm_start import MatchedRecord, StoreMatches, compare, usable_trials
 from tests import builders
 
@@ -36,12 +28,12 @@ CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
 HARDWARE = builders.hardware(*CAPABILITIES, compute_capability=(9, 0))
 
 
-def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
+def make_plan(*asked, **named):
     """The plan alone, without what a search learns besides."""
     return planner.make_plan(*asked, **named).plan
 
 
-def request(study: str | None = None, **changes: object) -> PlanRequest:
+def request(study=None, **changes):
     values = {
         "model": "kandinsky5-image-lite",
         "resolution": (256, 256),
@@ -50,10 +42,10 @@ def request(study: str | None = None, **changes: object) -> PlanRequest:
         "study": study,
         **changes,
     }
-    return PlanRequest(**values)  # type: ignore[arg-type]
+    return PlanRequest(**values)
 
 
-def answer(candidate: Candidate) -> TrialResult:
+def answer(candidate):
     seconds = 1.0 + 0.01 * candidate.checkpointed_blocks - 0.2 * (candidate.micro_batch_size == 2)
     seconds *= 0.9 if candidate.attention == "_native_cudnn" else 1.0
     memory = int(
@@ -62,9 +54,9 @@ def answer(candidate: Candidate) -> TrialResult:
     return builders.trial(candidate, seconds, memory, wall_seconds=2.5)
 
 
-def surroundings(run: TrialFunction = answer) -> PlannerBackend:
+def surroundings(run=answer):
     @contextmanager
-    def trials(model: ResolvedModel, cost: CostModel) -> Iterator[TrialFunction]:
+    def trials(model, cost):
         yield run
 
     return PlannerBackend(
@@ -77,7 +69,7 @@ def surroundings(run: TrialFunction = answer) -> PlannerBackend:
     )
 
 
-def matches_of(records: Sequence[Record], here: Machine, workload: Workload) -> StoreMatches:
+def matches_of(records, here, workload):
     found = (
         MatchedRecord(
             record.name, record, compare(record, here, workload), usable_trials(record, here)
@@ -87,13 +79,7 @@ def matches_of(records: Sequence[Record], here: Machine, workload: Workload) -> 
     return StoreMatches(tuple(found), ())
 
 
-def replay(
-    asked: PlanRequest,
-    hardware: HardwareProfile,
-    trials: Sequence[TrialResult],
-    records: Sequence[Record] = (),
-    version: str = "0.0",
-) -> TrainingPlan:
+def replay(asked, hardware, trials, records=(), version="0.0"):
     problem = PlanningProblem.build(asked, hardware, surroundings())
     found = matches_of(
         records, shareable_machine(problem.hardware, problem.budget_bytes), problem.workload
@@ -111,15 +97,7 @@ class Worker:
     output: Path
 
 
-def start_worker(
-    folder: Path,
-    name: str,
-    asked: PlanRequest,
-    *,
-    seconds: float = 0.0,
-    hardware: HardwareProfile = HARDWARE,
-    hangs_at: int | None = None,
-) -> Worker:
+def start_worker(folder, name, asked, *, seconds=0.0, hardware=HARDWARE, hangs_at=None):
     """Plan in a process of its own, which writes files of that name in the folder; `hangs_at` is
     the number of its trial that never ends."""
     worker = Worker(
@@ -128,23 +106,23 @@ def start_worker(
         folder / f"{name}.txt",
     )
 
-    def run(candidate: Candidate) -> TrialResult:
-        run.count += 1  # type: ignore[attr-defined]
+    def run(candidate):
+        run.count += 1
         _append(worker.log, {"worker": name, "begins": candidate.model_dump()})
-        time.sleep(3600 if hangs_at == run.count else seconds)  # type: ignore[attr-defined]
+        time.sleep(3600 if hangs_at == run.count else seconds)
         _append(worker.log, {"worker": name, "ends": candidate.model_dump()})
         return answer(candidate)
 
-    run.count = 0  # type: ignore[attr-defined]
+    run.count = 0
 
-    def work() -> str:
+    def work():
         return plan_text(make_plan(asked, hardware, backend=surroundings(run)))
 
     worker.process.start()
     return worker
 
 
-def _work(folder: Path, name: str, work: Callable[[], str]) -> None:
+def _work(folder, name, work):
     try:
         text = work()
     except AutotuneError as error:
@@ -157,17 +135,17 @@ def _work(folder: Path, name: str, work: Callable[[], str]) -> None:
     os._exit(0)
 
 
-def _append(path: Path, line: dict[str, object]) -> None:
+def _append(path, line):
     with path.open("a") as log:
         log.write(json.dumps(line) + "\n")
 
 
-def logged(log: Path, what: str) -> list[Candidate]:
+def logged(log, what):
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return [Candidate.model_validate(line[what]) for line in lines if what in line]
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(true, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it never came to pass"

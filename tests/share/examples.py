@@ -2,10 +2,7 @@
 
 from datetime import date
 
-from autotune.plan.candidate import TrialResult
 from autotune.plan.hardware import HardwareProfile, Rate
-from autotune.plan.plan import TrainingPlan
-from autotune.plan.workload import Workload
 from autotune.share.store import Record, build_record
 from tests import builders
 from tests.builders import GIB, candidate, hardware, trial, workload
@@ -19,15 +16,13 @@ TRIALS = (
 )
 
 
-def machine(**changes: object) -> HardwareProfile:
+def machine(**changes):
     """An RTX 4090 with measured rates; `changes` are fields of the profile or its parts."""
     profile = hardware()
     parts = {name: dict(getattr(profile, name)) for name in ("device", "versions", "host")}
     parts["device"] |= {"total_memory_bytes": 25_386_352_640, "power_limit_watts": 450.0}
     parts["versions"] |= {"driver": "580.95", "diffusers": "0.42.1", "cudnn": "9.13"}
-    top: dict[str, object] = {
-        "rates": (rate("memory.bandwidth", 9e11), rate("matmul.bf16.4096x3072x3072", 1.5e14))
-    }
+    top = {"rates": (rate("memory.bandwidth", 9e11), rate("matmul.bf16.4096x3072x3072", 1.5e14))}
     for key, value in changes.items():
         owner = next((part for part in parts.values() if key in part), top)
         owner[key] = value
@@ -35,17 +30,12 @@ def machine(**changes: object) -> HardwareProfile:
     return HardwareProfile.model_validate({**dict(profile), **built, **top})
 
 
-def rate(name: str, value: float) -> Rate:
+def rate(name, value):
     unit = "B/s" if name.startswith("memory") else "FLOP/s"
     return Rate(name=name, value=value, unit=unit, spread=0.01, num_samples=9)
 
 
-def plan(
-    here: HardwareProfile | None = None,
-    work: Workload | None = None,
-    trials: tuple[TrialResult, ...] = TRIALS,
-    **job: object,
-) -> TrainingPlan:
+def plan(here=None, work=None, trials=TRIALS, **job):
     here, work = here or machine(), work or workload()
     best = min((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0.0)
     expected = {
@@ -57,11 +47,9 @@ def plan(
     )
 
 
-def record(
-    here: HardwareProfile | None = None, work: Workload | None = None, **changes: object
-) -> Record:
+def record(here=None, work=None, **changes):
     here = here or machine()
     made = build_record(plan(here, work), here).changed(measured_on=DAY)
     if "trials" in changes:
-        changes["trials"] = tuple(one.changed(message="") for one in changes["trials"])  # type: ignore[attr-defined]
+        changes["trials"] = tuple(one.changed(message="") for one in changes["trials"])
     return Record.model_validate({**dict(made), **changes})

@@ -1,16 +1,12 @@
 """A small Anima pipeline."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import transformers
 
-from autotune.models.family import Family
 from tests.small import parts
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     tokenizer = parts.qwen_tokenizer(captions, "")
     t5_words = parts.t5_tokenizer(captions, max_length=512)
     conditioner = diffusers.AnimaTextConditioner(

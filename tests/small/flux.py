@@ -1,13 +1,9 @@
 """Small pipelines of FLUX.1, for text to image and for editing, Chroma, FLUX.2 and FLUX.3."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import transformers
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
-from autotune.models.family import Family
 from autotune.models.latents import image_processor
 from tests.small import parts
 
@@ -15,19 +11,19 @@ TEXT_WIDTH = 32  # of the text encoders of FLUX.2 and 3
 TEXT_LAYERS = 32  # of FLUX.3's, of which the 4th to 32nd are taken
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     kinds = {"flux2-klein": _build_flux2, "flux2-dev": _build_flux2, "flux3": _build_flux3}
     return kinds.get(family.name, _build_flux1)(family, captions)
 
 
-def _build_flux1(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def _build_flux1(family, captions):
     made = _build_chroma(captions) if family.name == "chroma" else _build_dev(captions)
     transformer = made["transformer"]
     parts.invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
     return {**made, "vae": parts.image_vae(family)}
 
 
-def _build_dev(captions: Sequence[str]) -> dict[str, Any]:
+def _build_dev(captions):
     tokenizer = parts.clip_tokenizer(captions)
     tokenizer_2 = parts.t5_tokenizer(captions, max_length=512)
     return {
@@ -42,7 +38,7 @@ def _build_dev(captions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _build_chroma(captions: Sequence[str]) -> dict[str, Any]:
+def _build_chroma(captions):
     tokenizer = parts.t5_tokenizer(captions, max_length=512)
     return {
         "tokenizer": tokenizer,
@@ -54,7 +50,7 @@ def _build_chroma(captions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _build_flux2(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def _build_flux2(family, captions):
     is_dev = family.name == "flux2-dev"
     if is_dev:  # the pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27
         tokenizer = parts.qwen_tokenizer(
@@ -79,13 +75,13 @@ def _build_flux2(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def small_vae() -> Any:
+def small_vae():
     vae = diffusers.AutoencoderKLFlux2(**parts.SIZES["flux2-vae"]).eval()
     vae.bn.running_var.fill_(0.1)  # gives random weights latents of about unit variance
     return vae
 
 
-def _build_flux3(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def _build_flux3(family, captions):
     words = parts.qwen_tokenizer(captions, parts.QWEN_CHAT)
     kind = transformers.Qwen3VLForConditionalGeneration
     transformer = diffusers.Flux3Transformer2DModel(**parts.SIZES["flux3"])

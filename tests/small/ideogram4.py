@@ -1,21 +1,17 @@
 """A small Ideogram 4 pipeline."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import torch
 import transformers
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION_LAYERS
 
-from autotune.models.family import Family
 from tests.small.flux import small_vae
 from tests.small.parts import QWEN_VL_CHAT, SIZES, qwen3_vl, qwen_tokenizer
 
 TEXT_WIDTH = 32
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     tokenizer = qwen_tokenizer(captions, QWEN_VL_CHAT, chat=QWEN_VL_CHAT)
     layers = QWEN3_VL_ACTIVATION_LAYERS
     return {
@@ -31,7 +27,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _transformer(text_width: int) -> Any:
+def _transformer(text_width):
     sizes = {**SIZES["ideogram4"], "llm_features_dim": text_width}
     made = diffusers.Ideogram4Transformer2DModel(**sizes).eval()
     # Its velocity is the negative of the noise's part: it begins by predicting its input.

@@ -1,17 +1,13 @@
 """Small Kandinsky 5.0 pipelines, for images and for video."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import torch
 
-from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline
 from tests.small import parts
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     video = family.can_train_clips
     template = build_empty_pipeline(family.pipeline_class).prompt_template
     tokenizer = parts.qwen_tokenizer(captions, template)
@@ -35,7 +31,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _initialize(transformer: Any) -> None:
+def _initialize(transformer):
     """Give random values to the modulation: of the class's zeros an adapter gets no gradient."""
     for name, parameter in transformer.named_parameters():
         if "modulation" in name:

@@ -1,19 +1,15 @@
 """A small Krea 2 pipeline."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import transformers
 
-from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline
 from tests.small import parts
 
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # of the text encoder: the outputs that are used
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     stock = build_empty_pipeline("Krea2Pipeline")
     template = stock.prompt_template_encode_prefix + stock.prompt_template_encode_suffix
     tokenizer = parts.qwen_tokenizer(captions, template)

@@ -1,19 +1,14 @@
 """Small LTX-2.3 and 2.5 pipelines."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import transformers
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
 
-from autotune.models.facts import Config
-from autotune.models.family import Family
 from tests.small.parts import SIZES, dynamic_scheduler, gemma3, gemma_tokenizer, invert_input_layer
 
 
-def build_later_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_later_parts(family, captions):
     """Of LTX-2.5: Gemma 4, and a head that tells how long a clip should be."""
     model = next(each for each in family.models if each.name == "ltx-2.5")
     parts = build_parts(family, captions, model.config)
@@ -24,9 +19,7 @@ def build_later_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]
     return parts
 
 
-def build_parts(
-    family: Family, captions: Sequence[str], config: Config | None = None
-) -> dict[str, Any]:
+def build_parts(family, captions, config=None):
     tokenizer = gemma_tokenizer(captions, max_length=1024)
     text_encoder = gemma3(tokenizer, hidden_size=64, num_layers=2)
     transformer = diffusers.LTX2VideoTransformer3DModel(

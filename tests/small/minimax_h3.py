@@ -1,19 +1,15 @@
 """A small MiniMax H3 pipeline."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import transformers
 
-from autotune.models.family import Family
 from autotune.models.latents import image_processor
 from tests.small import parts
 
 TEXT_WIDTH, TEXT_LAYERS = 32, 51  # of which it takes the 50th
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     tokenizer = parts.qwen_tokenizer(captions, "")
     kind = transformers.Qwen3VLForConditionalGeneration
     transformer = diffusers.MiniMaxH3Transformer3DModel(**parts.SIZES["minimax-h3"])

@@ -1,9 +1,7 @@
 """Small text encoders, tokenizers and autoencoders of the real classes."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import torch
@@ -12,7 +10,6 @@ import yaml
 from tokenizers import ByteLevelBPETokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from autotune.models.family import Family
 from autotune.models.latents import image_processor
 
 SIZES = yaml.safe_load((Path(__file__).parent / "sizes.yaml").read_text())
@@ -38,14 +35,14 @@ QWEN_SPECIAL_TOKENS = (
 )
 
 
-def _train_bpe(texts: Sequence[str], **options: Any) -> dict[str, Any]:
+def _train_bpe(texts, **options):
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, min_frequency=1, show_progress=False, **options)
     model = json.loads(bpe.to_str())["model"]
     return {"vocab": model["vocab"], "merges": [tuple(pair) for pair in model["merges"]]}
 
 
-def qwen_tokenizer(captions: Sequence[str], template: str, chat: str = QWEN_CHAT) -> Any:
+def qwen_tokenizer(captions, template, chat=QWEN_CHAT):
     """A tokenizer trained on `captions` and on the pipeline's `template`, which so has the number
     of tokens that the pipeline drops."""
     tokenizer = transformers.Qwen2Tokenizer(**_train_bpe([*captions, template], vocab_size=1024))
@@ -54,7 +51,7 @@ def qwen_tokenizer(captions: Sequence[str], template: str, chat: str = QWEN_CHAT
     return tokenizer
 
 
-def _decoder(tokenizer: Any, hidden_size: int, num_layers: int) -> dict[str, Any]:
+def _decoder(tokenizer, hidden_size, num_layers):
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden_size,
@@ -66,7 +63,7 @@ def _decoder(tokenizer: Any, hidden_size: int, num_layers: int) -> dict[str, Any
     }
 
 
-def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
+def qwen3(cls, tokenizer, hidden_size, num_layers):
     config = transformers.Qwen3Config(
         **_decoder(tokenizer, hidden_size, num_layers),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
@@ -76,7 +73,7 @@ def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     return cls(config).eval()
 
 
-def _qwen_vision(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
+def _qwen_vision(tokenizer, hidden_size):
     vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
     vision["out_hidden_size"] = hidden_size
     to_id = tokenizer.convert_tokens_to_ids
@@ -89,7 +86,7 @@ def _qwen_vision(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
     }
 
 
-def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> Any:
+def qwen_text_encoder(tokenizer, hidden_size, num_layers=2):
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
     text = {
         **_decoder(tokenizer, hidden_size, num_layers),
@@ -101,7 +98,7 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> 
     return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def qwen3_vl(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
+def qwen3_vl(cls, tokenizer, hidden_size, num_layers):
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [8, 4, 4]}
     text = {
         **_decoder(tokenizer, hidden_size, num_layers),
@@ -117,7 +114,7 @@ SMALL_VISION = {"hidden_size": 32, "intermediate_size": 64, "image_size": 28}
 SMALL_VISION |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
 
 
-def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
+def mistral3(tokenizer, hidden_size, num_layers):
     text = {
         "model_type": "mistral",
         **_decoder(tokenizer, hidden_size, num_layers),
@@ -128,14 +125,14 @@ def mistral3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     return transformers.Mistral3ForConditionalGeneration(config).eval()
 
 
-def gemma_tokenizer(captions: Sequence[str], max_length: int) -> Any:
+def gemma_tokenizer(captions, max_length):
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     return transformers.GemmaTokenizer(
         **_train_bpe(captions, vocab_size=512, special_tokens=special), model_max_length=max_length
     )
 
 
-def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
+def gemma3(tokenizer, hidden_size, num_layers):
     text = {**_decoder(tokenizer, hidden_size, num_layers), "query_pre_attn_scalar": 32}
     vision = {**SMALL_VISION, "patch_size": 14, "vision_use_head": False}
     config = transformers.Gemma3Config(
@@ -144,19 +141,19 @@ def gemma3(tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 
-def qwen_image_processor(**options: Any) -> Any:
+def qwen_image_processor(**options):
     size = {"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2}
     return Qwen2VLImageProcessorPil(size=size, **options)
 
 
-def qwen_processor(tokenizer: Any) -> Any:
+def qwen_processor(tokenizer):
     return image_processor("Qwen2VLProcessor")(qwen_image_processor(), tokenizer)
 
 
 SPECIAL = ("bos", "eos", "pad")
 
 
-def clip_tokenizer(captions: Sequence[str]) -> Any:
+def clip_tokenizer(captions):
     words = sorted({word for caption in captions for word in caption.lower().split()})
     characters = sorted({character for word in words for character in word})
     pieces = [*characters, *(f"{character}</w>" for character in characters)]
@@ -165,7 +162,7 @@ def clip_tokenizer(captions: Sequence[str]) -> Any:
     return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
 
 
-def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
+def clip_text_encoder(tokenizer, hidden_size):
     """A two-layer `CLIPTextModel`; its pooled output has `hidden_size` numbers."""
     config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -179,7 +176,7 @@ def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
     return transformers.CLIPTextModel(config).eval()
 
 
-def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
+def t5_tokenizer(captions, max_length):
     words = sorted({word for caption in captions for word in caption.split()})
     characters = sorted({character for word in words for character in word})
     scored = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
@@ -188,7 +185,7 @@ def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
     return transformers.T5Tokenizer(vocab=scored, extra_ids=0, model_max_length=max_length)
 
 
-def t5_encoder(tokenizer: Any, hidden_size: int, *, is_umt5: bool = False) -> Any:
+def t5_encoder(tokenizer, hidden_size, *, is_umt5=False):
     kind = "UMT5" if is_umt5 else "T5"
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokenizer),
@@ -202,17 +199,17 @@ def t5_encoder(tokenizer: Any, hidden_size: int, *, is_umt5: bool = False) -> An
     return getattr(transformers, f"{kind}EncoderModel")(config).eval()
 
 
-def image_vae(family: Family) -> Any:
+def image_vae(family):
     # Random weights then make latents of about unit variance, as published ones do.
     config = {**family.parts.vae_config, **SIZES["image-vae"], "scaling_factor": 3.0}
     return diffusers.AutoencoderKL(**config).eval()
 
 
-def qwen_vae() -> Any:
+def qwen_vae():
     return diffusers.AutoencoderKLQwenImage(**SIZES["qwen-vae"]).eval()
 
 
-def dynamic_scheduler(low: tuple[int, float], high: tuple[int, float], **options: Any) -> Any:
+def dynamic_scheduler(low, high, **options):
     """A scheduler whose shift follows the line between two points (tokens, logarithm)."""
     return diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
@@ -225,7 +222,7 @@ def dynamic_scheduler(low: tuple[int, float], high: tuple[int, float], **options
 
 
 @torch.no_grad()
-def invert_input_layer(output: Any, input_weight: Any) -> None:
+def invert_input_layer(output, input_weight):
     """Let a transformer's last layer undo its first, so that it begins by predicting its input:
     between random projections an adapter could learn almost nothing in a few steps."""
     output.weight.copy_(torch.linalg.pinv(input_weight))

@@ -1,12 +1,8 @@
 """Small Qwen-Image pipelines: for text to image, for editing, and 2.1."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import transformers
 
-from autotune.models.family import Family
 from autotune.models.latents import build_empty_pipeline, image_processor
 from tests.small.parts import (
     QWEN_VL_CHAT,
@@ -22,7 +18,7 @@ from tests.small.parts import (
 )
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     parts = _build_21(captions) if "2.1" in family.name else _build(family, captions)
     transformer = parts["transformer"]
     invert_input_layer(transformer.proj_out, transformer.img_in.weight)
@@ -30,7 +26,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     return {**parts, "scheduler": scheduler}
 
 
-def _build(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def _build(family, captions):
     template = build_empty_pipeline(family.pipeline_class).prompt_template_encode
     tokenizer = qwen_tokenizer(captions, template)
     parts = {
@@ -42,7 +38,7 @@ def _build(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     return {**parts, "processor": qwen_processor(tokenizer)} if family.max_controls else parts
 
 
-def _build_21(captions: Sequence[str]) -> dict[str, Any]:
+def _build_21(captions):
     template = "system\nComprehend and analyze the provided prompt.user\nassistant\n"
     tokenizer = qwen_tokenizer(captions, template)
     kind = transformers.Qwen3VLForConditionalGeneration

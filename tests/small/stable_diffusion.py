@@ -1,21 +1,17 @@
 """Small pipelines of Stable Diffusion XL and 3.5."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import torch
 import transformers
 
-from autotune.models.family import Family
 from tests.small import parts
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     return (_build_sdxl if family.name == "sdxl" else _build_sd35)(family, captions)
 
 
-def _build_sd35(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def _build_sd35(family, captions):
     tokenizer = parts.clip_tokenizer(captions)
     tokenizer_3 = parts.t5_tokenizer(captions, max_length=256)
     clip = parts.clip_text_encoder(tokenizer, hidden_size=64).config
@@ -37,7 +33,7 @@ def _build_sd35(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _build_sdxl(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def _build_sdxl(family, captions):
     tokenizer = parts.clip_tokenizer(captions)
     text_encoder = parts.clip_text_encoder(tokenizer, hidden_size=64)
     text_encoder_2 = transformers.CLIPTextModelWithProjection(text_encoder.config).eval()
@@ -55,7 +51,7 @@ def _build_sdxl(family: Family, captions: Sequence[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _pass_input_through(unet: Any) -> None:
+def _pass_input_through(unet):
     """Let the UNet begin by predicting about its input, as `parts.invert_input_layer`: the first
     layer's output skips all but the last stage and its activation, silu(x) - silu(-x) = x."""
     channels, width = unet.conv_out.out_channels, unet.conv_in.out_channels

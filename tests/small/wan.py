@@ -1,15 +1,11 @@
 """Small Wan pipelines."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 
-from autotune.models.family import Family
 from tests.small.parts import SIZES, invert_input_layer, t5_encoder, t5_tokenizer
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     vae_config, boundary_ratio = family.parts.vae_config, family.pipeline_config["boundary_ratio"]
     is_5b = "patch_size" in vae_config
     tokenizer = t5_tokenizer(captions, max_length=512)
@@ -33,7 +29,7 @@ def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _build_transformer(channels: int, extra: int) -> Any:
+def _build_transformer(channels, extra):
     transformer = diffusers.WanTransformer3DModel(
         **SIZES["wan"],
         # Twice as wide as a patch: less is ill-conditioned to undo.

@@ -1,16 +1,12 @@
 """A small Z-Image pipeline."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import diffusers
 import transformers
 
-from autotune.models.family import Family
 from tests.small.parts import QWEN_CHAT, SIZES, image_vae, invert_input_layer, qwen3, qwen_tokenizer
 
 
-def build_parts(family: Family, captions: Sequence[str]) -> dict[str, Any]:
+def build_parts(family, captions):
     tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
     text_encoder = qwen3(transformers.Qwen3Model, tokenizer, hidden_size=128, num_layers=2)
     transformer = diffusers.ZImageTransformer2DModel(**SIZES["z-image"])

@@ -1,17 +1,12 @@
 """A small real pipeline, captioned images and a hand-made plan: a training run without a search."""
 
-from pathlib import Path
-from typing import Any
-
 from autotune.data.dataset import read_dataset
 from autotune.data.items import make_options
 from autotune.events import StepFinished
 from autotune.machine.probe import probe
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
-from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
-from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import WorkloadRequest
 from autotune.train.prepare import describe_workload
 from tests import builders
@@ -21,35 +16,35 @@ RESOLUTION_PX = 32
 SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
 
 
-def write_model_and_images(folder: Path, family: str = "qwen-image") -> tuple[Path, Path]:
+def write_model_and_images(folder, family="qwen-image"):
     captions = draw_images(folder / "images", count=5)
     write_small_pipeline(family, folder / "model", captions)
     return folder / "model", folder / "images"
 
 
-def machine() -> HardwareProfile:
+def machine():
     return probe()
 
 
 def make_plan(
-    model: Path,
-    images: Path,
-    hardware: HardwareProfile,
+    model,
+    images,
+    hardware,
     /,
     *,
-    settings: Candidate = SETTINGS,
-    num_processes: int = 1,
-    strategy: Any = None,
-    resolution_px: int = RESOLUTION_PX,
-    **job: Any,
-) -> TrainingPlan:
+    settings=SETTINGS,
+    num_processes=1,
+    strategy=None,
+    resolution_px=RESOLUTION_PX,
+    **job,
+):
     resolved, num_frames = resolve_model(ModelRef.of(model)), job.get("num_frames", 1)
     learning = {"num_frames": num_frames, "rank": 2, "effective_batch_size": 4}
     wishes = WorkloadRequest(resolution=(resolution_px, resolution_px), **learning)
     dataset = read_dataset(images, make_options(job, resolved.family, num_frames))
     workload = describe_workload(resolved, dataset, wishes)
     strategy = strategy or ("ddp" if num_processes > 1 else "single")
-    defaults: dict[str, Any] = {
+    defaults = {
         "num_steps": 6,
         "learning_rate": 1e-3,
         "seed": 3,
@@ -69,7 +64,7 @@ def make_plan(
     )
 
 
-def finished_step(step: int) -> StepFinished:
+def finished_step(step):
     return StepFinished(
         step=step,
         num_steps=9,

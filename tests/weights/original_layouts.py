@@ -2,7 +2,6 @@
 inverse of what is tested, written from the authors' models."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,20 +13,15 @@ Names = list[tuple[str, str]]
 NAMES = yaml.safe_load((Path(__file__).parent / "original_layouts.yaml").read_text())
 
 
-def _renamed(name: str, patterns: Names) -> str:
+def _renamed(name, patterns):
     for pattern, to in patterns:
         name = re.sub(pattern, to, name)
     return name
 
 
-def relaid(
-    state: State,
-    names: Names,
-    fused: Sequence[tuple[str, Sequence[str]]] = (),
-    swapped: tuple[str, ...] = (),
-) -> State:
+def relaid(state, names, fused=(), swapped=()):
     """Rename tensors, join the layers of `fused` by their block, and swap halves of `swapped`."""
-    made: State = {}
+    made = {}
     for name, tensor in state.items():
         layer, _, kind = name.rpartition(".")
         for block, parts in fused:
@@ -43,7 +37,7 @@ def relaid(
     return made
 
 
-def z_image(state: State) -> State:
+def z_image(state):
     unused = {"norm_final.weight": torch.ones(8)}
     parts = ("attention.to_q", "attention.to_k", "attention.to_v")
     return unused | relaid(state, NAMES["Z_IMAGE"], [("", parts)])
@@ -53,23 +47,23 @@ QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 ADDED = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 
 
-def flux1(state: State) -> State:
+def flux1(state):
     single = ("single_", (*QKV, "proj_mlp"))
     return relaid(state, NAMES["FLUX"], [single, ("", QKV), ("", ADDED)], ("norm_out.",))
 
 
-def chroma(state: State) -> State:
+def chroma(state):
     own = {name: state[name] for name in state if name.startswith("distilled")}
     rest = {name: tensor for name, tensor in state.items() if name not in own}
     return flux1(rest) | {_renamed(name, NAMES["CHROMA"]): tensor for name, tensor in own.items()}
 
 
-def with_plain_norms(state: State) -> State:
+def with_plain_norms(state):
     """Norms' scales as `.weight`, as in files of today's ComfyUI."""
     return {re.sub(r"(norm(?:s\.\d+)?)\.scale$", r"\1.weight", name): state[name] for name in state}
 
 
-def sdxl_unet(state: State) -> State:
+def sdxl_unet(state):
     """The UNet of CompVis and Stability: blocks are numbered whatever they hold."""
     down = [re.match(r"down_blocks\.(\d+)\.resnets\.(\d+)", name) for name in state]
     stages, layers = (1 + max(int(match[i]) for match in down if match) for i in (1, 2))
@@ -97,7 +91,7 @@ def sdxl_unet(state: State) -> State:
     return {_place(name, places): tensor for name, tensor in state.items()}
 
 
-def _place(name: str, places: dict[str, str]) -> str:
+def _place(name, places):
     ours = next(place for place in _beginnings(name) if place in places)
     rest = name.removeprefix(f"{ours}.")
     if ".resnets." in ours:
@@ -106,12 +100,12 @@ def _place(name: str, places: dict[str, str]) -> str:
     return f"{places[ours]}.{rest}"
 
 
-def _beginnings(name: str) -> Iterator[str]:
+def _beginnings(name):
     parts = name.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
-def sd3(state: State) -> State:
+def sd3(state):
     """Shifts come before scales in the last layer, and in the last block's text."""
     numbers = {int(name.split(".")[1]) for name in state if name.startswith("transformer_blocks.")}
     swapped = (f"transformer_blocks.{max(numbers)}.norm1_context.", "norm_out.")
@@ -119,25 +113,25 @@ def sd3(state: State) -> State:
     return relaid(state, NAMES["SD3_NAMES"], [("", QKV), ("", second), ("", ADDED)], swapped)
 
 
-def minimax_h3(state: State) -> State:
+def minimax_h3(state):
     """The gate's rows come first; a table of frequencies that comes along is not read."""
     gated = tuple(name for name in state if name.endswith(".ff.net.0.proj.weight"))
     made = relaid(state, NAMES["H3"], [("", QKV)], gated)
     return made | {"rope.inv_freq": torch.ones(8)}
 
 
-def ideogram4(state: State) -> State:
+def ideogram4(state):
     parts = ("attention.to_q", "attention.to_k", "attention.to_v")
     return relaid(state, NAMES["IDEOGRAM"], [("", parts)])
 
 
-def ltx2(state: State) -> State:
+def ltx2(state):
     """With the connectors, which are beside the transformer there."""
     connectors = {f"{kind}_embeddings_connector.a": torch.ones(8) for kind in ("video", "audio")}
     return relaid(state, NAMES["LTX2"]) | connectors
 
 
-LAYOUTS: dict[str, Callable[[State], State]] = {
+LAYOUTS = {
     "qwen-image": dict,
     "flux1-dev": flux1,
     "chroma": chroma,
@@ -152,9 +146,9 @@ LAYOUTS: dict[str, Callable[[State], State]] = {
 }
 
 
-def scaled_fp8(state: State, *, newer: bool = False) -> State:
+def scaled_fp8(state, *, newer=False):
     """Matrices in fp8 with one scale each, as ComfyUI writes them."""
-    made: State = {} if newer else {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    made = {} if newer else {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
     for name, tensor in state.items():
         if tensor.ndim != 2:
             made[name] = tensor
@@ -171,7 +165,7 @@ def scaled_fp8(state: State, *, newer: bool = False) -> State:
     return made
 
 
-def wan_vae(state: State) -> State:
+def wan_vae(state):
     return {_renamed(name, NAMES["WAN_VAE"]): tensor for name, tensor in state.items()}
 
 
@@ -180,14 +174,14 @@ WAN22_STAGE = re.compile(
 )
 
 
-def wan22_vae(state: State) -> State:
+def wan22_vae(state):
     """Each stage holds its residual blocks and then the one that changes the size, by number."""
     return {
         _renamed(_nested(name, state), NAMES["WAN_VAE"]): tensor for name, tensor in state.items()
     }
 
 
-def _nested(name: str, state: State) -> str:
+def _nested(name, state):
     match = WAN22_STAGE.match(name)
     if match is None:
         return name
@@ -201,7 +195,7 @@ def _nested(name: str, state: State) -> str:
 WAN22_BLOCK = [(rf"^{name}\.", f"{place}.") for name, place in NAMES["WAN_RESIDUAL"]]
 
 
-def ldm_vae(state: State) -> State:
+def ldm_vae(state):
     """Attention is by convolutions of one pixel; the decoder's stages are counted from the last."""
     last = max(int(name.split(".")[2]) for name in state if name.startswith("decoder.up_blocks."))
     stages = range(last + 1)
@@ -215,17 +209,14 @@ def ldm_vae(state: State) -> State:
     }
 
 
-def flux2_vae(state: State) -> State:
+def flux2_vae(state):
     moved = [(r"^quant_conv", "encoder.quant_conv"), (r"^post_quant", "decoder.post_quant")]
     return {_renamed(name, moved): tensor for name, tensor in ldm_vae(state).items()}
 
 
-def open_clip(state: State) -> State:
+def open_clip(state):
     """Of `CLIPTextModelWithProjection`: q, k and v are one, and the projection is turned."""
-    made: State = {
-        "logit_scale": torch.tensor(1.0),
-        "text_projection": state["text_projection.weight"].T,
-    }
+    made = {"logit_scale": torch.tensor(1.0), "text_projection": state["text_projection.weight"].T}
     for name, tensor in state.items():
         if ".q_proj." in name:
             parts = [state[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
@@ -237,5 +228,5 @@ def open_clip(state: State) -> State:
     return made
 
 
-def within(state: State, prefix: str) -> State:
+def within(state, prefix):
     return {prefix + name: tensor for name, tensor in state.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from autotune.events import StepFinished
 from autotune.plan.file import load_plan, with_job
-from autotune.plan.plan import RunReport, TrainingPlan
+from autotune.plan.plan import RunReport
 from autotune.report.page import Picture, Subject
 
 FOLDER = Path(__file__).parents[2] / "search/golden"
@@ -21,15 +21,15 @@ HOSTILE = (
 )
 
 
-def golden_plan(name: str = "wall") -> TrainingPlan:
+def golden_plan(name="wall"):
     return load_plan(FOLDER / f"{name}.yaml")
 
 
-def plan_subject(name: str = "wall") -> Subject:
+def plan_subject(name="wall"):
     return Subject(f"{name}.yaml", golden_plan(name))
 
 
-def steps_of(number: int, num_steps: int = 100) -> list[StepFinished]:
+def steps_of(number, num_steps=100):
     """Steps whose loss falls, each of a second, the eleventh of ten."""
     return [
         StepFinished(
@@ -48,7 +48,7 @@ def steps_of(number: int, num_steps: int = 100) -> list[StepFinished]:
     ]
 
 
-def run_report(plan: TrainingPlan) -> RunReport:
+def run_report(plan):
     told = json.loads((Path(__file__).parent / "run.json").read_text())
     expected = {
         "plan_digest": plan.digest,
@@ -60,7 +60,7 @@ def run_report(plan: TrainingPlan) -> RunReport:
     return RunReport.model_validate({**told, **expected}, strict=False)
 
 
-def run_subject(*, finished: bool = True, prompt: str = "a red heart") -> Subject:
+def run_subject(*, finished=True, prompt="a red heart"):
     plan = with_job(golden_plan(), preview_prompts=(prompt,))
     picture = Picture(f"data:image/png;base64,{PIXEL}", 1, 1)
     return Subject(
