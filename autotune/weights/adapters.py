@@ -18,7 +18,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mode
@@ -162,8 +162,7 @@ def parse_adapter(
         alphas, ranks = (_configured(metadata, prefix, names, what) for what in ("alpha", "rank"))
         return Adapter(_collect_layers(bare, alphas, ranks), kept, prefix[:-1])
     if source == "kohya":
-        known = [*module_names, *_stored_module_names(metadata), *restore_dots(_module_names(bare))]
-        bare = _restore_dots(bare, known)
+        bare = _restore_dots(bare, [*module_names], _stored_module_names(metadata))
     adapter = Adapter(_collect_layers(bare, {}, {}), kept)
     layers = adapter.layers
     widths = {name: layer.shape[::-1] for name, layer in layers.items()}
@@ -178,16 +177,9 @@ def require_layers(source: Path, adapter: Adapter, modules: Mapping[str, Any]) -
     """Raise InvalidInput unless each layer is one of the model's `modules`, by name and size."""
     unknown = sorted(name for name in adapter.layers if not hasattr(modules.get(name), "weight"))
     if unknown:
-        more = f", nor {len(unknown) - 1} more of its layers" if len(unknown) > 1 else ""
         called = find_class(adapter.layers)
-        hint = f"they have the names of a {called}: name such a model"
-        raise InvalidInput(
-            f"the model has no layer {unknown[0]}{more}, which {source} adapts",
-            hint=hint
-            if called
-            else "name its model with --model; if this is its model, export the adapter again "
-            "under diffusers' names",
-        )
+        hint = f"they have the names of a {called}: name such a model" if called else ""
+        raise _unknown_layers(unknown, len(adapter.layers), f"which {source} adapts", hint)
     for name, layer in adapter.layers.items():
         module = modules[name]
         sizes = [getattr(module, f"{side}_features", None) for side in ("in", "out")]
@@ -196,17 +188,31 @@ def require_layers(source: Path, adapter: Adapter, modules: Mapping[str, Any]) -
             raise InvalidInput(message, hint="name that model")
 
 
+def _unknown_layers(unknown: Sequence[str], total: int, which: str, hint: str = "") -> InvalidInput:
+    more = f", nor {len(unknown) - 1} more of its layers" if len(unknown) > 1 else ""
+    message = f"the model has no layer {unknown[0]}{more}, {which}"
+    if not hint and len(unknown) == total:
+        hint = (
+            "it is for another model, or names layers in a way that autotune does not know: name "
+        )
+        hint += "its model with --model, or use it in the program that made it"
+    rest = f"its other {total - len(unknown)} are the model's: leave these out, which changes what"
+    return InvalidInput(
+        message, hint=hint or f"{rest} it does, or use it in the program that made it"
+    )
+
+
 def _stored_class(adapter: Adapter) -> str | None:
     return adapter.info.transformer if adapter.info else None
 
 
 def _detect_prefix(state: Mapping[str, Tensor]) -> str:
-    for prefix in PREFIXES:
-        if state and all(key.startswith(prefix) for key in state):
-            return prefix
     for begin, (what, hint) in read_table("weights/names.yaml")["foreign"].items():
         if key := next((key for key in state if re.match(begin, key)), None):
             raise InvalidInput(f"{key!r} {what}", hint=hint)
+    for prefix in PREFIXES:
+        if state and all(key.startswith(prefix) for key in state):
+            return prefix
     unknown = sorted({key.split(".")[0] for key in state})
     begin = ", ".join(unknown[:4]) or "nothing"
     raise InvalidInput(
@@ -294,16 +300,19 @@ def _stored_module_names(metadata: Mapping[str, str]) -> list[str]:
     return names
 
 
-def _restore_dots(bare: Mapping[str, Tensor], module_names: Iterable[str]) -> dict[str, Tensor]:
-    dotted = {name.replace(".", "_"): name for name in module_names}
-    renamed = {}
-    for key, tensor in bare.items():
-        module, _, part = key.partition(".")
-        if module not in dotted:
-            message = f"cannot tell which module {module!r} is: kohya's names have lost their dots"
-            raise InvalidInput(message, hint=NAME_MODEL)
-        renamed[f"{dotted[module]}.{part}"] = tensor
-    return renamed
+def _restore_dots(
+    bare: Mapping[str, Tensor], of_model: Sequence[str], stored: Sequence[str]
+) -> dict[str, Tensor]:
+    modules = _module_names(bare)
+    known = (*of_model, *stored, *restore_dots(modules))
+    dotted = {name.replace(".", "_"): name for name in known}
+    if unknown := [module for module in modules if module not in dotted]:
+        if of_model:
+            raise _unknown_layers(unknown, len(modules), "once dots are underscores")
+        message = f"cannot tell which module {unknown[0]!r} is: kohya's names have lost their dots"
+        raise InvalidInput(message, hint=NAME_MODEL)
+    keys = ((key, *key.partition(".")) for key in bare)
+    return {f"{dotted[module]}.{part}": bare[key] for key, module, _, part in keys}
 
 
 def _configured(

@@ -249,8 +249,27 @@ def pair(down, up, module="a", **more):
 def test_foreign_kohya_files_need_names():
     with pytest.raises(InvalidInput, match="blocks_0_to_q"):
         parse_adapter(FOREIGN, {})
+    with pytest.raises(InvalidInput, match=r"no layer blocks_0_to_q") as told:
+        parse_adapter(FOREIGN, {}, module_names=["blocks.0", "blocks.0.to_k"])
+    assert "another model" in told.value.hint
     adapter = parse_adapter(FOREIGN, {}, module_names=["blocks.0", "blocks.0.to_q"])
     assert adapter.layers["blocks.0.to_q"].alpha == 2  # no alpha stored: it equals the rank
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    {
+        "lora_unet_input_blocks_1_0_in_layers_2.lora_up.weight": "LoCon",
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": "text encoder",
+        "transformer_blocks.0.attn.to_q.lora_A.weight": "no prefix",
+        "base_model.model.blocks.0.to_q.lora_A.weight": "save_pretrained",
+        "transformer.blocks.0.to_q.lora_A.default.weight": "adapter's name",
+        "transformer.blocks.0.to_q.hada_w1_a": "a LoHa",
+    }.items(),
+)
+def test_foreign_forms_are_named(key, told):
+    with pytest.raises(InvalidInput, match=told):
+        parse_adapter({key: torch.ones(2, 2)}, {})
 
 
 @pytest.mark.parametrize(
