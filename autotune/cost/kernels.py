@@ -311,7 +311,9 @@ def _stand_in_for_practice(
 ) -> None:
     dtype = layer.weight.dtype
     quantize(layer)
-    multiply: Any = _keeping_weight if practice.keeps == "weights" else WithWeightGradient.apply
+    multiply: Any = partial(KeepingInput.apply, practice.gradients)
+    if practice.keeps == "weights":
+        multiply = _keeping_weight
     layer.forward = lambda x: multiply(x, layer, dtype)  # type: ignore[assignment,method-assign]
 
 
@@ -322,28 +324,32 @@ def _keeping_weight(x: torch.Tensor, layer: nn.Linear, dtype: torch.dtype) -> to
     return nn.functional.linear(x if x.is_floating_point() else x.to(dtype), weight, layer.bias)
 
 
-class WithWeightGradient(torch.autograd.Function):
-    """A product with int8 weights that computes their gradient, and converts them for each pass.
+class KeepingInput(torch.autograd.Function):
+    """A product with 8-bit weights that converts them for each pass, and may compute their
+    gradient.
 
-    Source: torchao/prototype/quantized_training/int8.py, _Int8WeightOnlyLinear.
+    Sources: torchao/prototype/quantized_training/int8.py, _Int8WeightOnlyLinear, which does;
+    optimum/quanto/tensor/function.py, QuantizedLinearFunction.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: Any, dtype: torch.dtype) -> Any:
+    def forward(ctx: Any, gradients: bool, x: torch.Tensor, layer: Any, dtype: torch.dtype) -> Any:
+        x = x if x.is_floating_point() else x.to(dtype)
         ctx.save_for_backward(x)
-        ctx.layer = layer
-        out = nn.functional.linear(x, layer.weight.to(dtype)) * layer.scale.to(dtype)
+        ctx.layer, ctx.gradients = layer, gradients
+        weight = quantized_layers.as_stored(layer.weight).to(dtype)
+        out = nn.functional.linear(x, weight) * layer.scale.to(dtype)
         return out if layer.bias is None else out + layer.bias
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,), (x,), layer = gradients, ctx.saved_tensors, ctx.layer
-        of_input = (gradient * layer.scale.to(gradient.dtype)).matmul(
-            layer.weight.to(gradient.dtype)
-        )
-        flat = gradient.reshape(-1, len(layer.weight))
-        flat.t().matmul(x.to(gradient.dtype).reshape(-1, x.shape[-1]))  # which nobody uses
-        return of_input.to(x.dtype), None, None
+        weight = quantized_layers.as_stored(layer.weight).to(gradient.dtype)
+        of_input = (gradient * layer.scale.to(gradient.dtype)).matmul(weight)
+        if ctx.gradients:
+            flat = gradient.reshape(-1, len(layer.weight))
+            flat.t().matmul(x.to(gradient.dtype).reshape(-1, x.shape[-1]))  # which nobody uses
+        return None, of_input.to(x.dtype), None, None
 
 
 class MatMul4Bit(torch.autograd.Function):

@@ -235,9 +235,15 @@ VAE_IS_THERE = ("cache", "preview")
 
 
 def kept_part_bytes(
-    overheads: Overheads, resident: Resident, *, vae_parameters: int, encoder_parameters: int
+    overheads: Overheads,
+    resident: Resident,
+    *,
+    vae_parameters: int,
+    encoder_parameters: int,
+    unquantized_bytes: int,
 ) -> Mapping[str, int]:
-    """Return bytes that each phase needs beyond what autotune's executor needs there."""
+    """Return bytes that each phase needs beyond what autotune's executor needs there, of a
+    transformer that has so many before it is quantized."""
     found: dict[str, int] = {}
     for one in overheads.kept:
         for phase in KEEP_ON if one.phase == "train" else (one.phase,):
@@ -249,7 +255,11 @@ def kept_part_bytes(
                 num_bytes = encoder_parameters * size
             elif one.part == "transformer" and phase == "cache":
                 num_bytes = resident.weight_bytes + resident.buffer_bytes
-            found[phase] = found.get(phase, 0) + max(0, round(num_bytes))
+            elif one.part == "transformer" and phase == "load":
+                num_bytes = unquantized_bytes - resident.weight_bytes
+            before, size = found.get(phase, 0), max(0, round(num_bytes))
+            # encoders are loaded once the transformer is quantized
+            found[phase] = max(before, size) if phase == "load" else before + size
     return found
 
 

@@ -241,11 +241,14 @@ class PassTables:
         if self.overheads is None or not self.overheads.kept:
             return {}
         vae = self.model.vae_cost(precision).weight_bytes // encoder_element_bytes(precision)
+        is_whole = self.overheads.has("transformer", "load")
+        whole = self.model.model_bytes(precision, "none").weight_bytes if is_whole else 0
         return memory.kept_part_bytes(
             self.overheads,
             resident,
             vae_parameters=vae,
             encoder_parameters=self.encoder_size.num_parameters,
+            unquantized_bytes=whole,
         )
 
     @property

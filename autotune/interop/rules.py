@@ -402,8 +402,14 @@ def checkpointing(
     return Rule(keys, ("checkpointed_blocks",), read, write)
 
 
-def swapping(key: str, limits: Mapping[str, int]) -> Rule:
-    """Relate swapped blocks by number, of some families no more than a limit: more is refused."""
+def swapping(key: str, limits: Mapping[str, int], streams: str = "", percent: str = "") -> Rule:
+    """Relate swapped blocks by number, of some families no more than a limit: more is refused. A
+    switch may stream a percentage of the layers instead."""
+
+    def read(values: Values, context: Context) -> Values:
+        if streams and boolean(values.get(streams, False)):
+            return {"swapped_blocks": f"{number(values.get(percent) or 100):g}%"}
+        return {"swapped_blocks": str(whole(values.get(key) or 0))}
 
     def write(ours: Values, context: Context) -> Values:
         blocks, name = context.blocks(ours["swapped_blocks"]), context.family.name
@@ -411,7 +417,7 @@ def swapping(key: str, limits: Mapping[str, int]) -> Rule:
             raise CannotExpress(f"it swaps no more than {limits[name]} blocks of {name}")
         return {key: blocks}
 
-    return replace(same(f"swapped_blocks={key}"), write=write)
+    return Rule((key, *filter(None, (streams, percent))), ("swapped_blocks",), read, write)
 
 
 def share_of_blocks(key: str, switch: str = "") -> Rule:

@@ -106,18 +106,28 @@ def _of_family(by_beginning: Mapping[str, Any], family: Family) -> Any:
 
 
 def targets_by_ends(
-    key: str, usual: Mapping[str, str], joined: bool = False, named: str = "", *sets: Any
+    key: str,
+    usual: Mapping[str, str],
+    joined: bool = False,
+    named: str = "",
+    sets: Mapping[str, str] = {},  # nobody changes it
+    classes: str = "",
+    places: Mapping[str, str] = {},
 ) -> Rule:
     """Relate ends of names as peft takes them: a list, or with `joined` one text with commas.
     `usual`: by how families' names begin, what is adapted if the key is not there, nor `named`,
-    which names one of `sets`."""
+    which names one of `sets`. `classes` lists classes of modules instead; `places` has, by the
+    ends of their names, patterns of where their layers are."""
 
     def choose(values: Values, context: Context) -> set[str]:
+        if of_classes := values.get(classes):
+            at = [places[end] for one in of_classes for end in places if str(one).endswith(end)]
+            return {layer for layer in linear_layers(context.family) if _fits(layer, at, "search")}
         given = values.get(key)
         if isinstance(given, str):
             is_json = given.startswith("[")
             given = json.loads(given) if is_json else [name.strip() for name in given.split(",")]
-        own = sets[0][values[named]] if values.get(named) else _of_family(usual, context.family)
+        own = sets[values[named]] if values.get(named) else _of_family(usual, context.family)
         ends = given or expand(own)
         return {layer for layer in adapter.all_layers(context.family) if _ends(layer, ends)}
 
@@ -134,7 +144,7 @@ def targets_by_ends(
             found |= dict.fromkeys(blocks or [end])
         yield {key: ",".join(found) if joined else list(found)}
 
-    return _targets([key, *filter(None, [named])], choose, ways)
+    return _targets([key, *filter(None, [named, classes])], choose, ways)
 
 
 def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:

@@ -146,13 +146,18 @@ class Trainer:
         for phase, part, precision in map(str.split, rows(f"{data.get('kept', '')}\n{known.kept}")):
             if precision == "fp32" or (phase, part) not in kept:
                 kept[phase, part] = {"phase": phase, "part": part, "precision": precision}
-        formats = data.get("by_format", {}).items()
+        by_format, products = dict[str, Any](), dict[str, Any]()
+        for name, way in (row.split(" ", 1) for row in rows(data.get("by_format", ""))):
+            by_format.setdefault(name, adapter(way))
+        for name, keeps, *more in map(str.split, rows(data.get("products", ""))):
+            practice = {"keeps": keeps, **dict.fromkeys(more, True)}
+            products.setdefault(name, practice)
         swap = next(rows(data.get("swap", "")), "pinned two").split()
         fields = {
             **{"program": self.name, "version": self.version, "source": data["source"]},
             "adapter": adapter(next(rows(data["adapter"]))),
-            "adapter_by_format": {name: adapter(row) for name, row in formats},
-            "products": data.get("products", {}),
+            "adapter_by_format": by_format,
+            "products": products,
             "kept": tuple(kept.values()),
             "swap": {
                 "from_pinned": "pinned" in swap,

@@ -274,7 +274,8 @@ def layers_of(family: Family, targets: str) -> frozenset[str]:
 
 
 def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
-    """Return the target set that differs least from these layers, and how it differs."""
+    """Return the target set with these layers, or patterns for them; if no patterns are, the set
+    that differs least, and how it differs."""
     sets = {name: layers_of(family, name) for name in family.target_sets}
     kinds = set(map(in_block, layers))
     by_kind = {name: len(kinds ^ set(map(in_block, own))) for name, own in sets.items()}
@@ -285,6 +286,11 @@ def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
         inside = ((one, in_block(one)) for one in sorted(names))
         shown = (short + " outside the blocks" * (short == one) for one, short in inside)
         texts += [f"{verb} {', '.join(dict.fromkeys(shown))}"] if names else []
+    patterns = {LISTS.sub(r"\1.*.", layer) for layer in layers}
+    ends = {end for end in kinds if layers_of(family, end) <= layers}
+    patterns = {one for one in patterns if in_block(one.replace("*", "0")) not in ends} | ends
+    if texts and patterns and layers_of(family, written := ",".join(sorted(patterns))) == layers:
+        return written, ""
     return name, " and ".join(texts)
 
 

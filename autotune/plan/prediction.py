@@ -244,11 +244,8 @@ class AdapterPractice(Frozen):
         inputs = (
             ", with a copy of each input" if self.precision == "fp32" and not self.autocasts else ""
         )
-        return (
-            f"the adapter in {self.precision}{products or inputs}, {self.optimizer_bytes} "
-            "bytes of "
-            "AdamW a parameter"
-        )
+        state = f"with AdamW {self.optimizer_bytes} bytes of its state a parameter"
+        return f"the adapter in {self.precision}{products or inputs}, {state}"
 
 
 class ProductPractice(Frozen):
@@ -256,7 +253,9 @@ class ProductPractice(Frozen):
 
     keeps: Literal["weights", "inputs"]
     """Kept until the backward pass of each layer: its weight in the precision of the products, as
-    autograd does; or its input, for a gradient of the weight that nobody uses."""
+    autograd does; or its input."""
+    gradients: bool = False
+    """True if the input makes a gradient of the weight, which nobody uses."""
     everywhere: bool = False
     """True if all linear layers are stored so, not those of blocks alone."""
 
@@ -265,9 +264,10 @@ class ProductPractice(Frozen):
         """In words for people."""
         kept = {
             "weights": "each converted weight kept for its backward pass",
-            "inputs": "gradients of weights, too",
+            "inputs": "each layer's input kept for its backward pass",
         }
-        return f"{kept[self.keeps]}{', all linear layers stored so' * self.everywhere}"
+        told = "gradients of weights, too" if self.gradients else kept[self.keeps]
+        return f"{told}{', all linear layers stored so' * self.everywhere}"
 
 
 class SwapPractice(Frozen):

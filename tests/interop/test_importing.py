@@ -62,8 +62,7 @@ def test_an_import_is_exact():
     learned, pins = yaml.safe_load((CONFIGS.parent / "imported.yaml").read_text())
     assert {**config.options, "preview_prompts": [*config.options["preview_prompts"]]} == learned
     assert config.pins == pins
-    keys = "datasets[].resolution train.ema_config.use_ema model.qtype"
-    assert lost(config).keys() == {*keys.split(), "model.quantize_te"}
+    assert lost(config).keys() == {"datasets[].resolution", "train.ema_config.use_ema"}
 
 
 def changed(folder, name, old, new):
@@ -270,9 +269,9 @@ def test_target_sets_are_found(name):
     for targets in family.target_sets:
         named, difference = find_target_set(family, layers_of(family, targets))
         assert (layers_of(family, named), difference) == (layers_of(family, targets), "")
-    attention = layers_of(family, "attention")
-    found, difference = find_target_set(family, attention - {min(attention)})
-    assert (found, difference[:12]) == ("attention", "also adapts ")
+    fewer = layers_of(family, "attention") - {min(layers_of(family, "attention"))}
+    patterns, difference = find_target_set(family, fewer)
+    assert (layers_of(family, patterns), difference) == (fewer, "")
 
 
 QUANTIZES_ENCODERS = "        quantize_te: true\n"

@@ -104,6 +104,8 @@ def test_what_a_file_says_counts():
     stored = {one.precision for one in of("ai-toolkit", **{"model.quantize_te": True}).kept}
     assert stored == {"bf16", "int8"}  # while it loads, and while it trains
     assert of("diffusers").adapter_on("bnb-nf4").precision == "fp32"
+    named = (of("simpletuner", base_model_precision=f"int8-{one}") for one in ("quanto", "torchao"))
+    assert [one.products["torchao-int8"].gradients for one in named] == [False, True]
 
 
 def test_winners_fit_the_trainer_too(own):
