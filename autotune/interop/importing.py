@@ -100,16 +100,6 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
     pointless = _take_pointless(settings, known)
     lines = [line_for("decided", x, f"{table.title} ignores it with this model") for x in pointless]
     values, read = read_settings(table, settings, Context(known.family))
-    step, size = known.family.size_multiple_px, values.get("resolution", 0)
-    sides = size if isinstance(size, tuple) else (size,)
-    if any(side > step and side % step for side in sides):
-        rounded = tuple(max(step, side // step * step) for side in sides)
-        values["resolution"] = rounded if isinstance(size, tuple) else rounded[0]
-        told = f"resolution {'x'.join(map(str, rounded))}: sides are multiples of {step} px"
-        read = [
-            (kind, line.changed(meaning=told) if line.meaning.startswith("resolution ") else line)
-            for kind, line in read
-        ]
     if "optimizer" not in values and values.get("learning_rate", 0) > MAX_ADAMW_RATE:
         del values["learning_rate"]
         told = "a rate for that optimizer alone; autotune takes the family's usual"
@@ -169,6 +159,12 @@ def read_settings(
         if by_resolution and context.family.defaults.shift_by_tokens is None:
             del found["timestep_shift"]
             lost = "the shift follows the resolution there; autotune takes the family's usual"
+        step, size = context.family.size_multiple_px, found.get("resolution", 0)
+        sides = size if isinstance(size, tuple) else (size,)
+        if any(side > step and side % step for side in sides):
+            rounded = tuple(max(step, side // step * step) for side in sides)
+            found["resolution"] = rounded if isinstance(size, tuple) else rounded[0]
+            lost = lost or f"sides of its images are multiples of {step} px"
         values |= found
         reported = [one for one in present if one.line] or list(present[:1])
         if lost:

@@ -159,7 +159,7 @@ def _fit(patterns: list[str], values: list[Any]) -> list[Any] | None:
         if pattern in ("#", "$") and value is not None:
             try:
                 made = number(value) if pattern == "#" else text(value)
-                bound.append(value if made == value else made)
+                bound.append(value if made == value else int(made) if made % 1 == 0 else made)
             except (TypeError, ValueError):
                 return None
         elif not any(_is_same(_parse(one), value) for one in pattern.split("|")):
@@ -402,14 +402,8 @@ def checkpointing(
     return Rule(keys, ("checkpointed_blocks",), read, write)
 
 
-def swapping(key: str, limits: Mapping[str, int], streams: str = "", percent: str = "") -> Rule:
-    """Relate swapped blocks by number, of some families no more than a limit: more is refused. A
-    switch may stream a percentage of the layers instead."""
-
-    def read(values: Values, context: Context) -> Values:
-        if streams and boolean(values.get(streams, False)):
-            return {"swapped_blocks": f"{number(values.get(percent) or 100):g}%"}
-        return {"swapped_blocks": str(whole(values.get(key) or 0))}
+def swapping(key: str, limits: Mapping[str, int]) -> Rule:
+    """Relate swapped blocks by number, of some families no more than a limit: more is refused."""
 
     def write(ours: Values, context: Context) -> Values:
         blocks, name = context.blocks(ours["swapped_blocks"]), context.family.name
@@ -417,7 +411,7 @@ def swapping(key: str, limits: Mapping[str, int], streams: str = "", percent: st
             raise CannotExpress(f"it swaps no more than {limits[name]} blocks of {name}")
         return {key: blocks}
 
-    return Rule((key, *filter(None, (streams, percent))), ("swapped_blocks",), read, write)
+    return replace(same(f"swapped_blocks={key}"), write=write)
 
 
 def share_of_blocks(key: str, switch: str = "") -> Rule:
