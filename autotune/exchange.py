@@ -22,12 +22,12 @@ from autotune.machine.probe import hardware_for
 from autotune.models.family import build_on_meta
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.plan import base, words
-from autotune.plan.candidate import BLOCK_COUNTS, Candidate, count_blocks
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate, Choice, count_blocks
 from autotune.plan.file import load_plan, with_job
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import AdapterFormat, ModelRef
 from autotune.plan.plan import Reason, TrainingPlan
-from autotune.plan.prediction import Estimate, SettingWorth
+from autotune.plan.prediction import Estimate, Prediction, SettingWorth
 from autotune.plan.request import PlanRequest, make_request
 from autotune.search.request import ResolvedRequest, complete
 from autotune.search.space import SearchSpace
@@ -154,19 +154,31 @@ def audit(
     profile = hardware_for(hardware, on_event=on_event)
     asked = {"model": read.model, "data": _folder_here(read.data), "hardware": profile}
     options: dict[str, Any] = {**read.options, **asked}
+    options.pop("learning_rate", None)  # that no plan takes, perhaps, and nothing here depends on
     request = make_request(PlanRequest, "audit", options)
     on_event(StatusChanged(text="predicting the file as written"))
     resolved = ResolvedRequest.build(complete(request), needs_weights=measure)
     model, steps = resolved.model, resolved.job.num_steps
-    cost = CostModel.build(
-        profile, resolved.workload, model.family, model.config, read_parts(model)
-    )
-    made = None
-    with suppress(NothingFits):
-        made = plan(**options, on_event=on_event).frozen.settings
-    settings, breaks = settings_as_written(read.pins, cost.context, made)
+    known = profile, resolved.workload, model.family, model.config, read_parts(model)
+    cost = own_cost = CostModel.build(*known)
+    # A search leaves compiling to its trials.
+    ways = [{"compile": "block"}] if read.pins.get("compile") == "block" else []
+    found_settings = []
+    for pins in ({}, *ways):
+        with suppress(NothingFits, *[InvalidInput] * bool(pins)):
+            found_settings.append(plan(**options, pins=pins, on_event=on_event).frozen.settings)
     predict = partial(estimate_candidate, cost, num_steps=steps)
-    written, in_trainer = predict(settings), None
+    made = min(found_settings, key=lambda one: predict(one).step_seconds, default=None)
+    settings, breaks = settings_as_written(read.pins, cost.context, made)
+    caching_pins: dict[str, str] = {}
+    for name, value in ((key, x) for key, x in read.pins.items() if key.startswith(PIN)):
+        wanted = {**caching_pins, name.removeprefix(PIN): value}
+        try:
+            own_cost, caching_pins = CostModel.build(*known, caching_pins=wanted), wanted
+        except InvalidInput as error:
+            breaks = (*breaks, error.message)
+    predict_written = partial(estimate_candidate, own_cost, num_steps=steps)
+    written, in_trainer = predict_written(settings), None
     if read.overheads is not None:
         caching = caching_in(read.pins)
         why = Reason(knob="caching", chosen=words.caching_text(caching), why="as in the file")
@@ -178,7 +190,7 @@ def audit(
         in_trainer=in_trainer,
         breaks=breaks,
         fastest=None if made is None else predict(made),
-        worth=() if made is None else _worth(predict, written, made),
+        worth=() if made is None else _worth(predict_written, written, made),
     )
     if not measure:
         return found
@@ -318,18 +330,31 @@ def _possible_pins(
 def _worth(
     estimate: Callable[[Candidate], Estimate], as_written: Estimate, better: Candidate
 ) -> tuple[SettingWorth, ...]:
-    # Of each that differs alone; those that cannot go without another are left out.
+    # Of each that differs alone; those that cannot go without another, or do nothing, are left out.
     before, found = as_written.prediction, []
     written = before.candidate
-    for name, value in better:
-        if (own := getattr(written, name)) == value:
-            continue
+    values = better.differences(written).items()
+    changes: dict[str, dict[str, Choice]] = {name: {name: value} for name, value in values}
+    if "checkpointed_blocks" in changes:
+        changes["checkpointed_blocks"] |= changes.pop("selective_blocks", {})
+    for name, change in changes.items():
         with suppress(InvalidInput):
-            after = estimate(written.changed(**{name: value})).prediction
+            after = estimate(written.changed(**change)).prediction
             seconds = before.step_seconds - after.step_seconds
             saved = before.run_memory_bytes - after.run_memory_bytes
-            pair = {"knob": name, "written": own, "better": value}
-            found.append(
-                SettingWorth(**pair, step_seconds_saved=seconds, run_memory_saved_bytes=saved)
-            )
+            in_training = _training_bytes(before) - _training_bytes(after)
+            if round(seconds, 3) or saved or in_training:
+                one = SettingWorth(
+                    knob=name,
+                    written=getattr(written, name),
+                    better=change[name],
+                    step_seconds_saved=seconds,
+                    run_memory_saved_bytes=saved,
+                    training_memory_saved_bytes=in_training,
+                )
+                found.append(one)
     return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))
+
+
+def _training_bytes(prediction: Prediction) -> int:
+    return next(one.run_memory_bytes for one in prediction.phases if one.name == "train")

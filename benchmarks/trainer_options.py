@@ -19,7 +19,7 @@ from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from autotune.errors import InvalidInput
 from autotune.interop.exporting import export_plan
@@ -72,7 +72,8 @@ def parse(path: Path) -> ast.Module:
 def literal(node: ast.expr | None) -> Any:
     """Return a node's value, a name for a member of an enumeration."""
     if isinstance(node, ast.JoinedStr):  # one option for each of several numbers
-        return "".join(one.value if isinstance(one, ast.Constant) else "*" for one in node.values)
+        parts = (one.value if isinstance(one, ast.Constant) else "*" for one in node.values)
+        return "".join(map(str, parts))
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:
@@ -81,9 +82,9 @@ def literal(node: ast.expr | None) -> Any:
 
 def calls(node: ast.AST, name: str) -> Iterator[ast.Call]:
     for each in ast.walk(node):
-        is_call = isinstance(each, ast.Call)
-        if is_call and name in (getattr(each.func, "attr", ""), getattr(each.func, "id", "")):
-            yield each
+        function = each.func if isinstance(each, ast.Call) else None
+        if name in (getattr(function, "attr", ""), getattr(function, "id", "")):
+            yield cast(ast.Call, each)
 
 
 def read_arguments(found: Options, paths: Iterable[Path]) -> Options:

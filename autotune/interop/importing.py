@@ -165,6 +165,10 @@ def read_settings(
             rounded = tuple(max(step, side // step * step) for side in sides)
             found["resolution"] = rounded if isinstance(size, tuple) else rounded[0]
             lost = lost or f"sides of its images are multiples of {step} px"
+        frames = found.get("num_frames", 1)
+        if context.family.can_train_clips and context.family.whole_frames(frames) != frames:
+            found["num_frames"] = context.family.whole_frames(frames)
+            lost = lost or f"whole latents have {found['num_frames']} frames"
         values |= found
         reported = [one for one in present if one.line] or list(present[:1])
         if lost:

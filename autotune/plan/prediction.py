@@ -340,10 +340,13 @@ class Overheads(Frozen):
 
 
 class SettingWorth(Frozen):
-    """Change by giving one setting of a file the other value, all else as written."""
+    """Change by giving one setting of a file the other value, all else as written. Blocks that
+    recompute all, and those that keep attention, are one."""
 
     knob: str
     written: Choice
     better: Choice
     step_seconds_saved: float
     run_memory_saved_bytes: int
+    """Nothing, if another phase than training is the peak."""
+    training_memory_saved_bytes: int = 0

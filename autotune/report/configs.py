@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from autotune.interop.exporting import ExportedConfig
 from autotune.interop.importing import Audit, ConfigLine, ImportedConfig
 from autotune.plan.candidate import TrialResult
-from autotune.plan.prediction import Estimate
+from autotune.plan.prediction import Estimate, SettingWorth
 from autotune.plan.words import FORMATS, MEMORY, OUTCOMES, PHASES, TITLES, setting_text, value_text
 from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text, wrapped
 
 MAX_VALUE = 40  # characters
+SHORT = "the run is too short to pay back what is compiled before it"
 SWAP = "block swap costs system RAM, and the time of copies that do not hide behind computing"
 GROUPS = {
     "not_carried": "lost: it changes what is learned, or autotune does not know it",
@@ -110,8 +111,13 @@ def _sections(audit: Audit) -> Iterator[tuple[str, list[list[str]], list[tuple[s
         breaks = [("", one) for one in audit.breaks]
         yield "not as in the file, because it does not run there", [], breaks
     if audit.worth:
-        swaps = any(one.knob == "swapped_blocks" for one in audit.worth)
-        yield "what each change is worth alone", _worth(audit), [("", SWAP)] if swaps else []
+        rows = _worth(audit)
+        remarks = [SWAP] * any(row[0] == TITLES["swapped_blocks"] for row in rows)
+        is_short = (
+            audit.fastest and audit.fastest.job.total_seconds > audit.as_written.job.total_seconds
+        )
+        remarks += [SHORT] * bool(is_short)
+        yield "what each change is worth alone", rows, [("", one) for one in remarks]
     own = (one for one in config.not_carried if one.line)
     if lost := [(one.key, f" (line {one.line}): {one.meaning}") for one in own]:
         yield "not carried over, so not compared", [], lost
@@ -162,14 +168,20 @@ def _measured(trial: TrialResult | None) -> dict[str, str]:
 
 def _worth(audit: Audit) -> list[list[str]]:
     rows = [["setting", "as written", "instead", "a step", "memory"]]
+    made = audit.fastest and audit.fastest.prediction.candidate
+    told = set()
     for one in audit.worth:
-        saved = one.run_memory_saved_bytes
-        memory = f"{'-' if saved > 0 else '+'}{memory_text(abs(saved))}" if saved else "same"
         written, better = (value_text(one.knob, value) for value in (one.written, one.better))
-        seconds = _saved_text(one.step_seconds_saved)
+        told.add(one.knob)
+        if one.knob == "checkpointed_blocks":
+            told.add("selective_blocks")
+            keeping = made.selective_blocks if made else 0
+            both = [better] * bool(one.better or not keeping)
+            more = [f"{keeping} but for attention"] * bool(keeping)
+            better = ", ".join([*both, *more])
+        seconds, memory = _saved_text(one.step_seconds_saved), _memory_text(one)
         rows.append([TITLES.get(one.knob, one.knob), written, better, seconds, memory])
     if audit.fastest is not None:
-        told = {one.knob for one in audit.worth}
         for name, better in audit.fastest.prediction.candidate:
             written = getattr(audit.as_written.prediction.candidate, name)
             if name in TITLES and name not in told and written != better:
@@ -180,6 +192,15 @@ def _worth(audit: Audit) -> list[list[str]]:
     for title, seconds_saved in (("sum of these", alone), ("all together", together)):
         rows.append([title, "", "", _saved_text(seconds_saved), ""])
     return rows
+
+
+def _memory_text(one: SettingWorth) -> str:
+    def text(saved: int) -> str:
+        return f"{'-' if saved > 0 else '+'}{memory_text(abs(saved))}" if saved else "same"
+
+    if one.run_memory_saved_bytes or not one.training_memory_saved_bytes:
+        return text(one.run_memory_saved_bytes)
+    return f"same ({text(one.training_memory_saved_bytes)} in training)"
 
 
 def _saved_text(seconds: float) -> str:
