@@ -77,7 +77,8 @@ def caption_data(
     names of their images; `rewording` is that of `reworded`, the only change by itself.
 
     A `model` of this machine describes images without a caption, or `caption` becomes theirs;
-    with `overwrite` all get it. A `dry_run` changes nothing, and of a model tells what it takes.
+    with `overwrite` all get it. A `dry_run` changes nothing; of a model it tells what that takes,
+    and returns empty captions.
     Raises InvalidInput for no images or no such model, NothingFits if it needs more memory than is
     free.
     """
@@ -100,7 +101,7 @@ def caption_data(
 
         load = find_describer(model, len(items), on_event)
         if dry_run:
-            return {}
+            return {one.media.name: "" for one in items}
         describe = load(prompt)
     return edit_captions(
         folder,

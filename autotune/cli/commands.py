@@ -437,7 +437,7 @@ def caption_data(place: Path, replacements: tuple[str, ...], as_json: bool, **as
     asked["replacements"] = {words: others for words, _, others in pairs}
     with show_events() as show:
         changed = caption_data(place, **asked, on_event=show)
-    lines = [f"{name}: {text}" for name, text in changed.items()]
+    lines = [f"{name}: {text}" if text else name for name, text in changed.items()]
     verb = "would change" if asked["dry_run"] else "changed"
     folder = place if place.is_dir() else place.parent
     print_result({"captions": changed}, as_json, lambda _: [*lines, f"{verb}: {len(changed)}"])

@@ -93,6 +93,7 @@ def test_models_describe_what_has_no_caption(photos, tmp_path, monkeypatch, kind
 
     monkeypatch.setattr(Describer, "load", lambda self, device: stop_at_second)
     told_events = []
+    assert caption_data(photos, model=model, dry_run=True) == {"b.png": "", "c.png": ""}
     with pytest.raises(KeyboardInterrupt):
         caption_data(photos, model=model, on_event=told_events.append)
     assert "GiB" in str(told_events[0])
