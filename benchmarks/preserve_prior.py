@@ -27,6 +27,7 @@ SETTINGS = {
     "plain, fewer steps": Job(own=0, steps=75),
     "plain, fewest steps": Job(own=0, steps=60),
     "preserved": Job(own=0, steps=125, preserve=0.2, prior=CAPTIONS),
+    "preserved, longer": Job(own=0, steps=175, preserve=0.2, prior=CAPTIONS),
     "preserved, empty caption": Job(own=0, steps=125, preserve=0.2, prior=("",)),
 }
 
