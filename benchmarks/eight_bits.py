@@ -3,10 +3,11 @@
     python benchmarks/eight_bits.py RESULT.jsonl
 
 The reference is the same model in fp32 with unquantized weights. Outliers are some channels of each
-layer's input that are multiplied by a number, in the reference, too. Their sizes span what is
-published: 14.5 in FLUX.1's `proj_out` (arXiv:2512.03673), 26 times a row's RMS (a channel of
-Qwen2.5, paiml/aprender#2095), and 100 beside it. Weights of mid-size models are drawn from a normal
-distribution, since torch's uniform one is kinder to 8 bits than any that was trained.
+layer's input that are multiplied by a number, and their weights divided by it, in the reference,
+too: a model computes what it did before. Their sizes span what is published: 14.5 in FLUX.1's
+`proj_out` (arXiv:2512.03673), 26 times a row's RMS (a channel of Qwen2.5, paiml/aprender#2095), and
+100 beside it. Weights of mid-size models are drawn from a normal distribution, since torch's
+uniform one is kinder to 8 bits than any that was trained.
 """
 
 import argparse
@@ -46,11 +47,9 @@ SETTINGS = {"reference": "torchao-int8", "int8 as it is": "int8-rotated"} | {
 }
 
 
-def with_outliers(
-    quantize: Any, count: int, size: float, *, is_drawn: bool = False, is_same: bool = False
-) -> Any:
-    """What gets each Linear, and makes channels of its input large; `is_same`: and their weights as
-    much smaller, so that it computes the same as long as nothing is rounded."""
+def with_outliers(quantize: Any, count: int, size: float, *, is_drawn: bool = False) -> Any:
+    """What gets each Linear, and makes channels of its input large, and their weights as much
+    smaller: it computes the same as long as nothing is rounded."""
     generator = torch.Generator().manual_seed(0)
 
     def change(layer: nn.Linear) -> Any:
@@ -59,8 +58,7 @@ def with_outliers(
         if is_drawn:
             shape, std = layer.weight.shape, float(layer.weight.std())
             layer.weight.data.copy_(std * torch.randn(shape, generator=generator))
-        if is_same:
-            layer.weight.data /= factors
+        layer.weight.data /= factors
         layer.register_forward_pre_hook(lambda _, given: (given[0] * factors,))
         return quantize(layer)
 
@@ -94,6 +92,20 @@ def small_world(room: Classroom, candidate: Candidate) -> Tensor:
     return gradients(room.family, model.transformer, model.adapter, batch)
 
 
+def rotation_of_world(like: Tensor) -> Tensor:
+    """A block of 60 columns (Paley's second construction, from the squares modulo 29): the small
+    world's layers are 120 and 480 wide, where powers of two leave blocks of 8."""
+    squares, size = {number**2 % 29 for number in range(1, 29)}, 30
+    conference = torch.ones(size, size)
+    for row in range(29):
+        for column in range(29):
+            conference[row + 1, column + 1] = 1 if (row - column) % 29 in squares else -1
+    conference.fill_diagonal_(0)
+    apart = torch.kron(conference, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    within = torch.kron(torch.eye(size), torch.tensor([[1.0, -1.0], [-1.0, -1.0]]))
+    return (apart + within).to(like) / 60**0.5
+
+
 def exact_product(left: Tensor, right: Tensor) -> Tensor:
     """Multiply in int8 by way of fp32: a CPU without VNNI takes twenty times as long otherwise."""
     return (left.float() @ right.float()).to(torch.int32)
@@ -110,6 +122,7 @@ def main() -> None:
     library: Any = torch
     library._int_mm = exact_product
     layers.SIDE_MULTIPLE = 8  # layers of the small world are 120 wide
+    rotations = {WORLD: rotation_of_world}
     functions = {name: getattr(layers, name) for name in FUNCTIONS}
     hadamard, room = layers.hadamard, Classroom()
     for model in (WORLD, "qwen-image", "flux1-dev"):
@@ -117,7 +130,8 @@ def main() -> None:
             wanted: Tensor | None = None
             for setting, storage in SETTINGS.items():
                 rotates = setting != "int8 as it is"
-                layers.hadamard = hadamard if rotates else (lambda like: like.new_ones(1, 1))
+                rotation = rotations.get(model, hadamard)
+                layers.hadamard = rotation if rotates else (lambda like: like.new_ones(1, 1))
                 for name, function in functions.items():
                     made = (lambda layer: None) if wanted is None else function
                     changed = with_outliers(made, count, size, is_drawn=model != WORLD)

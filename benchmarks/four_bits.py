@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).with_name("world")))
 import quality
-from eight_bits import mid_size
+from eight_bits import mid_size, rotation_of_world
 from teach import Classroom
 
 from autotune.knobs import quantized_layers
-from autotune.knobs.quantized_layers import hadamard, pack_nf4, rotate
+from autotune.knobs.quantized_layers import pack_nf4, rotate
 from autotune.plan.candidate import Candidate
 from autotune.train import model as model_module
 
@@ -47,7 +47,7 @@ def nf4(weight: Tensor) -> Tensor:
 def int4(weight: Tensor, group: int, *, rotated: bool) -> Tensor:
     """Round to -8 to 7 times a scale for each `group` weights."""
     if rotated:
-        rotation = hadamard(weight)
+        rotation = quantized_layers.hadamard(weight)
         return rotate(int4(rotate(weight, rotation), group, rotated=False), rotation)
     flat = weight.flatten()
     rows = torch.cat([flat, flat.new_zeros(-len(flat) % group)]).view(-1, group)
@@ -126,7 +126,7 @@ def main() -> None:
                 layers.quantize_int8 = rounding(rounded, draw)
                 row = {"model": model, "weights": drawn, "format": name}
                 write(row | {"gradient_error": off(mid_size(model, STORED), wanted)})
-    room = Classroom()
+    room, layers.hadamard = Classroom(), rotation_of_world
     for name in TAUGHT:
         quality.SETTINGS[name] = {"quantization": "torchao-int8"}
     for seed in range(asked.seeds):

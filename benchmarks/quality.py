@@ -19,7 +19,7 @@ import torch
 from scipy import stats  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).with_name("world")))
-from eight_bits import OUTLIERS, exact_product, with_outliers
+from eight_bits import OUTLIERS, exact_product, rotation_of_world, with_outliers
 from teach import CPU, Classroom, Job
 
 from autotune.demo.lesson import known_scenes, unseen_scenes
@@ -71,7 +71,7 @@ def run(room: Classroom, name: str, seed: int, steps: int) -> dict[str, object]:
     layers: Any = quantized_layers
     usual = layers.multiply_in_int8
     if name.endswith("outliers"):
-        layers.multiply_in_int8 = with_outliers(usual, *OUTLIERS["4 of 26"], is_same=True)
+        layers.multiply_in_int8 = with_outliers(usual, *OUTLIERS["4 of 26"])
     transformer = room.teach(Job(steps=steps), REFERENCE.changed(**SETTINGS[name]), seed)
     layers.multiply_in_int8 = usual
     prompts = 9000 + 100 * seed  # every seed samples from other noise
@@ -122,9 +122,9 @@ def main(result: Path, seeds: int, steps: int, settings: list[str]) -> None:
     library._int_mm = exact_product
     rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
     done = {(row["setting"], row["seed"]) for row in rows}
-    quantized_layers.SIDE_MULTIPLE = (
-        8  # layers of this model are 120 wide, and the CPU's products take them
-    )
+    layers: Any = quantized_layers
+    # Layers of this model are 120 wide, and the CPU's products take them.
+    layers.SIDE_MULTIPLE, layers.hadamard = 8, rotation_of_world
     room = Classroom()
     for seed in range(seeds):
         for name in settings:

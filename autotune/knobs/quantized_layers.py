@@ -57,14 +57,13 @@ def _in_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def hadamard(like: Tensor) -> Tensor:
-    """Return a block of the rotation for the columns of `like`: 64 of them, or 16, or 8.
+    """Return a block of the rotation for the columns of `like`: 64 of them, or 16.
 
     Larger blocks spread outliers hardly better, and take more time.
     """
     four = (1 - 2 * torch.eye(4, dtype=like.dtype, device=like.device).flip(0)) / 2
-    two = like.new_tensor([[1, 1], [1, -1]]) * 0.5**0.5
-    factors = {64: (four, four, four), 16: (four, four), 8: (four, two)}
-    return reduce(torch.kron, next(factors[n] for n in factors if like.shape[-1] % n == 0))
+    number = 3 if like.shape[-1] % 64 == 0 else 2
+    return reduce(torch.kron, [four] * number)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
