@@ -4,12 +4,11 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import click
 
@@ -18,10 +17,11 @@ from autotune.cli.commands import app
 from autotune.cli.options import GIVEN
 from autotune.cli.server import Asked, Site
 from autotune.data.dataset import list_folders
+from autotune.data.media import list_contents
 from autotune.data.pixels import IMAGE_SUFFIXES
 from autotune.errors import InvalidInput
 from autotune.plan.file import RUN_PLAN_FILE, load_plan
-from autotune.plan.job import Job, each_place
+from autotune.plan.job import each_place
 from autotune.system.files import open_regular
 from autotune.train.folder import ADAPTER_FILE
 
@@ -41,12 +41,14 @@ FIELDS = {  # of each command, those that the page's forms may fill in
     "sample": ("run_folder", "prompt", "count", "seed", "num_steps", "strengths", "path"),
     "compare": (*FIRST[:2], *FIRST[3:6], "max_cost", "max_hours", "prices"),
     "audit": ("config_file", "hardware"),
+    "data check": ("data", "resolution_px"),
     "data caption": ("place", "trigger", "replacements"),
     "weights convert": ("source", "target", "to", "overwrite"),
     "profiles list": (),
 }
 PATHS = {"data", "base", "control", "output", "path", "plan", "run_folder", "config_file"}
 PATHS |= {"source", "target", "prices", "place"}
+ALONE = ("model", "base", "vae", "from_adapter", "training_adapter", "control", "validation")
 
 
 def find_command(name: str) -> click.Command:
@@ -87,9 +89,11 @@ def _checked(site: Site, name: str, value: str) -> str:
         path = site.inside(value)
         if name == "data":
             _require_inside(site, _folders_of(site, value))
+        if name == "config_file":
+            _require_inside(site, _files_of(site, _named_by(site, path)))
         plan = path if name == "plan" else path / RUN_PLAN_FILE
         if plan.is_file():
-            _require_inside(site, _files_of(site, load_plan(plan).job))
+            _require_inside(site, _files_of(site, dict(load_plan(plan).job)))
         return site.shown(path)
     if name == "hardware" and value not in {gpu.id for gpu in autotune.list_gpus()}:
         raise InvalidInput(f"the catalog has no {value}", hint="choose a card from the list")
@@ -113,18 +117,31 @@ def _require_inside(site: Site, names: Iterable[str | Path]) -> None:
             site.inside(name)
 
 
-def _files_of(site: Site, job: Job) -> Iterator[str | Path]:
-    """Yield what a run of a plan, which anybody may have written, would read."""
-    alone = job.model, job.base, job.vae, job.from_adapter, job.training_adapter, job.control
-    yield from filter(None, (*alone, *job.text_encoders, job.validation_folder))
-    for place in each_place(job.data or ()):
+def _named_by(site: Site, file: Path) -> dict[str, Any]:
+    """Return what another trainer's configuration names, as far as it is there: only that is read.
+    Raises InvalidInput for further configurations outside."""
+    read = autotune.import_config(file, allow=site.inside)
+    named = {**read.options, "model": read.model, "data": read.data}
+    return {
+        name: text
+        for name, text in named.items()
+        if isinstance(text, str) and (text[:1] == "~" or os.path.lexists(site.workspace / text))
+    }
+
+
+def _files_of(site: Site, job: Mapping[str, Any]) -> Iterator[str | Path]:
+    """Yield what a job's values, which anybody may have written, would have a command read."""
+    yield from filter(None, (*map(job.get, ALONE), *job.get("text_encoders", ())))
+    for place in each_place(job.get("data") or ()):
         yield from _folders_of(site, place)
 
 
 def _folders_of(site: Site, place: str) -> Iterator[str | Path]:
     """Yield the folders of a job's data, which a file may list."""
     for folder in list_folders(site.inside(place)):
-        yield from filter(None, (folder.path, folder.control))
+        for own in filter(None, (folder.path, folder.control)):
+            yield own
+            yield from filter(os.path.islink, list_contents(Path(own)).files)
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
@@ -171,8 +188,10 @@ def complete(site: Site, name: str, asked: Asked) -> None:
 
 
 def _unused(site: Site, stem: str, suffix: str) -> str:
+    awaited = {word for job in site.jobs if not job.is_over for word in job.words}
     names = (f"{stem}{'' if number == 1 else f'-{number}'}{suffix}" for number in range(1, 10**6))
-    return next(name for name in names if not os.path.lexists(site.workspace / name))
+    free = (name for name in names if not os.path.lexists(site.workspace / name))
+    return next(name for name in free if name not in awaited)
 
 
 @lru_cache(maxsize=8)
@@ -194,11 +213,6 @@ def find_places(root: Path, stamp: int) -> dict[str, list[Path]]:
             found["plan"] += [here / n for n in names if n.endswith((".yaml", ".yml"))]
             found["other"] += [here / n for n in names if n.endswith((".toml", ".json"))]
     return found
-
-
-def quoted(text: str) -> str:
-    """Return text as a part of an address."""
-    return quote(text, safe="")
 
 
 def places(site: Site, kind: str) -> list[Path]:

@@ -23,9 +23,10 @@ from autotune.system.files import read_bounded, write_text_atomic
 from autotune.system.process import PYTHON
 
 INTERRUPTED = 130
-STATES = {0: "finished", 75: "stopped", INTERRUPTED: "stopped"}  # by exit status; others failed
+STATES = {0: "finished"}  # by exit status; others failed
+STATES |= dict.fromkeys((75, INTERRUPTED, -signal.SIGINT), "stopped")
 JOBS, COMMAND, EVENTS, ANSWER, EXIT = "jobs", "command.json", "events.jsonl", "answer.txt", "exit"
-LOCK, PROCESS, BEGUN, QUEUE = "lock", "process", "begun", "queue"
+LOCK, PROCESS, BEGUN, STOPPING, QUEUE = "lock", "process", "begun", "stopping", "queue"
 MAX_TOLD_BYTES = 1 << 20  # of the end of what a command told
 MAX_JOBS = 200  # that are looked at, the newest first
 
@@ -98,6 +99,7 @@ class Job:
         """Interrupt the command as the keyboard would: a run writes a checkpoint, a search its best
         plan."""
         if is_locked(self.folder / LOCK):
+            (self.folder / STOPPING).touch()
             with contextlib.suppress(OSError, ValueError):
                 os.killpg(int((self.folder / PROCESS).read_text()), signal.SIGINT)
 

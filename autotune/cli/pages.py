@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import click
 from starlette.responses import RedirectResponse, Response
@@ -51,8 +52,6 @@ def _show_machine(site: Site, asked: Asked) -> Response:
         page="machine",
         findings=autotune.doctor(),
         probed=probed.answer() if probed else "",
-        gpus=autotune.list_gpus(),
-        commands={"doctor": "autotune doctor", "probe": "autotune probe"},
     )
 
 
@@ -77,7 +76,6 @@ def _show_data(site: Site, asked: Asked) -> Response:
     return site.render(
         "data.html",
         page="data",
-        folder=folder,
         folders=forms.places(site, "data"),
         items=items[at : at + PAGE_SIZE],
         total=len(items),
@@ -85,26 +83,27 @@ def _show_data(site: Site, asked: Asked) -> Response:
         captioned=sum(bool(item.caption) for item in items),
         start=at,
         size=PAGE_SIZE,
-        undo=folder and last_edit(folder),
-        undo_command=folder and forms.command_text(["data", "undo", site.shown(folder)]),
         told=asked.one("told"),
+        **(_undo_values(site, folder) if folder else {"folder": None}),
     )
+
+
+def _undo_values(site: Site, folder: Path, command: str = "") -> dict[str, Any]:
+    undo = forms.command_text(["data", "undo", site.shown(folder)])
+    return {"undo": last_edit(folder), "undo_command": undo, "folder": folder, "command": command}
 
 
 @route("/data/check")
 def _check_data(site: Site, asked: Asked) -> Response:
-    folder = site.inside(asked.one("folder"))
-    if not folder.is_dir():
-        raise InvalidInput(f"there is no folder {asked.one('folder')}", hint="reload the page")
+    folder = _data_folder(site, asked)
     side = asked.number("resolution", 0)
+    asked |= {"data": [str(folder)], "resolution_px": [str(side or "")]}
+    words = forms.build_words(site, "data check", asked)
     report = autotune.check_data(str(folder), resolution_px=side or None)
     ordered = sorted(report.problems, key=lambda one: SEVERITIES.get(one.kind, 3))
-    flags = ["--resolution", str(side)] if side else []
-    command = forms.command_text(["data", "check", *flags, site.shown(folder)])
-    words = {name: text.partition(" (")[0] for name, text in machine.PROBLEMS.items()}
-    return site.render(
-        "check_part.html", report=report, problems=ordered[:200], words=words, command_text=command
-    )
+    kinds = {name: text.partition(" (")[0] for name, text in machine.PROBLEMS.items()}
+    values: dict[str, Any] = {"report": report, "problems": ordered[:200], "kinds": kinds}
+    return site.render("check_part.html", command=forms.command_text(words), **values)
 
 
 @route("/data/caption", "POST")
@@ -116,7 +115,7 @@ def _edit_caption(site: Site, asked: Asked) -> Response:
         raise InvalidInput(f"no caption of {name} can be edited", hint="reload the page")
     edit_captions(folder, own, lambda item: text, f"the caption of {name}")
     words = ["data", "caption", "--overwrite", f"--caption={text}", site.shown(own[0].media.path)]
-    return site.render("saved_part.html", command=forms.command_text(words))
+    return site.render("saved_part.html", **_undo_values(site, folder, forms.command_text(words)))
 
 
 @route("/data/replace", "POST")
@@ -138,8 +137,7 @@ def _replace_in_captions(site: Site, asked: Asked) -> Response:
 
 
 def _back_to(folder: Path, told: str) -> Response:
-    asked = f"folder={forms.quoted(str(folder))}&told={forms.quoted(told)}"
-    return RedirectResponse(f"/data?{asked}", 303)
+    return RedirectResponse(f"/data?{urlencode({'folder': folder, 'told': told})}", 303)
 
 
 @route("/data/undo", "POST")
@@ -285,7 +283,9 @@ def _show_import(site: Site, asked: Asked) -> Response:
     jobs = [job for job in site.jobs if job.words[0] == "audit"]
     files = [*_listings(site), *(site.shown(path) for path in forms.places(site, "other"))]
     gpus = sorted(autotune.list_gpus(), key=lambda gpu: gpu.id)
-    return site.render("import.html", page="import", files=files, gpus=gpus, jobs=jobs[:10])
+    chosen = f"{asked.one('folder')}/{asked.one('file')}"
+    values: dict[str, Any] = {"files": files, "chosen": chosen, "gpus": gpus}
+    return site.render("import.html", page="import", jobs=jobs[:10], **values)
 
 
 @route("/records")

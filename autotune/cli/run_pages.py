@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from starlette.responses import FileResponse, RedirectResponse, Response
 
 from autotune import events
 from autotune.cli import forms
-from autotune.cli.jobs import ANSWER, EVENTS, EXIT, Job, is_locked
+from autotune.cli.jobs import ANSWER, EVENTS, EXIT, STOPPING, Job, is_locked
 from autotune.cli.server import Asked, Site, route
 from autotune.data.pixels import open_image
 from autotune.errors import AutotuneError, InvalidInput
@@ -45,7 +46,7 @@ def _start_job(site: Site, asked: Asked) -> Response:
 
 def _place_of(site: Site, job: Job) -> str:
     if job.words[0] == "train":
-        return f"/run?folder={forms.quoted(str(forms.values_of(job.words).get('output', '')))}"
+        return f"/run?{urlencode({'folder': forms.values_of(job.words).get('output', '')})}"
     return f"/jobs/{job.name}"
 
 
@@ -113,12 +114,14 @@ def job_view(site: Site, job: Job) -> dict[str, Any]:
                 batch = event.workload.effective_batch_size
                 view |= {"done": 0, "total": event.max_trials, "status": "searching"}
             case events.StepFinished():
-                view |= {"status": "training, step", "done": event.step, "total": event.num_steps}
+                view |= {"status": "training: step", "done": event.step, "total": event.num_steps}
             case events.TrialFinished():
                 trials.append(event.result)
                 view |= {"done": len(trials), "status": "trying settings"}
                 if len(trials) >= view["total"]:
                     view |= {"total": 0, "status": "trying the best for longer"}
+    if (job.folder / STOPPING).exists():
+        view |= {"status": "stopping, after what it must still write", "total": 0}
     total = view["total"] if trials else 0
     view["trials"] = [run.trial_text(at, total, one) for at, one in enumerate(trials, 1)]
     view["chart"] = trials_chart(trials, batch)
@@ -165,12 +168,13 @@ def _watched(site: Site, asked: Asked) -> tuple[list[Path], Callable[[], bool]]:
 
 
 def _job_of(site: Site, folder: Path) -> Job | None:
-    """The newest job that trains into a folder."""
+    """The job that trains into a folder, or the newest that did or will."""
+    found = []
     for job in site.jobs:
         output = forms.values_of(job.words).get("output") if job.words[0] == "train" else None
         if output and Path(os.path.realpath(site.workspace / str(output))) == folder:
-            return job
-    return None
+            found.append(job)
+    return max(found, key=lambda job: job.state == "running", default=None)
 
 
 def run_state(site: Site, folder: Path) -> tuple[str, Job | None]:
@@ -274,16 +278,16 @@ def _show_results(site: Site, asked: Asked) -> Response:
         marked=chosen,
         chosen=[run_view(reports.read_run(one)) for one in chosen] if len(chosen) > 1 else [],
         folder=folder,
-        samples=_samples(folder) if folder else [],
+        samples=_samples(site, folder) if folder else [],
         downloads=_downloads(site, folder) if folder else [],
         formats=FORMATS,
     )
 
 
-def _samples(folder: Path) -> list[dict[str, Any]]:
+def _samples(site: Site, folder: Path) -> list[dict[str, Any]]:
     """Pictures that were sampled from a run, in rows of the same prompt and seed."""
     rows: dict[tuple[str, str], list[tuple[float, Path]]] = {}
-    for path in sorted((folder / "samples").glob("*.png"))[:400]:
+    for path in filter(site.has, sorted((folder / "samples").glob("*.png"))[:400]):
         try:
             with open_image(path) as image:
                 facts = image.info

@@ -15,7 +15,7 @@ from functools import cached_property
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import anyio
 import psutil
@@ -34,11 +34,9 @@ from autotune.system.version import __version__
 MAX_FORM_BYTES = 1 << 20
 MAX_UPLOAD_BYTES = 64 << 20
 WATCH_SECONDS = 1.0
-POLICY = "; ".join(
-    [
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:",
-        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
-    ]
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "content-security-policy": POLICY,
@@ -91,10 +89,7 @@ class Guard:
             return PlainTextResponse("the request comes from another site\n", 403)
         given = request.query_params.get("token")
         if given is not None and is_safe and _is_same(given, self.token):
-            left = [
-                (name, value) for name, value in parse_qsl(request.url.query) if name != "token"
-            ]
-            query = "&".join(f"{quote(name)}={quote(value)}" for name, value in left)
+            query = urlencode([one for one in parse_qsl(request.url.query) if one[0] != "token"])
             opened = RedirectResponse(request.url.path + f"?{query}" * bool(query), 303)
             opened.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
             return opened
@@ -164,7 +159,7 @@ class Site:
             raise InvalidInput("this is no path", hint="name a file or a folder") from error
         if not self.has(path) or str(name).startswith("~"):  # which commands follow home
             hint = "name its folder when you start the page: autotune ui FOLDER..."
-            raise InvalidInput(f"{name} is in none of the page's folders", hint=hint)
+            raise InvalidInput(f"{name} lies or leads outside the page's folders", hint=hint)
         return path
 
     def has(self, path: Path) -> bool:
@@ -301,6 +296,7 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
         if not folder.is_dir():
             raise InvalidInput(f"there is no folder {folder}", hint="name a folder that exists")
     site = Site(tuple(Path(os.path.realpath(folder)) for folder in folders))
+    os.chdir(site.workspace)  # names mean here what they mean to its commands
     token = token or secrets.token_urlsafe(32)
     try:
         info = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]

@@ -90,10 +90,14 @@ def _read_text(path: Path) -> str:
 
 
 def with_references(
-    settings: list[ConfigValue], folder: Path, references: Mapping[str, str], depth: int = 2
+    settings: list[ConfigValue],
+    folder: Path,
+    references: Mapping[str, str],
+    allow: Callable[[Path], object],
+    depth: int = 2,
 ) -> tuple[list[ConfigValue], list[ConfigValue]]:
     """Return settings of the files that `references` name, with its prefix, before the file's own,
-    which win; and settings whose file is missing."""
+    which win; and settings whose file is missing. `allow` refuses a file that is not to be read."""
     found: list[ConfigValue] = []
     missing: list[ConfigValue] = []
     for setting in settings if depth else ():
@@ -105,8 +109,9 @@ def with_references(
         if there is None:
             missing.append(setting)
             continue
+        allow(there)
         own = read_document(there)
-        inner, lost = with_references(own, there.parent, references, depth - 1)
+        inner, lost = with_references(own, there.parent, references, allow, depth - 1)
         found += [replace(one, key=references[setting.key] + one.key) for one in inner]
         missing += lost
     return [*found, *settings], missing

@@ -1,7 +1,7 @@
 """From another trainer's configuration to what `autotune.plan` takes, every key accounted for."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,17 @@ MAX_ADAMW_RATE = 0.01  # above it a rate is a factor of what an optimizer finds 
 WRONG = (ValueError, TypeError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
 
-def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedConfig:
+def import_config(
+    path: str | Path,
+    *,
+    trainer: str | None = None,
+    allow: Callable[[Path], object] = lambda path: None,
+) -> ImportedConfig:
     """Read another trainer's configuration: what carries over, becomes a pin, or does neither.
 
     Knows ai-toolkit, musubi-tuner, SimpleTuner, sd-scripts and the JSON of its GUI, OneTrainer, and
-    command lines of diffusers' scripts; `trainer` says which, if the content does not tell.
+    command lines of diffusers' scripts; `trainer` says which, if the content does not tell, and
+    `allow` may refuse further files that it names.
 
     Raises:
         InvalidInput: it cannot be read, is no known trainer's, or is for an unknown model.
@@ -87,7 +93,7 @@ def import_config(path: str | Path, *, trainer: str | None = None) -> ImportedCo
         names = ", ".join(one.title for one in trainers().values())
         raise InvalidInput(message, hint=f"known: {names}")
     written = [replace(one, key=one.key.removeprefix(table.root)) for one in written]
-    written, missing = files.with_references(written, path.parent, table.references)
+    written, missing = files.with_references(written, path.parent, table.references, allow)
     settings = {table.aliases.get(s.key, s.key): s for s in _flattened(written, table)}
     if what := table.find_refusal(settings):
         message = f"{path}, which is for {table.title}, cannot be taken over: {what}"

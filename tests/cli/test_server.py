@@ -260,6 +260,7 @@ def test_known_models_are_answered_at_once(user):
     assert not told("<b>mine", "4090") + told("sdxl", "") + told("sdxl", "<b>card")
 
 
+CONFIGS = Path(__file__).parents[1] / "interop" / "configs"
 REFUSED = yaml.safe_load((Path(__file__).parent / "server.yaml").read_text())
 
 
@@ -271,6 +272,16 @@ def test_commands_stay_in_the_folders(user, site, asked):
     for file in ("plan.yaml", "run/run-plan.yaml"):
         save_plan(theirs.changed(job=job), site.workspace / file)
     (site.workspace / "list.yaml").write_text("folders: [{path: ../outside}]")
+    (site.workspace / "linked").mkdir()
+    (site.workspace / "linked" / "a.png").symlink_to("../../outside/secret.png")
+    outside = site.workspace.parent / "outside"
+    shutil.copy(CONFIGS / "sd_scripts_data.toml", outside / "data.toml")
+    for name, old, new in (
+        ("ai_toolkit.yaml", "photos", outside),
+        ("sd_scripts.toml", "sd_scripts_data.toml", outside / "data.toml"),
+    ):
+        text = (CONFIGS / name).read_text().replace(old, str(new))
+        (site.workspace / name).write_text(text)
     assert user.post("/jobs", data=asked).status_code == 400
     assert list(site.jobs) == []
 

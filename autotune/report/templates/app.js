@@ -39,25 +39,27 @@ for (const part of document.querySelectorAll("[data-stream]")) {
 }
 async function upload(form, files) {
   const told = form.querySelector("[role=status]");
-  let done = 0;
+  const folder = form.elements.folder.value, failed = [];
+  const asText = (page) => new DOMParser().parseFromString(page, "text/html").body.textContent.trim();
   for (const file of files) {
     told.textContent = `uploading ${file.name}`;
-    const answer = await fetch(`/upload?${new URLSearchParams({ folder: form.elements.folder.value, name: file.name })}`, { method: "PUT", body: file });
-    if (!answer.ok) {
-      const error = new DOMParser().parseFromString(await answer.text(), "text/html");
-      told.textContent = `${file.name}: ${error.body.textContent.trim()}`;
-      return;
-    }
-    done += 1;
+    const answer = await fetch(`/upload?${new URLSearchParams({ folder, name: file.name })}`, { method: "PUT", body: file }).catch(() => null);
+    if (!answer?.ok) failed.push(`${file.name}: ${answer ? asText(await answer.text()) : "it was not sent; folders cannot be"}`);
   }
-  told.textContent = `${done} uploaded`;
-  location.href = form.dataset.then + encodeURIComponent(form.elements.folder.value);
+  told.textContent = `${files.length - failed.length} uploaded. ${failed.join(" ")}`;
+  if (!failed.length) location.href = `${form.dataset.then}${encodeURIComponent(folder)}&file=${encodeURIComponent(files[files.length - 1].name)}`;
 }
 for (const form of document.querySelectorAll("form.upload")) {
   form.addEventListener("submit", (event) => { event.preventDefault(); upload(form, form.elements.files.files); });
-  form.addEventListener("dragover", (event) => event.preventDefault());
-  form.addEventListener("drop", (event) => { event.preventDefault(); upload(form, event.dataTransfer.files); });
 }
+addEventListener("dragover", (event) => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
+addEventListener("drop", (event) => { // wherever it lands: a browser would leave the page and open it
+  const form = document.querySelector("form.upload"), panel = form?.closest("details");
+  if (!event.dataTransfer.types.includes("Files")) return;
+  event.preventDefault();
+  if (panel) panel.open = true;
+  if (form) upload(form, event.dataTransfer.files);
+});
 document.addEventListener("change", ({ target }) => { if (target.matches("[data-submits]")) target.form.requestSubmit(); });
 document.addEventListener("click", async ({ target }) => {
   const button = target.closest("[data-copy]");
