@@ -44,7 +44,6 @@ FIELDS = {  # of each command, those that the page's forms may fill in
     "data check": ("data", "resolution_px"),
     "data caption": ("place", "trigger", "replacements"),
     "weights convert": ("source", "target", "to", "overwrite"),
-    "profiles list": (),
 }
 PATHS = {"data", "base", "control", "output", "path", "plan", "run_folder", "config_file"}
 PATHS |= {"source", "target", "prices", "place"}
@@ -63,6 +62,7 @@ def build_words(site: Site, name: str, asked: Asked) -> list[str]:
     """Write the command that a form asks for. Raises InvalidInput for a path outside."""
     if name not in FIELDS:
         raise InvalidInput(f"the page has no command {name}", hint="use the terminal")
+    _complete(site, name, asked)
     command = find_command(name)
     words, arguments = name.split(), list[str]()
     for one in command.get_params(click.Context(command)):
@@ -99,21 +99,21 @@ def _checked(site: Site, name: str, value: str) -> str:
         raise InvalidInput(f"the catalog has no {value}", hint="choose a card from the list")
     if name == "optimizer" and ":" in value:
         raise InvalidInput("a class of another package is loaded", hint="use the terminal")
-    if name == "model" and _is_path(site, value):
+    if name == "model" and is_path(site, value):
         return site.shown(site.inside(value))
     if name == "validation" and not value.endswith("%"):
         return site.shown(site.inside(value))
     return value
 
 
-def _is_path(site: Site, name: str | Path) -> bool:
+def is_path(site: Site, name: str | Path) -> bool:
     """Tell a path from the name of a model."""
     return os.path.lexists(site.workspace / name) or str(name).startswith(("/", ".", "~"))
 
 
 def _require_inside(site: Site, names: Iterable[str | Path]) -> None:
     for name in names:
-        if _is_path(site, name):
+        if is_path(site, name):
             site.inside(name)
 
 
@@ -168,7 +168,7 @@ def command_text(words: Sequence[str]) -> str:
     return shlex.join(["autotune", *words])
 
 
-def complete(site: Site, name: str, asked: Asked) -> None:
+def _complete(site: Site, name: str, asked: Asked) -> None:
     """Name the files of a command that the form leaves open, as no command asks twice."""
     if name == "plan" and not asked.one("path"):
         asked["path"] = [_unused(site, "plan", ".yaml")]

@@ -105,6 +105,8 @@ class Job:
 
 
 def _tail(path: Path) -> str:
+    if path.is_symlink():
+        return ""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -128,7 +130,8 @@ class Jobs:
     def __iter__(self) -> Iterator[Job]:
         """The newest first."""
         with contextlib.suppress(OSError):
-            names = sorted((path.name for path in self._folder.iterdir()), reverse=True)
+            own = (each.name for each in os.scandir(self._folder) if not each.is_symlink())
+            names = sorted(own, reverse=True)
             yield from (Job(self._folder / name) for name in names[:MAX_JOBS])
 
     def find(self, name: str) -> Job | None:

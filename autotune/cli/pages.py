@@ -259,7 +259,8 @@ def _text(value: Any) -> str:
 @route("/plan/known")
 def _look_up(site: Site, asked: Asked) -> Response:
     """Find what was computed ahead for a published model on a card of the catalog: at once."""
-    told = known_answer(asked.one("model"), asked.one("hardware"))
+    model, hardware = asked.one("model"), asked.one("hardware")
+    told = "" if forms.is_path(site, hardware) else known_answer(model, hardware)
     return site.render("known_part.html", told=told)
 
 

@@ -30,7 +30,6 @@ FORMATS = {"diffusers": "diffusers", "comfyui": "ComfyUI", "kohya": "Kohya"}
 @route("/command")
 def _show_command(site: Site, asked: Asked) -> Response:
     name = asked.one("command")
-    forms.complete(site, name, asked)
     words = forms.build_words(site, name, asked)
     return site.render("command_part.html", command=forms.command_text(words))
 
@@ -38,7 +37,6 @@ def _show_command(site: Site, asked: Asked) -> Response:
 @route("/jobs", "POST")
 def _start_job(site: Site, asked: Asked) -> Response:
     name = asked.one("command")
-    forms.complete(site, name, asked)
     words = forms.build_words(site, name, asked)
     job = site.jobs.start(words, is_queued=forms.is_queued(words))
     return RedirectResponse(_place_of(site, job), 303)
@@ -76,21 +74,15 @@ def _find_job(site: Site, asked: Asked) -> Job:
 
 
 def _page_of(job: Job) -> str:
-    pages = {"plan": "plan", "train": "train", "sample": "results", "weights": "results"}
-    return {**pages, "probe": "machine", "profiles": "records", "audit": "import"}.get(
-        job.words[0], job.words[0]
-    )
+    pages = {"sample": "results", "weights": "results", "probe": "machine", "audit": "import"}
+    return pages.get(job.words[0], job.words[0])
 
 
 def job_view(site: Site, job: Job) -> dict[str, Any]:
     """Gather what a job told: where it stands, its trials, its result, or why it failed."""
     told, lines = job.told()
-    view: dict[str, Any] = {
-        "job": job,
-        "state": job.state,
-        "command": forms.command_text(job.words),
-    }
-    view |= {"status": "", "done": 0, "total": 0, "chart": None, "trials": [], "plan": None}
+    view: dict[str, Any] = {"job": job, "state": job.state, "status": "", "done": 0, "total": 0}
+    view |= {"command": forms.command_text(job.words), "plan": None}
     trials, notices, batch = list[TrialResult](), list[events.Notice](), 1
     for line in told:
         name = line.pop("event", "")
@@ -136,17 +128,18 @@ def job_view(site: Site, job: Job) -> dict[str, Any]:
 
 def _results_of(site: Site, job: Job) -> dict[str, Any]:
     """Files that a finished job wrote: a plan, pictures, an adapter."""
-    if job.state not in ("finished", "stopped"):
-        return {"pictures": [], "file": ""}
     given = forms.values_of(job.words)
-    found: dict[str, Any] = {"pictures": [], "file": ""}
+    found: dict[str, Any] = {"pictures": [], "file": "", "run_folder": given.get("run_folder", "")}
+    if job.state not in ("finished", "stopped"):
+        return found
     if job.words[0] == "plan" and (file := site.inside(str(given["path"]))).is_file():
         plan = load_plan(file)
         found |= {"plan": plan_view(Subject(file.name, plan)), "file": site.shown(file)}
     if job.words[0] == "sample" and job.state == "finished":
         found["pictures"] = job.answer().split("\n")
     if job.words[0] == "weights":
-        found["file"] = site.shown(site.inside(str(given["target"])))
+        target = site.inside(str(given["target"]))
+        found |= {"file": site.shown(target), "run_folder": site.shown(target.parent)}
     return found
 
 
@@ -251,7 +244,7 @@ def _run_values(site: Site, folder: Path) -> dict[str, Any]:
     state, job = run_state(site, folder)
     values: dict[str, Any] = {"folder": folder, "shown": site.shown(folder), "state": state}
     values |= {"job": job, "run": None, "told": job_view(site, job) if job else None}
-    if (folder / RUN_PLAN_FILE).is_file():
+    if site.inside(folder / RUN_PLAN_FILE).is_file():
         values["run"] = run_view(reports.read_run(folder))
     elif job is None:
         raise InvalidInput(f"{values['shown']} holds no run", hint="choose one of the list")
@@ -266,17 +259,20 @@ def _run_values(site: Site, folder: Path) -> dict[str, Any]:
 @route("/results")
 def _show_results(site: Site, asked: Asked) -> Response:
     runs = [row | _summary(row["folder"]) for row in _runs(site) if row["state"] == "finished"]
-    chosen = [site.inside(name) for name in asked.many("run")][:4]
+    chosen = [site.inside(Path(name) / RUN_PLAN_FILE).parent for name in asked.many("run")][:4]
     folder = site.inside(asked.one("folder")) if asked.one("folder") else None
-    if folder and not (folder / RUN_PLAN_FILE).is_file():
+    if folder and not site.inside(folder / RUN_PLAN_FILE).is_file():
         raise InvalidInput(f"{asked.one('folder')} holds no run", hint="choose one of the list")
     folder = folder or (chosen[0] if chosen else runs[0]["folder"] if runs else None)
+    last = next((job for job in site.jobs if job.words[0] == "sample"), None)
+    views = [(run_view(reports.read_run(one)), _samples(site, one)) for one in chosen]
     return site.render(
         "results.html",
         page="results",
         runs=runs,
         marked=chosen,
-        chosen=[run_view(reports.read_run(one)) for one in chosen] if len(chosen) > 1 else [],
+        chosen=views if len(views) > 1 else [],
+        last=forms.values_of(last.words) if last else {},
         folder=folder,
         samples=_samples(site, folder) if folder else [],
         downloads=_downloads(site, folder) if folder else [],
@@ -309,7 +305,6 @@ def _downloads(site: Site, folder: Path) -> Iterator[tuple[str, str, Path | None
         file = folder / f"{name}_lora_weights.safetensors"
         file = folder / ADAPTER_FILE if name == "diffusers" else file
         asked = Asked(run_folder=[site.shown(folder)], to=[name])
-        forms.complete(site, "weights convert", asked)
         words = forms.build_words(site, "weights convert", asked)
         yield name, title, file if file.is_file() else None, forms.command_text(words)
 

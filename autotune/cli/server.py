@@ -29,7 +29,6 @@ from starlette.routing import Route
 from autotune.cli.jobs import Jobs
 from autotune.errors import InvalidInput, explain_error
 from autotune.report.page import make_templates
-from autotune.system.version import __version__
 
 MAX_FORM_BYTES = 1 << 20
 MAX_UPLOAD_BYTES = 64 << 20
@@ -39,6 +38,7 @@ POLICY = (
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
+    "cache-control": "no-store",
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "same-origin",  # without any, browsers would send forms from origin `null`
@@ -68,10 +68,9 @@ class Guard:
         async def send_guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
                 own = {name for name, _ in message["headers"]}
-                added = {"cache-control": "no-store", **HEADERS}
                 message["headers"] += [
                     (name.encode(), value.encode())
-                    for name, value in added.items()
+                    for name, value in HEADERS.items()
                     if name.encode() not in own
                 ]
             await send(message)
@@ -173,8 +172,7 @@ class Site:
 
     def render(self, template: str, code: int = 200, **values: Any) -> Response:
         """Answer with a page."""
-        page = self.templates.get_template(template)
-        text = page.render(site=self, version=__version__, **values)
+        text = self.templates.get_template(template).render(site=self, **values)
         return Response(text, code, media_type="text/html")
 
 

@@ -140,7 +140,7 @@ def test_the_whole_journey(chromium, tmp_path):
         page.get_by_role("button", name="Sample", exact=True).click()
         finish(page)
         page.goto(f"{page.home}/results")
-        pictures = page.locator(".strengths img")
+        pictures = page.locator(".previews img")
         assert [each.get_attribute("alt") for each in pictures.all()] == [
             f"a red circle, strength {strength}" for strength in ("0", "0.5", "1")
         ]

@@ -136,6 +136,11 @@ def test_links_in_data_lead_nowhere(user, site, tmp_path):
     asked = {"folder": "photos", "name": "c.png", "caption": "overwritten"}
     user.post("/data/caption", data=asked)
     assert (tmp_path / "outside" / "secret.txt").read_text() == "hidden words"
+    job = site.jobs.draft(["probe"])
+    for name in ("process", "exit"):
+        (job.folder / name).write_text("0")
+    (job.folder / "answer.txt").symlink_to(tmp_path / "outside" / "secret.txt")
+    assert "hidden words" not in user.get(f"/jobs/{job.name}").text
 
 
 def test_only_pictures_and_adapters_are_served(user, site):
@@ -340,10 +345,15 @@ def test_waiting_jobs_stop_at_once(tmp_path):
     (tmp_path / ".autotune").mkdir()
     with (tmp_path / ".autotune" / "queue").open("w") as queue:
         fcntl.flock(queue, fcntl.LOCK_EX)
-        job = jobs.start(["probe", "--list"], is_queued=True)
+        job = jobs.start(["train", "--output", "runs/run"], is_queued=True)
         time.sleep(1.0)
         assert job.state == "waiting"
+        assert "runs/run-2" in build_words(Site((tmp_path,)), "train", Asked()), (
+            "the first is taken"
+        )
         job.stop()
         wait_for(job, "stopped")
+    (job.folder / "exit").write_text("-2")
+    assert job.state == "stopped", "while it still imported"
     (job.folder / "exit").unlink()
     assert job.state == "lost"

@@ -40,7 +40,7 @@ for (const part of document.querySelectorAll("[data-stream]")) {
 async function upload(form, files) {
   const told = form.querySelector("[role=status]");
   const folder = form.elements.folder.value, failed = [];
-  const asText = (page) => new DOMParser().parseFromString(page, "text/html").body.textContent.trim();
+  const asText = (page) => [...new DOMParser().parseFromString(page, "text/html").querySelectorAll("p")].map((each) => each.textContent).join("; ");
   for (const file of files) {
     told.textContent = `uploading ${file.name}`;
     const answer = await fetch(`/upload?${new URLSearchParams({ folder, name: file.name })}`, { method: "PUT", body: file }).catch(() => null);
@@ -49,9 +49,11 @@ async function upload(form, files) {
   told.textContent = `${files.length - failed.length} uploaded. ${failed.join(" ")}`;
   if (!failed.length) location.href = `${form.dataset.then}${encodeURIComponent(folder)}&file=${encodeURIComponent(files[files.length - 1].name)}`;
 }
-for (const form of document.querySelectorAll("form.upload")) {
-  form.addEventListener("submit", (event) => { event.preventDefault(); upload(form, form.elements.files.files); });
-}
+addEventListener("submit", (event) => {
+  if (!event.target.matches(".upload")) return;
+  event.preventDefault();
+  upload(event.target, event.target.elements.files.files);
+});
 addEventListener("dragover", (event) => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
 addEventListener("drop", (event) => { // wherever it lands: a browser would leave the page and open it
   const form = document.querySelector("form.upload"), panel = form?.closest("details");
