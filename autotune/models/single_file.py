@@ -57,7 +57,7 @@ def recognize(source: WeightSource) -> tuple[Found, ...]:
             sizes = "".join(f"\n  {', '.join(own)}: {size}" for size, own in expected.items())
             name, error = next(iter(refusals.items()))
             what = f"it has {_describe_sizes(shapes)}; models whose layers have such names:{sizes}"
-            what += f"\nAs {name}, {error.message}"
+            what += f".\nAs {name}, {error.message}"
         if any(".lora_" in name or "_lora." in name for name in names):
             what = "it is an adapter"
         raise BadWeights(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -106,12 +107,13 @@ def view_part(source: WeightSource, name: str, model: nn.Module) -> WeightSource
 
 
 def first_names(source: WeightSource, kind: str, config: Config) -> set[str]:
-    """Return beginnings of the names as a model of class `kind`, none if it is no such model."""
-    try:
-        rows = _find_rows(_read_part(source, PREFIXES), kind, config, _find_conversion(kind))
-    except BadWeights:
-        return set()
-    return {name.partition(".")[0] for name in rows}
+    """Return beginnings of the names, as they are and as a model of class `kind` if it is one."""
+    names: list[str] = []
+    with suppress(BadWeights):
+        part = _read_part(source, PREFIXES)
+        names += part.tensors
+        names += _find_rows(part, kind, config, _find_conversion(kind))
+    return {name.partition(".")[0] for name in names}
 
 
 def _read_part(source: WeightSource, prefixes: Iterable[str]) -> _Part:
