@@ -47,7 +47,7 @@ TESTS = {
 # are one object.
 LEFT_OUT = ("BinaryOperator_BitOr", "NoOp", "Variable", "_Eq_Is", "_NotEq_IsNot")
 # Arguments whose other value changes no result, or a message's words alone.
-SAME = ("frozen", "strict", "non_blocking", "hint", "message")
+SAME = ("frozen", "strict", "non_blocking", "hint", "message", "maxsize")
 IMPORTED: tuple[str, ...] = (
     "torch",
     "pytest",
@@ -102,7 +102,8 @@ def run_tests(tree: Path, tests: str) -> str:
     if (child := os.fork()) == 0:
         os.setsid()
         os.chdir(tree)
-        sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
+        sys.path.insert(0, str(tree))
+        os.environ["PYTHONPATH"] = str(tree)
         for number in (1, 2):
             os.dup2(os.open(told, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
         import pytest
@@ -129,8 +130,10 @@ def main() -> None:
     parser.add_argument("--lines", type=int, nargs="*", help="only these mutants of the sample")
     asked = parser.parse_args()
     sys.dont_write_bytecode = True
+    sys.path.pop(0)  # else transformers takes `kernels.py` beside this for a library
     for name in IMPORTED:
         importlib.import_module(name)
+    assert "autotune" not in sys.modules, "forks would have it without its mutants"
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         tree = Path(scratch, "tree")
         listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)

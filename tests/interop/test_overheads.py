@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from autotune.cost.kernels import IN_FP32
+from autotune.cost.memory import kept_part_bytes
 from autotune.cost.predict import CostModel, choice_of
 from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
+from autotune.plan.prediction import KeptPart
 from autotune.plan.workload import Bucket
 from autotune.search.winner import Score, refuse_beyond
 from tests.cost.tiny_models import TINY, gpu, workload_of
@@ -106,6 +108,17 @@ def test_what_a_file_says_counts():
     assert of("diffusers").adapter_on("bnb-nf4").precision == "fp32"
     named = (of("simpletuner", base_model_precision=f"int8-{one}") for one in ("quanto", "torchao"))
     assert [one.products["torchao-int8"].gradients for one in named] == [False, True]
+
+
+def test_what_training_keeps_stays(own):
+    known, resident = overheads_of("ai-toolkit"), own.resident_of(SETTINGS)
+    named = [("load", "text_encoders"), ("train", "vae"), ("cache", "transformer")]
+    kept = tuple(KeptPart(phase=phase, part=part, precision="fp32") for phase, part in named)
+    sizes = {"vae_parameters": 10**9, "encoder_parameters": 10**8}
+    found = kept_part_bytes(known.changed(kept=kept), resident, **sizes)
+    weights = resident.weight_bytes + resident.buffer_bytes
+    last = {"train": 4 * 10**9, "save": 4 * 10**9, "preview": 4 * 10**9 - resident.vae_bytes}
+    assert found == {"load": 4 * 10**8, "cache": weights, **last}
 
 
 def test_winners_fit_the_trainer_too(own):
