@@ -34,13 +34,14 @@ TESTS = {
     "cost/predict.py": "cost/test_predict.py interop/test_overheads.py search/test_golden.py",
     "cost/calibration.py": "cost/test_predict.py search/test_search.py",
     "search/winner.py": "search/test_confirming.py search/test_compiling.py search/test_golden.py "
-    "search/test_search.py",
+    "search/test_search.py interop/test_overheads.py",
     "plan/file.py": "plan",
     "train/folder.py": "train/test_resume.py train/test_run.py "
     "--deselect=tests/train/test_resume.py::test_sigkill_and_resume_as_processes",
     "share/store.py": "share/test_record.py share/test_plans_with_records.py share/test_stores.py",
     "share/warm_start.py": "share",
-    "train/step.py": "train/test_loop.py train/test_modulation.py models/test_experts.py",
+    "train/step.py": "train/test_loop.py train/test_modulation.py models/test_experts.py "
+    "train/test_slider.py",
     "knobs/blocks.py": "knobs/test_block_swap.py train/test_model.py train/test_compile.py",
 }
 # Annotations (`int | None`) alone use the first: a mutant fails at the import. Texts that are equal

@@ -363,7 +363,7 @@ def try_compiled(
     for what in ("compiled", "compiled again"):
         found = run(what, candidate)
         if found is None:
-            break
+            return trials
         trials = (*trials, found)
         payback = measured_payback(trials, found, problem.job.num_steps)
         if found.outcome != "unpaid" or payback is None or payback.saved_seconds <= 0:

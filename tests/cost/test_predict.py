@@ -178,6 +178,21 @@ def test_predictions_together_equal_those_alone(card):
     assert found == expected
 
 
+def test_block_counts_differ_as_their_predictions(card):
+    rows = [(0, 0, 0), (2, 0, 0), (1, 2, 0), (3, 1, 2), (4, 0, 4), (2, 2, 3)]  # not the last block
+    base = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    found, seconds = card.predict_block_counts(base, np.array(rows))
+    each = [base.changed(**dict(zip(BLOCK_COUNTS, row, strict=True))) for row in rows]
+    assert seconds == pytest.approx([card.predict_uncalibrated(one).step_seconds for one in each])
+    expected = []
+    for one in each:
+        phase = card.predict_uncalibrated(one).phases[2]
+        waste = phase.breakdown.allocator_rounding_bytes  # of the weights' storages, too
+        waste -= card.resident_of(one).waste_share * phase.breakdown.weight_bytes
+        expected.append(phase.allocated_memory_bytes + waste)
+    assert found - found[0] == pytest.approx(np.array(expected) - expected[0], abs=2)
+
+
 def test_vae_elsewhere_is_priced():
     """Clips on the CPU wait for its cores; the card has room meanwhile, and the host holds them."""
     name = "kandinsky5-video-lite"

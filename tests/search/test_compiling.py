@@ -75,6 +75,9 @@ def test_unpaid_compiling_is_left():
     plan = plan_on(machine(-0.1, 1.0)[0])
     assert plan.frozen.settings.compile == "off"
     assert "steps become 0.1 s slower" in reason_of(plan).rejected[0].reason
+    again = plan_on(machine(0.3, 400.0, 350.0)[0])
+    assert again.frozen.settings.compile == "off"
+    assert "350 s to start" in reason_of(again).rejected[0].reason, "by the last trial"
 
 
 def test_wrong_gradients_compile_nothing():
