@@ -241,7 +241,7 @@ def _work_facts(work: Workload) -> dict[str, Fact]:
         "adapter dropout": Fact(str(work.lora_dropout > 0), 0.5),
         "adapted blocks": Fact(work.adapted_blocks, 1.0),
         "kind of adapter": Fact(work.adapter.removeprefix("rs"), 2.0),
-        "factor of LoKr": Fact(work.lokr_factor, 0.5),
+        "factor of LoKr": Fact(str(work.lokr_factor), 0.5),  # 0 chooses it
         "optimizer": Fact(work.optimizer.name, 0.5),
         "effective batch size": Fact(work.effective_batch_size, 0.5),
         "control images": Fact(str(work.num_control_images), 1.0),

@@ -10,6 +10,7 @@ from autotune.cost.memory import kept_part_bytes
 from autotune.cost.predict import CostModel, choice_of
 from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
+from autotune.knobs.caching import QUANTIZED_SHARE
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.plan.prediction import KeptPart
@@ -113,11 +114,16 @@ def test_what_a_file_says_counts():
 def test_what_training_keeps_stays(own):
     known, resident = overheads_of("ai-toolkit"), own.resident_of(SETTINGS)
     named = [("load", "text_encoders"), ("train", "vae"), ("cache", "transformer")]
-    kept = tuple(KeptPart(phase=phase, part=part, precision="fp32") for phase, part in named)
+    named.append(("load", "transformer"))  # before the encoders come
+    kept = [KeptPart(phase=phase, part=part, precision="fp32") for phase, part in named]
+    kept.append(KeptPart(phase="train", part="text_encoders", precision="int8"))
     sizes = {"vae_parameters": 10**9, "encoder_parameters": 10**8}
-    found = kept_part_bytes(known.changed(kept=kept), resident, **sizes)
+    sizes["unquantized_bytes"] = resident.weight_bytes + 3 * 10**8
+    found = kept_part_bytes(known.changed(kept=tuple(kept)), resident, **sizes)
     weights = resident.weight_bytes + resident.buffer_bytes
-    last = {"train": 4 * 10**9, "save": 4 * 10**9, "preview": 4 * 10**9 - resident.vae_bytes}
+    # One byte a quantized parameter, else two.
+    trained = 4 * 10**9 + round(10**8 * (QUANTIZED_SHARE + 2 * (1 - QUANTIZED_SHARE)))
+    last = {"train": trained, "save": trained, "preview": trained - resident.vae_bytes}
     assert found == {"load": 4 * 10**8, "cache": weights, **last}
 
 

@@ -167,6 +167,13 @@ def test_lies_are_found_and_named(cold):
     assert len(again.plan.trials) <= len(cold.plan.trials) + 1
 
 
+def test_noisy_machines_may_differ_more(cold):
+    slower = altered(cold.record, 0.85)
+    noisy = slower.changed(machine=slower.machine.changed(noisy=True))
+    assert planned_on(Simulated(slow=SLOW), slower).doubts
+    assert not planned_on(Simulated(slow=SLOW), noisy).doubts
+
+
 def test_records_try_nothing_too_large(cold):
     small = gpu(budget_bytes=int(cold.plan.expected.peak_memory_bytes * 0.8))
     lowered = [residual and residual.changed(memory=-0.4) for residual in cold.record.calibration]

@@ -9,7 +9,7 @@ import yaml
 from autotune.errors import InvalidInput
 from autotune.plan.candidate import TrialResult
 from autotune.plan.hardware import Rate
-from autotune.plan.workload import Bucket, ModelSpec, Workload
+from autotune.plan.workload import Bucket, ModelSpec, OptimizerChoice, Workload
 from autotune.share import store
 from autotune.share.warm_start import compare, compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
@@ -170,6 +170,28 @@ def test_other_libraries_take_their_trials():
         assert usable_trials(made, ours) == (plain,)
         alone = record(settings=using.candidate, trials=(using,))
         assert compare_machine(alone, ours).kind == "none"
+
+
+def test_every_difference_of_work_counts():
+    bucket, named = workload().buckets[0], OptimizerChoice(name="lion")
+    changes = {"rank": 64, "targets": "attention+mlp", "preserve_prior": 0.5, "lora_dropout": 0.1}
+    changes |= {"adapted_blocks": "0", "adapter": "lokr", "lokr_factor": 4, "optimizer": named}
+    changes |= {"effective_batch_size": 9, "num_control_images": 1, "quality": "exact"}
+    changes |= {"objective": "memory", "resolution_px": 999}
+    for key in ("width_px", "num_frames"):
+        changes[key] = (bucket.changed(**{key: 2 * getattr(bucket, key) + 7}),)
+    for name, value in changes.items():
+        other = workload(**{"buckets" if name in Bucket.model_fields else name: value})
+        found = compare(record(work=other), here(), workload())
+        assert (found.kind, len(found.reasons)) == ("near", 1), name
+        assert (found.distance > 0) == (name != "resolution_px"), name  # a class of work alone
+
+
+def test_smaller_budgets_say_nothing_of_oom():
+    assert usable_trials(record(), here()) == record().trials
+    smaller = record(machine(budget_bytes=20 * GIB))
+    ran = tuple(one for one in smaller.trials if one.outcome == "ok")
+    assert usable_trials(smaller, here()) == ran != smaller.trials
 
 
 def test_more_memory_makes_a_prior():
