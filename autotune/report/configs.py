@@ -6,7 +6,16 @@ from autotune.interop.exporting import ExportedConfig
 from autotune.interop.importing import Audit, ConfigLine, ImportedConfig
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate, SettingWorth
-from autotune.plan.words import FORMATS, MEMORY, OUTCOMES, PHASES, TITLES, setting_text, value_text
+from autotune.plan.words import (
+    FORMATS,
+    MEMORY,
+    OUTCOMES,
+    PHASES,
+    TITLES,
+    UNTOLD,
+    setting_text,
+    value_text,
+)
 from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text, wrapped
 
 MAX_VALUE = 40  # characters
@@ -184,7 +193,7 @@ def _worth(audit: Audit) -> list[list[str]]:
     if audit.fastest is not None:
         for name, better in audit.fastest.prediction.candidate:
             written = getattr(audit.as_written.prediction.candidate, name)
-            if name in TITLES and name not in told and written != better:
+            if name in TITLES and name not in {*told, *UNTOLD} and written != better:
                 values = (value_text(name, value) for value in (written, better))
                 rows.append([TITLES[name], *values, "not alone", ""])
     alone = sum(one.step_seconds_saved for one in audit.worth)
