@@ -77,11 +77,17 @@ def test_report_compares_promise_and_reality(journey):
     assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
 
 
+LEAKS = r"""
+'/mnt/Tante Emma/x', C:\Users\Anne B\day.png, photos/uncle/a.webp, a portrait.safetensors, Somebody
+password: hunter22, ghp_abcdefgh, 0123abcdef4f2c1a3b, 0.5 s/step"""
+
+
 def test_bug_report_holds_nothing_private(capfd, journey, tmp_path, monkeypatch):
-    monkeypatch.setenv("SOME_TOKEN", "abcdefghij")
+    monkeypatch.setenv("SOME_PASSPHRASE", "abcdefghij")
+    monkeypatch.setenv("HOME", "/home/somebody")
     result = Path(shutil.copytree(journey.result, tmp_path / "result"))
     with (result / LOG_FILE).open("a") as log:
-        log.write("read https://me:word@host/x?y=z of /home/somebody/beach.jpg by abcdefghij\n")
+        log.write(f"{LEAKS}\nread https://me:word@host/x?y=z of /home/a/beach.jpg, abcdefghij\n")
     (tmp_path / "key").write_text("a private key")
     (result / "metrics.jsonl").unlink()
     (result / "metrics.jsonl").symlink_to(tmp_path / "key")
@@ -96,13 +102,16 @@ def test_bug_report_holds_nothing_private(capfd, journey, tmp_path, monkeypatch)
         "a private key",
         "word@",
         "y=z",
-        "somebody",
+        *("Emma", "Anne", "uncle", "portrait", "Somebody", "hunter", "ghp_", "4f2c1a3b"),
         "beach",
         "abcdefghij",
         str(journey.folder),
     }
     assert [each for each in private if each in everything] == []
-    assert json.loads(texts["plan.json"])["digest"] == journey.plan.digest
+    plan = json.loads(texts["plan.json"])
+    assert plan["digest"] == journey.plan.digest
+    assert plan["frozen"]["workload"]["model"]["family"] == "qwen-image"
+    assert "0.5 s/step" in texts["run.log"]
     assert {"versions.json", "machine.json", "report.json", "run.log"} < set(texts)
 
 

@@ -93,17 +93,20 @@ def bug_report(target: Path | None, path: Path | None, as_json: bool) -> None:
 
     Look at it first: --verbose prints all of it.
     """
-    from autotune.report.bug import bug_report, summary_lines
+    from autotune.report.bug import bug_report, summary_lines, write_archive
 
-    texts = bug_report(target, path)
+    texts = bug_report(target)
     shown = (f"--- {name}\n{text}" for name, text in texts.items())
     print_result(
         texts, as_json, lambda _: [*shown] if Progress.is_verbose else summary_lines(texts)
     )
-    if path is not None:
-        print_remark(f"written to {path}")
-    elif not as_json:
+    if path is None and not as_json:
         print_remark("nothing was written; as an archive:", "autotune bug-report -o bug.zip")
+    if path is not None:
+        if not as_json and sys.stdin.isatty():
+            click.confirm(f"--verbose shows all of it. Write it to {path}?", abort=True)
+        write_archive(texts, path)
+        print_remark(f"written to {path}")
 
 
 @app.command()

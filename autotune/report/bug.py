@@ -20,52 +20,66 @@ from autotune.plan.job import Job
 from autotune.report.run import LOG_FILE
 from autotune.report.text import titled_lines, without_logins
 from autotune.system.files import atomic_write, is_inside, read_bounded
+from autotune.system.version import __version__
 from autotune.train.folder import REPORT_FILE
 from autotune.train.metrics import METRICS_FILE
 
 LEFT_OUT = "(left out)"
 MAX_BYTES = 64 << 20
+DIRECT_URL = "direct_url.json"
 LAST_LINES = 500  # of a log or of metrics
-SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY$")
-# Names with a slash before each, perhaps after a drive; of a row of slashes the first two begin it.
-PATH = re.compile(
-    r"(?:(?<![\w./\\])(?:[A-Za-z]:)?|(?<=[\w.][/\\]))(?:[/\\]+[^/\\\s'\",;:)]{1,255})+"
+# Names of variables whose values are secret, and of values in texts.
+SECRET = re.compile("TOKEN|SECRET|PASS|CREDENTIAL|KEY|AUTH|PAT$")
+NAMED = re.compile(
+    r"((?<![a-z])(?:pass\w{0,5}|secret|token|key|authorization)[\"']?[:=]\s?|bearer\s)[^\s,]+", re.I
 )
-NAME = re.compile(r"[^\s/\\'\",;:()]+")
-MEDIA = re.compile(r"\.(png|jpe?g|webp|gif|mp4|webm|mov|mkv|avi|txt|caption)$", re.IGNORECASE)
+TOKEN = re.compile(
+    r"(?<![a-z])(?:hf_|gh[a-z]_|github_pat_|AKIA|ASIA|eyJ|sk-|glpat-)[\w.-]{8,}", re.I
+)
+LONG = re.compile(r"(?<!sha256:)(?<!\w)[\w+=]{16,}|[0-9a-f]{8}-[0-9a-f-]{27}", re.I)
+LINE_PART = re.compile(r"[^\n\"']+")
+WORD = re.compile(r"[^\s,;()]+")
+PATH = re.compile(r"/|^~|\w@|[\w:]\\+\w|^\\\\\w")  # or an address
+RATIO = re.compile(r"[\w.%-]*/(?:s|it|step|image|[\d.]+)[.:]?")
+FILES = "png|jpe?g|webp|gif|mp4|webm|mov|mkv|avi|txt|caption|safetensors"
+FILE = re.compile(rf"[^\s/\\'\",;:()]+(?=\.(?:{FILES})\b)", re.IGNORECASE)
 
 
-def bug_report(target: Path | None = None, path: Path | None = None) -> dict[str, str]:
-    """Collect what explains an error, of a plan file or a run's folder if one is named, and write
-    it to `path` as a zip archive.
+def bug_report(target: Path | None = None) -> dict[str, str]:
+    """Collect what explains an error, of a plan file or a run's folder if one is named, as texts
+    by the names of files.
 
-    Returns the archive's texts by name: versions, hardware, what the doctor found; the plan, the
-    run's report and the end of its log and metrics. Captions, prompts, folders and passwords are
-    left out. What cannot be read is named in its place.
+    They are versions, hardware, what the doctor found; the plan, the run's report and the end of
+    its log and metrics. Captions, prompts, folders and passwords are left out. What cannot be read
+    is named in its place.
     """
     known = os.environ.items()
-    private = {value for name, value in known if SECRET.search(name.upper()) and len(value) > 7}
-    private |= {platform.node(), os.environ.get("USER", ""), os.environ.get("LOGNAME", "")}
+    private = {value for name, value in known if SECRET.search(name.upper()) and len(value) > 5}
+    private |= {platform.node(), platform.node().partition(".")[0]}
+    private |= {os.environ.get(name, "").rpartition("/")[2] for name in ("HOME", "USER", "LOGNAME")}
     texts = dict(_facts())
     if target is not None:
         is_run, names = target.is_dir(), (REPORT_FILE, LOG_FILE, METRICS_FILE)
         if not is_run or is_inside(target, RUN_PLAN_FILE):
             texts |= _of_plan(target / RUN_PLAN_FILE if is_run else target, private)
         texts |= {name: _end_of(target, name) for name in names if is_run}
-    words = sorted((word for word in private - {"root"} if len(word) > 2), key=len, reverse=True)
-    texts = {name: _without(words, text) for name, text in texts.items()}
-    if path is not None:
-        with atomic_write(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
-            for name, text in texts.items():
-                file.writestr(name, text)
-    return texts
+    words = _pattern_of(private)
+    return {name: _without(words, text) for name, text in texts.items()}
+
+
+def write_archive(texts: dict[str, str], path: Path) -> None:
+    """Write the texts as a zip archive."""
+    with atomic_write(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, text in texts.items():
+            file.writestr(name, text)
 
 
 def _facts() -> Iterator[tuple[str, str]]:
     facts = read_doctor_facts(System(with_torch=False))
-    packages = {each.name: each.version for each in distributions()}
-    versions = {"python": platform.python_version(), "system": platform.platform(), **packages}
-    yield "versions.json", _json(versions)
+    # What was installed from a folder may have a name that nobody should know.
+    packages = {one.name: one.version for one in distributions() if not one.read_text(DIRECT_URL)}
+    own = {"python": platform.python_version(), "system": platform.platform()}
+    yield "versions.json", _json({**own, "autotune": __version__, **packages})
     yield "machine.json", _json(facts)
     yield "doctor.json", _json(findings(facts))
 
@@ -83,7 +97,8 @@ def _of_plan(file: Path, private: set[str]) -> dict[str, str]:
             private |= {value} if isinstance(value, str) else set(map(str, value))
             plan["job"][name] = LEFT_OUT
     model = plan["frozen"]["workload"]["model"]
-    private.add(model["name"])  # of a folder, perhaps; the family stays
+    private.add(model["name"])  # of a folder, perhaps
+    private.discard(model["family"])
     return {"plan.json": _json(plan)}
 
 
@@ -101,16 +116,32 @@ def _json(facts: Any) -> str:
     return to_json(facts, indent=1, inf_nan_mode="null").decode() + "\n"
 
 
-def _without(private: list[str], text: str) -> str:
-    for word in private:
-        text = text.replace(word, LEFT_OUT)
-    text = re.sub(r"\bhf_\w{8,}|\bAKIA\w{12,}", LEFT_OUT, without_logins(text))
-    return NAME.sub(_without_stem, PATH.sub(LEFT_OUT, text))
+def _pattern_of(private: set[str]) -> re.Pattern[str]:
+    """Match any of the texts as a whole word, as it is and as JSON has it, but for JSON's keys."""
+    forms = {form for text in private for form in (text, to_json(text).decode()[1:-1])}
+    words = [re.escape(form) for form in forms - {"root"} if len(form) > 1]
+    either = "|".join(sorted(words, key=len, reverse=True)) or "(?!)"
+    return re.compile(rf"(?<![^\W_])(?:{either})(?![^\W_])(?!\": )", re.IGNORECASE)
 
 
-def _without_stem(name: re.Match[str]) -> str:
-    found = MEDIA.search(name[0])
-    return f"*{found[0]}" if found else name[0]
+def _without(private: re.Pattern[str], text: str) -> str:
+    text = private.sub(LEFT_OUT, without_logins(text))
+    text = TOKEN.sub(LEFT_OUT, NAMED.sub(rf"\1{LEFT_OUT}", text))
+    return LINE_PART.sub(_without_paths, LONG.sub(_without_random, text))
+
+
+def _without_random(word: re.Match[str]) -> str:
+    is_random = min(len(re.findall(kind, word[0])) for kind in (r"\d", "[A-Za-z]")) >= 4
+    return LEFT_OUT if is_random else word[0]
+
+
+def _without_paths(part: re.Match[str]) -> str:
+    """Leave out all from the first path of a line to its last, since names may have spaces."""
+    text = part[0]
+    words = (word for word in WORD.finditer(text) if PATH.search(word[0]))
+    if paths := [word for word in words if not RATIO.fullmatch(word[0])]:
+        text = text[: paths[0].start()] + LEFT_OUT + text[paths[-1].end() :]
+    return FILE.sub("*", text)
 
 
 def summary_lines(texts: dict[str, str]) -> list[str]:

@@ -110,7 +110,8 @@ RUN = run_report(LONG).changed(warnings=(REASON,))
 FACTS = read_doctor_facts(machine("wsl2-4090"))
 PROFILE = read_profile(machine("wsl2-4090"))
 TRANSFER = longest(Transfer, target=FOLDER)
-BUG = {f"{name}.json": "line\n" * 10**5 for name in ("versions", "a-long-name-of-a-file")}
+BUG = "autotune.report.bug"
+TEXTS = {f"{name}.json": "line\n" * 10**5 for name in ("versions", "a-long-name-of-a-file")}
 FINDINGS = (longest(Finding),)
 SUBMISSION = longest(Submission, key=f"profiles/{'k' * 60}", record="{}")
 DEMO = Demo(Path(FOLDER), Path(FOLDER))
@@ -123,7 +124,7 @@ CASES = {
         ("--verbose", {"autotune.probe": PROFILE, "autotune.doctor": ()}, PROFILE.device.name),
     ],
     "doctor": [("", {"autotune.doctor": FINDINGS}, REASON)],
-    "bug-report": [(f"-o {FOLDER}/bug.zip", {"autotune.report.bug.bug_report": BUG}, FOLDER)],
+    "bug-report": [("-o bug.zip", {f"{BUG}.bug_report": TEXTS, f"{BUG}.write_archive": 0}, "bug")],
     "models": [("", {}, "qwen-image"), ("--hardware 4090", {}, "qwen-image")],
     "fetch": [("--model m", {"autotune.fetch": FETCHED}, f"{MODEL}@{'a' * 40} --data FOLDER")],
     "estimate": [("--model m", {"autotune.estimate": ESTIMATE}, DEVICE)],
