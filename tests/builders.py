@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -24,6 +25,9 @@ DEFAULTS = yaml.safe_load((Path(__file__).parent / "builders.yaml").read_text())
 BITSANDBYTES = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
+OLD_TORCH = pytest.mark.skipif(torch.__version__ < "2.13", reason="of torch 2.13")
+"""For what older versions lack: autocast of RMS norms and, on a CPU, products of float8 rows."""
+FP8_PRODUCTS = pytest.param("fp8-matmul", marks=OLD_TORCH)
 
 
 def storages():

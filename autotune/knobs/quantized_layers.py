@@ -103,6 +103,11 @@ def as_stored(weight: Tensor) -> Tensor:
 CONVERTS_AS_IT_READS = {"cpu": False, "cuda": True, "meta": False}
 
 
+def _as_output(changed: Tensor) -> Tensor:
+    # Before torch 2.13 compiled code has no gradient for what was changed in place, but for a view.
+    return changed.view_as(changed) if torch.compiler.is_compiling() else changed
+
+
 class FrozenProduct(torch.autograd.Function):
     """`linear(x, scale * stored, bias)`: x (..., inputs), fp32 scale (outputs,); float8 as
     uint8."""
@@ -114,7 +119,8 @@ class FrozenProduct(torch.autograd.Function):
             return nn.functional.linear(x, _weight(stored, scale, x.dtype), bias)
         out = nn.functional.linear(x, _weight(stored, None, x.dtype))
         scale = scale.to(out.dtype)
-        return out.mul_(scale) if bias is None else torch.addcmul(bias, out, scale, out=out)
+        out = out.mul_(scale) if bias is None else torch.addcmul(bias, out, scale, out=out)
+        return _as_output(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -252,7 +258,7 @@ class EightBitProduct(torch.autograd.Function):
         weight = as_stored(stored)
         factor = x if rotation is None else rotate(x, rotation)
         left, rows = kernels_for(x).quantize_rows(factor, weight.dtype)
-        return multiply(left, rows, weight.t(), scale, bias, x.dtype)
+        return _as_output(multiply(left, rows, weight.t(), scale, bias, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -29,13 +29,14 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.workload import OptimizerChoice
 from autotune.train.optimizer import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
-from tests.builders import BITSANDBYTES
+from tests.builders import BITSANDBYTES, OLD_TORCH
 
 TABLES = yaml.safe_load((Path(__file__).parent / "exactness.yaml").read_text())
 
 
 def marked(row):
-    return pytest.param(*row, marks=BITSANDBYTES if "bnb-nf4" in row else ())
+    marks = {"bnb-nf4": BITSANDBYTES, "fp8-matmul": OLD_TORCH}
+    return pytest.param(*row, marks=[marks[each] for each in marks.keys() & {*row}])
 
 
 PLAIN = [(name, "none") for name in TINY]

@@ -16,6 +16,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.prediction import KeptPart
 from autotune.plan.workload import Bucket
 from autotune.search.winner import Score, refuse_beyond
+from tests.builders import OLD_TORCH
 from tests.cost.tiny_models import TINY, gpu, workload_of
 from tests.interop.plans import plan_of
 
@@ -138,6 +139,7 @@ def test_winners_fit_the_trainer_too(own):
     assert theirs.single_process().predict(SETTINGS).phases == own.predict(SETTINGS).phases
 
 
+@OLD_TORCH
 def test_autocast_is_as_in_torch():
     header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     table = header.partition("#define AT_FORALL_FP32(_)")[2].partition("#define")[0]

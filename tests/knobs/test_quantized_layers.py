@@ -6,6 +6,7 @@ from torch import nn
 
 from autotune.knobs import quantized_layers
 from autotune.knobs.quantized_layers import FLOAT8, PRODUCT_KERNELS, as_stored, quantize_inside
+from tests.builders import FP8_PRODUCTS
 from tests.profiled import peak_allocated_bytes
 
 CONVERTED = ("torchao-int8", "torchao-fp8")
@@ -94,8 +95,8 @@ def test_stored_weights_do_not_overflow_fp16(storage):
     assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.quick("torchao-int8")
-@pytest.mark.parametrize("storage", ["torchao-int8", "fp8-matmul"])
+@pytest.mark.quick("torchao-int8", "int8-rotated")
+@pytest.mark.parametrize("storage", ["torchao-int8", "int8-rotated", FP8_PRODUCTS])
 def test_a_compiler_traces_it_whole(storage):
     layer = layer_of(storage)
     traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -110,7 +111,7 @@ def rounded(x, storage):
     return (ratio.round() if largest == 127 else ratio.float().to(FLOAT8).double()) * scale
 
 
-@pytest.mark.parametrize("storage", MULTIPLIED)
+@pytest.mark.parametrize("storage", ["int8-rotated", FP8_PRODUCTS])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_are_of_rounded_rows(storage, bias):
     torch.manual_seed(0)
@@ -138,7 +139,7 @@ def test_int8_withstands_a_large_channel(columns):
     assert (layer(x) - expected).norm() < 0.012 * expected.norm()  # 5% unrotated
 
 
-@pytest.mark.parametrize("storage", MULTIPLIED)
+@pytest.mark.parametrize("storage", ["int8-rotated", FP8_PRODUCTS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 64), (32, 64), (2, 20, 64)])
 def test_cuda_limits_change_no_result(storage, dtype, shape, monkeypatch):
@@ -165,7 +166,7 @@ def test_cuda_limits_change_no_result(storage, dtype, shape, monkeypatch):
             assert torch.allclose(found, expected, rtol=0.01, atol=1e-2)
 
 
-@pytest.mark.parametrize("storage", MULTIPLIED)
+@pytest.mark.parametrize("storage", ["int8-rotated", FP8_PRODUCTS])
 def test_infinite_numbers_are_not_hidden(storage):
     layer, x = layer_of(storage), torch.randn(3, 64)
     x[1, 5] = torch.nan

@@ -15,6 +15,7 @@ from autotune.machine.clock import MAX_SAMPLES, BackgroundLoad, is_noisy, time_c
 from autotune.machine.probe import measure_rates, read_profile
 from autotune.machine.rates import BENCHMARK_SIZES, Meter
 from autotune.plan.hardware import Rate
+from tests.builders import OLD_TORCH
 from tests.machine.fleet import machine
 
 UNITS = {
@@ -72,6 +73,7 @@ def reports_of(profile=CPU):
     return reports
 
 
+@OLD_TORCH
 def test_a_cpu_is_measured_whole(small):
     reports = reports_of()
     found = [Rate.model_validate_json(value) for kind, value in reports if kind == "rate"]
@@ -91,6 +93,7 @@ def test_a_cpu_is_measured_whole(small):
         assert math.isfinite(rate.value)
 
 
+@OLD_TORCH
 def test_failing_kernels_cost_one_rate(small, monkeypatch):
     def broken(self):
         raise RuntimeError("CUDA error: no kernel image is available")

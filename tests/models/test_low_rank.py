@@ -9,9 +9,9 @@ from torch import nn
 
 from autotune.knobs.quantized_layers import quantize_inside
 from autotune.models.low_rank import LeanLokr, LeanLora, make_lean
-from tests.builders import BITSANDBYTES
+from tests.builders import BITSANDBYTES, FP8_PRODUCTS
 
-FORMATS = ["none", "torchao-int8", "torchao-fp8", "int8-rotated", "fp8-matmul"]
+FORMATS = ["none", "torchao-int8", "torchao-fp8", "int8-rotated", FP8_PRODUCTS]
 
 
 LOKR = {"product": (4, -1), "whole": (16, 4)}  # rank and factor
