@@ -1,9 +1,12 @@
 """Commands that need no torch, and mistakes told before it is imported, all in one process."""
 
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ from tests.api.test_report import PLAN, run_folder
 from tests.share.examples import record
 from tests.train.small import write_model_and_images
 
-CONFIG = Path(__file__).parents[1] / "interop" / "configs" / "ai_toolkit.yaml"
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "tests" / "interop" / "configs" / "ai_toolkit.yaml"
 DONE, WRONG = yaml.safe_load((Path(__file__).parent / "commands.yaml").read_text()).values()
 HEAVY = {"torch", "diffusers", "transformers", "peft", "torchao", "optuna", "scipy", "plotly"}
 
@@ -90,3 +94,34 @@ def test_doctor_works_in_broken_installations():
     (_, findings, _), (status, error, _) = json.loads(process.stdout.splitlines()[-1])
     assert (status, "pip install" in error, "bug" in error) == (1, True, False), error
     assert "error" not in findings
+
+
+SHELLS = {
+    "bash": ("bash --norc -i", ""),
+    "zsh": ("zsh -f -i", "autoload -Uz compinit; compinit -u\n"),
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_complete_what_is_typed(shell, tmp_path):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    program = tmp_path / "autotune"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m autotune "$@"\n')
+    program.chmod(0o755)
+    command, typed = SHELLS[shell]
+    typed += f'eval "$(_AUTOTUNE_COMPLETE={shell}_source autotune)"\n'
+    typed += "autotune bug-r\t--help\nautotune plan --quality com\t\nexit\n"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "vt100"}
+    screen, terminal = pty.openpty()
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    with subprocess.Popen(command.split(), cwd=tmp_path, env=env, **ends):
+        os.close(terminal)
+        os.write(screen, typed.encode())
+        shown = ""
+        with suppress(OSError):  # which is how a terminal ends
+            while read := os.read(screen, 4096):
+                shown += read.decode(errors="replace")
+    os.close(screen)
+    assert "Usage: autotune bug-report" in shown
+    assert "name a model" in shown  # so nothing is wrong with --quality
