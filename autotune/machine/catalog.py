@@ -163,11 +163,6 @@ def find_gpu(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
     return None
 
 
-def is_gpu_name(name: str) -> bool:
-    """Tell if `name` is the whole name of a GPU in the catalog."""
-    return any(name.lower() in (gpu.id, gpu.name.lower()) for gpu in load_catalog())
-
-
 def _names(gpu: CatalogGpu) -> tuple[str, ...]:
     names = (gpu.id, *gpu.names)
     sized = (f"{name} {gpu.memory_nominal_gb:g}{unit}" for name in names for unit in ("gb", "g"))

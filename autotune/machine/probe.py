@@ -226,7 +226,8 @@ def load_profile(path: Path | str) -> HardwareProfile:
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
     """Return the profile of a catalog GPU, by a part of its name, or in a saved probe's file."""
-    if not catalog.is_gpu_name(name_or_path) and Path(name_or_path).is_file():
+    names = {name.lower() for gpu in catalog.load_catalog() for name in (gpu.id, gpu.name)}
+    if name_or_path.lower() not in names and Path(name_or_path).is_file():
         return load_profile(name_or_path)
     return catalog.profile_of_gpu(catalog.gpu_named(name_or_path))
 

@@ -395,10 +395,6 @@ def host_available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _container_free_bytes(_: int) -> object:
-    return _require(min((left for _, left in memory_limits()), default=None), "no limit")
-
-
 def _container(_: int) -> str:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
@@ -437,7 +433,9 @@ OS_QUERIES: Mapping[str, Query] = {
     "logical_cores": _logical_cores,
     "memory_bytes": lambda _: memory_bytes(),
     "available_bytes": lambda _: host_available_bytes(),
-    "container_free_bytes": _container_free_bytes,
+    "container_free_bytes": lambda _: _require(
+        min((left for _, left in memory_limits()), default=None), "no limit"
+    ),
     "swap_bytes": lambda _: psutil.swap_memory().total,
     "system": lambda _: f"{platform.system()} {platform.release()}",
     "wsl": lambda _: "microsoft" in platform.release().lower(),

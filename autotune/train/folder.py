@@ -168,11 +168,6 @@ def read_report(folder: Path) -> RunReport | None:
     return report if (folder / ADAPTER_FILE).is_file() else None
 
 
-def preview_file(step: int, number: int) -> str:
-    """Name a preview, relative to the output folder."""
-    return f"{PREVIEWS}/step-{step:06}-{number}.png"
-
-
 def comparison_file(adapter: str, number: int) -> str:
     """Name the last picture of a prompt `with` or `without` the adapter."""
     return f"{PREVIEWS}/{adapter}-{number}.png" if number else f"sample_{adapter}_adapter.png"

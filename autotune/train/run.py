@@ -266,7 +266,7 @@ class _Run:
                 with self.monitor.phase("previews"), eager_eval(self.sampler.transformer):
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
-                    path = self.output / folder.preview_file(step, number)
+                    path = self.output / folder.PREVIEWS / f"step-{step:06}-{number}.png"
                     self._save_frames(frames, path, preview, f"after step {step}")
                     written.append(path)
         if self.metrics and written:
