@@ -180,9 +180,9 @@ def _train_here(
         hardware = read_machine(index=launch.local_rank % hardware.device.count)
     chosen = prepare.fetch_weights(chosen, hardware)
     if chosen.frozen.expected.evidence == "predicted":
-        from autotune.search.arrival import load_or_verify
+        from autotune.search.arrival import load_or_measure
 
-        chosen = load_or_verify(chosen, hardware, file, on_event)
+        chosen = load_or_measure(chosen, hardware, file, on_event)
     batch = chosen.frozen.workload.effective_batch_size
     num_steps = chosen.job.steps_on(inputs.data.training.epoch_size, batch)
     on_event(RunStarted(plan=chosen.changed(job=chosen.job.changed(num_steps=num_steps))))

@@ -1,8 +1,8 @@
 """Answer for one candidate what it would take: memory, step time, a job's hours and money."""
 
-from autotune.cost.model import PassChoice, VaeCost
 from autotune.cost.predict import CostModel, choice_of
 from autotune.cost.timing import Rates, host_flops_per_second
+from autotune.cost.traced_model import PassChoice, VaeCost
 from autotune.errors import InvalidInput
 from autotune.knobs import registry, settings
 from autotune.knobs.knob import TuningContext

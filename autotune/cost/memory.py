@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autotune.cost.model import ModelBytes, ModulationBytes, PassChoice, TracedModel
 from autotune.cost.trace import ComposedPass
+from autotune.cost.traced_model import ModelBytes, ModulationBytes, PassChoice, TracedModel
 from autotune.knobs import formats, modulation
 from autotune.knobs.caching import QUANTIZED_SHARE
 from autotune.knobs.settings import encoder_element_bytes, optimizer_bytes

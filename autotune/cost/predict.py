@@ -13,8 +13,8 @@ from autotune.cost import timing, trace
 from autotune.cost.calibration import NOISE, Calibration, PriorResiduals, residual_of
 from autotune.cost.kernels import CLASSES, DeviceRules
 from autotune.cost.memory import ONE_PROCESS, PHASES, Parallel, Resident, phases_of, with_kept
-from autotune.cost.model import PassChoice, TracedModel, traced_model
 from autotune.cost.tables import PassTables
+from autotune.cost.traced_model import PassChoice, TracedModel, traced_model
 from autotune.knobs.caching import choose_caching, encoder_gpu_of
 from autotune.knobs.knob import TuningContext
 from autotune.models.facts import Parts

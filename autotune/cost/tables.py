@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autotune.cost import kernels, memory, timing, trace
 from autotune.cost.allocator import Waste, waste_of
-from autotune.cost.model import ModelBytes, PassChoice, TracedModel
+from autotune.cost.traced_model import ModelBytes, PassChoice, TracedModel
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.caching import EncoderSize, size_of
 from autotune.knobs.knob import TuningContext

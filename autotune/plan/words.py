@@ -18,7 +18,7 @@ OUTCOMES: Mapping[str, str] = _WORDS["outcomes"]
 MEMORY: Mapping[str, str] = _WORDS["memory"]
 # Values that save no memory.
 PLAIN: Mapping[str, Choice] = {**dict.fromkeys(BLOCK_COUNTS, 0), "quantization": "none"}
-PLAIN_SETTINGS: Mapping[str, Choice] = Candidate(
+USUAL_SETTINGS: Mapping[str, Choice] = Candidate(
     micro_batch_size=1, checkpointed_blocks=0
 ).model_dump(exclude={"micro_batch_size"})
 UNTOLD = ("allocator", "data_workers", "batch_memory")  # no two candidates are compared for them
@@ -42,8 +42,8 @@ def setting_text(name: str, value: Choice, num_blocks: int | None = None) -> str
 def unusual_settings(
     settings: Mapping[str, Choice], names: Iterable[str] = TITLES, num_blocks: int | None = None
 ) -> list[str]:
-    """Put the settings of these knobs in words that are not the plain ones."""
-    unusual = {name for name, value in PLAIN_SETTINGS.items() if settings[name] != value}
+    """Put the settings of these knobs in words that are not the usual ones."""
+    unusual = {name for name, value in USUAL_SETTINGS.items() if settings[name] != value}
     return [setting_text(name, settings[name], num_blocks) for name in names if name in unusual]
 
 

@@ -25,48 +25,48 @@ from autotune.train.fit import key_misfits, require_fit, require_model
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 
 
-def load_or_verify(
+def load_or_measure(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
     """Return the plan, or the measured one that a trial here makes of it, written beside `file`.
     With sharded weights it stays predicted: a trial has one device. Raises DoesNotFit."""
     if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
         return plan
-    known = load_verified(file, plan, hardware) if file else None
+    known = load_measured(file, plan, hardware) if file else None
     if known is not None or started_by_launcher():
         return known or plan
     on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
-    sealed = verify_prediction(plan, hardware)
-    then, now = plan.frozen.expected, sealed.frozen.expected
+    measured = measure_prediction(plan, hardware)
+    then, now = plan.frozen.expected, measured.frozen.expected
     text = f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} predicted"
-    if sealed.frozen.settings != plan.frozen.settings:
+    if measured.frozen.settings != plan.frozen.settings:
         text += "; its settings did not run, a fallback does"
     if file:
-        save_plan(sealed, sealed_path(file))
-        text += f"; written to {sealed_path(file)}"
+        save_plan(measured, measured_path(file))
+        text += f"; written to {measured_path(file)}"
     on_event(Notice(text=text))
-    return sealed
+    return measured
 
 
-def load_verified(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
+def load_measured(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
     """Read the measured plan that an earlier start here made of the predicted one at `path`."""
     try:
-        sealed = load_plan(sealed_path(path))
+        measured = load_plan(measured_path(path))
     except InvalidPlan:
         return None
-    ours, theirs = sealed.frozen, plan.frozen
+    ours, theirs = measured.frozen, plan.frozen
     is_same_work = ours.workload == theirs.workload and ours.predicted_digest == plan.digest
     is_same_device = ours.hardware.device_name == hardware.device.name
     is_same_machine = is_same_device and ours.hardware.match_keys == hardware.match_keys
     return seal(plan.job, ours) if is_same_work and is_same_machine else None
 
 
-def sealed_path(path: Path) -> Path:
+def measured_path(path: Path) -> Path:
     """Name the file of the measured plan, beside the predicted one."""
     return path.with_name(f"{path.stem}.sealed{path.suffix}")
 
 
-def verify_prediction(
+def measure_prediction(
     plan: TrainingPlan, hardware: HardwareProfile, backend: problem.PlannerBackend | None = None
 ) -> TrainingPlan:
     """Try a predicted plan's settings here, then its fallbacks. Raises DoesNotFit if none runs."""

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Self, get_args
 
 from autotune.cost.memory import ONE_PROCESS, Parallel
-from autotune.cost.model import working_ahead
 from autotune.cost.predict import CostModel
+from autotune.cost.traced_model import working_ahead
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
@@ -40,7 +40,7 @@ from autotune.train.fit import device_misfits
 GIB = 2**30
 SMALLER_SIDES = (0.75, 0.5)  # shares of the resolution's side that are tried
 LARGER_BATCHES = (2, 4)  # multiples of the effective batch that are tried
-MIN_GAIN = 1.05  # factor of images per second from which a choice of the user is mentioned
+MIN_ADVISED_GAIN = 1.05  # factor of images per second from which a choice of the user is mentioned
 
 
 @dataclass(frozen=True)
@@ -404,7 +404,7 @@ def advise_choices(
     with working_ahead([partial(predict_all, base) for base in (*formats, *batches)]):
         predicted = {base: predict_all(base) for base in (*formats, *batches)}
     for bases in (formats, batches):
-        best_gain, chosen = MIN_GAIN, best
+        best_gain, chosen = MIN_ADVISED_GAIN, best
         for base in bases:
             for prediction in predicted[base]:
                 candidate = prediction.candidate

@@ -135,7 +135,7 @@ class ProcessTrialRunner:
         result = self.classify(candidate, self.send(request, reload_key(candidate)))
         return result.changed(wall_seconds=round(time.monotonic() - started, 3))
 
-    def confirm(
+    def rehearse(
         self, candidate: Candidate, caching: CachingSettings, max_seconds: float
     ) -> TrialResult:
         """Run a winner through every phase; if a later one fails, what training showed stands."""
@@ -444,4 +444,4 @@ def rehearse_in_child_process(
 ) -> TrialResult:
     """Run a longer trial, through every phase of a run, in a child process."""
     with _trial_runner(model, cost) as runner:
-        return runner.confirm(candidate, cost.caching, max_seconds)
+        return runner.rehearse(candidate, cost.caching, max_seconds)

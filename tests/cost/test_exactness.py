@@ -15,10 +15,10 @@ import yaml
 from hypothesis import given, strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
-from autotune.cost.model import TracedModel, one_at_a_time, working_ahead
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates
 from autotune.cost.trace import BlockTables, choose_traced, compose, shorten, table_of
+from autotune.cost.traced_model import TracedModel, one_at_a_time, working_ahead
 from autotune.knobs import modulation
 from autotune.knobs.blocks import BlockSwap
 from autotune.models.facts import Parts

@@ -10,7 +10,7 @@ from autotune.machine.probe import hardware_named
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import save_plan, seal, with_job
 from autotune.plan.hardware import Capability
-from autotune.search.arrival import load_verified, sealed_path, verify_prediction
+from autotune.search.arrival import load_measured, measure_prediction, measured_path
 from tests import builders
 from tests.search.formula import KEPT_BYTES
 from tests.search.machines import answer, make_plan, request, surroundings
@@ -26,33 +26,33 @@ def predicted(_by_formula):
     return make_plan(asked, hardware_named("nvidia-rtx-4090"))
 
 
-def test_held_settings_are_sealed_as_measured(predicted):
-    sealed = verify_prediction(predicted, HERE, backend=surroundings())
-    frozen = sealed.frozen
+def test_held_settings_make_a_measured_plan(predicted):
+    measured = measure_prediction(predicted, HERE, backend=surroundings())
+    frozen = measured.frozen
     assert frozen.expected.evidence == "measured"
     assert frozen.settings == predicted.frozen.settings
     assert frozen.expected.step_seconds == answer(frozen.settings).median_step_seconds
     assert frozen.hardware.fingerprint == HERE.fingerprint
     assert len(frozen.trials) == 1
-    assert sealed.frozen.predicted_digest == predicted.digest
+    assert measured.frozen.predicted_digest == predicted.digest
 
 
-def test_next_start_finds_the_sealed_plan(predicted, tmp_path):
+def test_next_start_finds_the_measured_plan(predicted, tmp_path):
     path = tmp_path / "plan.yaml"
-    assert load_verified(path, predicted, HERE) is None
-    sealed = verify_prediction(predicted, HERE, backend=surroundings())
-    save_plan(sealed, sealed_path(path))
+    assert load_measured(path, predicted, HERE) is None
+    measured = measure_prediction(predicted, HERE, backend=surroundings())
+    save_plan(measured, measured_path(path))
     longer = with_job(predicted, num_steps=7)
-    found = load_verified(path, longer, HERE)
+    found = load_measured(path, longer, HERE)
     assert found
-    assert (found.job.num_steps, found.frozen) == (7, sealed.frozen)
+    assert (found.job.num_steps, found.frozen) == (7, measured.frozen)
     newer_driver = HERE.changed(versions=HERE.versions.changed(driver="595.10"))
     assert newer_driver.fingerprint != HERE.fingerprint
-    assert load_verified(path, longer, newer_driver) == found
+    assert load_measured(path, longer, newer_driver) == found
     other = builders.hardware("attention.native", compute_capability=(9, 0))
-    assert load_verified(path, predicted, other) is None
-    sealed_path(path).write_text("damaged")
-    assert load_verified(path, predicted, HERE) is None
+    assert load_measured(path, predicted, other) is None
+    measured_path(path).write_text("damaged")
+    assert load_measured(path, predicted, HERE) is None
 
 
 def test_failing_settings_give_way(predicted):
@@ -64,20 +64,20 @@ def test_failing_settings_give_way(predicted):
             return builders.trial(candidate, None, message="by design")
         return answer(candidate)
 
-    sealed = verify_prediction(predicted, HERE, backend=surroundings(run)).frozen
-    assert sealed.settings == predicted.frozen.fallbacks[0]
-    assert sealed.fallbacks == predicted.frozen.fallbacks[1:]
-    assert [trial.outcome for trial in sealed.trials] == ["oom", "ok"]
-    changed = [reason for reason in sealed.reasons if "by design" in reason.why]
+    measured = measure_prediction(predicted, HERE, backend=surroundings(run)).frozen
+    assert measured.settings == predicted.frozen.fallbacks[0]
+    assert measured.fallbacks == predicted.frozen.fallbacks[1:]
+    assert [trial.outcome for trial in measured.trials] == ["oom", "ok"]
+    changed = [reason for reason in measured.reasons if "by design" in reason.why]
     assert changed
-    assert sealed.workload == predicted.frozen.workload
+    assert measured.workload == predicted.frozen.workload
 
 
 def test_what_cannot_fit_is_not_tried(predicted):
     small = builders.hardware("attention.native", budget_bytes=4 * 2**30, compute_capability=(8, 9))
     untouched = surroundings(lambda candidate: pytest.fail("tried"))
     with pytest.raises(DoesNotFit, match=r"a run may take 4\.0 GiB"):
-        verify_prediction(predicted, small, backend=untouched)
+        measure_prediction(predicted, small, backend=untouched)
 
 
 def edited(plan, **changes):
@@ -85,17 +85,17 @@ def edited(plan, **changes):
 
 
 def test_kept_encoders_count_on_arrival(predicted):
-    released = verify_prediction(predicted, HERE, backend=surroundings()).frozen.expected
+    released = measure_prediction(predicted, HERE, backend=surroundings()).frozen.expected
     keeping = edited(predicted, caching=CachingSettings(residency="keep"))
-    kept = verify_prediction(keeping, HERE, backend=surroundings()).frozen
+    kept = measure_prediction(keeping, HERE, backend=surroundings()).frozen
     assert kept.expected.run_memory_bytes == released.run_memory_bytes + KEPT_BYTES
     assert kept.hardware.budget_bytes == HERE.device.budget_bytes
     most = predicted.frozen.expected.run_memory_bytes
     tight = HERE.changed(device=HERE.device.changed(budget_bytes=most))
     alone = edited(predicted, fallbacks=())
-    verify_prediction(alone, tight, backend=surroundings())
+    measure_prediction(alone, tight, backend=surroundings())
     with pytest.raises(DoesNotFit, match="a run may take"):
-        verify_prediction(edited(keeping, fallbacks=()), tight, backend=surroundings())
+        measure_prediction(edited(keeping, fallbacks=()), tight, backend=surroundings())
 
 
 def test_wrong_computations_are_not_tried(predicted):
@@ -115,10 +115,10 @@ def test_wrong_computations_are_not_tried(predicted):
         for reason in predicted.frozen.reasons
     )
     plan = edited(predicted, settings=unproven, fallbacks=(usual,), reasons=reasons)
-    sealed = verify_prediction(plan, HERE, backend=backend).frozen
+    measured = measure_prediction(plan, HERE, backend=backend).frozen
     assert asked == [("_native_cudnn", "native")]
-    assert [trial.candidate for trial in sealed.trials] == [usual]
-    (why,) = (reason.why for reason in sealed.reasons if reason.knob == "attention")
+    assert [trial.candidate for trial in measured.trials] == [usual]
+    (why,) = (reason.why for reason in measured.reasons if reason.knob == "attention")
     assert "differs by 3" in why
     with pytest.raises(DoesNotFit, match="differs by 3"):
-        verify_prediction(edited(plan, fallbacks=()), HERE, backend=backend)
+        measure_prediction(edited(plan, fallbacks=()), HERE, backend=backend)

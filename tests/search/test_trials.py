@@ -85,7 +85,7 @@ def test_interrupted_rehearsals_leave_nothing(small_model, monkeypatch, tmp_path
 
     with pytest.raises(KeyboardInterrupt), runner_for(small_model, workload(small_model)) as runner:  # noqa: PT012
         monkeypatch.setattr(runner, "_receive", interrupted)
-        runner.confirm(FIRST, CachingSettings(), 1.0)
+        runner.rehearse(FIRST, CachingSettings(), 1.0)
     assert not running[0].is_running()
     assert not list(tmp_path.iterdir())
 
@@ -197,7 +197,7 @@ PHASES = ["caching", "loading", "training", "previews", "saving"]
 
 
 def test_every_phase_is_rehearsed(runner):
-    result = runner.confirm(FIRST, CachingSettings(), 1.0)
+    result = runner.rehearse(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok", result.message
     assert result.confirms
     assert [phase.name for phase in result.phases] == PHASES
@@ -213,9 +213,9 @@ def test_later_failures_keep_what_is_known(runner, monkeypatch):
     )
     failure = Failure("timeout", "it failed")
     monkeypatch.setattr(runner, "send", lambda request: failure)
-    assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == "timeout"
+    assert runner.rehearse(FIRST, CachingSettings(), 1.0).outcome == "timeout"
     failure.partial = known
-    result = runner.confirm(FIRST, CachingSettings(), 1.0)
+    result = runner.rehearse(FIRST, CachingSettings(), 1.0)
     assert (result.outcome, result.step_seconds) == ("ok", (1.0,))
     assert "it failed" in result.message
 
