@@ -30,7 +30,7 @@ from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import Capability
 from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import TASKS, ChildState, Failure, longest_captions, synthetic_samples
+from autotune.search.worker import ChildState, Failure, longest_captions, synthetic_samples
 from autotune.system import files, version
 from autotune.train.model import apply_knobs, find_token_multiple
 from autotune.train.optimizer import AdapterOptimizer
@@ -59,6 +59,25 @@ class GradientRequest:
     device: str
     reference_attention: str = "native"
 
+    def perform(self, child: ChildState) -> float:
+        """Measure the relative error against fp32, nothing quantized, nothing recomputed."""
+        cache = child.cache
+        torch.set_float32_matmul_precision("highest")
+        if "plain" not in cache:
+            cache["plain"] = plain_transformer(self)
+        key = f"reference {self.workload.text_padding} {self.reference_attention}"
+        if key not in cache:
+            reference = Candidate(
+                micro_batch_size=self.candidate.micro_batch_size,
+                checkpointed_blocks=0,
+                precision="fp32",
+                attention=self.reference_attention,
+            )
+            cache[key] = adapter_gradients(replace(self, candidate=reference), cache["plain"])
+        torch.set_float32_matmul_precision("high")  # as training
+        found = adapter_gradients(self, cache["plain"])
+        return relative_error(found, cache[key])
+
 
 @dataclass(frozen=True)
 class UpdateRequest:
@@ -66,6 +85,29 @@ class UpdateRequest:
 
     candidate: Candidate
     device: str
+
+    def perform(self, _: ChildState) -> float:
+        """Measure an adapter's change over some steps against plain AdamW in fp64."""
+        generator, dtype = torch.Generator().manual_seed(0), torch_dtype(self.candidate.precision)
+        start = [torch.randn(shape, generator=generator).to(dtype) for shape in UPDATED_SHAPES]
+        parameters = [nn.Parameter(tensor.to(self.device, copy=True)) for tensor in start]
+        own = AdapterOptimizer(parameters, learning_rate=1e-3, weight_decay=1e-2, max_grad_norm=1.0)
+        plain = [nn.Parameter(tensor.double()) for tensor in start]
+        adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
+        for _step in range(NUM_UPDATES):
+            for parameter, wanted in zip(own.parameters, plain, strict=True):
+                # divided, so that fp16 has room for its scale
+                gradient = torch.randn(wanted.shape, generator=generator).div_(16).to(dtype)
+                parameter.grad, wanted.grad = own.scale(gradient.to(self.device)), gradient.double()
+            own.step()
+            nn.utils.clip_grad_norm_(plain, 1.0)
+            adamw.step()
+
+        def changes(parameters: Sequence[Tensor]) -> list[Tensor]:
+            pairs = zip(parameters, start, strict=True)
+            return [after.detach().double().cpu() - before.double() for after, before in pairs]
+
+        return relative_error(changes(own.masters), changes(plain))
 
 
 GradientCheckRequest = GradientRequest | UpdateRequest
@@ -211,50 +253,6 @@ def _save_verdict(path: Path, capability: Capability) -> None:
         files.write_text_atomic(path, text)
 
 
-def gradient_error(request: GradientRequest, child: ChildState) -> float:
-    """Measure the relative error against fp32, nothing quantized, nothing recomputed."""
-    cache = child.cache
-    torch.set_float32_matmul_precision("highest")
-    if "plain" not in cache:
-        cache["plain"] = plain_transformer(request)
-    key = f"reference {request.workload.text_padding} {request.reference_attention}"
-    if key not in cache:
-        reference = Candidate(
-            micro_batch_size=request.candidate.micro_batch_size,
-            checkpointed_blocks=0,
-            precision="fp32",
-            attention=request.reference_attention,
-        )
-        cache[key] = adapter_gradients(replace(request, candidate=reference), cache["plain"])
-    torch.set_float32_matmul_precision("high")  # as training
-    found = adapter_gradients(request, cache["plain"])
-    return relative_error(found, cache[key])
-
-
-def update_error(request: UpdateRequest, _: ChildState) -> float:
-    """Measure an adapter's change over some steps against plain AdamW in fp64."""
-    generator, dtype = torch.Generator().manual_seed(0), torch_dtype(request.candidate.precision)
-    start = [torch.randn(shape, generator=generator).to(dtype) for shape in UPDATED_SHAPES]
-    parameters = [nn.Parameter(tensor.to(request.device, copy=True)) for tensor in start]
-    own = AdapterOptimizer(parameters, learning_rate=1e-3, weight_decay=1e-2, max_grad_norm=1.0)
-    plain = [nn.Parameter(tensor.double()) for tensor in start]
-    adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
-    for _step in range(NUM_UPDATES):
-        for parameter, wanted in zip(own.parameters, plain, strict=True):
-            # divided, so that fp16 has room for its scale
-            gradient = torch.randn(wanted.shape, generator=generator).div_(16).to(dtype)
-            parameter.grad, wanted.grad = own.scale(gradient.to(request.device)), gradient.double()
-        own.step()
-        nn.utils.clip_grad_norm_(plain, 1.0)
-        adamw.step()
-
-    def changes(parameters: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(parameters, start, strict=True)
-        return [after.detach().double().cpu() - before.double() for after, before in pairs]
-
-    return relative_error(changes(own.masters), changes(plain))
-
-
 def relative_error(tensors: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
     """Average tensors' relative errors (root mean square); a missing tensor counts as 1, one whose
     reference is missing or zero not at all; infinite if none is left."""
@@ -311,7 +309,3 @@ def adapter_gradients(request: GradientRequest, plain: nn.Module) -> list[Tensor
         for parameter in adapter:
             parameter.grad = None
     return found
-
-
-TASKS[GradientRequest] = gradient_error
-TASKS[UpdateRequest] = update_error

@@ -53,71 +53,70 @@ class RehearsalRequest(worker.TrialRequest):
         first, second = statistics.median(seconds[:half]), statistics.median(seconds[half:])
         return abs(second - first) > MAX_DRIFT * first
 
+    def perform(self, child: worker.ChildState) -> TrialResult:
+        """Go through every phase of a run; from training on, each phase's end is reported."""
+        with contextlib.suppress(ImportError):
+            import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
+        device, model = torch.device(self.device), self.model
+        monitor = Monitor(device)
+        trained: TrialResult | None = None
+        caching_error = ""
 
-def rehearse(request: RehearsalRequest, child: worker.ChildState) -> TrialResult:
-    """Go through every phase of a run; from training on, each phase's end is reported."""
-    with contextlib.suppress(ImportError):
-        import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
-    device, model = torch.device(request.device), request.model
-    monitor = Monitor(device)
-    trained: TrialResult | None = None
-    caching_error = ""
-
-    @contextlib.contextmanager
-    def phase(name: str) -> Iterator[None]:
-        try:
-            with monitor.phase(name):
-                yield
-        except BaseException as error:
-            error.add_note(f"in the {name} phase")
-            raise
-        if trained:
-            child.report(with_phases(trained))
-
-    def with_phases(result: TrialResult) -> TrialResult:
-        phases = tuple(
-            peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES)
-            for peak in monitor.peaks.values()
-        )
-        host_bytes = next(phase.host_bytes for phase in phases if phase.name == "training")
-        message = result.message or caching_error
-        return result.changed(
-            confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message
-        )
-
-    with tempfile.TemporaryDirectory(
-        prefix="autotune-rehearsal-", dir=request.scratch_folder
-    ) as name:
-        folder, sampler = Path(name), None
-        preview = largest_preview(request, model, folder)
-        if model.folder is not None:
+        @contextlib.contextmanager
+        def phase(name: str) -> Iterator[None]:
             try:
-                with phase("caching"):
-                    sampler = rehearse_caching(request, model, preview, folder / "cache")
-            except Exception as error:
-                traceback.print_exc()
-                caching_error = f"{type(error).__name__}: {worker.first_line_with_notes(error)}"
-            if caching_error:  # outside of the handler: the error held what had been loaded
-                del monitor.peaks["caching"]
-                memory.release_memory()
-        with phase("loading"):
-            loaded = worker.load_for_trial(request)
+                with monitor.phase(name):
+                    yield
+            except BaseException as error:
+                error.add_note(f"in the {name} phase")
+                raise
+            if trained:
+                child.report(with_phases(trained))
+
+        def with_phases(result: TrialResult) -> TrialResult:
+            phases = tuple(
+                peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES)
+                for peak in monitor.peaks.values()
+            )
+            host_bytes = next(phase.host_bytes for phase in phases if phase.name == "training")
+            message = result.message or caching_error
+            return result.changed(
+                confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message
+            )
+
+        with tempfile.TemporaryDirectory(
+            prefix="autotune-rehearsal-", dir=self.scratch_folder
+        ) as name:
+            folder, sampler = Path(name), None
+            preview = largest_preview(self, model, folder)
+            if model.folder is not None:
+                try:
+                    with phase("caching"):
+                        sampler = rehearse_caching(self, model, preview, folder / "cache")
+                except Exception as error:
+                    traceback.print_exc()
+                    caching_error = f"{type(error).__name__}: {worker.first_line_with_notes(error)}"
+                if caching_error:  # outside of the handler: the error held what had been loaded
+                    del monitor.peaks["caching"]
+                    memory.release_memory()
+            with phase("loading"):
+                loaded = worker.load_for_trial(self)
+                if sampler:
+                    sampler.attach(loaded.model.transformer)
+            with phase("training"):
+                steps = worker.StepRunner(loaded, self.workload, self.candidate)
+                trained = steps.measure(self.needs_another_step)
             if sampler:
-                sampler.attach(loaded.model.transformer)
-        with phase("training"):
-            steps = worker.StepRunner(loaded, request.workload, request.candidate)
-            trained = steps.measure(request.needs_another_step)
-        if sampler:
-            with phase("previews"), eager_eval(loaded.model.transformer):
-                sampler.sample(preview)
-        adapter, work = folder / ADAPTER_FILE, request.workload
-        with phase("saving"):
-            save_trained(adapter, steps.model, steps.optimizer, work, "rehearsal", 1)
-        # Loading the adapter into the pipeline takes more than the preview.
-        if sampler:
-            with phase("previews"), eager_eval(loaded.model.transformer):
-                sampler.compare_adapter(adapter, [preview], lambda *written: None)
-    return with_phases(trained)
+                with phase("previews"), eager_eval(loaded.model.transformer):
+                    sampler.sample(preview)
+            adapter, work = folder / ADAPTER_FILE, self.workload
+            with phase("saving"):
+                save_trained(adapter, steps.model, steps.optimizer, work, "rehearsal", 1)
+            # Loading the adapter into the pipeline takes more than the preview.
+            if sampler:
+                with phase("previews"), eager_eval(loaded.model.transformer):
+                    sampler.compare_adapter(adapter, [preview], lambda *written: None)
+        return with_phases(trained)
 
 
 def largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Preview:
@@ -161,6 +160,3 @@ def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> 
     pixels = torch.zeros(3, bucket.num_frames, height, width, device=pipeline.vae.device)
     with memory.map_large_buffers():
         model.family.encode_item(pipeline, pixels)
-
-
-worker.TASKS[RehearsalRequest] = rehearse

@@ -365,7 +365,7 @@ def _perform(request: Any, state: worker.ChildState, limits: MemoryLimits, is_ca
             cap_memory(limits)
         if workload := getattr(request, "workload", None):
             allow_optimizer(workload.optimizer.name)  # the runner has loaded it
-        result = worker.TASKS[type(request)](request, state)
+        result = request.perform(state)
         require_within_cap(limits)
         return result
     except BaseException as error:

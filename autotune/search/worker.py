@@ -1,4 +1,7 @@
-"""Performs requests in a trial process: real steps of a candidate; others register theirs."""
+"""What a trial process does: takes real steps of a candidate with the training code.
+
+Every request has `perform`; what it returns crosses to the parent.
+"""
 
 import math
 import time
@@ -107,6 +110,17 @@ class TrialRequest:
             return False
         return max(middle) - min(middle) > MAX_SPREAD * middle[len(middle) // 2]
 
+    def perform(self, child: ChildState) -> TrialResult:
+        """Run the candidate on the child's model, which the first request loads."""
+        memory.reset_host_peak()  # what earlier candidates took is not this one's
+        if "loaded" not in child.cache:
+            child.cache["loaded"] = load_for_trial(self)
+        try:
+            steps = StepRunner(child.cache["loaded"], self.workload, self.candidate)
+            return steps.measure(self.needs_another_step)
+        finally:
+            memory.release_memory()  # else the next finds the allocator full of this one's blocks
+
 
 @dataclass
 class LoadedModel:
@@ -121,18 +135,6 @@ class LoadedModel:
     seconds: float
     peak_bytes: int | None
     """Peak of device memory while loading; None on CPU, where the process's memory tells."""
-
-
-def run_trial(request: TrialRequest, child: ChildState) -> TrialResult:
-    """Run the candidate on the child's model, which the first request loads."""
-    memory.reset_host_peak()  # what earlier candidates took is not this one's
-    if "loaded" not in child.cache:
-        child.cache["loaded"] = load_for_trial(request)
-    try:
-        steps = StepRunner(child.cache["loaded"], request.workload, request.candidate)
-        return steps.measure(request.needs_another_step)
-    finally:
-        memory.release_memory()  # else the next finds the allocator full of this one's blocks
 
 
 def load_for_trial(request: TrialRequest) -> LoadedModel:
@@ -337,7 +339,3 @@ class StepRunner:
         if outcome.gradient_norm == 0 or unmoved:
             return f"no gradient reached {unmoved or 'any'} adapter tensors"
         return None
-
-
-TASKS: dict[type, Callable[[Any, ChildState], Any]] = {TrialRequest: run_trial}
-"""The function that performs each type of request; what it returns crosses to the parent."""

@@ -15,7 +15,6 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import TASKS
 from tests.gpu.conftest import GIB, candidate, work
 
 LOSS_TOLERANCES = {"bnb-nf4": 1.0, "torchao-fp8": 0.5, "fp8-matmul": 0.5}
@@ -71,13 +70,9 @@ class AskAllocator:
     candidate: Candidate
     device: str
 
-
-def has_expandable_segments(request, child):
-    torch.zeros(1, device=request.device)
-    return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
-
-
-TASKS[AskAllocator] = has_expandable_segments
+    def perform(self, _):
+        torch.zeros(1, device=self.device)
+        return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
 
 
 @pytest.mark.values

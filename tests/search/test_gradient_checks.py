@@ -15,13 +15,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import ModelSpec
 from autotune.search import gradient_checks as parity
-from autotune.search.gradient_checks import (
-    GradientRequest,
-    UpdateRequest,
-    gradient_error,
-    plain_transformer,
-    update_error,
-)
+from autotune.search.gradient_checks import GradientRequest, UpdateRequest, plain_transformer
 from autotune.search.worker import ChildState
 from tests.builders import storages, workload
 from tests.kinds import KINDS
@@ -66,7 +60,7 @@ def test_choices_agree_on_every_family(family):
                     family,
                     **{"precision": precision, name: rule.checked_choice, **rule.other_choices},
                 )
-                error = gradient_error(request, child)
+                error = request.perform(child)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
 
 
@@ -75,7 +69,7 @@ def test_changed_results_are_an_error(monkeypatch):
     changed = lambda *args, **named: plain(*args, **named).add_(0)  # noqa: E731
     monkeypatch.setattr(functional, "scaled_dot_product_attention", changed)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradient_error(request_of("qwen-image", precision="fp32", selective_blocks=2), ChildState())
+        request_of("qwen-image", precision="fp32", selective_blocks=2).perform(ChildState())
 
 
 def test_checked_blocks_are_really_swapped(monkeypatch):
@@ -87,7 +81,7 @@ def test_checked_blocks_are_really_swapped(monkeypatch):
     assert rule is not None
     choices = {"swapped_blocks": rule.checked_choice, **rule.other_choices}
     request = request_of("qwen-image", precision="fp32", **choices)
-    assert gradient_error(request, ChildState()) <= rule.tolerance
+    assert request.perform(ChildState()) <= rule.tolerance
     assert copied
 
 
@@ -99,7 +93,7 @@ def test_mixed_blocks_change_no_bit(family):
         {"checkpointed_blocks": 1, "selective_blocks": 1},
         {"selective_blocks": 2, "swapped_blocks": 2},
     ):
-        assert gradient_error(request_of(family, precision="fp32", **numbers), child) == 0.0
+        assert request_of(family, precision="fp32", **numbers).perform(child) == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +111,7 @@ def test_weight_formats_agree_on_families(family, storage, children):
     assert rule is not None
     assert rounding is not None
     whole, half = (
-        gradient_error(request_of(family, precision=each, quantization=storage), children[family])
+        request_of(family, precision=each, quantization=storage).perform(children[family])
         for each in ("fp32", "bf16")
     )
     assert 0.001 < whole <= rule.tolerance  # it is quantized
@@ -137,7 +131,7 @@ def test_four_bits_round_weights_only(family):
         if isinstance(layer, torch.nn.Linear):
             four = quantize_inside([layer], "bnb-nf4")("", layer).weight
             layer.weight.data = functional.dequantize_4bit(four.data, four.quant_state)
-    assert gradient_error(request, ChildState(cache={"plain": plain})) < 0.005
+    assert request.perform(ChildState(cache={"plain": plain})) < 0.005
 
 
 @pytest.mark.slow
@@ -149,7 +143,7 @@ def test_compiled_blocks_agree(monkeypatch):
     request = request_of(
         "qwen-image", precision="fp32", compile=rule.checked_choice, **rule.other_choices
     )
-    assert gradient_error(request, ChildState()) <= rule.tolerance
+    assert request.perform(ChildState()) <= rule.tolerance
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -159,7 +153,7 @@ def test_updates_agree_with_plain_adamw(precision):
     asked = UpdateRequest(
         Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu"
     )
-    assert update_error(asked, ChildState()) <= rule.tolerance
+    assert asked.perform(ChildState()) <= rule.tolerance
 
 
 def test_backend_that_loses_gradients_is_told(monkeypatch):
@@ -170,9 +164,9 @@ def test_backend_that_loses_gradients_is_told(monkeypatch):
 
     child = ChildState()
     request = request_of("qwen-image", precision="fp32", attention="native")
-    assert gradient_error(request, child) < 1e-6
+    assert request.perform(child) < 1e-6
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", no_backward)
-    assert gradient_error(request, child) > 0.3
+    assert request.perform(child) > 0.3
 
 
 @pytest.fixture

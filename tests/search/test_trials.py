@@ -23,7 +23,7 @@ from autotune.plan.candidate import CachingSettings, TrialResult
 from autotune.plan.job import ModelRef
 from autotune.search.rehearsal import RehearsalRequest, largest_preview, rehearse_caching
 from autotune.search.trials import MemoryLimits, find_spill, require_within_cap
-from autotune.search.worker import TASKS, Failure, classify_error
+from autotune.search.worker import Failure, classify_error
 from autotune.train.watchdog import Watchdog
 from tests.builders import candidate, trial
 from tests.search.conftest import FIRST, GIB, runner_for, workload
@@ -131,17 +131,13 @@ class Grab:
     pids: str
     blocks: int
 
-
-def take_memory(request, _):
-    sleeper = subprocess.Popen(["sleep", "600"])
-    Path(request.pids).write_text(str(sleeper.pid))
-    held = []
-    for _block in range(request.blocks):
-        held.append(np.ones(64 * MIB, dtype=np.uint8))
-        time.sleep(0.02)
-
-
-TASKS[Grab] = take_memory
+    def perform(self, _):
+        sleeper = subprocess.Popen(["sleep", "600"])
+        Path(self.pids).write_text(str(sleeper.pid))
+        held = []
+        for _block in range(self.blocks):
+            held.append(np.ones(64 * MIB, dtype=np.uint8))
+            time.sleep(0.02)
 
 
 def test_greedy_children_end_in_groups(small_model, tmp_path):
@@ -179,13 +175,9 @@ def test_container_limits_count_but_for_cuda(monkeypatch):
 class LookAround:
     """Tells about the fork server that the child came from."""
 
-
-def look_around(_, __):
-    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
-    return threads, torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
-
-
-TASKS[LookAround] = look_around
+    def perform(self, _):
+        threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+        return threads, torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
 
 
 def test_fork_server_stays_clean(runner):

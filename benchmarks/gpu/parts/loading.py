@@ -18,7 +18,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import TASKS, ChildState
+from autotune.search.worker import ChildState
 from autotune.weights.tensors import LOADERS
 
 
@@ -31,31 +31,27 @@ class LoadOnce:
     candidate: Candidate
     device: str
 
+    def perform(self, _: ChildState) -> dict[str, Any]:
+        import torch
 
-def load_once(request: LoadOnce, _: ChildState) -> dict[str, Any]:
-    import torch
+        from autotune.system.memory import host_peak_bytes
+        from autotune.train.model import load_model
 
-    from autotune.system.memory import host_peak_bytes
-    from autotune.train.model import load_model
-
-    on_gpu, device = request.device.startswith("cuda"), torch.device(request.device)
-    if on_gpu:
-        torch.zeros(1, device=device)  # CUDA's own start is not loading
-    resolved = resolve_model(ModelRef.of(request.model))
-    started = time.perf_counter()
-    model = load_model(resolved, request.workload, request.candidate, device, seed=0)
-    if on_gpu:
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - started
-    del model
-    return {
-        "seconds": seconds,
-        "device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "host_peak_bytes": host_peak_bytes(),
-    }
-
-
-TASKS[LoadOnce] = load_once
+        on_gpu, device = self.device.startswith("cuda"), torch.device(self.device)
+        if on_gpu:
+            torch.zeros(1, device=device)  # CUDA's own start is not loading
+        resolved = resolve_model(ModelRef.of(self.model))
+        started = time.perf_counter()
+        model = load_model(resolved, self.workload, self.candidate, device, seed=0)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+        del model
+        return {
+            "seconds": seconds,
+            "device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+            "host_peak_bytes": host_peak_bytes(),
+        }
 
 
 def load(

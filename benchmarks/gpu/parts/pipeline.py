@@ -17,7 +17,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import TASKS, ChildState
+from autotune.search.worker import ChildState
 from tests.small import write_small_pipeline
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB
@@ -36,24 +36,20 @@ class WriteTransformer:
     device: str
     precision: str
 
+    def perform(self, _: ChildState) -> dict[str, float]:
+        import torch
 
-def write_transformer(request: WriteTransformer, _: ChildState) -> dict[str, float]:
-    import torch
+        from autotune.plan.candidate import Candidate
+        from autotune.train.model import load_transformer
 
-    from autotune.plan.candidate import Candidate
-    from autotune.train.model import load_transformer
-
-    family = get_family(FAMILY)
-    started = time.perf_counter()
-    settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=request.precision)
-    model = ResolvedModel(family, request.config, request.workload.model.name, None)
-    transformer: Any = load_transformer(model, settings, torch.device(request.device))[0]
-    built = time.perf_counter()
-    transformer.save_pretrained(request.folder, max_shard_size="5GB")
-    return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}
-
-
-TASKS[WriteTransformer] = write_transformer
+        family = get_family(FAMILY)
+        started = time.perf_counter()
+        settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=self.precision)
+        model = ResolvedModel(family, self.config, self.workload.model.name, None)
+        transformer: Any = load_transformer(model, settings, torch.device(self.device))[0]
+        built = time.perf_counter()
+        transformer.save_pretrained(self.folder, max_shard_size="5GB")
+        return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}
 
 
 def write_pipeline(

@@ -21,7 +21,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import TASKS, ChildState, TrialRequest
+from autotune.search.worker import ChildState, TrialRequest
 
 TURNS, STEPS = 2, 4
 CASE = Case("qwen-image", ())
@@ -38,59 +38,58 @@ class PlainLoop:
     device: str
     num_steps: int
 
+    def perform(self, _: ChildState) -> dict[str, Any]:
+        import torch
+        from diffusers.training_utils import cast_training_params
+        from peft import LoraConfig
 
-def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
-    import torch
-    from diffusers.training_utils import cast_training_params
-    from peft import LoraConfig
+        from autotune.models.registry import get_family
+        from autotune.search.worker import longest_captions, synthetic_samples
 
-    from autotune.models.registry import get_family
-    from autotune.search.worker import longest_captions, synthetic_samples
-
-    family, rank = get_family(request.family), request.workload.rank
-    on_gpu = request.device.startswith("cuda")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    torch.set_default_dtype(dtype)
-    with torch.device(request.device):
-        transformer: Any = family.build_transformer(request.config)
-    torch.set_default_dtype(torch.float32)
-    transformer.requires_grad_(False)
-    transformer.enable_gradient_checkpointing()
-    targets = family.target_sets[request.workload.targets]
-    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian",
-                                       target_modules=list(targets)))  # fmt: skip
-    cast_training_params([transformer], dtype=torch.float32)
-    transformer.train()
-    parameters = [p for p in transformer.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
-    work = request.workload
-    lengths = longest_captions(work, work.effective_batch_size)
-    samples = synthetic_samples(family, request.config, work, work.largest_bucket, lengths, dtype)
-    batches = [
-        {k: v.to(request.device) for k, v in family.collate([sample]).items()} for sample in samples
-    ]
-    seconds = []
-    for _step in range(request.num_steps + 1):
-        started = time.perf_counter()
-        for batch in batches:
-            clean = batch["latents"]
-            noise = torch.randn_like(clean)
-            sigma = torch.sigmoid(torch.randn(len(clean), device=request.device))
-            noisy = (1 - sigma.view(-1, 1, 1, 1, 1)) * clean + sigma.view(-1, 1, 1, 1, 1) * noise
-            with torch.autocast(request.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
-                velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
-            loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float())
-            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-        seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated(request.device) if on_gpu else None
-    return {"step_seconds": seconds[1:], "peak_memory_bytes": peak}
-
-
-TASKS[PlainLoop] = run_plain_loop
+        family, rank = get_family(self.family), self.workload.rank
+        on_gpu = self.device.startswith("cuda")
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        torch.set_default_dtype(dtype)
+        with torch.device(self.device):
+            transformer: Any = family.build_transformer(self.config)
+        torch.set_default_dtype(torch.float32)
+        transformer.requires_grad_(False)
+        transformer.enable_gradient_checkpointing()
+        targets = family.target_sets[self.workload.targets]
+        transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian",
+                                           target_modules=list(targets)))  # fmt: skip
+        cast_training_params([transformer], dtype=torch.float32)
+        transformer.train()
+        parameters = [p for p in transformer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
+        work = self.workload
+        lengths = longest_captions(work, work.effective_batch_size)
+        samples = synthetic_samples(family, self.config, work, work.largest_bucket, lengths, dtype)
+        batches = [
+            {k: v.to(self.device) for k, v in family.collate([sample]).items()}
+            for sample in samples
+        ]
+        seconds = []
+        for _step in range(self.num_steps + 1):
+            started = time.perf_counter()
+            for batch in batches:
+                clean = batch["latents"]
+                noise = torch.randn_like(clean)
+                sigma = torch.sigmoid(torch.randn(len(clean), device=self.device))
+                noisy = (1 - sigma.view(-1, 1, 1, 1, 1)) * clean + sigma.view(
+                    -1, 1, 1, 1, 1
+                ) * noise
+                with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
+                    velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
+                loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float())
+                (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+            seconds.append(time.perf_counter() - started)
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
+        return {"step_seconds": seconds[1:], "peak_memory_bytes": peak}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload
 from autotune.search.trials import ProcessTrialRunner
-from autotune.search.worker import TASKS, ChildState, Failure, StepRunner, TrialRequest, run_trial
+from autotune.search.worker import ChildState, Failure, StepRunner, TrialRequest
 
 
 @dataclass(frozen=True)
@@ -155,23 +155,22 @@ class Measured(TrialRequest):
     hardware: HardwareProfile | None = None
     is_profiled: bool = False
 
+    def perform(self, child: ChildState) -> Any:
+        import torch
 
-def measure(request: Measured, child: ChildState) -> dict[str, Any]:
-    import torch
-
-    on_gpu = request.device.startswith("cuda")
-    answer: dict[str, Any] = {"result": run_trial(request, child)}
-    if on_gpu:
-        answer["reserved_bytes"] = torch.cuda.max_memory_reserved(request.device)
-    if request.is_profiled:
-        steps = StepRunner(child.cache["loaded"], request.workload, request.candidate)
-        answer["profile"] = profiled_step(steps, on_gpu)
-    if on_gpu:  # a next candidate in this process is measured by itself
-        assert request.hardware is not None
-        answer["launch_seconds"] = Meter(request.hardware, lambda: None).launch().value
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(request.device)
-    return answer
+        on_gpu = self.device.startswith("cuda")
+        answer: dict[str, Any] = {"result": super().perform(child)}
+        if on_gpu:
+            answer["reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
+        if self.is_profiled:
+            steps = StepRunner(child.cache["loaded"], self.workload, self.candidate)
+            answer["profile"] = profiled_step(steps, on_gpu)
+        if on_gpu:  # a next candidate in this process is measured by itself
+            assert self.hardware is not None
+            answer["launch_seconds"] = Meter(self.hardware, lambda: None).launch().value
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return answer
 
 
 def profiled_step(steps: StepRunner, on_gpu: bool) -> dict[str, Any]:
@@ -196,9 +195,6 @@ def profiled_step(steps: StepRunner, on_gpu: bool) -> dict[str, Any]:
     top = [(name, round(spent, 6), counts[name]) for name, spent in times.most_common(60)]
     sums = {"kernel_seconds": sum(times.values()), "launches": sum(counts.values())}
     return {"step_seconds": seconds, "profiled_seconds": profiled, **sums, "kernels": top}
-
-
-TASKS[Measured] = measure
 
 
 def tried(evidence: Evidence, case: Case, hardware: HardwareProfile, texts: list[str]) -> None:
