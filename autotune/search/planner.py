@@ -9,6 +9,7 @@ plan says so.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import optuna
 
@@ -201,31 +202,39 @@ class _Search:
         return trials
 
     def try_compiled(self, trials: winner.Trials) -> winner.Trials:
+        """Add a trial of the fastest settings compiled if that promises to pay, and another if an
+        empty cache made its start too long: the next process finds the code of the first."""
+        num_steps = self.problem.job.num_steps
+        candidate = winner.choose_compiled(trials, self.problem)
+        if candidate is None:
+            return trials
+        judge = partial(winner.judge_payback, trials, num_steps)
+        for what in ("compiled", "compiled again"):
+            found = self.try_once(what, candidate, self._run_compiled, judge)
+            if found is None:
+                break
+            trials = (*trials, found)
+            payback = winner.measured_payback(trials, found, num_steps)
+            if found.outcome != "unpaid" or payback is None or payback.saved_seconds <= 0:
+                break
+        return trials
+
+    def _run_compiled(self, candidate: Candidate) -> TrialResult:
         problem, backend = self.problem, self.backend
-        precisions = problem.space.choices["precision"]
-
-        def run(candidate: Candidate) -> TrialResult:
-            choices = {"precision": precisions, "compile": (candidate.compile,)}
-            started = time.monotonic()
-            verdicts = backend.check_gradients(problem.cost.context, choices, problem.model)
-            seconds = round(time.monotonic() - started, 1)
-            if wrong := next((each for each in verdicts if not each.available), None):
-                return TrialResult(
-                    candidate=candidate,
-                    outcome=wrong.outcome or "numerics",
-                    message=wrong.reason,
-                    wall_seconds=seconds,
-                )
-            with backend.trials(problem.model, problem.cost) as trial:
-                result = trial(candidate)
-            return result.changed(wall_seconds=(result.wall_seconds or 0.0) + seconds)
-
-        def judge(result: TrialResult) -> TrialResult:
-            return winner.judge_payback(trials, result, problem.job.num_steps)
-
-        return winner.try_compiled(
-            trials, problem, lambda what, candidate: self.try_once(what, candidate, run, judge)
-        )
+        choices = {"precision": problem.space.choices["precision"], "compile": (candidate.compile,)}
+        started = time.monotonic()
+        verdicts = backend.check_gradients(problem.cost.context, choices, problem.model)
+        seconds = round(time.monotonic() - started, 1)
+        if wrong := next((each for each in verdicts if not each.available), None):
+            return TrialResult(
+                candidate=candidate,
+                outcome=wrong.outcome or "numerics",
+                message=wrong.reason,
+                wall_seconds=seconds,
+            )
+        with backend.trials(problem.model, problem.cost) as run:
+            result = run(candidate)
+        return result.changed(wall_seconds=(result.wall_seconds or 0.0) + seconds)
 
     def confirm(self, trials: winner.Trials) -> winner.Trials:
         problem = self.problem

@@ -1,8 +1,7 @@
-"""Picks the winner among what was measured, or predicted if nothing can be, and says why: pure.
+"""Picks the winner among what was measured, or predicted if nothing can be, and says why.
 
-The winner is tried for longer before a plan promises anything. The fastest settings are tried
-compiled if the planned steps are predicted to pay the start-up back; one that an empty cache
-made too long is tried again in another process, which finds the code that the first one left.
+Before a plan promises anything, the winner is tried for longer, and compiled if the planned steps
+are predicted to pay the start-up back.
 """
 
 import math
@@ -353,25 +352,7 @@ def compiled_from(plain: Candidate, problem: PlanningProblem) -> Candidate | Non
     return compiled if problem.space.admits(compiled) and not is_barred else None
 
 
-def try_compiled(
-    trials: Trials, problem: PlanningProblem, run: Callable[[str, Candidate], TrialResult | None]
-) -> Trials:
-    """Add trials of the fastest settings compiled: another if its start is what was not paid."""
-    candidate = choose_compiled(trials, problem)
-    if candidate is None:
-        return trials
-    for what in ("compiled", "compiled again"):
-        found = run(what, candidate)
-        if found is None:
-            return trials
-        trials = (*trials, found)
-        payback = measured_payback(trials, found, problem.job.num_steps)
-        if found.outcome != "unpaid" or payback is None or payback.saved_seconds <= 0:
-            break
-    return trials
-
-
-def judge_payback(trials: Trials, compiled: TrialResult, num_steps: int) -> TrialResult:
+def judge_payback(trials: Trials, num_steps: int, compiled: TrialResult) -> TrialResult:
     """Return a trial of compiled settings, `unpaid` if the planned steps do not pay its start."""
     payback = measured_payback(trials, compiled, num_steps)
     if compiled.outcome != "ok" or payback is None or payback.pays:
