@@ -285,11 +285,9 @@ def estimate(request: EstimateRequest) -> Estimate:
     work = request.changed(effective_batch_size=batch)
     if ":" in request.optimizer_choice.name:
         allow_optimizer(request.optimizer_choice.name)
-    settings = {
-        name: value
-        for name, value in request.given.items()
-        if name in Candidate.model_fields and name not in ("optimizer", *NUMBERS)
-    }
+    settings = request.given_of(Candidate)
+    for name in ("optimizer", *NUMBERS):
+        settings.pop(name, None)
     for name, value in settings.items():
         registry.require_choice(name, value)
     prepare.check_overrides(family, work)
@@ -344,7 +342,7 @@ def compare(request: CompareRequest) -> comparison.Comparison:
         >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5})
         >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
     """
-    asked = {name: v for name, v in request.given.items() if name in PlanRequest.model_fields}
+    asked = request.given_of(PlanRequest)
     asked.pop("hardware", None)
     on_event, found = request.on_event, []
     gpus, prices = catalog.gpus_named(request.hardware), catalog.read_prices(request.prices)

@@ -27,7 +27,7 @@ from autotune.plan.file import load_plan, with_job
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import AdapterFormat, ModelRef
 from autotune.plan.plan import Reason, TrainingPlan
-from autotune.plan.prediction import Estimate, Prediction, SettingWorth
+from autotune.plan.prediction import Estimate, SettingWorth
 from autotune.plan.request import PlanRequest, make_request
 from autotune.search.request import ResolvedRequest, complete
 from autotune.search.space import SearchSpace
@@ -241,9 +241,8 @@ def export_config(
     exported = exporting.export_plan(with_job(made, **places), get_trainer(to), strict=strict)
     if output is not None:
         folder = Path(output)
-        there = next((folder / name for name in exported.files if (folder / name).exists()), None)
-        if there is not None and not overwrite:
-            _require_absent(there, "folder")
+        for name in () if overwrite else exported.files:
+            _require_absent(folder / name, "folder")
         for name, text in exported.files.items():
             write_text_atomic(folder / name, text)
     return exported
@@ -342,7 +341,7 @@ def _worth(
             after = estimate(written.changed(**change)).prediction
             seconds = before.step_seconds - after.step_seconds
             saved = before.run_memory_bytes - after.run_memory_bytes
-            in_training = _training_bytes(before) - _training_bytes(after)
+            in_training = before.training.run_memory_bytes - after.training.run_memory_bytes
             if round(seconds, 3) or saved or in_training:
                 one = SettingWorth(
                     knob=name,
@@ -354,7 +353,3 @@ def _worth(
                 )
                 found.append(one)
     return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))
-
-
-def _training_bytes(prediction: Prediction) -> int:
-    return next(one.run_memory_bytes for one in prediction.phases if one.name == "train")

@@ -19,6 +19,7 @@ from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import get_family
 from autotune.plan.base import log_event
 from autotune.plan.file import RUN_PLAN_FILE, load_plan, with_job
+from autotune.plan.job import Job
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.request import CheckDataRequest, TrainRequest, takes
 from autotune.report.files import RunPage
@@ -146,7 +147,7 @@ def train(request: TrainRequest) -> RunReport:
         )
     if request.optimizer is not None and ":" in request.optimizer:
         allow_optimizer(request.optimizer)
-    chosen = with_job(given, **request.given_job)
+    chosen = with_job(given, **request.given_of(Job))
     launch = process.adopt_launch(chosen.frozen.hardware.num_processes)
     is_first = launch is None or launch.rank == 0
     on_event = on_event if is_first else ignore_event
@@ -225,7 +226,7 @@ def _plan_first(request: TrainRequest) -> TrainingPlan:
         raise InvalidInput(
             "there is no data to train on", hint="name a folder with --data, or a plan that has one"
         )
-    asked = {**request.given_job, "optimizer": request.optimizer, "on_event": request.on_event}
+    asked = {**request.given_of(Job), "optimizer": request.optimizer, "on_event": request.on_event}
     made: TrainingPlan = plan(**asked)
     return made
 

@@ -165,7 +165,7 @@ class Waste:
     saved_share: float  # of what stays for the backward pass: its tensors are rounded to segments
 
 
-def waste_of(events: Events, kept: Events, *, expandable_segments: bool = False) -> Waste:
+def waste_of(events: Events, kept: Events, *, expandable_segments: bool) -> Waste:
     """Tell waste from a short pass, and from those of its tensors that outlive one block's
     forward."""
     allocator = replayed(events, expandable_segments=expandable_segments)

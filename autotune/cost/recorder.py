@@ -317,11 +317,6 @@ class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def on_meta(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
     """Move arguments to the meta device if any is there: some models read numbers on the host."""
-    for tensor in tensors:
-        if not tensor.is_meta:
-            break
-    else:
-        return args
     places = {tensor.device.type for tensor in tensors if tensor.ndim}
     return _to_meta(args) if len(places) > 1 else args
 

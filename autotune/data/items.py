@@ -24,9 +24,7 @@ MASK_TOLERANCE = 0.01
 MIN_RATE_SHARE = 0.95  # of the model's frame rate, under which a video is named
 MAX_CAPTION_BYTES = 1 << 20  # far above what any text encoder reads
 EMPTY_CAPTION = ""  # what a sample is conditioned on if its caption is dropped
-COPIED_FIELDS = (  # of a job
-    *("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask", "prior_captions"),
-)
+JOB_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask", "prior_captions")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def make_options(job: Mapping[str, Any], family: Family, num_frames: int) -> Dat
         shorter_clips=tuple(sorted(shorter - {1, num_frames}, reverse=True)),
         frames_per_second=family.defaults.frames_per_second,
         clips=job.get("clips") or "head",
-        **{name: job[name] for name in COPIED_FIELDS if job.get(name) is not None},
+        **{name: job[name] for name in JOB_FIELDS if job.get(name) is not None},
     )
 
 

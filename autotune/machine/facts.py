@@ -31,11 +31,6 @@ def integer(minimum: int, maximum: int) -> TypeAdapter[int]:
     return TypeAdapter(Annotated[int, Field(strict=True, ge=minimum, le=maximum)])
 
 
-def positive_number(maximum: float) -> TypeAdapter[float]:
-    """Validate a finite number above 0 and at most `maximum`."""
-    return TypeAdapter(Annotated[float, Field(strict=True, gt=0, le=maximum, allow_inf_nan=False)])
-
-
 # Bytes; more than a petabyte is nonsense. What is free may be 0.
 SIZE, FREE = integer(1, 2**50), integer(0, 2**50)
 # Printable and not empty.
@@ -144,7 +139,10 @@ MEMORY_SIGNALS: Facts = {
     "host_page_tables": (FLAG, "driver:host_page_tables"),
 }
 Natural = Annotated[int, Field(strict=True, ge=0)]
-WATTS, LANES = positive_number(1e5), integer(1, 64)
+LANES = integer(1, 64)
+WATTS: TypeAdapter[float] = TypeAdapter(
+    Annotated[float, Field(strict=True, gt=0, le=1e5, allow_inf_nan=False)]
+)
 CUDA: Facts = {
     "total_memory_bytes": (SIZE, "torch:total_bytes", "nvml:total_bytes"),
     "drives_display": (FLAG, "nvml:display_active"),

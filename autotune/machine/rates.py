@@ -26,7 +26,7 @@ from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.formats import WEIGHT_FORMATS, WeightFormat
 from autotune.machine.capabilities import BF16
 from autotune.machine.clock import NOISY_ABOVE, BackgroundLoad, is_noisy, spread_of, time_calls
-from autotune.machine.facts import Facts, Reader, integer, positive_number
+from autotune.machine.facts import WATTS, Facts, Reader, integer
 from autotune.machine.sources import System, Unavailable
 from autotune.plan.hardware import Conditions, DeviceKind, HardwareProfile, Rate
 from autotune.system import files, process
@@ -335,7 +335,7 @@ class Meter:
 CONDITIONS: Facts = {
     "clock_mhz": (integer(1, 10_000), "nvml:clock_mhz"),
     "temperature_celsius": (integer(1, 150), "nvml:temperature_celsius"),
-    "power_watts": (positive_number(1e5), "nvml:power_watts"),
+    "power_watts": (WATTS, "nvml:power_watts"),
 }
 
 

@@ -38,7 +38,7 @@ class Stream:
     out: str = "to_out"
 
 
-ADDED_TEXT = Stream(  # the text's layers in diffusers' joint attention
+ADDED_TEXT = Stream(
     "add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k", "to_add_out"
 )
 """The text's layers in diffusers' joint attention."""

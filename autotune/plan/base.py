@@ -75,6 +75,10 @@ class Request(Frozen):
             if name in self.model_fields_set and name != "on_event"
         }
 
+    def given_of(self, kind: type[Frozen]) -> dict[str, Any]:
+        """Return the given fields that `kind` has, too."""
+        return {name: value for name, value in self.given.items() if name in kind.model_fields}
+
     def changed(self, **changes: object) -> Self:
         """Return a validated copy with these values, which counts only them as given besides."""
         return type(self).model_validate({"on_event": self.on_event, **self.given, **changes})

@@ -15,7 +15,7 @@ from autotune.errors import InvalidInput, InvalidPlan, suggest_nearest
 from autotune.plan import candidate, prediction
 from autotune.plan.base import HIDDEN, Hours, MemoryAmount, Option, Request, first_problem
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import MAX_STEPS, DataFields, Job, JobFields, ModelRef, PathText, as_job_data
+from autotune.plan.job import MAX_STEPS, DataFields, JobFields, ModelRef, PathText, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import ADAMW, NamedOptimizer, WorkloadRequest
 
@@ -116,11 +116,6 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     def is_local(self) -> bool:
         """Tell if the hardware asked about is this machine's: only then can trials run."""
         return self.hardware is None
-
-    @property
-    def given_job(self) -> dict[str, Any]:
-        """The fields of the job that were given."""
-        return {name: value for name, value in self.given.items() if name in Job.model_fields}
 
     @property
     def pin_pairs(self) -> Pairs:
@@ -247,11 +242,6 @@ class TrainRequest(JobFields, Request):
     """Serve Prometheus metrics at this port of localhost."""
     push_to_hub: Annotated[str | None, Option(metavar="OWNER/NAME")] = None
     """Upload adapter, samples and a model card, privately, at the end."""
-
-    @property
-    def given_job(self) -> dict[str, Any]:
-        """The fields of the job that were given."""
-        return {name: value for name, value in self.given.items() if name in Job.model_fields}
 
 
 class CheckDataRequest(DataFields, Request):

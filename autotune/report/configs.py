@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from autotune.interop.exporting import ExportedConfig
+from autotune.interop.exporting import DIFFERENCE_KINDS, ExportedConfig
 from autotune.interop.importing import Audit, ConfigLine, ImportedConfig
 from autotune.plan.candidate import TrialResult
 from autotune.plan.prediction import Estimate, SettingWorth
@@ -69,7 +69,6 @@ def _group(group: Sequence[ConfigLine]) -> list[str]:
 
 def export_lines(exported: ExportedConfig) -> list[str]:
     """Tell what the files of another trainer do otherwise than the plan."""
-    from autotune.interop.exporting import DIFFERENCE_KINDS
 
     lines = [f"files     {', '.join(exported.files)}"]
     for kind, title in DIFFERENCE_KINDS.items():

@@ -105,7 +105,7 @@ def build_job(
         "revision": model.revision,
         "num_frames": request.given.get("num_frames", defaults.num_frames),
     }
-    job = job_from({**usual, **request.given_job}, resolved)
+    job = job_from({**usual, **request.given_of(Job)}, resolved)
     epoch_size = dataset.epoch_size if dataset else facts.USUAL_IMAGES
     job = job.changed(num_steps=job.steps_on(epoch_size, effective_batch_size))
     prepare.check_job(job, model.family, request.optimizer_choice)
@@ -147,7 +147,7 @@ class ResolvedRequest:
             dataset = training = split.training
         elif request.data:
             frames = request.given.get("num_frames", defaults.num_frames)
-            options = make_options(request.given_job, family, frames)
+            options = make_options(request.given_of(Job), family, frames)
             split = read_split(request.data, options, request.validation, request.seed)
             dataset, training = split.whole, split.training
         usual, number = defaults.effective_batch_size, request.num_gpus

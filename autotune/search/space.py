@@ -189,21 +189,26 @@ def _enumerate(
     composed = [knob.name for knob in KNOBS if knob.is_composed]
     plain = {name: value for name, (value,) in settings.items()}
     plain |= {name: min(map(int, admitted[name])) for name in composed}
+
+    def first_possible(name: str, chosen: Mapping[str, Choice]) -> Candidate | None:
+        for value in admitted[name]:
+            candidate = Candidate.model_validate({**chosen, name: value})
+            against = {knob.name: knob.why_not(candidate, context) for knob in KNOBS}
+            found = {knob: why for knob, why in against.items() if why}
+            if not found:
+                return candidate
+            for knob, why in found.items():
+                conflicts[knob, getattr(candidate, knob), why] = None
+        return None
+
     for values in itertools.product(*fixed.values()):
-        chosen: dict[str, Choice] = {**plain, **dict(zip(fixed, values, strict=True))}
+        candidate, chosen = None, plain | dict(zip(fixed, values, strict=True))
         for name in composed:  # each as far as those before it let it go
-            for value in admitted[name]:
-                candidate = Candidate.model_validate({**chosen, name: value})
-                against = {knob.name: knob.why_not(candidate, context) for knob in KNOBS}
-                found = {knob: why for knob, why in against.items() if why}
-                if not found:
-                    chosen[name] = value
-                    break
-                for knob, why in found.items():
-                    conflicts[knob, getattr(candidate, knob), why] = None
-            else:
+            candidate = first_possible(name, chosen)
+            if candidate is None:
                 break
-        else:
+            chosen[name] = getattr(candidate, name)
+        if candidate:
             candidates.append(candidate)
     reasons = [(name, Rejected(choice=value, reason=why)) for name, value, why in conflicts]
     return tuple(candidates), reasons

@@ -54,7 +54,6 @@ class RunInputs:
 
 def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     """Check the job, the output folder and a local model, and read the data."""
-
     job, workload = plan.job, plan.frozen.workload
     if job.data is None and not job.slider:
         raise InvalidInput(
@@ -102,7 +101,6 @@ def prepare(
     plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool, inputs: RunInputs | None = None
 ) -> PreparedRun:
     """Check everything that can fail before any long work."""
-
     _require_machine(plan, hardware)
     inputs = inputs or read_inputs(plan, resume=resume)
     data, model = inputs.data, inputs.model or read_model(plan)
@@ -117,8 +115,7 @@ def prepare(
     if resume:
         folder.require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
-    launch = process.current_launch()
-    is_first = launch is None or launch.rank == 0  # which locks it for all processes
+    is_first = process.is_first_process()  # which locks it for all
     lock = folder.claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
     return PreparedRun(model, data, workload, Path(job.output), lock, weights)
 
@@ -251,7 +248,7 @@ def describe_workload(
     num_controls = _num_controls(family, dataset)
     _check_learning(model, request)  # before captions are read
     resolution = math.isqrt(bucket.width_px * bucket.height_px)
-    given = {name: value for name, value in request.given.items() if name in Learning.model_fields}
+    given = request.given_of(Learning)
     rank = given.get("rank", defaults.rank)
     usual = {
         "rank": rank,

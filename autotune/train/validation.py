@@ -43,8 +43,8 @@ class HeldOutLoss:
     place: Callable[[Batch], Batch]
 
     @property
-    # Losses on other images are never compared with these.
     def digest(self) -> str:
+        """Digest of the images: with losses on others, these are never compared."""
         return digest_of({"entries": [sorted(entries.keys) for entries in self.encoded.entries]})
 
     @cached_property
