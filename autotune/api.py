@@ -31,7 +31,8 @@ from autotune.search import comparison, space
 from autotune.search.request import ResolvedRequest, build_space, complete
 from autotune.share.store import build_record, unshareable_reason, user_store
 from autotune.system import files, process
-from autotune.train import fit, prepare
+from autotune.train import fit
+from autotune.train.workload import check_overrides, describe_workload
 
 if TYPE_CHECKING:
     from autotune.search.planner import PlanningResult
@@ -290,7 +291,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         settings.pop(name, None)
     for name, value in settings.items():
         registry.require_choice(name, value)
-    prepare.check_overrides(family, work)
+    check_overrides(family, work)
     profile = machine.hardware_for(
         request.hardware,
         host_memory=request.host_memory,
@@ -301,7 +302,7 @@ def estimate(request: EstimateRequest) -> Estimate:
     from autotune.cost.predict import CostModel
 
     require_divisor(request.micro_batch_size, batch)
-    context = knob.TuningContext(profile, family, prepare.describe_workload(resolved, None, work))
+    context = knob.TuningContext(profile, family, describe_workload(resolved, None, work))
     total = context.workload.model.num_blocks
     blocks = {"all": total, "none": 0}.get(str(request.checkpointed_blocks))
     try:

@@ -29,8 +29,8 @@ def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
     from autotune.plan.workload import WorkloadRequest
     from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
     from autotune.train import model as building
-    from autotune.train.prepare import describe_workload
     from autotune.train.processes import set_device
+    from autotune.train.workload import describe_workload
 
     building.require_quality = lambda *_: None  # of what no kernel computed
     pairs = (pair.split("=") for pair in text.split(",") if pair)

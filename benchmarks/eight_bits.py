@@ -34,8 +34,8 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.workload import WorkloadRequest
 from autotune.train import model as model_module
 from autotune.train.model import load_model
-from autotune.train.prepare import describe_workload
 from autotune.train.step import Noising
+from autotune.train.workload import describe_workload
 
 OUTLIERS = {"none": (0, 1.0), "1 of 14.5": (1, 14.5), "4 of 26": (4, 26.0), "1 of 100": (1, 100.0)}
 WORLD = "small world"

@@ -30,7 +30,7 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import WorkloadRequest
-from autotune.train.prepare import describe_workload
+from autotune.train.workload import describe_workload
 from autotune.weights.stream import cast_as_loaded
 
 SHORT: dict[str, dict[str, int]] = {

@@ -40,7 +40,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload, WorkloadRequest
 from autotune.train.model import apply_knobs
-from autotune.train.prepare import describe_workload
+from autotune.train.workload import describe_workload
 from autotune.weights.empty import build_empty
 from autotune.weights.stream import fill_random, from_pretrained_dtypes
 

@@ -18,7 +18,13 @@ from autotune.plan.job import Job
 from autotune.plan.request import Pairs, PlanRequest
 from autotune.plan.workload import ADAMW, Workload
 from autotune.search.space import SearchSpace, build_search_space
-from autotune.train import folder, prepare
+from autotune.train import folder
+from autotune.train.workload import (
+    check_job,
+    check_overrides,
+    describe_workload,
+    require_even_shares,
+)
 from autotune.weights.files import BadWeights
 
 
@@ -108,7 +114,7 @@ def build_job(
     job = job_from({**usual, **request.given_of(Job)}, resolved)
     epoch_size = dataset.epoch_size if dataset else facts.USUAL_IMAGES
     job = job.changed(num_steps=job.steps_on(epoch_size, effective_batch_size))
-    prepare.check_job(job, model.family, request.optimizer_choice)
+    check_job(job, model.family, request.optimizer_choice)
     return job
 
 
@@ -138,7 +144,7 @@ class ResolvedRequest:
                 registry.require_choice(name, value)
         model, notes = resolve_request_model(request)
         family, defaults = model.family, model.family.defaults
-        bucket = prepare.check_overrides(family, request)
+        bucket = check_overrides(family, request)
         if needs_weights and model.folder is not None:
             resolve.check_weights(model)
         dataset = training = None
@@ -156,12 +162,12 @@ class ResolvedRequest:
             request = request.changed(effective_batch_size=batch)
             why = f"{number} GPUs cannot share the usual {usual} evenly; --batch-size sets another"
             notes = (*notes, f"an effective batch of {batch}: {why}")
-        prepare.require_even_shares(batch, number)
+        require_even_shares(batch, number)
         job = build_job(request, model, training, batch)
         folder.require_separate_output(job)
         on_sound()
         drops_captions = request.caption_dropout > 0
-        workload = prepare.describe_workload(model, dataset, request, drops_captions=drops_captions)
+        workload = describe_workload(model, dataset, request, drops_captions=drops_captions)
         if dataset:
             notes = (*notes, *tell_cut_captions(dataset.items, family, model.config_folder))
         if dataset is None:

@@ -29,8 +29,8 @@ from autotune.plan.job import ModelRef
 from autotune.plan.workload import WorkloadRequest
 from autotune.train.model import load_model
 from autotune.train.optimizer import AdapterOptimizer
-from autotune.train.prepare import describe_workload
 from autotune.train.step import Noising, optimizer_step, to_device
+from autotune.train.workload import describe_workload
 
 CPU = torch.device("cpu")
 PLAIN = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")

@@ -18,8 +18,8 @@ from autotune.plan.job import ModelRef
 from autotune.plan.workload import WorkloadRequest
 from autotune.search.worker import StepRunner, TrialRequest, load_for_trial
 from autotune.train import model
-from autotune.train.prepare import describe_workload
 from autotune.train.processes import set_device
+from autotune.train.workload import describe_workload
 
 ASKS_THE_DEVICE = {"qwen-image-2.1"}  # its class in diffusers reads masks for the shapes of tokens
 

@@ -10,7 +10,7 @@ from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import WorkloadRequest
 from autotune.search.trials import ProcessTrialRunner
-from autotune.train.prepare import describe_workload
+from autotune.train.workload import describe_workload
 from tests.small import write_small_pipeline
 
 GIB = 2**30

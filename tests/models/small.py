@@ -14,7 +14,7 @@ from autotune.models.family import Family
 from autotune.models.resolve import resolve_model
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import Bucket, WorkloadRequest
-from autotune.train.prepare import describe_workload
+from autotune.train.workload import describe_workload
 from tests.small import shortest_clip, write_small_pipeline
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")

@@ -8,7 +8,7 @@ from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import WorkloadRequest
-from autotune.train.prepare import describe_workload
+from autotune.train.workload import describe_workload
 from tests import builders
 from tests.small import draw_images, write_small_pipeline
 

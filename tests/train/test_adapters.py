@@ -14,7 +14,7 @@ from autotune.plan.job import Job
 from autotune.plan.workload import WorkloadRequest
 from autotune.train.folder import ADAPTER_FILE, start_from, starting_values, update_norm
 from autotune.train.model import apply_settings, eager_eval, load_model
-from autotune.train.prepare import describe_workload
+from autotune.train.workload import describe_workload
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
 from autotune.weights.names import LoraLayer
 from tests.train.conftest import CPU, save, values_of

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from autotune.train import prepare, validation
+from autotune.train import validation, workload
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.step import Noising
 from autotune.train.validation import HeldOutLoss
@@ -105,7 +105,7 @@ def test_modulations_computed_ahead_give_same_losses(family_bench):
 
 def test_the_best_adapter_is_kept(bench, tmp_path, monkeypatch):
     """At a rate at which the first steps help and later ones do not."""
-    monkeypatch.setattr(prepare, "SANE_RATES", 1e4)
+    monkeypatch.setattr(workload, "SANE_RATES", 1e4)
     job = {"num_steps": 6, "validation": "40%", "validation_every": 1}
     plan = bench.plan(**job, learning_rate=0.3, keep_best=True, output=str(tmp_path))
     steps = []

@@ -26,7 +26,7 @@ from autotune.plan.job import ModelRef
 from autotune.plan.workload import Workload, WorkloadRequest
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import Failure
-from autotune.train.prepare import describe_workload
+from autotune.train.workload import describe_workload
 from tests.small import write_small_pipeline
 
 GIB = 2**30
