@@ -180,6 +180,8 @@ def test_rates_lie_between_measured_ones():
     assert own.matmul_rate((640, 512, 512)) < own.matmul_rate((1024, 512, 512)) < 3e13
     tokens = [own.attention_rate(number) for number in (512, 1024, 2048, 4096, 9999)]
     assert tokens == pytest.approx([1e13, 1e13, 2e13, 4e13, 4e13])
+    unmeasured = Rates(measured("nvidia-h100-sxm", products), "bf16", "native", "flash")
+    assert unmeasured.attention_rate(512) == 0.5 * own.matmul_rate((512, 128, 512))
     assert own.matmul_rate((64,) * 3, "int8") == pytest.approx(7e14)
     sheet = card.datasheet
     gain = sheet.fp8_flops_per_second / sheet.bf16_flops_per_second

@@ -342,7 +342,12 @@ def test_steps_are_sums_of_causes(card):
     visits = 2 * 2 * (3 - 1)  # of micro-batches and directions; one's last is the other's first
     arriving = visits * model_bytes.block_weight_bytes[0] / 1e7
     assert swapped.transfer_seconds == pytest.approx(arriving, rel=0.03)  # blocks differ
-    slower = built(optimizer=OptimizerChoice(name="lion")).predict_uncalibrated(settings)
+    lion = built(optimizer=OptimizerChoice(name="lion"))
+    slower, kept = lion.predict_uncalibrated(settings), lion.resident_of(settings)
+    parameters = model_bytes.adapter_parameters
+    # Beside a momentum in fp32: masters, and copies of gradients and of what is updated together.
+    assert 8 * parameters <= kept.optimizer_bytes < 9 * parameters
+    assert kept.optimizer_transient_bytes == 8 * parameters
     more = (30 - 4) * sum(model_bytes.adapter_shapes.values()) * rates.host_seconds
     assert 0 < slower.step_time.overhead_seconds - time.overhead_seconds <= more * 1.001
 

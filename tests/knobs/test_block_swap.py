@@ -260,3 +260,12 @@ def test_compiled_blocks_recompute_themselves(monkeypatch):
     assert all(layer._compiled_call_impl is None for layer in model.layers)
     model.gradients()
     assert model.passes == [3, 4, 2]
+
+
+def test_buffers_stay_where_blocks_run():
+    block = nn.Linear(4, 4).requires_grad_(False)
+    block.register_buffer("table", torch.arange(3))
+    block.register_buffer("unused", None)
+    BlockSwap([block], torch.device("cpu"))
+    assert block.table.tolist() == [0, 1, 2]
+    assert block.unused is None
