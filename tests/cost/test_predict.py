@@ -206,6 +206,7 @@ def test_vae_elsewhere_is_priced():
 
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
     here, there = built(vae_device="training"), built(vae_device="cpu")
+    assert here.encoder_gpu is there.encoder_gpu is None
     vae = here.model.vae_cost(candidate.precision)
     cache = [own.predict(candidate).phases[1] for own in (here, there)]
     assert [each.breakdown.transient_bytes for each in cache] == [vae.encode_transient_bytes, 0]

@@ -204,3 +204,8 @@ def test_commands_carry_records(tmp_path, monkeypatch):
     assert made.content.decode() in run("submit", made.name[:8], "-o", tmp_path / "checkout")
     assert run("verify", "--store", tmp_path / "checkout/profiles/records").startswith("records: 1")
     assert run("prune", made.name[:8]).endswith("deleted: 1\n")
+
+
+def test_addresses_hide_their_password(tmp_path):
+    assert "hunter2" not in Store("memory://me:hunter2@host/x").address
+    assert Store(str(tmp_path)).address == str(tmp_path)
