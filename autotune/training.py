@@ -14,7 +14,8 @@ from autotune.data.items import make_options
 from autotune.errors import InvalidInput, first_line
 from autotune.events import Notice, OnEvent, Progressed, RunStarted, StatusChanged, ignore_event
 from autotune.knobs.settings import allow_optimizer
-from autotune.machine.probe import lock_for_run, probe as read_machine
+from autotune.machine.lock import lock_for_run
+from autotune.machine.probe import probe as read_machine
 from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import get_family
 from autotune.plan.base import log_event

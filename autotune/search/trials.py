@@ -30,7 +30,7 @@ from autotune.events import TrialFinished
 from autotune.knobs.registry import reload_key
 from autotune.knobs.settings import allow_optimizer, check_options, configure_allocator
 from autotune.machine.capabilities import MIN_MARGIN_BYTES, default_reserve_bytes
-from autotune.machine.probe import DeviceLock, lock_path
+from autotune.machine.lock import DeviceLock, lock_path
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.candidate import CachingSettings, Candidate, Choice, Outcome, TrialResult
 from autotune.plan.hardware import HardwareProfile, shares_host_memory

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from autotune.errors import AutotuneError
-from autotune.machine.probe import DeviceLock, lock_for_run, lock_path
+from autotune.machine.lock import DeviceLock, lock_for_run, lock_path
 from autotune.machine.sources import DriverSource
 from tests.builders import hardware
 
@@ -59,7 +59,7 @@ def test_second_search_names_holder_and_waits(path, monkeypatch):
     pipe.send("take it")
     assert pipe.recv() == []
     with monkeypatch.context() as patch:
-        patch.setattr("autotune.machine.probe.MAX_WAIT_SECONDS", 0.1)
+        patch.setattr("autotune.machine.lock.MAX_WAIT_SECONDS", 0.1)
         with pytest.raises(AutotuneError, match=f"process {first.pid}") as refused:
             DeviceLock(path).acquire()
     assert refused.value.hint
