@@ -28,7 +28,7 @@ from autotune.plan.plan import CheckResult, TrainingPlan
 from autotune.plan.prediction import Estimate
 from autotune.plan.request import CompareRequest, EstimateRequest, PlanRequest, takes
 from autotune.search import comparison, space
-from autotune.search.request import ResolvedRequest, build_space, complete
+from autotune.search.request import ResolvedRequest, complete, space_for
 from autotune.share.store import build_record, unshareable_reason, user_store
 from autotune.system import files, process
 from autotune.train import fit
@@ -220,7 +220,7 @@ def _resolve_on_hardware(
 
 def _space(resolved: ResolvedRequest, profile: HardwareProfile) -> space.SearchSpace:
     context = knob.TuningContext(profile, resolved.model.family, resolved.workload)
-    return build_space(resolved.request, context)
+    return space_for(resolved.request, context)
 
 
 def _remember(result: "PlanningResult", profile: HardwareProfile, on_event: OnEvent) -> None:

@@ -13,7 +13,7 @@ from autotune.plan.request import PlanRequest
 from autotune.plan.workload import WorkloadRequest
 from autotune.search.comparison import FILE, catalog_predictions
 from autotune.search.problem import PlannerBackend, PlanningProblem
-from autotune.search.request import ResolvedRequest, build_space
+from autotune.search.request import ResolvedRequest, space_for
 from autotune.search.space import TIE
 from autotune.search.winner import require_winner, score_predictions
 from autotune.system.files import shipped_path
@@ -28,7 +28,7 @@ def test_overflowing_models_are_planned_fp32():
     def precisions(request):
         asked = ResolvedRequest.build(request, needs_weights=False)
         context = TuningContext(hardware_for("T4"), asked.model.family, asked.workload)
-        return build_space(request, context).choices["precision"]
+        return space_for(request, context).choices["precision"]
 
     assert precisions(request) == ("fp32",)
     assert precisions(request.changed(pins=(("precision", "fp16"),))) == ("fp16",)

@@ -199,8 +199,7 @@ PLAIN = Kernels(quantize_rows, quantize_folded, unscale, False)
 PRODUCT_KERNELS = {"cpu": PLAIN, "meta": PLAIN, "cuda": PLAIN._replace(has_cuda_limits=True)}
 
 
-@cache
-# Torch's compiler takes seconds to import.
+@cache  # when it is needed: torch's compiler takes seconds to import
 def _compiled() -> Kernels:
     quantize, fold, scale = (torch.compile(function, dynamic=True) for function in PLAIN[:3])
     return Kernels(quantize, fold, scale, True)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One value for every knob, and how captions are encoded before training."""
+"""A candidate, how captions are encoded for it before training, and what its trials measured."""
 
 import statistics
 from collections.abc import Iterable

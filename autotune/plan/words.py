@@ -16,8 +16,6 @@ PHASES: Mapping[str, str] = _WORDS["phases"]
 PARTS: Mapping[str, str] = _WORDS["parts"]
 OUTCOMES: Mapping[str, str] = _WORDS["outcomes"]
 MEMORY: Mapping[str, str] = _WORDS["memory"]
-# Values that save no memory.
-PLAIN: Mapping[str, Choice] = {**dict.fromkeys(BLOCK_COUNTS, 0), "quantization": "none"}
 USUAL_SETTINGS: Mapping[str, Choice] = Candidate(
     micro_batch_size=1, checkpointed_blocks=0
 ).model_dump(exclude={"micro_batch_size"})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.plan import prediction, words, workload
-from autotune.plan.candidate import CachingSettings, Candidate, Choice
+from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, Choice
 from autotune.plan.plan import CheckResult, Expected, TrainingPlan
 from autotune.report import points, run, text
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autotune.search.space import SearchSpace
 
 WORTH_TELLING = 1.05  # gain from more memory that is named
+SAVES_NOTHING: dict[str, Choice] = {**dict.fromkeys(BLOCK_COUNTS, 0), "quantization": "none"}
 DENSITIES = {
     "logit_normal": "Stable Diffusion 3's density",
     "uniform": "the model's own noise schedule",
@@ -206,7 +207,7 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
         line = f"with {best.value}: {_difference_text(best, frozen.expected, memory)}"
         weight = abs(best.speed)
         for worth in worths:
-            plain = words.setting_text(knob, words.PLAIN.get(knob, ""))
+            plain = words.setting_text(knob, SAVES_NOTHING.get(knob, ""))
             if worth.value == plain and not worth.point.runs:
                 size = text.memory_text(worth.point.run_memory_bytes)
                 weight, line = 1.0, f"with {worth.value}: {size} {memory}, {budget} may be taken"

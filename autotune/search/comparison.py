@@ -1,5 +1,5 @@
-"""Comparison of one job on several GPUs, and of published models on the GPUs of the catalog, which
-`benchmarks/predict_catalog.py` predicts ahead with the planner itself."""
+"""One job compared on several GPUs; and published models on those of the catalog, predicted ahead
+by `benchmarks/predict_catalog.py`, which also say where a model trains that has no GPU here."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""One request on one machine, with all that follows from it before anything is tried; and what
-others would bring: what would fit if nothing does, what a larger batch or other weights gain."""
+"""One request on one machine, with its search space and cost model, before anything is tried; and
+advice: what would fit if nothing does, what a larger batch or other weights would gain."""
 
 import contextlib
 import time
@@ -29,7 +29,7 @@ from autotune.plan.workload import Bucket, Quality, Workload
 from autotune.search import comparison
 from autotune.search.gradient_checks import check_gradients
 from autotune.search.next import SearchLimits, memory_upper_bound
-from autotune.search.request import ResolvedRequest, build_space, split_pins
+from autotune.search.request import ResolvedRequest, space_for, split_pins
 from autotune.search.space import SearchSpace, block_count_frontier, expand_block_counts, host_room
 from autotune.search.trials import TrialFunction, rehearse_in_child_process, run_in_child_processes
 from autotune.share.store import Machine
@@ -99,13 +99,13 @@ class PlanningProblem:
         parallel = Parallel("ddp", request.num_gpus)
         share = parallel.budget_bytes(hardware.device)
         context = TuningContext(hardware, model.family, workload, share)
-        space = build_space(request, context)
+        space = space_for(request, context)
         started = time.monotonic()
         if request.is_local:
             verdicts = backend.check_gradients(context, space.choices, model)
             hardware = hardware.changed(capabilities=(*hardware.capabilities, *verdicts))
             if not all(verdict.available for verdict in verdicts):
-                space = build_space(request, replace(context, hardware=hardware))
+                space = space_for(request, replace(context, hardware=hardware))
         check_seconds = round(time.monotonic() - started, 1)
         cost = CostModel.build(
             hardware,
@@ -353,7 +353,7 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
         overheads=cost.overheads,
         parallel=cost.parallel,
     )
-    space = build_space(request, own.context)
+    space = space_for(request, own.context)
     smallest = min(candidate.micro_batch_size for candidate in space.candidates)
     sizes = space.choices["micro_batch_size"]
     larger: dict[Choice, str] = {size: "needs more" for size in sizes if size != smallest}

@@ -74,7 +74,7 @@ def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
     return knobs, tuple((n.removeprefix(PIN), v) for n, v in pairs if n.startswith(PIN))
 
 
-def build_space(request: PlanRequest, context: knob.TuningContext) -> SearchSpace:
+def space_for(request: PlanRequest, context: knob.TuningContext) -> SearchSpace:
     """Return what may be tried for `context`. Raises as `build_search_space` and `parse_pins`."""
     pins, exclusions = split_pins(request.pin_pairs), split_pins(request.exclusion_pairs)
     parse_pins(dict(pins[1]), context)
@@ -182,7 +182,7 @@ class ResolvedRequest:
         """Exclude what the trainer that is named cannot express, and add what its program takes."""
         trainer = get_trainer(str(self.request.for_trainer))
         context = knob.TuningContext(profile, self.model.family, self.workload)
-        spec, space = self.model.spec, build_space(self.request, context)
+        spec, space = self.model.spec, space_for(self.request, context)
         possible = {
             name: (*choices, *space.pinnable.get(name, ()))
             for name, choices in space.choices.items()

@@ -1,4 +1,5 @@
-"""The names of layers in ComfyUI and kohya's scripts: those of the models' authors.
+"""The names of layers in ComfyUI and kohya's scripts, those of the models' authors; and the layers
+of adapters, which are joined and split as these names ask.
 
 A layer of the authors may be several of diffusers, in the order of its rows. Both programs' own
 sources, with commits, are in `tests/clients`, which the tables in `names.yaml` are tested against.

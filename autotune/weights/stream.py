@@ -265,7 +265,7 @@ class _Filler:
                 if getattr(value, "is_meta", False):
                     message = f"{name}.{leaf} has no values: it is in no file and was built on meta"
                     raise files.BadWeights(
-                        message, hint="build the model with autotune.weights.stream.build_empty"
+                        message, hint="build the model with autotune.weights.empty.build_empty"
                     )
         self.model.eval()
         if device.type == "cuda":
