@@ -284,12 +284,7 @@ class Flux3(modular.ModularFamily, Flux2Klein):
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         tokenizer = load_tokenizer(folder)
-        chats = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": caption}], tokenize=False, add_generation_prompt=True
-            )
-            for caption in captions
-        ]
+        chats = latents.as_chats(tokenizer, captions)
         lengths = [len(ids) for ids in tokenizer(chats)["input_ids"]]
         return [min(-(-n // PAD_MULTIPLE_3) * PAD_MULTIPLE_3, MAX_TEXT_TOKENS_3) for n in lengths]
 

@@ -167,12 +167,6 @@ def _widen(
 
 
 def _count_tokens(tokenizer: Any, captions: Sequence[str]) -> list[int]:
-    chats = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": [{"type": "text", "text": caption}]}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        for caption in captions
-    ]
+    prompts = [[{"type": "text", "text": caption}] for caption in captions]
+    chats = latents.as_chats(tokenizer, prompts)
     return [len(ids) for ids in tokenizer(chats, add_special_tokens=False)["input_ids"]]

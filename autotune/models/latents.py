@@ -49,6 +49,13 @@ def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
     return [len(ids) for ids in load_tokenizer(folder)(list(texts))["input_ids"]]
 
 
+def as_chats(tokenizer: Any, prompts: Sequence[Any], **options: bool) -> list[str]:
+    """Put each prompt into the chat template of a tokenizer, as the question to be answered."""
+    options |= {"tokenize": False, "add_generation_prompt": True}
+    chats = ([{"role": "user", "content": prompt}] for prompt in prompts)
+    return [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+
+
 @cache
 def image_processor(kind: str) -> Any:
     """Make a processor of Qwen's without that of videos, which needs torchvision."""

@@ -159,7 +159,6 @@ class Wan22ImageHighNoise(Wan22HighNoise):
 class Wan22ImageLowNoise(Wan22ImageHighNoise, Wan22LowNoise):
     """The transformer for little noise."""
 
-    expert = "low-noise"
     noise = FlowMatching(highest_share=IMAGE_BOUNDARY)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from autotune.models.facts import AttentionLayout, family_facts
 from autotune.models.family import Batch, Family, Sizes, Texts
-from autotune.models.latents import ImageLatents, adapted_layers, load_tokenizer
+from autotune.models.latents import ImageLatents, adapted_layers, as_chats, load_tokenizer
 from autotune.system.lazy import Tensor, torch
 
 MAX_TEXT_TOKENS = 512  # length to which the pipeline cuts prompts, its template included
@@ -38,15 +38,7 @@ class ZImage(ImageLatents, Family):
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         tokenizer = load_tokenizer(folder)
-        chats = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": caption}],
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=True,
-            )
-            for caption in captions
-        ]
+        chats = as_chats(tokenizer, captions, enable_thinking=True)
         return [min(len(ids), MAX_TEXT_TOKENS) for ids in tokenizer(chats)["input_ids"]]
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
