@@ -272,6 +272,7 @@ def _show_results(site: Site, asked: Asked) -> Response:
         runs=runs,
         marked=chosen,
         chosen=views if len(views) > 1 else [],
+        report=forms.command_text(["report", *map(site.shown, chosen)]),
         last=forms.values_of(last.words) if last else {},
         folder=folder,
         samples=_samples(site, folder) if folder else [],

@@ -169,6 +169,24 @@ def test_a_card_shows_answer_and_command(chromium, tmp_path):
         assert page.complaints == []
 
 
+DROP = """text => {
+    const dataTransfer = new DataTransfer();
+    dataTransfer.items.add(new File([text], "mine.yaml"));
+    document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true }));
+}"""
+
+
+def test_a_file_is_dropped_anywhere(chromium, tmp_path):
+    config = (ROOT / "tests" / "interop" / "configs" / "ai_toolkit.yaml").read_text()
+    (tmp_path / "a.yaml").write_text("of another program: 1")
+    with server(tmp_path) as address:
+        page = open_page(chromium, address)
+        page.goto(f"{page.home}/import")
+        page.evaluate(DROP, config)
+        page.locator("#command code").get_by_text("imported/mine.yaml").wait_for()
+        assert page.complaints == []
+
+
 def look_at_all(chromium, address, width, scheme):
     """Every page fits, complains of nothing, and axe finds nothing serious."""
     page = open_page(chromium, address, color_scheme=scheme)
