@@ -42,7 +42,6 @@ def server(folder):
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))},
     )
-    assert process.stdout
     told = ""
     while not told.endswith("}\n"):
         told += process.stdout.readline()

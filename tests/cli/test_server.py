@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,6 +23,7 @@ from autotune.cli.jobs import Jobs, is_locked
 from autotune.cli.server import ROUTES, Asked, Site, build_app, serve
 from autotune.demo.lesson import SMALL_WORLD
 from tests.report.page.pages import golden_plan
+from tests.report.page.test_page import Outline
 
 HOME, TOKEN = "http://127.0.0.1:8000", "a-secret-of-this-test"
 HOSTILE = "<script>window.hacked=1</script></textarea>\"'><img src=x onerror=alert(1)>\x1b[31m"
@@ -185,16 +185,6 @@ def test_uploads_are_limited(user, site, monkeypatch):
     assert not (site.workspace / "photos" / "large.png").exists()
 
 
-class _Tags(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-
 def test_hostile_words_are_shown_as_text(user, site):
     photos = site.workspace / "photos"
     (photos / "a.txt").write_text(HOSTILE)
@@ -220,7 +210,7 @@ def test_hostile_words_are_shown_as_text(user, site):
     ]
     for path in pages:
         text = user.get(path).text
-        found = _Tags(text).tags
+        found = Outline(text).tags
         assert all(
             attrs.get("src", "").startswith("/static/") for tag, attrs in found if tag == "script"
         )

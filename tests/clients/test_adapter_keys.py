@@ -17,18 +17,8 @@ from autotune.errors import InvalidInput
 from autotune.models.adapter import add_adapter
 from autotune.models.family import build_on_meta
 from autotune.models.registry import FAMILIES
+from autotune.weights import names as layouts
 from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
-from autotune.weights.names import (
-    CHROMA_CLASS,
-    FLUX1_CLASS,
-    KEPT_NAMES,
-    LAYOUTS,
-    NOT_READ_BY,
-    KroneckerLayer,
-    LoraLayer,
-    can_write,
-    find_class,
-)
 from tests.builders import workload
 
 TABLES = Path(__file__).parent
@@ -75,11 +65,11 @@ def make_layers(family, targets, kind="lora"):
         if "default" in getattr(module, "lora_A", ()):
             parts = (module.lora_A["default"], module.lora_B["default"])
             down, up = (torch.randn(part.weight.shape, generator=generator) for part in parts)
-            made[name] = LoraLayer(down, up, 3.0)
+            made[name] = layouts.LoraLayer(down, up, 3.0)
         elif "default" in getattr(module, "lokr_w1", ()):
             parts = {part: getattr(module, part) for part in module.adapter_layer_names}
             sizes = {part: each["default"].shape for part, each in parts.items() if each}
-            made[name] = KroneckerLayer({part: torch.randn(sizes[part]) for part in sizes})
+            made[name] = layouts.KroneckerLayer({part: torch.randn(sizes[part]) for part in sizes})
     return made
 
 
@@ -95,7 +85,7 @@ def check_against_table(program, model, tensors, made):
         names = ("lora_down", "lora_up") if is_kohya else ("lora_A", "lora_B")
         down, up = (tensors[f"{key}.{name}.weight"] for name in names)
         alpha = tensors[f"{key}.alpha"].item() if f"{key}.alpha" in tensors else len(down)
-        whole = update(LoraLayer(down, up, alpha))
+        whole = update(layouts.LoraLayer(down, up, alpha))
         row = 0
         for part in parts_of(program, model, key):
             width = whole.shape[1] * (4 if part.endswith("mlp") else 1)
@@ -146,11 +136,13 @@ def test_diffusers_finds_every_layer(family):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_known_layers_are_in_the_tables(program):
-    known = {name for name in (*LAYOUTS, *KEPT_NAMES) if can_write(program, name)}
+    known = {
+        name for name in (*layouts.LAYOUTS, *layouts.KEPT_NAMES) if layouts.can_write(program, name)
+    }
     classes = {each.transformer_class for each in FAMILIES.values()}
     assert known == table(program).keys() == classes - UNNAMED
     prefix, dot = {"comfyui": ("diffusion_model.", "."), "kohya": ("lora_unet_", "_")}[program]
-    for model, layout in LAYOUTS.items():
+    for model, layout in layouts.LAYOUTS.items():
         known = table(program)[model]["layers"]
         if not layout.kohya_has_own_names and program == "kohya":
             assert all(key == prefix + part.replace(".", dot) for key, (part,) in known.items())
@@ -205,14 +197,17 @@ def test_unread_formats_are_known(family):
     made = make_layers(family, targets)
     files = {
         to: serialize_adapter(Adapter(made, {}, family.denoiser), to, model)[0]
-        for to in NOT_READ_BY
+        for to in layouts.NOT_READ_BY
     }
     for to in ("diffusers", "kohya"):
         is_read = all(comfyui_finds(model, key) for key in files[to])
-        assert is_read == (model not in NOT_READ_BY[to][1]), to
-    if model not in (FLUX1_CLASS, CHROMA_CLASS):  # their converter takes full size alone
+        assert is_read == (model not in layouts.NOT_READ_BY[to][1]), to
+    if model not in (
+        layouts.FLUX1_CLASS,
+        layouts.CHROMA_CLASS,
+    ):  # their converter takes full size alone
         is_read = diffusers_finds(family, made, files["comfyui"])
-        assert is_read == (model not in NOT_READ_BY["comfyui"][1])
+        assert is_read == (model not in layouts.NOT_READ_BY["comfyui"][1])
 
 
 # Of diffusers' pipelines, those whose own loader takes a LoKr; the model's does for all families.
@@ -255,9 +250,9 @@ def test_layers_tell_their_model():
     for family in FAMILIES.values():
         layers = make_layers(family, "attention+mlp")
         # Other programs call Chroma's layers as FLUX.1's.
-        told = FLUX1_CLASS if family.name == "chroma" else family.transformer_class
-        own = told if told in LAYOUTS else ""
-        assert find_class(layers) == (None if family.name in ("anima", "ltx-2.3") else own)
+        told = layouts.FLUX1_CLASS if family.name == "chroma" else family.transformer_class
+        own = told if told in layouts.LAYOUTS else ""
+        assert layouts.find_class(layers) == (None if family.name in ("anima", "ltx-2.3") else own)
         if told in UNNAMED:
             continue
         adapter = Adapter(layers, {}, family.denoiser)

@@ -317,7 +317,6 @@ def test_entries_come_back_exactly(tmp_path):
     assert cache.read("a") is None
     cache.write("a", {**TENSORS, "view": TENSORS["latents"].permute(2, 0, 1)})
     read = cache.read("a")
-    assert read is not None
     assert torch.equal(read.pop("view"), TENSORS["latents"].permute(2, 0, 1))
     assert read.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():

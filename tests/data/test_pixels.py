@@ -6,19 +6,9 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image, ImageCms
 
-from autotune.data import pixels as pixels_module
+from autotune.data import pixels as pictures, pixels as pixels_module
 from autotune.data.dataset import read_dataset, scan_dataset
 from autotune.data.items import DatasetOptions
-from autotune.data.pixels import (
-    EXIF_ORIENTATION,
-    ClipSpan,
-    choose_spans,
-    open_pixels,
-    read_clip,
-    read_facts,
-    read_size,
-    to_rgb,
-)
 from tests.data.pictures import STEP, picture, write_video
 
 
@@ -31,12 +21,12 @@ def test_exif_rotation_counts(tmp_path, suffix, orientation):
     undo = [None, 0, 3, 1, 5, 2, 6, 4][orientation - 1]
     stored = upright if undo is None else upright.transpose(Image.Transpose(undo))
     exif = Image.Exif()
-    exif[EXIF_ORIENTATION] = orientation
+    exif[pictures.EXIF_ORIENTATION] = orientation
     path = tmp_path / f"a.{suffix}"
     stored.save(path, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
     for decode in (False, True):
-        assert read_size(path, decode=decode) == (80, 40)
-    pixels = open_pixels([path], 80, 40)[:, 0]
+        assert pictures.read_size(path, decode=decode) == (80, 40)
+    pixels = pictures.open_pixels([path], 80, 40)[:, 0]
     assert float(pixels[:, 10, 20].max()) < -0.9
     assert all(
         float(pixels[:, row, column].min()) > 0.9 for row, column in ((10, 60), (30, 20), (30, 60))
@@ -49,7 +39,7 @@ def test_crops_are_centered_and_large(tmp_path, size, to_size):
     columns, rows = np.meshgrid(*(np.linspace(0, 255, side) for side in size))
     shades = np.stack([columns, rows, rows], axis=-1).round().astype(np.uint8)
     Image.fromarray(shades).save(tmp_path / "a.png")
-    pixels = (open_pixels([tmp_path / "a.png"], *to_size)[:, 0] + 1) / 2
+    pixels = (pictures.open_pixels([tmp_path / "a.png"], *to_size)[:, 0] + 1) / 2
     scale = min(size[0] / to_size[0], size[1] / to_size[1])
     for channel, profile in ((0, pixels[0, to_size[1] // 2]), (1, pixels[1, :, to_size[0] // 2])):
         for share in (0.25, 0.5, 0.75):
@@ -62,7 +52,7 @@ def test_crops_are_centered_and_large(tmp_path, size, to_size):
 def test_plain_pixels_are_exact(tmp_path):
     for seed in (0, 1):
         picture(seed, 64, 48).save(tmp_path / f"{seed}.png")
-    pixels = open_pixels([tmp_path / "0.png", tmp_path / "1.png"], 64, 48)
+    pixels = pictures.open_pixels([tmp_path / "0.png", tmp_path / "1.png"], 64, 48)
     assert (pixels.shape, pixels.dtype) == ((3, 2, 48, 64), torch.float32)
     expected = np.stack([np.asarray(picture(seed, 64, 48)) for seed in (0, 1)])
     restored = ((pixels + 1) * 127.5).round().permute(1, 2, 3, 0).to(torch.uint8)
@@ -73,9 +63,9 @@ def test_plain_pixels_are_exact(tmp_path):
 def test_other_image_formats_are_refused(tmp_path, kind):
     picture(0).save(tmp_path / "a.png", format=kind)  # Pillow would hand an EPS to Ghostscript
     with pytest.raises(OSError, match="not a png, jpeg or webp"):
-        read_size(tmp_path / "a.png", decode=True)
+        pictures.read_size(tmp_path / "a.png", decode=True)
     with pytest.raises(OSError, match="not a png, jpeg or webp"):
-        open_pixels([tmp_path / "a.png"], 32, 32)
+        pictures.open_pixels([tmp_path / "a.png"], 32, 32)
 
 
 # The product's own filter, lifted by pytest.
@@ -85,7 +75,7 @@ def test_image_bombs_are_refused_by_size(tmp_path):
     Image.new("1", (13_370, 13_370)).save(tmp_path / "bomb.png")
     for decode in (False, True):
         with pytest.raises(OSError, match="13370 x 13370 px are over 64 megapixels"):
-            read_size(tmp_path / "bomb.png", decode=decode)
+            pictures.read_size(tmp_path / "bomb.png", decode=decode)
 
 
 @pytest.mark.parametrize("mode", ["I;16", "RGBA", "LA", "P", "L", "CMYK"])
@@ -98,9 +88,9 @@ def test_bands_make_no_difference(mode, monkeypatch):
     if mode == "P":
         image.info["transparency"] = 3
     assert image.mode == mode
-    whole = np.asarray(to_rgb(image))
+    whole = np.asarray(pictures.to_rgb(image))
     monkeypatch.setattr(pixels_module, "BAND_PIXELS", 100)
-    assert np.array_equal(np.asarray(to_rgb(image)), whole)
+    assert np.array_equal(np.asarray(pictures.to_rgb(image)), whole)
 
 
 def swapped_profile():
@@ -116,7 +106,9 @@ def test_colors_follow_the_profile(tmp_path, mode):
     red = Image.new("RGB", (64, 64), (255, 0, 0)).convert(mode)
     red.save(tmp_path / "a.png", icc_profile=swapped_profile())
     red.save(tmp_path / "b.png", icc_profile=b"no profile")
-    swapped, plain = (open_pixels([tmp_path / name], 64, 64) for name in ("a.png", "b.png"))
+    swapped, plain = (
+        pictures.open_pixels([tmp_path / name], 64, 64) for name in ("a.png", "b.png")
+    )
     assert swapped[:, 0, 9, 9].tolist() == pytest.approx([-1, 1, -1], abs=0.02)
     assert plain[:, 0, 9, 9].tolist() == [1, -1, -1]
 
@@ -125,7 +117,7 @@ FIVE = DatasetOptions(num_frames=5, caption="x", frames_per_second=16)
 
 
 def shown(path, span):
-    gray = [image.convert("L").resize((1, 1)) for image in read_clip(path, span)]
+    gray = [image.convert("L").resize((1, 1)) for image in pictures.read_clip(path, span)]
     return [image.getpixel((0, 0)) / STEP for image in gray]
 
 
@@ -135,10 +127,9 @@ def shown(path, span):
 def test_videos_are_resampled_to_the_model(tmp_path, name, codec):
     path = write_video(tmp_path / name, 30, fps=24, codec=codec)
     (item,) = read_dataset(tmp_path, FIVE).items
-    assert item.span is not None
     # Each for the middle of its time.
     assert shown(path, item.span) == pytest.approx([0, 2, 3, 5, 6], abs=1.1)
-    later = ClipSpan(item.span.start_seconds + 0.5, 5, 16)
+    later = pictures.ClipSpan(item.span.start_seconds + 0.5, 5, 16)
     assert shown(path, later) == pytest.approx([12, 14, 15, 17, 18], abs=1.1)
 
 
@@ -155,9 +146,12 @@ def test_animations_are_clips(tmp_path, name):
 
 
 def test_clips_are_head_all_or_spread(tmp_path):
-    facts = read_facts(write_video(tmp_path / "a.mp4", 48, fps=24))
+    facts = pictures.read_facts(write_video(tmp_path / "a.mp4", 48, fps=24))
     starts = {
-        choice: [round(span.start_seconds * 16) for span in choose_spans(facts, choice, (9, 5), 16)]
+        choice: [
+            round(span.start_seconds * 16)
+            for span in pictures.choose_spans(facts, choice, (9, 5), 16)
+        ]
         for choice in ("head", "all", 1, 3)
     }
     assert starts == {"head": [0], "all": [0, 9, 18], 1: [11], 3: [0, 11, 23]}
@@ -213,4 +207,4 @@ def test_videos_are_upright_in_their_bucket(tmp_path, monkeypatch):
     monkeypatch.setattr("autotune.data.pixels._rotation", lambda frame: 90)
     (item,) = read_dataset(tmp_path, FIVE).items
     assert (item.width_px, item.height_px) == (48, 64)
-    assert open_pixels([path], 32, 64, item.span).shape == (3, 5, 64, 32)
+    assert pictures.open_pixels([path], 32, 64, item.span).shape == (3, 5, 64, 32)

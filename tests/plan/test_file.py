@@ -12,15 +12,8 @@ from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.models.registry import get_family
-from autotune.plan import file
+from autotune.plan import file, workload as plan_workload
 from autotune.plan.plan import Reason, Rejected
-from autotune.plan.workload import (
-    Bucket,
-    padded_text_tokens,
-    spread_of,
-    typical_bucket,
-    typical_text_tokens,
-)
 from autotune.search.gradient_checks import small_workload
 from autotune.share.store import DamagedRecord, name_of, parse_record
 from tests import builders
@@ -185,7 +178,7 @@ def test_unreadable_lists_are_refused(tmp_path, content):
     if content:
         (tmp_path / "list.yaml").write_bytes(content)
     with pytest.raises(InvalidInput, match="buckets"):
-        file.read_listing(tmp_path / "list.yaml", Bucket, "buckets", "write some")
+        file.read_listing(tmp_path / "list.yaml", plan_workload.Bucket, "buckets", "write some")
 
 
 def test_named_values_replace_their_rivals():
@@ -240,7 +233,7 @@ lengths = st.lists(st.integers(1, 1024), min_size=1, max_size=64).map(sorted)
 
 @given(lengths, st.integers(1, 64))
 def test_a_spread_rises_within_its_values(values, count):
-    spread = spread_of(values, count)
+    spread = plan_workload.spread_of(values, count)
     assert len(spread) == count
     assert list(spread) == sorted(spread)
     assert values[0] <= spread[0]
@@ -250,11 +243,11 @@ def test_a_spread_rises_within_its_values(values, count):
 @given(lengths, st.integers(1, 32))
 def test_usual_captions_have_mean_length(values, batch):
     work = workload(values, batch)
-    mean = sum(typical_text_tokens(work)) / batch
+    mean = sum(plan_workload.typical_text_tokens(work)) / batch
     if len(values) % batch == 0 or batch % len(values) == 0:
         assert mean == pytest.approx(sum(values) / len(values), abs=0.5)
-    padded = [padded_text_tokens(work, size) for size in (1, batch)]
-    assert padded == [pytest.approx(mean), max(typical_text_tokens(work))]
+    padded = [plan_workload.padded_text_tokens(work, size) for size in (1, batch)]
+    assert padded == [pytest.approx(mean), max(plan_workload.typical_text_tokens(work))]
     assert padded[1] <= work.max_text_tokens
 
 
@@ -268,11 +261,13 @@ def test_usual_bucket_is_near_mean():
     def work(*items):
         frames = zip((1, 41, 81), items, strict=True)
         shape = {"width_px": 64, "height_px": 64}
-        buckets = tuple(Bucket(**shape, num_frames=n, num_items=count) for n, count in frames)
+        buckets = tuple(
+            plan_workload.Bucket(**shape, num_frames=n, num_items=count) for n, count in frames
+        )
         return builders.workload(buckets=buckets)
 
     works = work(1, 9, 1), work(0, 0, 0), work(0, 0, 3)
-    assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
+    assert [plan_workload.typical_bucket(work).num_frames for work in works] == [41, 81, 81]
 
 
 def test_uneven_captions_leave_a_check_alone():

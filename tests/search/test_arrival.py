@@ -44,7 +44,6 @@ def test_next_start_finds_the_measured_plan(predicted, tmp_path):
     save_plan(measured, measured_path(path))
     longer = with_job(predicted, num_steps=7)
     found = load_measured(path, longer, HERE)
-    assert found
     assert (found.job.num_steps, found.frozen) == (7, measured.frozen)
     newer_driver = HERE.changed(versions=HERE.versions.changed(driver="595.10"))
     assert newer_driver.fingerprint != HERE.fingerprint

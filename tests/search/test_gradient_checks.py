@@ -78,7 +78,6 @@ def test_checked_blocks_are_really_swapped(monkeypatch):
     watched = lambda *args: copied.append(args[1]) or fetch(*args)  # noqa: E731
     monkeypatch.setattr(BlockSwap, "_before_forward", watched)
     rule = GRADIENT_TOLERANCES["swapped_blocks"](1)
-    assert rule is not None
     choices = {"swapped_blocks": rule.checked_choice, **rule.other_choices}
     request = request_of("qwen-image", precision="fp32", **choices)
     assert request.perform(ChildState()) <= rule.tolerance
@@ -139,7 +138,6 @@ def test_compiled_blocks_agree(monkeypatch):
     """With graphs that are not turned into code: that takes a minute on a CPU."""
     monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")
     rule = GRADIENT_TOLERANCES["compile"]("block")
-    assert rule is not None
     request = request_of(
         "qwen-image", precision="fp32", compile=rule.checked_choice, **rule.other_choices
     )
@@ -149,7 +147,6 @@ def test_compiled_blocks_agree(monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_updates_agree_with_plain_adamw(precision):
     rule = optimizer_tolerance("adamw")
-    assert rule is not None
     asked = UpdateRequest(
         Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu"
     )

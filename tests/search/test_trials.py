@@ -32,7 +32,6 @@ MIB = 2**20
 
 
 def child(runner):
-    assert runner._child is not None
     return psutil.Process(runner._child.process.pid)
 
 

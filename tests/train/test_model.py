@@ -106,7 +106,6 @@ def test_each_format_trains_and_goes_on(bench, tmp_path, storage):
     watched, broken = tmp_path / "watched", tmp_path / "broken"
     previews = {"preview_prompts": (PROMPT,), "preview_every": 1}
     report = compact.train(compact.plan(output=str(watched), **job, **previews))
-    assert report.verdict is not None
     assert report.verdict.num_unmoved == report.verdict.num_not_finite == 0
     assert report.quantization_error is not None
     line = error_text(report.quantization_error, storage)

@@ -99,7 +99,6 @@ def test_report_judges_the_adapter(run):
     assert names == {"caching", "loading", "previews", "training", "saving"}
     assert all(phase.host_bytes for phase in report.phases)
     verdict = report.verdict
-    assert verdict is not None
     assert (verdict.num_layers, verdict.num_unmoved, verdict.num_not_finite) == (24, 0, 0)
     assert verdict.base_loss != verdict.adapter_loss
     promised = report.phases[0].changed(host_bytes=2**30, device_bytes=None)

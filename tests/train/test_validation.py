@@ -27,8 +27,6 @@ def _few_draws(monkeypatch):
 def test_without_adapter_means_adapter_of_zero(bench, tmp_path):
     loop = bench.loop(bench.plan(num_steps=2, validation="40%"), tmp_path, held_out=2)
     meter = loop.validation.meter
-    assert meter
-    assert loop.validation.history
     trained, base = meter.measure(2), meter.measure_base(2)
     assert loop.validation.history.base_loss == statistics.fmean(base)
     for parameter, value in zip(bench.trained.adapter, bench.initial, strict=True):
@@ -111,7 +109,6 @@ def test_the_best_adapter_is_kept(bench, tmp_path, monkeypatch):
     steps = []
     report = bench.train(plan, steps_to(steps.append))
     best = report.validation
-    assert best
     assert best.num_images == 2
     losses = {event.step: event.validation_loss or math.inf for event in steps}
     assert best.kept_step == best.lowest_step == min(losses, key=lambda step: losses[step]) < 6

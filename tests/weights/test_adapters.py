@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.exchange import convert_weights
+from autotune.weights import names as layouts
 from autotune.weights.adapters import (
     DIFFUSERS_KEY,
     Adapter,
@@ -20,17 +21,6 @@ from autotune.weights.adapters import (
     write_adapter,
 )
 from autotune.weights.files import CorruptFile, read_header
-from autotune.weights.names import (
-    FLUX1_CLASS,
-    LAYOUTS,
-    SD3_CLASS,
-    KroneckerLayer,
-    LoraLayer,
-    factorize,
-    find_class,
-    lokr_shapes,
-    split_layers,
-)
 from autotune.weights.tensors import save_file
 from tests.weights.conftest import bits
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
@@ -106,7 +96,9 @@ def test_mixed_ranks_load_into_pipelines(trained, tmp_path, format):
     save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
     layers = dict(read_adapter(tmp_path / "a.safetensors").layers)
     for name in list(layers)[::3]:
-        layers[name] = LoraLayer(layers[name].down[:2].clone(), layers[name].up[:, :2].clone(), 1.5)
+        layers[name] = layouts.LoraLayer(
+            layers[name].down[:2].clone(), layers[name].up[:, :2].clone(), 1.5
+        )
     write_adapter(tmp_path / "odd.safetensors", Adapter(layers, {}), format)
     pipeline, merged = pipeline_of(cls, base), copy.deepcopy(base)
     pipeline.load_lora_weights(tmp_path, weight_name="odd.safetensors")
@@ -131,7 +123,7 @@ layers = st.dictionaries(names, parts, min_size=1, max_size=5).filter(
 @given(layers, st.permutations(FORMATS))
 def test_conversions_keep_the_adapter(found, chain):
     made = {
-        name: LoraLayer(torch.randn(rank, 5).to(kind), torch.randn(6, rank).to(kind), alpha)
+        name: layouts.LoraLayer(torch.randn(rank, 5).to(kind), torch.randn(6, rank).to(kind), alpha)
         for name, (rank, alpha, kind) in found.items()
     }
     adapter = Adapter(made, {"autotune": INFO.model_dump_json()})
@@ -150,9 +142,9 @@ def test_conversions_keep_the_adapter(found, chain):
 
 
 LOKR_PARTS = {
-    "whole": lokr_shapes((12, 20), 8, 2),
-    "product": lokr_shapes((12, 20), 2, 2),
-    "products": lokr_shapes((48, 48), 2, 0, decompose_both=True),
+    "whole": layouts.lokr_shapes((12, 20), 8, 2),
+    "product": layouts.lokr_shapes((12, 20), 2, 2),
+    "products": layouts.lokr_shapes((48, 48), 2, 0, decompose_both=True),
 }
 
 
@@ -213,14 +205,14 @@ def test_lokr_is_cut_as_peft_cuts():
 
     for factor in (-1, 1, 2, 4, 7, 8, 16, 100):
         for size in (*range(1, 65), 127, 360, 3072, 12288):
-            assert factorize(size, max(0, factor)) == factorization(size, factor)
+            assert layouts.factorize(size, max(0, factor)) == factorization(size, factor)
 
 
 @pytest.mark.parametrize("transformer", ["FluxTransformer2DModel", "MiniMaxH3Transformer3DModel"])
 def test_lokr_is_written_where_read(transformer):
     names = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "out.0")]
-    made = {name: torch.randn(shape) for name, shape in lokr_shapes((16, 16), 2, 4).items()}
-    adapter = Adapter(dict.fromkeys(names, KroneckerLayer(made)), {})
+    made = {name: torch.randn(shape) for name, shape in layouts.lokr_shapes((16, 16), 2, 4).items()}
+    adapter = Adapter(dict.fromkeys(names, layouts.KroneckerLayer(made)), {})
     with pytest.raises(InvalidInput, match="is a part of"):
         serialize_adapter(adapter, "kohya", transformer)
     if transformer == "MiniMaxH3Transformer3DModel":  # ComfyUI knows no names of such parts
@@ -369,7 +361,7 @@ def test_first_alpha_pattern_counts():
 def test_ambiguous_adapters_need_their_model(tmp_path, to):
     source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     shared = "transformer_blocks.3.attn.to_out.0"  # of FLUX.1 and Qwen-Image, equally wide
-    layer = LoraLayer(torch.ones(2, 3072), torch.ones(3072, 2), 2.0)
+    layer = layouts.LoraLayer(torch.ones(2, 3072), torch.ones(3072, 2), 2.0)
     write_adapter(source, Adapter({shared: layer}, {}), "diffusers")
     with pytest.raises(InvalidInput, match="may be for one of several") as caught:
         convert_weights(source, out, to=to)
@@ -386,13 +378,15 @@ def test_ambiguous_adapters_need_their_model(tmp_path, to):
 
 WIDTH = 3072  # diffusers' converter takes no other
 
-FLUX1 = LAYOUTS[FLUX1_CLASS]
+FLUX1 = layouts.LAYOUTS[layouts.FLUX1_CLASS]
 SINGLE = "single_transformer_blocks.3."
 QKV = tuple(f"attn.to_{letter}" for letter in "qkv")
 
 
 def layer(rank, inputs, outputs, alpha=None):
-    return LoraLayer(torch.randn(rank, inputs), torch.randn(outputs, rank), float(alpha or rank))
+    return layouts.LoraLayer(
+        torch.randn(rank, inputs), torch.randn(outputs, rank), float(alpha or rank)
+    )
 
 
 def assert_same(found, expected):
@@ -428,7 +422,7 @@ def test_diffusers_reads_full_single_blocks():
 @pytest.mark.parametrize("rank", [2, 3])
 def test_joined_layers_split_by_rows(rank):
     trained = layer(rank, 8, 24, alpha=5)
-    back = split_layers({"double_blocks.0.img_attn.qkv": trained}, FLUX1)
+    back = layouts.split_layers({"double_blocks.0.img_attn.qkv": trained}, FLUX1)
     assert list(back) == [f"transformer_blocks.0.{part}" for part in QKV]
     assert torch.allclose(torch.cat([update(found) for found in back.values()]), update(trained))
 
@@ -436,14 +430,14 @@ def test_joined_layers_split_by_rows(rank):
 @pytest.mark.parametrize(
     ("names", "answer"),
     [
-        (["0.attn.to_q", SINGLE + "attn.to_q"], FLUX1_CLASS),
+        (["0.attn.to_q", SINGLE + "attn.to_q"], layouts.FLUX1_CLASS),
         (["0.attn.to_q", SINGLE + "attn.to_out"], "Flux2Transformer2DModel"),
         (["18.attn.to_q", "0.ff.net.2"], None),  # also Stable Diffusion 3.5's
         (["0.attn.add_q_proj", "proj_out"], None),  # also Qwen-Image's
         (["0.attn.to_q", "19.attn.to_q"], None),  # FLUX.1 has 19: one of the two
         (["0.attn.to_q", "38.attn.to_q"], ""),
-        (["19.attn.to_q", "0.ff.net.2"], SD3_CLASS),
-        (["0.attn.to_q", "0.attn2.to_q"], SD3_CLASS),
+        (["19.attn.to_q", "0.ff.net.2"], layouts.SD3_CLASS),
+        (["0.attn.to_q", "0.attn2.to_q"], layouts.SD3_CLASS),
         (["0.attn.to_q", "0.img_mlp.net.2"], ""),
         (["blocks.0.to_q", "proj_out"], ""),
         ([], ""),
@@ -451,4 +445,4 @@ def test_joined_layers_split_by_rows(rank):
 )
 def test_names_tell_their_model(names, answer):
     in_blocks = [f"transformer_blocks.{name}" if name[0].isdigit() else name for name in names]
-    assert find_class(in_blocks) == answer
+    assert layouts.find_class(in_blocks) == answer
