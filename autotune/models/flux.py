@@ -250,7 +250,7 @@ class Flux2Dev(Flux2Klein):
         return super().load_pipeline(folder, **{"tokenizer": load_tokenizer(folder), **components})
 
 
-class Flux3(modular.ModularFamily, Flux2Klein):
+class Flux3(latents.QwenProcessor, modular.ModularFamily, Flux2Klein):
     """Text to image, without the prompt upsampler. Latents are FLUX.2's."""
 
     name = "flux3"
@@ -261,6 +261,7 @@ class Flux3(modular.ModularFamily, Flux2Klein):
     text_blocks = ("text_encoder",)
     unused_blocks = ("prompt_upsampler",)
     components = ("transformer", "vae", "text_encoder", "tokenizer")
+    processor = ("tokenizer", "Qwen3VLProcessor")
     transformer_class = "Flux3Transformer2DModel"
     prompt_size = (("joint_attention_dim", 20480),)
     max_text_tokens = MAX_TEXT_TOKENS_3
@@ -277,10 +278,6 @@ class Flux3(modular.ModularFamily, Flux2Klein):
         "modulation": "its blocks share their modulation layers, which hold 3% of the weights",
         "norm_rope": "it computes them in fp32 from queries and keys, where the function rounds",
     }
-
-    def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        processor = latents.load_processor("Qwen3VLProcessor", folder / "tokenizer")
-        return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         tokenizer = load_tokenizer(folder)

@@ -21,11 +21,12 @@ ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
 MLP = r"feed_forward\.(in_layer|out_layer)"
 
 
-class Kandinsky5(family.Family):
+class Kandinsky5(latents.QwenProcessor, family.Family):
     """Prompts of Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
     components = (*family.COMPONENTS, "text_encoder_2", "tokenizer_2")
+    processor = ("tokenizer", "Qwen2VLProcessor")
     latent_channels = ("in_visual_dim", 4)
     prompt_size = (("in_text_dim", 3584),)
     pooled_size = ("in_text_dim2", 768)
@@ -59,10 +60,6 @@ class Kandinsky5(family.Family):
                 hint="use a checkpoint with regular attention: the 5-second models have it",
             )
         return super().build_transformer(config)
-
-    def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        processor = latents.load_processor("Qwen2VLProcessor", folder / "tokenizer")
-        return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
     def count_text_tokens(
         self, folder: Path, captions: family.Texts, controls: family.Sizes = ()

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from autotune.system.lazy import Tensor, diffusers, torch
 
@@ -81,9 +81,20 @@ def image_processor(kind: str) -> Any:
     return Processor
 
 
-def load_processor(kind: str, folder: Path) -> Any:
-    """Load an `image_processor` from a folder of its own."""
-    return image_processor(kind).from_pretrained(folder, trust_remote_code=False)
+class QwenProcessor:
+    """The processor of families whose text encoder is one of Qwen's that see."""
+
+    processor: ClassVar[tuple[str, str]]  # the component that it is, and its class
+
+    def load_processor(self, folder: Path) -> Any:
+        """Load the processor of the model in `folder`."""
+        name, kind = self.processor
+        return image_processor(kind).from_pretrained(folder / name, trust_remote_code=False)
+
+    def load_pipeline(self, folder: Path, **components: Any) -> Any:
+        stock: Any = super()
+        components = {self.processor[0]: self.load_processor(folder), **components}
+        return stock.load_pipeline(folder, **components)
 
 
 def with_controls(noisy: Tensor, batch: Mapping[str, Tensor]) -> list[Tensor]:

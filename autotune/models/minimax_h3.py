@@ -25,7 +25,7 @@ COLORS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of I
 VIDEO, TEXT, SOUND = 0, 1, 2  # tags of rows, as the pipeline's
 
 
-class MiniMaxH3(modular.ModularFamily):
+class MiniMaxH3(latents.QwenProcessor, modular.ModularFamily):
     """Text to video, without guidance. A row of the video stands for 2x2 latents of a frame."""
 
     name = "minimax-h3"
@@ -38,6 +38,7 @@ class MiniMaxH3(modular.ModularFamily):
         *("transformer", "vae", "audio_vae", "text_encoder", "tokenizer", "processor"),
         *("scheduler", "audio_scheduler"),
     )
+    processor = ("processor", "Qwen3VLProcessor")
     decoders = ("vae", "audio_vae")
     transformer_class = "MiniMaxH3Transformer3DModel"
     untrained_files = r"ref2va|transformer_ref"
@@ -72,10 +73,6 @@ class MiniMaxH3(modular.ModularFamily):
     def whole_frames(self, num_frames: int) -> int:
         chunks = (num_frames - FIRST_FRAMES) // CHUNK_FRAMES
         return 1 if chunks < 0 else chunks * CHUNK_FRAMES + FIRST_FRAMES
-
-    def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        processor = latents.load_processor("Qwen3VLProcessor", folder / "processor")
-        return super().load_pipeline(folder, **{"processor": processor, **components})
 
     def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
         return super().encode_caption(pipeline, caption or NO_WORD)

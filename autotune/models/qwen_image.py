@@ -86,21 +86,18 @@ class QwenImage(Family):
         return {"prompt": prompt, "true_cfg_scale": guidance, "negative_prompt": " "}
 
 
-class QwenImageEdit(QwenImage):
+class QwenImageEdit(latents.QwenProcessor, QwenImage):
     """One control image, some 1,400 tokens of the caption: the encoder sees one megapixel."""
 
     name = "qwen-image-edit"
     models, defaults, tiny_config = facts.family_facts(name)
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
+    processor = ("processor", "Qwen2VLProcessor")
     min_controls = max_controls = 1
     max_text_tokens = 3840  # nothing is cut; of 4096 positions a picture's side takes up to 256
     condition_area_px: ClassVar[int] = 1024 * 1024  # of images for the text encoder
     picture_prompt: ClassVar[str] = ""  # for each of them, before the caption
-
-    def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        processor = latents.load_processor("Qwen2VLProcessor", folder / "processor")
-        return super().load_pipeline(folder, **{"processor": processor, **components})
 
     def encode_caption(self, pipeline: Any, caption: str, controls: Pixels = ()) -> Sample:
         self.check_num_controls(len(controls), f"the caption {caption!r}")
@@ -117,7 +114,7 @@ class QwenImageEdit(QwenImage):
         return prompt
 
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
-        processor = latents.load_processor("Qwen2VLProcessor", folder / "processor")
+        processor = self.load_processor(folder)
         stock = latents.build_empty_pipeline(self.pipeline_class)
         counts = []
         for caption, sizes in zip(captions, controls, strict=True):
@@ -179,7 +176,7 @@ PLACES = "image_places"  # of control images among a caption's tokens
 PICTURE = "<image{}><|vision_start|><|image_pad|><|vision_end|>"
 
 
-class QwenImage21(Family):
+class QwenImage21(latents.QwenProcessor, Family):
     """Text to image, and editing: control images stand among the tokens of the text, at
     `image_places`. Prompts pass through the model at their own length."""
 
@@ -188,6 +185,7 @@ class QwenImage21(Family):
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = "QwenImage21Transformer2DModel"
     components = ("transformer", "vae", "text_encoder", "processor", "scheduler")
+    processor = ("processor", "Qwen3VLProcessor")
     latent_px = 16
     patch = 1
     size_multiple_px = latent_px * SLOT
@@ -212,14 +210,10 @@ class QwenImage21(Family):
     def tokens_per_frame(self, bucket: Bucket) -> int:
         return super().tokens_per_frame(bucket) * SLOT**2
 
-    def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        processor = latents.load_processor("Qwen3VLProcessor", folder / "processor")
-        return super().load_pipeline(folder, **{"processor": processor, **components})
-
     def count_text_tokens(self, folder: Path, captions: Texts, controls: Sizes = ()) -> list[int]:
         from diffusers import QwenImage21Pipeline
 
-        processor = latents.load_processor("Qwen3VLProcessor", folder / "processor")
+        processor = self.load_processor(folder)
         stock, counts = QwenImage21Pipeline(None, None, None, processor, None), []
         for caption, sizes in zip(captions, controls or [()] * len(captions), strict=True):
             pictures = " ".join(PICTURE.format(number + 1) for number in range(len(sizes)))
