@@ -110,6 +110,22 @@ class ModelFields(Frozen):
     expert: Expert | None = None
     """For a model of two transformers, as Wan 2.2 14B: train high-noise or low-noise."""
 
+    @property
+    def model_ref(self) -> ModelRef:
+        """The model with its parts. Raises InvalidInput if none is named."""
+        if self.model is None:
+            raise InvalidInput(
+                "no model is named", hint="name a model, or an earlier plan: earlier=, --from"
+            )
+        return ModelRef(
+            name=self.model,
+            revision=self.revision,
+            base=self.base,
+            vae=self.vae,
+            text_encoders=self.text_encoders,
+            expert=self.expert,
+        )
+
 
 class DataFields(Frozen):
     """The data, and choices of reading it."""
@@ -240,18 +256,6 @@ class Job(JobFields):
         if self.validation is None:
             return 0
         return 1 + (-(-self.num_steps // self.validation_every) if self.validation_every else 1)
-
-    @property
-    def model_ref(self) -> ModelRef:
-        """The model at its revision."""
-        return ModelRef(
-            name=self.model,
-            revision=self.revision,
-            base=self.base,
-            vae=self.vae,
-            text_encoders=self.text_encoders,
-            expert=self.expert,
-        )
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
         """Count optimizer steps if an epoch has so many images: by its epochs if it names any.

@@ -15,7 +15,7 @@ from autotune.errors import InvalidInput, InvalidPlan, suggest_nearest
 from autotune.plan import candidate, prediction
 from autotune.plan.base import HIDDEN, Hours, MemoryAmount, Option, Request, first_problem
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import MAX_STEPS, DataFields, JobFields, ModelRef, PathText, as_job_data
+from autotune.plan.job import MAX_STEPS, DataFields, JobFields, PathText, as_job_data
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import ADAMW, NamedOptimizer, WorkloadRequest
 
@@ -95,22 +95,6 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     interrupted: Annotated[Literal["ignored", "resumed", "forgotten"], HIDDEN] = "ignored"
     """Use of an interrupted search for the same without a name. `ignored` keeps trials in
     memory."""
-
-    @property
-    def model_ref(self) -> ModelRef:
-        """The model with its parts. Raises InvalidInput if none is named."""
-        if self.model is None:
-            raise InvalidInput(
-                "no model is named", hint="name a model, or an earlier plan: earlier=, --from"
-            )
-        return ModelRef(
-            name=self.model,
-            revision=self.revision,
-            base=self.base,
-            vae=self.vae,
-            text_encoders=self.text_encoders,
-            expert=self.expert,
-        )
 
     @property
     def is_local(self) -> bool:
