@@ -1,7 +1,7 @@
 """A candidate, how captions are encoded for it before training, and what its trials measured."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -204,3 +204,10 @@ def count_blocks(value: str | int, num_blocks: int) -> int:
         return int(first)
     whole_groups, rest = divmod(num_blocks, int(every))
     return whole_groups * int(first) + min(rest, int(first))
+
+
+def nearest_numbers(numbers: Collection[Choice], own: Choice) -> list[int]:
+    """Choose the nearest of numbers of blocks below and above `own`, then the farthest."""
+    below = sorted(int(number) for number in numbers if int(number) < int(own))
+    above = sorted(int(number) for number in numbers if int(number) > int(own))
+    return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))

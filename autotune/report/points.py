@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotune.plan.candidate import Choice, counting_trials
+from autotune.plan.candidate import Choice, counting_trials, nearest_numbers
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.words import OUTCOMES, TITLES, setting_text
 
@@ -133,7 +133,5 @@ def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
 def _other_values(values: list[Choice], current: Choice) -> list[Choice]:
     others = [value for value in values if value != current]
     if all(isinstance(value, int) for value in values) and len(others) > MAX_VALUES:
-        below = sorted(int(value) for value in others if int(value) < int(current))
-        above = sorted(int(value) for value in others if int(value) > int(current))
-        return list(dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:])))
+        return [*nearest_numbers(others, current)]
     return others

@@ -9,7 +9,7 @@ from autotune.cost.estimate import job_time
 from autotune.cost.predict import CostModel
 from autotune.knobs.registry import KNOBS
 from autotune.knobs.settings import encoder_element_bytes
-from autotune.plan.candidate import Choice, TrialResult
+from autotune.plan.candidate import Choice, TrialResult, nearest_numbers
 from autotune.plan.hardware import shares_host_memory
 from autotune.plan.job import Job
 from autotune.plan.plan import Expected, PlannedHardware
@@ -179,10 +179,7 @@ def _best_by_value(
         )
         values = list(smallest)
         if knob.is_composed:
-            numbers = sorted(map(int, values))
-            below = [number for number in numbers if number < int(own)]
-            above = [number for number in numbers if number > int(own)]
-            values = [*dict.fromkeys((*below[-1:], *above[:1], *below[:1], *above[-1:]))]
+            values = [*nearest_numbers(values, own)]
         found += [fastest.get(value) or smallest[value] for value in values]
     return found
 

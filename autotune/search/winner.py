@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autotune.cost.predict import CostModel
 from autotune.errors import NothingFits
 from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, startup_seconds
-from autotune.plan.candidate import Candidate, Choice, TrialResult, counting_trials
+from autotune.plan.candidate import Candidate, Choice, TrialResult, counting_trials, nearest_numbers
 from autotune.plan.plan import Reason, Rejected
 from autotune.plan.prediction import Prediction
 from autotune.plan.words import PHASES, label_of
@@ -214,10 +214,7 @@ def _explain_choice(
 def _others(knob: str, chosen: Choice, space: SearchSpace, scores: Sequence[Score]) -> list[Choice]:
     seen = {getattr(score.candidate, knob) for score in scores}
     if knob in COMPOSED:
-        numbers = sorted(seen)
-        below = [number for number in numbers if number < int(chosen)]
-        above = [number for number in numbers if number > int(chosen)]
-        return list(dict.fromkeys((*above[-1:], *above[:1], *below[-1:], *below[:1])))
+        return [*sorted(nearest_numbers(seen, chosen), reverse=True)]
     tried = [choice for choice in space.tried_choices[knob] if choice in seen]
     known = dict.fromkeys((*space.choices[knob], *tried))
     return [choice for choice in known if choice != chosen]
