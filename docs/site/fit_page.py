@@ -58,7 +58,7 @@ def render() -> str:
             },
         }
         for each in by_size["usual"]:
-            gpus[each.gpu] = {
+            gpus[each.gpu] = gpus.get(each.gpu) or {
                 "title": f"{cards[each.gpu].name.removeprefix('NVIDIA ')}, {each.memory_gb:g} GB",
                 "memory_gb": each.memory_gb,
                 "name": each.gpu.removeprefix("nvidia-"),
@@ -104,7 +104,7 @@ def _answer(each: CatalogPrediction, steps: int, batch: int, unit: str) -> dict[
         return range_text(seconds, each.time_uncertainty, rough_seconds)
 
     settings = [setting_text("quantization", each.settings.quantization)]
-    settings += unusual_settings(each.settings, MAIN[1:])
+    settings += unusual_settings(dict(each.settings), MAIN[1:])
     return {
         "step": told(each.step_seconds),
         "image": f"{told(each.step_seconds / batch)} {unit}",

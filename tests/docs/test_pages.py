@@ -57,17 +57,47 @@ def test_counts_in_docs_are_the_catalogs():
     assert set(re.findall(r"(\d+) GPUs", text)) == {str(len(list_gpus()))}
 
 
-@pytest.mark.slow
-def test_page_fit_answers_from_disk_alone():
-    page = runpy.run_path(str(DOCS / "site" / "fit_page.py"))["render"]()
-    assert len(page.encode()) < 2 << 20
-    assert not re.search(r"(?:src|href)=|https?://|fetch\(", page)
-    data = json.loads(re.findall(r'"application/json" id="data">(.*)</script>', page)[0])
+@pytest.fixture(scope="module")
+def fit_page() -> str:
+    return runpy.run_path(str(DOCS / "site" / "fit_page.py"))["render"]()
+
+
+def test_page_fit_answers_from_disk_alone(fit_page):
+    assert len(fit_page.encode()) < 2 << 20
+    assert not re.search(r"(?:src|href)=|https?://|fetch\(", fit_page)
+    data = json.loads(re.findall(r'"application/json" id="data">(.*)</script>', fit_page)[0])
     assert set(data["models"]) == {model.name for model in list_models()}
     by_size = data["models"]["flux1-dev"]["found"]
     found = {size: known["nvidia-rtx-4090"] for size, known in by_size.items()}
     assert found["usual"]["memory_bytes"] <= data["gpus"]["nvidia-rtx-4090"]["memory_bytes"]
     assert found["768"]["image"] != found["usual"]["image"]
+
+
+@pytest.mark.slow
+def test_page_fit_answers_in_a_browser(fit_page, tmp_path):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("there is no chromium here")
+    (tmp_path / "fit.html").write_text(fit_page)
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page, errors, asked = browser.new_context(offline=True).new_page(), [], []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{(tmp_path / 'fit.html').as_uri()}#model=flux1-dev&gpu=nvidia-rtx-4090&ram=64")
+        assert "It should fit" in page.inner_text("#answer")
+        assert axe.Axe().run(page).response["violations"] == []
+        page.select_option("#model", "minimax-h3")
+        page.select_option("#ram", "16")
+        assert "need more system RAM" in page.inner_text("#answer")
+        for model in page.eval_on_selector_all("#model option", "each => each.map(o => o.value)"):
+            page.select_option("#model", model)
+            told = page.inner_text("main")
+            assert not re.search("undefined|NaN|null|Infinity", told), (model, told)
+            parse(words_of(page.inner_text("pre")))
+        assert (errors, len(asked)) == ([], 1)
+        browser.close()
 
 
 def test_every_link_leads_somewhere():
