@@ -86,8 +86,8 @@ def _features(
         f"{IN_PRECISION}{precision},{quantization}",
         f"{IN_PRECISION}{precision},{attention}",
         f"recomputes={recomputes}",
-        # Sizes share the terms of the doublings up to them: what 4 taught holds for 8 too, but for
-        # one term.
+        # Sizes share the terms of the doublings up to them: all that 4 taught but one
+        # term holds for 8, too.
         *(f"{DOUBLING}{2**number}" for number in range(doublings)),
     )
     swaps = ((SWAPS, math.log1p(arriving / SWAP_UNIT)),) if arriving else ()

@@ -353,7 +353,7 @@ class KeepingInput(torch.autograd.Function):
 
 
 class MatMul4Bit(torch.autograd.Function):
-    """Dequantizes the stored weight for each product, but for a few rows on CUDA."""
+    """Dequantizes the stored weight for each product, except of a few rows on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, shape: Any, rules: DeviceRules) -> Any:

@@ -184,8 +184,8 @@ def phases_of(
             "transient_bytes": r.optimizer_transient_bytes + r.library_bytes,
         }
     correction = (factor - 1) * (resting + sum(step.values()))
-    # Weights, adapter and gradients are counted, so that only what comes and goes can be less than
-    # was predicted.
+    # Weights, adapter and gradients are counted, so only what comes and goes can take less than
+    # predicted.
     for part in ("transient_bytes", "saved_activation_bytes"):
         before = step.get(part, 0.0)
         step[part] = max(0.0, before + correction)
@@ -242,8 +242,8 @@ def kept_part_bytes(
     encoder_parameters: int,
     unquantized_bytes: int,
 ) -> Mapping[str, int]:
-    """Return bytes that each phase needs beyond what autotune's executor needs there, of a
-    transformer that has so many before it is quantized."""
+    """Return the bytes that another trainer's phases need beyond ours, for a transformer of so
+    many bytes before it is quantized."""
     found: dict[str, int] = {}
     for one in overheads.kept:
         for phase in KEEP_ON if one.phase == "train" else (one.phase,):

@@ -417,8 +417,8 @@ def _encode_each(
 
 @torch.no_grad()
 def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
-    """Encode one entry. Raises _Unreadable if a file cannot be decoded, AutotuneError for what is
-    not finite; cached, it would make every loss a NaN much later."""
+    """Encode one entry. Raises _Unreadable if a file cannot be decoded, AutotuneError if
+    numbers are not finite: cached, they would make every loss a NaN much later."""
     if entry.caption is None and not entry.paths:  # of a slider: no picture, only noise
         model = encoders.model
         shapes = model.family.sample_shapes(model.config, entry.bucket, 1, 0).items()

@@ -90,9 +90,9 @@ class Contents:
 
 
 def list_contents(folder: Path, *, exclude: Path | None = None) -> Contents:
-    """List what lies below `folder`, but for what is hidden, below `exclude` or in the output
+    """List the files below `folder` that are not hidden, below `exclude` or in the output
     folder of a run. Links to folders are named, and so are texts that are links to elsewhere:
-    what a stranger's data point to could leave this machine as a prompt."""
+    what untrusted data point to could leave this machine as a prompt."""
     files: list[Path] = []
     problems: list[Problem] = []
 

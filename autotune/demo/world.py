@@ -17,7 +17,7 @@ CONTRAST = 35.0
 MIN_PIXELS = 40
 GAP_PX = 3  # empty columns between two figures
 GRID = 48  # side of the templates that figures are compared with
-# Overlaps that count as no likeness, as of two different shapes, and as full likeness.
+# Overlap of two different shapes, which counts as no likeness, and that of full likeness.
 FLOOR, CEILING = 0.6, 0.92
 
 

@@ -406,7 +406,7 @@ def _json_text(values: Any) -> str:
 
 
 def _toml_text(values: Values) -> str:
-    """JSON's plain values are TOML's, too, but for escapes beyond the basic plane."""
+    """Write plain values as JSON, which is TOML, too, except for escapes beyond the basic plane."""
     lines: list[str] = []
 
     def add(section: Mapping[str, Any], path: str) -> None:

@@ -104,7 +104,7 @@ CONVERTS_AS_IT_READS = {"cpu": False, "cuda": True, "meta": False}
 
 
 def _as_output(changed: Tensor) -> Tensor:
-    # Before torch 2.13 compiled code has no gradient for what was changed in place, but for a view.
+    # Compiled by torch before 2.13, what was changed in place has no gradient unless it is a view.
     return changed.view_as(changed) if torch.compiler.is_compiling() else changed
 
 

@@ -248,7 +248,7 @@ def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
 
 
 def job_from(before: Mapping[str, object], overrides: Mapping[str, object]) -> Job:
-    """Return the job with the values of `before`, but for `overrides`. Raises InvalidPlan."""
+    """Return the job with the values of `before`, except `overrides`. Raises InvalidPlan."""
     gone: dict[str, object] = {}
     if overrides.keys() & {"model", "base"}:
         gone["revision"] = None  # a commit of another repository

@@ -125,8 +125,8 @@ class Learning(base.Frozen):
     """Images of one optimizer step (batch size x gradient accumulation x GPUs); by default the
     model's. How many pass at once is tuned."""
     preserve_prior: float = Field(default=0.0, ge=0, le=0.9)
-    """Share of images that learn what the base model makes of their caption without the trigger, so
-    that it forgets less: e.g. 0.2; by default none."""
+    """Share of images, e.g. 0.2, that learn what the base model makes of their caption without the
+    trigger, so that less is forgotten. By default none."""
     quality: Quality = "high"
     """Bits that the base model may be stored in: exact (16), high (8, too) or compact (4, too, and
     computing in 8)."""

@@ -117,7 +117,7 @@ def _json(facts: Any) -> str:
 
 
 def _pattern_of(private: set[str]) -> re.Pattern[str]:
-    """Match any of the texts as a whole word, as it is and as JSON has it, but for JSON's keys."""
+    """Match any of the texts as a whole word, as it is and as JSON has it, except JSON's keys."""
     forms = {form for text in private for form in (text, to_json(text).decode()[1:-1])}
     words = [re.escape(form) for form in forms - {"root"} if len(form) > 1]
     either = "|".join(sorted(words, key=len, reverse=True)) or "(?!)"

@@ -1,8 +1,9 @@
 """Chooses which candidate to try next, and whether any is worth it: pure.
 
-First the fastest of those that surely fit, else the smallest; then by expected improvement on
-predictions that all results have corrected, as far as it is likely to fit. None is tried that is
-predicted not to fit or as large as one that ran out; on shared memory none that may not fit.
+The first is the fastest that surely fits, or else the smallest. The others have the largest
+expected improvement, by predictions that all results have corrected, weighed by the chance to fit.
+A candidate is left out if it is predicted not to fit or as large as one that ran out; on shared
+memory also if it may not fit.
 """
 
 import math
@@ -168,7 +169,7 @@ class ResidualSearch:
     def remaining(
         self, results: Results, running: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
-        """Score the untried candidates that may run; of those alike but for swap, the least."""
+        """Score untried candidates that may run; of those that differ in swap alone, the least."""
         return self._remaining(tuple(results), frozenset(running))
 
     def _find_remaining(

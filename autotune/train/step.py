@@ -282,7 +282,7 @@ def collect_conditionings(
     levels: Sequence[float],
     place: Callable[[Batch], Batch],
 ) -> dict[bytes, Tensor]:
-    """Call the transformer without blocks, on the smallest images, for what blocks depend on."""
+    """Call the transformer without blocks, on the smallest images, to get what blocks depend on."""
     family, transformer, device = model.family, model.transformer, model.device
     side = family.size_multiple_px
     smallest = workload.Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)

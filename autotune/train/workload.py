@@ -39,7 +39,7 @@ def require_even_shares(batch: int, num_processes: int) -> None:
 
 
 def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
-    """Raise InvalidInput if the job asks for what cannot be, or cannot learn at its rate."""
+    """Raise InvalidInput if the job contradicts itself or the model, or its rate is absurd."""
     usual = usual_learning_rate(optimizer, family.defaults.learning_rate)
     is_known, (low, high) = ":" not in optimizer.name, (usual / SANE_RATES, usual * SANE_RATES)
     if is_known and not low <= job.learning_rate <= high:

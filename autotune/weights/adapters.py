@@ -463,7 +463,7 @@ def _lokr_options(layers: list[KroneckerLayer]) -> dict[str, bool | int]:
         if made == [lokr_shapes(x.shape, x.rank, factor, decompose_both=both) for x in layers]:
             return {"decompose_factor": factor or -1, "decompose_both": both}
     raise InvalidInput(
-        "diffusers makes no LoKr of such shapes: no one factor cuts them so",
+        "diffusers makes no LoKr of such shapes: no single factor gives them",
         hint="choose the format comfyui",
     )
 

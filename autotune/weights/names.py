@@ -208,7 +208,7 @@ class KroneckerLayer:
         return a @ b if core is None else torch.einsum("ij...,ip,jr->pr...", core, a, b)
 
     def matrix_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of `matrix`, for which a small file may ask any amount of memory.
+        """Return the shape of `matrix` without making it: a small file may ask for any size.
 
         Raises KeyError or RuntimeError if its factors are missing or do not fit together.
         """
