@@ -1,7 +1,6 @@
 """Predictions against what other trainers publish: a check of sanity, for they are other programs.
 
-    python benchmarks/published.py [--csv ../shared/data/published_numbers.csv] [--fresh FILE ...]
-        [--asked ../shared/data/readings_2026-11-25.csv ...]
+    python benchmarks/published.py [--csv FILE] [--fresh FILE ...] [--asked FILE ...]
 
 Rows are chosen by these rules; the first that a row breaks is the reason printed. They were fixed
 before any error was seen, but for what is marked with *: that was found in a program's source after
@@ -741,15 +740,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    here = Path(__file__).parent
-    parser.add_argument(
-        "--csv", type=Path, default=here / "../../shared/data/published_numbers.csv"
-    )
-    parser.add_argument(
-        "--fresh", type=Path, nargs="*", default=[here / "data" / "fresh_readings.csv"]
-    )
-    shared = here / "../../shared/data/readings_2026-11-25.csv"
-    parser.add_argument("--asked", type=Path, nargs="*", default=[shared])
+    data = Path(__file__).parent / "data"
+    parser.add_argument("--csv", type=Path, default=data / "published_numbers.csv")
+    parser.add_argument("--fresh", type=Path, nargs="*", default=[data / "fresh_readings.csv"])
+    asked = [data / "readings_2026-11-25.csv"]
+    parser.add_argument("--asked", type=Path, nargs="*", default=asked)
     arguments = parser.parse_args()
     published = rows_of(arguments.csv)
     readings = report("published numbers, older families", [*filter(is_older, published)])
