@@ -8,12 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from autotune.data.items import add_trigger
+from autotune.data.items import MAX_CAPTION_BYTES, add_trigger
 from autotune.data.media import Media, find_captions, find_media, list_contents
 from autotune.errors import InvalidInput
 from autotune.system.files import data_path, read_bounded, write_text_atomic
 
-MAX_CAPTION_BYTES = 1 << 20
 MAX_UNDO_BYTES = 64 << 20
 NOTHING: Mapping[str, str] = MappingProxyType({})
 

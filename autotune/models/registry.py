@@ -24,7 +24,7 @@ from autotune.system.process import reveal_packages
 ENTRY_POINTS = "autotune.families"
 LISTING = "`autotune models` lists all"
 UNTOLD = ("diffusers",)  # of repositories: which program their files are for
-WEIGHT_FORMATS = ("fp8", "bf16", "fp16", "gguf", "safetensors")
+FORMAT_WORDS = ("fp8", "bf16", "fp16", "gguf", "safetensors")
 MAX_MEANT = 4  # more models that have a word in common are none that was meant
 
 
@@ -127,7 +127,7 @@ def _published_names() -> dict[str, tuple[str, ...]]:
 
 def explain_unknown(name: str) -> InvalidInput:
     """Return the error for a name that is no published model's: it names what may be meant."""
-    same, alike = match_names(name, _published_names(), (*UNTOLD, *WEIGHT_FORMATS))
+    same, alike = match_names(name, _published_names(), (*UNTOLD, *FORMAT_WORDS))
     models = {family.name: [model.name for model in family.models] for family in FAMILIES.values()}
     meant = same or [
         next(each for each in names if each in alike)

@@ -284,10 +284,10 @@ def quantiles_of(lengths: Sequence[int], count: int) -> tuple[int, ...]:
     """Return `count` quantiles of sorted lengths; none if all are about as long as the longest."""
     if sum(lengths) >= NEARLY * len(lengths) * lengths[-1]:
         return ()
-    return spread_of(lengths, count)
+    return means_of_parts(lengths, count)
 
 
-def spread_of(values: Sequence[int], count: int) -> tuple[int, ...]:
+def means_of_parts(values: Sequence[int], count: int) -> tuple[int, ...]:
     """Return the means of `count` equal parts of sorted values, each of at least one value."""
     starts = [i * len(values) // count for i in range(count + 1)]
     parts = [values[start : max(start + 1, end)] for start, end in pairwise(starts)]
@@ -295,4 +295,4 @@ def spread_of(values: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _lengths(workload: Workload, count: int) -> tuple[int, ...]:
-    return spread_of(workload.text_token_quantiles or (workload.max_text_tokens,), count)
+    return means_of_parts(workload.text_token_quantiles or (workload.max_text_tokens,), count)

@@ -60,7 +60,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     sizes = (expected.run_memory_bytes, hardware.budget_bytes)
     needed, budget = map(text.memory_text, sizes)
     facts = [
-        ("fits" if is_measured else "should fit", f"{subject}, {data_text(work)}"),
+        ("fits" if is_measured else "should fit", f"{subject}, {size_text(work)}"),
         ("batch size", f"{batch} = {size} at a time x {passes} gradient accumulation{shared}"),
         ("settings", "; ".join(_main_settings(plan))),
         (
@@ -97,7 +97,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     return text.titled_lines([*facts, *(("note", note) for note in notes)])
 
 
-def data_text(work: workload.Workload) -> str:
+def size_text(work: workload.Workload) -> str:
     """Tell the number and size of what is trained on."""
     count, largest = sum(bucket.num_items for bucket in work.buckets), work.largest_bucket
     kind = "clip" if work.has_clips else "image"

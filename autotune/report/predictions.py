@@ -103,7 +103,7 @@ def estimate_lines(estimate: Estimate) -> list[str]:
     settings = [setting_text("quantization", candidate.quantization)]
     settings += unusual_settings(dict(candidate), MAIN, work.model.num_blocks)
     facts = [
-        (verdict, f"{name} on {estimate.hardware}, {plan.data_text(work)}"),
+        (verdict, f"{name} on {estimate.hardware}, {plan.size_text(work)}"),
         ("batch size", f"{batch} = {size} at a time x {batch // size} gradient accumulation"),
         ("settings", "; ".join(settings)),
         ("adapter", f"rank {work.rank} on {work.targets}"),

@@ -26,7 +26,7 @@ MIN_TRIALS = 7  # with 6, two of nine searches stopped too early (benchmarks/DEC
 MIN_TRIALS_WITH_PRIORS = 4  # the same if records of similar machines hold
 NUM_EXTRA_TRIALS = 2  # if predictions were overconfident: 8, 9 and 10 in all were tried
 STOP_SIGMAS = 1.5  # that a candidate may be better than predicted: fewer ended searches too early
-MEMORY_SIGMAS = 1.0  # that a step may take more than predicted; on shared memory it must still fit
+CAUTION_SIGMAS = 1.0  # that a step may take more than predicted; on shared memory it must still fit
 MIN_GAIN = 0.03  # the search stops when no remaining candidate is expected to save more
 MAX_GROWTH = 1.5  # of need over the largest that ran, on shared memory: predictions hold so near
 SAFE_SHARE = 0.5  # of the budget: a prediction below it may be wrong by a factor of two and fits
@@ -374,7 +374,7 @@ def _chance_to_fit(prediction: Prediction, limit: float) -> float:
 
 def memory_upper_bound(prediction: Prediction) -> float:
     """Bound the bytes of a run's largest phase; only the training step is uncertain."""
-    caution = math.exp(MEMORY_SIGMAS * prediction.memory_uncertainty)
+    caution = math.exp(CAUTION_SIGMAS * prediction.memory_uncertainty)
     return max(
         each.run_memory_bytes * (caution if each.name == "train" else 1)
         for each in prediction.phases

@@ -239,7 +239,7 @@ class _Search:
     def confirm(self, trials: winner.Trials) -> winner.Trials:
         problem = self.problem
         allowed = problem.limits.allowed_seconds(best_seconds(trials))
-        seconds = max(winner.MIN_SECONDS, winner.SHARE_OF_SEARCH * allowed)
+        seconds = max(winner.MIN_REHEARSAL_SECONDS, winner.SHARE_OF_SEARCH * allowed)
 
         def rehearse(candidate: Candidate) -> TrialResult | None:
             return self.backend.rehearse(problem.model, problem.cost, candidate, seconds)

@@ -233,7 +233,7 @@ lengths = st.lists(st.integers(1, 1024), min_size=1, max_size=64).map(sorted)
 
 @given(lengths, st.integers(1, 64))
 def test_a_spread_rises_within_its_values(values, count):
-    spread = plan_workload.spread_of(values, count)
+    spread = plan_workload.means_of_parts(values, count)
     assert len(spread) == count
     assert list(spread) == sorted(spread)
     assert values[0] <= spread[0]
