@@ -65,14 +65,6 @@ def make_plan(
 
 
 def finished_step(step):
-    return StepFinished(
-        step=step,
-        num_steps=9,
-        loss=1.0 / step,
-        learning_rate=1e-4,
-        gradient_norm=0.5,
-        seconds=0.1,
-        data_seconds=0.0,
-        images_per_second=40.0,
-        memory_bytes=2**20,
-    )
+    rates = {"learning_rate": 1e-4, "gradient_norm": 0.5, "images_per_second": 40.0}
+    took = {"seconds": 0.1, "data_seconds": 0.0, "memory_bytes": 2**20}
+    return StepFinished(step=step, num_steps=9, loss=1.0 / step, **rates, **took)
