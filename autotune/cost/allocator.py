@@ -6,7 +6,7 @@ pool is one range that grows at its end by whole pages.
 """
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 MIB = 1 << 20
@@ -165,22 +165,27 @@ class Waste:
     saved_share: float  # of what stays for the backward pass: its tensors are rounded to segments
 
 
-def waste_of(events: Events, kept: Events, *, expandable_segments: bool) -> Waste:
+def waste_of(
+    events: Events, kept: Sequence[tuple[int, int]], *, expandable_segments: bool
+) -> Waste:
     """Tell waste from a short pass, and from those of its tensors that outlive one block's
     forward."""
     allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
-    share = waste_share(kept, expandable_segments=expandable_segments)
+    _, share = shares_of(kept, expandable_segments=expandable_segments)
     return Waste(max(0.0, allocator.reserved_bytes - peak - share * peak), share)
 
 
-def waste_share(events: Events, *, expandable_segments: bool = False) -> float:
-    """Return reserved over allocated bytes, minus one, of what stays, from that of a few blocks.
+def shares_of(
+    kept: Sequence[tuple[int, int]], *, expandable_segments: bool = False
+) -> tuple[float, float]:
+    """Return allocated and reserved over asked bytes, both minus one, of what stays, from that of a
+    few blocks.
 
     Expandable segments lose the end of their last page alone, whatever the number of blocks.
     """
     if expandable_segments:
-        return 0.0
-    allocator = replayed(events)
-    peak = allocator.peak_allocated_bytes
-    return allocator.reserved_bytes / peak - 1 if peak else 0.0
+        return 0.0, 0.0
+    allocator, asked = replayed(kept), sum(size for _, size in kept)
+    each = allocator.peak_allocated_bytes, allocator.reserved_bytes
+    return (each[0] / asked - 1, each[1] / asked - 1) if asked else (0.0, 0.0)

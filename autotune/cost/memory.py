@@ -46,7 +46,8 @@ class Resident:
     preview_transient_bytes: int  # the transformer's forward pass without gradients
     library_bytes: int  # what matrix libraries take from the allocator
     overhead_bytes: int
-    waste_share: float
+    rounded_share: float  # of the weights, what the allocator adds to those that it gives
+    reserved_share: float  # and what it reserves beyond them, that included
     host_memory_bytes: int
     bucket_bytes: int = 0  # where several processes average gradients
     gathered_bytes: int = 0  # weights of other processes, while a pass needs them
@@ -68,6 +69,7 @@ def resident_of(
     stored = model.model_bytes(precision, quantization, choice.modulation)
     state_bytes, working_bytes = _optimizer_bytes(model, stored, choice)
     swapped_bytes, visiting_bytes = stored.swapped_bytes(swapped)
+    rounded_share, reserved_share = stored.allocator_shares[allocator]
     average = stored.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
     window_bytes, preview_bytes, computing_bytes = _modulation_bytes(
@@ -102,7 +104,8 @@ def resident_of(
         preview_transient_bytes=max(forward_bytes) + (preview_bytes if shares_host else 0),
         library_bytes=_library_bytes(device),
         overhead_bytes=overhead_bytes,
-        waste_share=stored.waste_share[allocator],
+        rounded_share=rounded_share,
+        reserved_share=reserved_share,
         host_memory_bytes=HOST_PROCESS_BYTES
         + stored.largest_block_bytes
         + on_device
@@ -217,14 +220,14 @@ def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseM
 
 def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> PhaseMemory:
     whole = {key: round(value) for key, value in parts.items()}
-    allocated = sum(whole.values())
-    rounding = round(r.waste_share * whole["weight_bytes"] + waste)
+    num_bytes, weights = sum(whole.values()), whole["weight_bytes"]
+    rounding = round(r.reserved_share * weights + waste)
     reserved = {"process_overhead_bytes": r.overhead_bytes, "allocator_rounding_bytes": rounding}
     breakdown = MemoryBreakdown.model_construct(None, **{**EMPTY, **whole, **reserved})
     return PhaseMemory.model_construct(
         name=name,
-        run_memory_bytes=allocated + r.overhead_bytes + rounding,
-        allocated_memory_bytes=allocated,
+        run_memory_bytes=num_bytes + r.overhead_bytes + rounding,
+        allocated_memory_bytes=num_bytes + round(r.rounded_share * weights),
         breakdown=breakdown,
     )
 

@@ -197,7 +197,8 @@ class PassTables:
         segments = (traced.before, *traced.forward, traced.between, *reversed(traced.backward))
         block = traced.forward[len(traced.forward) // 2].events
         freed = {number for number, num_bytes in block if num_bytes < 0}
-        saved = [event for event in block if event[0] not in freed]
+        own = [size for number, size in block if number not in freed]
+        saved = list(enumerate(own * self._num_blocks))  # small tensors share a segment
         events = [event for segment in segments for event in segment.events]
         return waste_of(events, saved, expandable_segments=allocator == "expandable")
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autotune.cost import recorder, trace
-from autotune.cost.allocator import waste_share
+from autotune.cost.allocator import shares_of
 from autotune.cost.kernels import DeviceRules, kernel_for, quantize_for_tracing, substitutes
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.attention import token_multiple
@@ -85,8 +85,8 @@ class ModelBytes:
     outside_bytes: int  # of the weights that no block holds
     largest_block_bytes: int  # before quantization
     largest_layer_bytes: int  # before quantization
-    # Reserved by the caching allocator beyond the weights, by how it grows.
-    waste_share: Mapping[str, float]
+    # Of the caching allocator, by how it grows: beyond the weights allocated, and reserved.
+    allocator_shares: Mapping[str, tuple[float, float]]
     modulation: ModulationBytes | None  # if its layers are not among the weights
 
     def swapped_bytes(self, swapped: int) -> tuple[int, int]:
@@ -482,9 +482,8 @@ class TracedModel:
             largest_layer_bytes=max(
                 p.untyped_storage().nbytes() for block in plain for p in block.parameters()
             ),
-            waste_share={
-                how: waste_share(kept, expandable_segments=how == "expandable")
-                for how in ALLOCATORS
+            allocator_shares={
+                how: shares_of(kept, expandable_segments=how == "expandable") for how in ALLOCATORS
             },
             modulation=_away_modulation(find_modulation_ahead(model)),
         )
