@@ -108,6 +108,20 @@ def test_documented_variables_are_the_codes():
     assert listed == {found for text in code for found in re.findall(name, text)}
 
 
+FORMS = sorted((ROOT / ".github").rglob("*.yml"))
+
+
+@pytest.mark.parametrize("file", FORMS, ids=lambda file: file.stem)
+def test_forms_and_workflows_are_whole(file):
+    content = yaml.safe_load(file.read_text())
+    for job in content.get("jobs", {}).values():
+        assert all({"uses", "run"} & step.keys() for step in job["steps"])
+        for step in job["steps"]:
+            subprocess.run(["bash", "-n"], input=step.get("run", ""), text=True, check=True)
+    for part in content.get("body", ()):
+        assert part["attributes"]["label"].strip()
+
+
 TEMPLATES = sorted((Path(__file__).parents[2] / "containers" / "examples").iterdir())
 
 
