@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 NUMBERS = ("micro_batch_size", "checkpointed_blocks")
 CHOSEN_BY_MACHINE = ("precision", "optimizer", "allocator")
-"""Settings whose default is the first choice for the machine and the work rather than the
-field's default."""
+"""Settings whose default is the first choice for the machine and the work, not the field's."""
 
 
 class PlanNotWritten(AutotuneError):

@@ -93,12 +93,13 @@ def bug_report(target: Path | None, path: Path | None, as_json: bool) -> None:
 
     Look at it first: --verbose prints all of it.
     """
-    from autotune.report.bug import bug_report, summary_lines, write_archive
+    from autotune.report.bug import bug_report, write_archive
 
     texts = bug_report(target)
     shown = (f"--- {name}\n{text}" for name, text in texts.items())
+    counts = ((name, f"{len(text.splitlines())} lines") for name, text in texts.items())
     print_result(
-        texts, as_json, lambda _: [*shown] if Progress.is_verbose else summary_lines(texts)
+        texts, as_json, lambda _: [*shown] if Progress.is_verbose else titled_lines(counts)
     )
     if path is None and not as_json:
         print_remark("nothing was written; as an archive:", "autotune bug-report -o bug.zip")
@@ -382,8 +383,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
 @OUTPUT(help="File, .mp4 for a clip; in RUN or beside PLAN by default.")
 @JSON
 def sample(run_folder: Path, prompt: str, as_json: bool, **asked: Any) -> None:
-    """Sample from a trained adapter, or from a plan's model alone, through the model's stock
-    pipeline."""
+    """Sample from a trained adapter, or from a plan's model alone, through its stock pipeline."""
     with show_events() as show:
         written = autotune.sample(run_folder, prompt, **asked, on_event=show)
     paths = [str(path) for path in written]

@@ -96,8 +96,7 @@ class Job:
         return _tail(self.folder / ANSWER)
 
     def stop(self) -> None:
-        """Interrupt the command as the keyboard would: a run writes a checkpoint, a search its best
-        plan."""
+        """Interrupt the command as Ctrl-C does: a run writes a checkpoint, a search its plan."""
         if is_locked(self.folder / LOCK):
             (self.folder / STOPPING).touch()
             with contextlib.suppress(OSError, ValueError):

@@ -168,8 +168,7 @@ class Waste:
 def waste_of(
     events: Events, kept: Sequence[tuple[int, int]], *, expandable_segments: bool
 ) -> Waste:
-    """Tell waste from a short pass, and from those of its tensors that outlive one block's
-    forward."""
+    """Tell waste from a short pass, and from its tensors that outlive one block's forward."""
     allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
     _, share = shares_of(kept, expandable_segments=expandable_segments)

@@ -112,8 +112,7 @@ def plan_seconds(cost: CostModel, choice: PassChoice, *, recomputes: bool) -> fl
 
 
 def _caption_seconds(cost: CostModel, rates: Rates, parameters: int, element_bytes: int) -> float:
-    """Encoding one caption where caching settings have the encoders; streamed ones cross the
-    bus."""
+    """Encoding one caption where caching puts the encoders; streamed ones cross the bus."""
     caching, tokens = cost.caching, mean_text_tokens(cost.workload)
     flops = 2 * parameters * tokens
     if caching.text_encoder_device == "cpu" and cost.hardware.device.kind != "cpu":

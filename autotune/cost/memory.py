@@ -187,8 +187,7 @@ def phases_of(
             "transient_bytes": r.optimizer_transient_bytes + r.library_bytes,
         }
     correction = (factor - 1) * (resting + sum(step.values()))
-    # Weights, adapter and gradients are counted, so only what comes and goes can take less than
-    # predicted.
+    # Weights, adapter and gradients are counted: only what comes and goes can take less.
     for part in ("transient_bytes", "saved_activation_bytes"):
         before = step.get(part, 0.0)
         step[part] = max(0.0, before + correction)

@@ -130,8 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return size
 
     def _sum_in_place(self, freed: int) -> None:
-        """Autograd sums in the place of the first of two gradients, but not under a dispatch
-        mode."""
+        """Autograd sums in place of the first of two gradients, but not under a dispatch mode."""
         events = self.segments[-1].events
         if self._summed == (freed, len(events) - 1):
             events[-2], events[-1] = events[-1], events[-2]

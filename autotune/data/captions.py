@@ -56,8 +56,7 @@ def _read(file: Path) -> str | None:
 def reworded(
     text: str, *, trigger: str = "", prefix: str = "", replacements: Mapping[str, str] = NOTHING
 ) -> str:
-    """Replace words of a caption, then put a prefix and a trigger word in front if it lacks
-    them."""
+    """Replace words of a caption, then put missing prefix and trigger word in front."""
     for find, replacement in replacements.items():
         text = text.replace(find, replacement)
     if text not in ("", trigger) and prefix.strip() not in text:

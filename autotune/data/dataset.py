@@ -318,8 +318,7 @@ def read_split(
 
 
 def slider_data(prompts: Sequence[str], width_px: int, height_px: int) -> SplitDataset:
-    """Make the two items of a slider, which have no pictures. Raises InvalidInput for a prompt too
-    few."""
+    """Make a slider's two items, without pictures. Raises InvalidInput for a prompt too few."""
     if len(prompts) != workload.SLIDER_PROMPTS:
         what = f"a slider has {workload.SLIDER_PROMPTS} prompts, not {len(prompts)}"
         hint = "--slider 'an old person' --slider 'a young person' --slider 'a person'"

@@ -123,8 +123,7 @@ class Entry:
     summary: str  # what people read about it if the machine can use it
     needs: Requirements = Requirements()
     _: KW_ONLY
-    # Of adapter gradients, against plain attention on unquantized random weights in fp32; 0 if
-    # none.
+    # Of adapter gradients, against plain attention on unquantized random weights in fp32.
     tolerance: float = 0.0
     tolerance_reason: str = ""
     slow_on_cpu: str = ""  # why no search tries it on a CPU that could use it

@@ -77,8 +77,7 @@ def store_rows(
     scales_as: torch.dtype = torch.float32,
     rotation: Tensor | None = None,
 ) -> None:
-    """Store the weight of `layer`, rotated if it is to be, in `dtype`, with fp32 `scale`
-    (outputs,)."""
+    """Store the weight of `layer`, perhaps rotated, in `dtype`, with fp32 `scale` (outputs,)."""
     weight = layer.weight.data
     stored = weight.new_empty(weight.shape, dtype=dtype)
     scale = weight.new_empty(len(weight), dtype=torch.float32)
@@ -109,8 +108,7 @@ def _as_output(changed: Tensor) -> Tensor:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """`linear(x, scale * stored, bias)`: x (..., inputs), fp32 scale (outputs,); float8 as
-    uint8."""
+    """`linear(x, scale * stored, bias)`: x (..., inputs), fp32 scale (outputs,)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

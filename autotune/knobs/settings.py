@@ -88,8 +88,7 @@ def plain_choices(context: TuningContext) -> dict[str, tuple[Choice, ...]]:
 
 
 def _precisions(context: TuningContext) -> tuple[str, ...]:
-    """bf16 has the range of fp32; a CPU has fp32 unless its bf16 products were measured to be
-    faster."""
+    """bf16 has fp32's range; a CPU has fp32 unless its bf16 products were measured as faster."""
     hardware = context.hardware
     bf16, fp16 = (hardware.capability(f"precision.{name}").available for name in ("bf16", "fp16"))
     if hardware.device.kind == "cpu":

@@ -98,8 +98,7 @@ def _lean_class(kind: type) -> type:
 
 
 def make_lean(transformer: nn.Module) -> None:
-    """Give every adapted layer around a Linear, quantized or not, the forward pass of this
-    module."""
+    """Give every adapted layer around a Linear, also quantized, this module's forward pass."""
     for module in transformer.modules():
         if not isinstance(module, LoraLayer | LoKrLayer) or isinstance(module, LeanLora | LeanLokr):
             continue

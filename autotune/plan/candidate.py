@@ -19,8 +19,7 @@ class Candidate(Frozen):
     micro_batch_size: int = PositiveInt
     """Images per forward pass; gradients are accumulated until the batch size is reached."""
     checkpointed_blocks: int = NaturalInt
-    """Number of blocks, from the first on, that recompute their activations in the backward
-    pass."""
+    """Number of first blocks that recompute their activations in the backward pass."""
     quantization: str = "none"
     """Weight format of the base model, e.g. none, or another that `plan --list` shows."""
     attention: str = "native"

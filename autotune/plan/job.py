@@ -246,8 +246,7 @@ class Job(JobFields):
 
     @property
     def validation_folder(self) -> str | None:
-        """The folder of held-out images; None if there are none, or if they are a share of the
-        data."""
+        """The folder of held-out images; None without one, or if they are a share of the data."""
         return None if self.validation is None or self.validation.endswith("%") else self.validation
 
     @property

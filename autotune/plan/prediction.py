@@ -18,8 +18,7 @@ TIME_SIGMAS = (-0.3, 0.65)
 """Four fifths of published times lie between these standard errors of their prediction before any
 trial (benchmarks/published.py, which says how many do if a program, family or card is left out)."""
 WAITING_DOUBT = 2.0
-"""A step that waits for the host or copies is this many times as uncertain: no datasheet tells
-their speed."""
+"""A step that waits for the host or copies is so many times as uncertain: no datasheet has them."""
 MEMORY_SIGMAS = (-0.9, 1.8)
 """The same for memory."""
 TIME_EVIDENCE = "4 of 5 published times lay in such ranges"

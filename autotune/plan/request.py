@@ -93,8 +93,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     overheads: Annotated[prediction.Overheads | None, HIDDEN] = None
     """Overheads of the program that will train; None for autotune's own executor."""
     interrupted: Annotated[Literal["ignored", "resumed", "forgotten"], HIDDEN] = "ignored"
-    """Use of an interrupted search for the same without a name. `ignored` keeps trials in
-    memory."""
+    """Use of an interrupted search without a name. `ignored` keeps trials in memory."""
 
     @property
     def is_local(self) -> bool:

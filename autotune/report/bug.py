@@ -18,7 +18,7 @@ from autotune.machine.sources import System
 from autotune.plan.file import RUN_PLAN_FILE, load_plan
 from autotune.plan.job import Job
 from autotune.report.run import LOG_FILE
-from autotune.report.text import titled_lines, without_logins
+from autotune.report.text import without_logins
 from autotune.system.files import atomic_write, is_inside, read_bounded
 from autotune.system.version import __version__
 from autotune.train.folder import REPORT_FILE
@@ -31,7 +31,7 @@ LAST_LINES = 500  # of a log or of metrics
 # Names of variables whose values are secret, and of values in texts.
 SECRET = re.compile("TOKEN|SECRET|PASS|CREDENTIAL|KEY|AUTH|PAT$")
 NAMED = re.compile(
-    r"((?<![a-z])(?:pass\w{0,5}|secret|token|key|authorization)[\"']?[:=]\s?|bearer\s)[^\s,]+", re.I
+    r"((?<![a-z])(?:pass\w{0,6}|secret|token|key|authorization)[\"']?[:=]\s?|bearer\s)[^\s,]+", re.I
 )
 TOKEN = re.compile(
     r"(?<![a-z])(?:hf_|gh[a-z]_|github_pat_|AKIA|ASIA|eyJ|sk-|glpat-)[\w.-]{8,}", re.I
@@ -142,8 +142,3 @@ def _without_paths(part: re.Match[str]) -> str:
     if paths := [word for word in words if not RATIO.fullmatch(word[0])]:
         text = text[: paths[0].start()] + LEFT_OUT + text[paths[-1].end() :]
     return FILE.sub("*", text)
-
-
-def summary_lines(texts: dict[str, str]) -> list[str]:
-    """List what an archive holds."""
-    return titled_lines((name, f"{len(text.splitlines())} lines") for name, text in texts.items())

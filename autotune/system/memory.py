@@ -1,5 +1,4 @@
-"""Measures memory: the peak of a piece of work by the device's allocator, and what the process
-holds."""
+"""Measures memory: a work's peak by the device's allocator, and what the process holds."""
 
 import contextlib
 import ctypes
@@ -136,8 +135,7 @@ def library_bytes() -> int:
     return sum(map(int, sizes_kib)) * 1024
 
 
-# By process id: until when, by the monotonic clock, a count of `library_bytes` holds, and the
-# count.
+# By process id: until when (monotonic) a count of `library_bytes` holds, and the count.
 _recent_library_bytes: dict[int, tuple[float, int]] = {}
 MIN_SECONDS_BETWEEN_LOOKS = 1.0
 # Of the time. A look at each short step would slow it; without new looks, libraries that steps

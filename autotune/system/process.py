@@ -156,8 +156,7 @@ _lock = threading.Lock()
 _before: list[tuple[int, int, int]] = []
 
 
-# SIGHUP comes when a terminal or connection closes; if it is ignored, as under `nohup`, it stays
-# so.
+# SIGHUP comes when a terminal or connection closes; ignored (`nohup`), it stays so.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
