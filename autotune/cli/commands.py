@@ -104,10 +104,10 @@ def bug_report(target: Path | None, path: Path | None, as_json: bool) -> None:
     if path is None and not as_json:
         print_remark("nothing was written; as an archive:", "autotune bug-report -o bug.zip")
     if path is not None:
-        if not as_json and sys.stdin.isatty():
-            click.confirm(f"--verbose shows all of it. Write it to {path}?", abort=True)
-        write_archive(texts, path)
-        print_remark(f"written to {path}")
+        is_asked = sys.stdin.isatty() and not as_json
+        if not is_asked or click.confirm(f"--verbose shows all of it. Write it to {path}?"):
+            write_archive(texts, path)
+            print_remark(f"written to {path}")
 
 
 @app.command()
