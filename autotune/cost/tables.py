@@ -22,6 +22,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Overheads
 
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
+SHARED_BY = 16  # blocks whose small tensors share segments: more would change nothing
 
 
 Step = tuple[trace.ComposedPass, float, dict[str, float]]
@@ -198,7 +199,7 @@ class PassTables:
         block = traced.forward[len(traced.forward) // 2].events
         freed = {number for number, num_bytes in block if num_bytes < 0}
         own = [size for number, size in block if number not in freed]
-        saved = list(enumerate(own * self._num_blocks))  # small tensors share a segment
+        saved = list(enumerate(own * SHARED_BY))
         events = [event for segment in segments for event in segment.events]
         return waste_of(events, saved, expandable_segments=allocator == "expandable")
 

@@ -391,9 +391,9 @@ def advise_choices(
     effective, found = work.effective_batch_size, []
     batches = [best.changed(micro_batch_size=effective * factor) for factor in LARGER_BATCHES]
     looser = _looser_formats(space, cost) if cost.overheads is None else ()  # or not its own
-    if best.quantization == "none" and not any(getattr(best, name) for name in BLOCK_COUNTS):
-        # Then nothing is faster but what multiplies in 8 bits.
-        looser = [name for name in looser if WEIGHT_FORMATS[str(name)].product_dtype]
+    products = [name for name in looser if WEIGHT_FORMATS[str(name)].product_dtype]
+    if products and not best.swapped_blocks:  # room alone would gain less
+        looser = products
     formats = [best.changed(quantization=name) for name in looser]
 
     def predict_all(base: Candidate) -> list[Prediction]:
