@@ -1,19 +1,21 @@
 """How wrong adapters' gradients are with products in 8 bits, rotated and as they are.
 
-    python benchmarks/eight_bits.py RESULT.jsonl
+    python benchmarks/eight_bits.py RESULT.jsonl [--time]
 
 The reference is the same model in fp32 with unquantized weights. Outliers are some channels of each
 layer's input that are multiplied by a number, and their weights divided by it, in the reference,
 too: a model computes what it did before. Their sizes span what is published: 14.5 in FLUX.1's
 `proj_out` (arXiv:2512.03673), 26 times a row's RMS (a channel of Qwen2.5, paiml/aprender#2095), and
 100 beside it. Weights of mid-size models are drawn from a normal distribution, since torch's
-uniform one is kinder to 8 bits than any that was trained.
+uniform one is kinder to 8 bits than any that was trained. `--time` measures instead what rotating
+adds to a step of one to three blocks as wide as published ones, on a CPU that multiplies in int8.
 """
 
 import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from autotune.knobs import quantized_layers
 from autotune.models.family import Batch, Family
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
-from autotune.plan.workload import WorkloadRequest
+from autotune.plan.workload import Bucket, WorkloadRequest
 from autotune.train import model as model_module
 from autotune.train.model import load_model
 from autotune.train.step import Noising
@@ -106,6 +108,36 @@ def rotation_of_world(like: Tensor) -> Tensor:
     return (apart + within).to(like) / 60**0.5
 
 
+WIDE = {"attention_head_dim": 128, "num_attention_heads": 24, "axes_dims_rope": (16, 56, 56)}
+FEW = {"qwen-image": {"num_layers": 1}, "flux1-dev": {"num_layers": 1, "num_single_layers": 2}}
+
+
+def step_seconds(name: str, side_px: int = 512) -> dict[str, float]:
+    """Time forward and backward passes of a micro-batch, rotated and not in turn: the least of
+    seven of each, of the process on its core."""
+    family, config = FAMILIES[name], {**MID[name], **WIDE, **FEW[name]}
+    bucket = Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=20)
+    work = workload_of(name).changed(resolution_px=side_px, buckets=(bucket,), rank=16)
+    layers: Any = quantized_layers
+    candidate = Candidate(
+        micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization="int8-rotated"
+    )
+    rotation, models = layers.hadamard, {}
+    for setting, how in {"as it is": lambda like: None, "rotated": rotation}.items():
+        layers.hadamard = how
+        transformer, adapter = build(family, config, work, candidate)
+        models[setting] = transformer, adapter, batches(family, config, work, candidate)[0]
+    layers.hadamard = rotation
+    found = dict.fromkeys(models, math.inf)
+    for _ in range(7):
+        for setting, (transformer, adapter, batch) in models.items():
+            begin = time.process_time()
+            loss = Noising(0, 1.0).loss(family, transformer, batch, 0, 0)
+            torch.autograd.grad(loss, adapter)
+            found[setting] = min(found[setting], time.process_time() - begin)
+    return found
+
+
 def exact_product(left: Tensor, right: Tensor) -> Tensor:
     """Multiply in int8 by way of fp32: a CPU without VNNI takes twenty times as long otherwise."""
     return (left.float() @ right.float()).to(torch.int32)
@@ -114,8 +146,17 @@ def exact_product(left: Tensor, right: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("result", type=Path)
-    path = parser.parse_args().result
+    parser.add_argument("--time", action="store_true")
+    asked = parser.parse_args()
+    path = asked.result
     torch.set_num_threads(1)
+    for name in FEW if asked.time else ():
+        timed = {"model": name, "step_seconds": step_seconds(name)}
+        print(timed, flush=True)
+        with path.open("a") as file:
+            file.write(json.dumps(timed) + "\n")
+    if asked.time:
+        return
     layers: Any = quantized_layers
     training_model: Any = model_module
     training_model.require_quality = lambda *_: None  # some of this would not be let through
