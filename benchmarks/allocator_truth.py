@@ -50,6 +50,8 @@ def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
     predicted = CostModel.build(hardware, work, resolved.family, resolved.config).predict(candidate)
     row = {"machine": os.environ["FAKEGPU"], "model": name, "side_px": side_px, "settings": text}
     row |= {"torch": torch.__version__, "predicted_bytes": predicted.allocated_memory_bytes}
+    reserved = predicted.training.run_memory_bytes - hardware.process_overhead_bytes
+    row |= {"predicted_reserved_bytes": reserved}
     try:
         loaded = load_for_trial(TrialRequest(resolved, work, candidate, "cuda:0", num_steps=2))
         runner = StepRunner(loaded, work, candidate)

@@ -28,7 +28,8 @@ def main() -> None:
     _open_streams()
     sys.unraisablehook = _repeat_interrupt
     loudness, words = _split_loudness(sys.argv[1:])
-    prepare_process(only_predicts=(only_predicts := _only_predicts(words)))
+    only_predicts = _only_predicts(words)
+    prepare_process(only_predicts=only_predicts)
     if only_predicts and words[0] != "compare":  # of one card
         gc.disable()  # it would look through all that is loaded for 2 of 15 s, and free 30 MiB
     words = [*loudness, *words]

@@ -392,7 +392,7 @@ def advise_choices(
     batches = [best.changed(micro_batch_size=effective * factor) for factor in LARGER_BATCHES]
     looser = _looser_formats(space, cost) if cost.overheads is None else ()  # or not its own
     products = [name for name in looser if WEIGHT_FORMATS[str(name)].product_dtype]
-    if products and not best.swapped_blocks:  # room alone would gain less
+    if products and not best.swapped_blocks:  # then weights are not what memory lacks most
         looser = products
     formats = [best.changed(quantization=name) for name in looser]
 
