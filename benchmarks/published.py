@@ -579,7 +579,8 @@ class Reading:
 
     def line(self) -> str:
         row = self.row
-        text = f"{row['id']:>4} {row['model'][:21]:21} {row['gpu'].removeprefix('nvidia-')[:9]:9} "
+        card = GPUS[row["gpu"]].removeprefix("nvidia-")
+        text = f"{row['id']:>4} {NAMES[row['model']]:21} {card:14} {row['trainer']:36} "
         text += f"{row['base_quant'][:13]:13} {row['grad_ckpt'][:4]:4}"
         if row["status"] == "OOM":
             sizes = (

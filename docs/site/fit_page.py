@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.api import list_models
-from autotune.machine.catalog import load_catalog, profile_of_gpu
+from autotune.machine.catalog import find_gpu, load_catalog, profile_of_gpu
 from autotune.models.registry import FAMILIES
 from autotune.plan.prediction import TIME_EVIDENCE
 from autotune.plan.words import MAIN, setting_text, unusual_settings
@@ -18,7 +18,8 @@ from autotune.search.comparison import USUAL_IMAGES, CatalogPrediction, catalog_
 from autotune.search.problem import host_room
 
 TEMPLATE = Path(__file__).with_name("fit.html")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu"
+ROOT = Path(__file__).parents[2]
+RESULTS, RECORDS = ROOT / "benchmarks" / "results" / "gpu", ROOT / "profiles" / "records"
 MATRIX = """---
 hide: [toc]
 ---
@@ -27,7 +28,8 @@ hide: [toc]
 
 Predicted time of a step with each model's defaults (most: four images of 1,024 px, rank 16), in a
 host with 64 GiB of memory. **Bold**: the model's memory and time were measured on that card, in at
-least one setting ([how far off](evidence.md)). A dash: nothing fits without 4 bits.
+least one setting, by us or in a record that was sent ([how far off](evidence.md)). A dash:
+unsupported, since nothing fits without 4 bits. All else is predicted.
 """
 RAM_GIB = (16, 32, 64, 128)
 SIZES = {"usual": "", "768": "@768"}  # what is chosen, by the end of names in the predictions
@@ -81,6 +83,11 @@ def matrix() -> str:
         rows = map(json.loads, file.read_text().splitlines())
         card = file.parent.name.rpartition("-")[2]
         measured |= {(row["model"], card) for row in rows if "model" in row}
+    for file in RECORDS.rglob("*.json"):
+        record = json.loads(file.read_text())
+        machine, model = record["machine"], record["workload"]["model"]["name"]
+        if gpu := find_gpu(machine["device_name"], machine["total_memory_bytes"]):
+            measured.add((model, gpu.id))
     cards = catalog_predictions("qwen-image")
     names = [each.gpu.removeprefix("nvidia-").removeprefix("rtx-") for each in cards]
     lines = [MATRIX, f"| | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
@@ -91,6 +98,7 @@ def matrix() -> str:
             seconds = found.get(each.gpu)
             text = rough_seconds(seconds) if seconds else "-"
             is_measured = (summary.name, name.partition("-")[0]) in measured
+            is_measured |= (summary.hub_id, each.gpu) in measured
             cells.append(f"**{text}**" if is_measured else text)
         lines.append(f"| {summary.name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -46,7 +46,7 @@ def test_every_command_of_documentation_is_understood(page):
             parse(words_of(line))
 
 
-@pytest.mark.parametrize("name", ["compatibility", "levers", "reference"])
+@pytest.mark.parametrize("name", ["compatibility", "evidence", "levers", "reference"])
 def test_generated_pages_are_current(name):
     page = runpy.run_path(str(DOCS / "site" / f"{name}.py"))
     assert page["PAGE"].read_text() == page["markdown"](), f"python docs/site/{name}.py"
