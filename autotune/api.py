@@ -1,7 +1,7 @@
 """The machine, plans and predictions: what a command or a notebook does before it trains.
 
-What is wrong with a question is told before a library such as torch is loaded, so the work itself
-is imported in the functions, here and in `training` and `exchange`.
+Mistakes are told before a library such as torch is loaded: functions import the work itself, here
+and in `training` and `exchange`.
 """
 
 from pathlib import Path
@@ -134,8 +134,8 @@ def require_gpu(model: str) -> None:
 def plan(request: PlanRequest) -> TrainingPlan:
     """Search the fastest settings with short real trials, and freeze them into a plan.
 
-    Trials run in child processes, and what they measured is kept for later searches. For
-    `hardware` that is named, the cost model answers alone, and the plan says that it is predicted.
+    Trials run in child processes, and what they measured is kept for later searches. If `hardware`
+    is named, the cost model answers alone, and the plan says that it is predicted.
 
     Raises:
         InvalidInput: an argument, the model or the data cannot be used.
@@ -181,8 +181,8 @@ def list_choices(request: PlanRequest) -> space.SearchSpace:
 def _resolve_on_hardware(
     request: PlanRequest, *, tries: bool = True
 ) -> tuple[ResolvedRequest, HardwareProfile]:
-    """The request on the machine that it names. What can be wrong is looked at before a rate is
-    measured, and as far as possible before torch is imported. `tries`: whether trials follow."""
+    """Resolve the request on the machine that it names. Mistakes are found before a rate is
+    measured, and if possible before torch is imported. `tries`: whether trials follow."""
     on_event, on_sound, profile = request.on_event, lambda: None, None
     if request.hardware is not None:
         profile = machine.hardware_for(

@@ -176,7 +176,7 @@ def reraise_oom() -> Iterator[None]:
 
 
 def _failed_import(error: BaseException | None) -> ImportError | None:
-    """The import at the bottom of it: libraries wrap what an import raises."""
+    """Find the import that failed first: libraries wrap what an import raises."""
     while error is not None and not isinstance(error, ImportError):
         error = error.__cause__
     return error
@@ -213,7 +213,7 @@ def explain_error(error: Exception) -> AutotuneError:
     if (absent := _failed_import(error)) is not None:
         return AutotuneError(
             f"the installation is broken: {first_line(absent)}",
-            hint="pip install --upgrade lora-autotune; what is still wrong then: autotune doctor",
+            hint="pip install --upgrade lora-autotune; then see what is wrong: autotune doctor",
         )
     return AutotuneError(
         f"{type(error).__name__}: {first_line(error) or 'no message'}",

@@ -218,8 +218,8 @@ def export_config(
 
     Raises:
         InvalidPlan: the file is not a valid plan.
-        InvalidInput: the trainer lacks the model, or something that has no such neighbor, or
-            anything with `strict`; or a file is there already, unless `overwrite`.
+        InvalidInput: the trainer lacks the model or a setting without such a neighbor (with
+        `strict`: any setting), or a file exists and `overwrite` is not given.
 
     Examples:
         >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
@@ -261,8 +261,8 @@ def _folder_here(data: str | None) -> str | None:
 def settings_as_written(
     pins: Mapping[str, str], context: TuningContext, made: Candidate | None
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return a file's settings, and what of them does not work on the card. What `pins` do not
-    name, and no other trainer tunes, is as in the plan that was made."""
+    """Return a file's settings, and what of them does not work on the card. Settings that `pins`
+    leave out and no other trainer tunes are those of the plan that was made."""
     total, hardware = context.workload.model.num_blocks, context.hardware
     knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)
     written, breaks = Candidate(micro_batch_size=1, checkpointed_blocks=total), []

@@ -75,12 +75,12 @@ def caption_data(
     on_event: OnEvent = log_event,
     **rewording: Any,
 ) -> dict[str, str]:
-    """Write or edit captions of a folder's images, or of one, and return those that changed by the
-    names of their images; `rewording` is that of `reworded`, the only change by itself.
+    """Write or edit captions of a folder's images, or of one, and return the changed ones by their
+    images' names. `rewording` has the arguments of `reworded`; alone, it edits without a model.
 
     A `model` of this machine describes images without a caption, or `caption` becomes theirs;
-    with `overwrite` all get it. A `dry_run` changes nothing; of a model it tells what that takes,
-    and returns empty captions.
+    with `overwrite` all get it. A `dry_run` changes nothing; it tells what a model takes, and
+    returns empty captions.
     Raises InvalidInput for no images or no such model, NothingFits if it needs more memory than is
     free.
     """

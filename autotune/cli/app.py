@@ -97,7 +97,7 @@ def _open_streams() -> None:
 
 
 def _repeat_interrupt(lost: Any) -> None:
-    """Send Ctrl-C again that Python drops: it came in a weak reference's callback."""
+    """Send Ctrl-C again if Python dropped it, as in a weak reference's callback."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         # Sent to the main thread, as the keyboard does, so that whatever it waits for ends at once.
         main_thread = threading.main_thread().ident, signal.SIGINT
@@ -129,5 +129,5 @@ def _exit(message: str, hint: str, status: int) -> NoReturn:
 
 
 def _forget_stdout() -> None:
-    """Make Python not try again at its end what could not be written."""
+    """Keep Python from trying again at its end what could not be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -235,7 +235,7 @@ def _ending(made: "TrainingPlan", file: Path) -> list[str]:
 
 
 def _predictable(words: Sequence[str]) -> list[str]:
-    """The words of a command without a study that is shared, whose URL may hold a password."""
+    """Return a command's words without a shared study, whose URL may hold a password."""
     return [
         word
         for before, word in zip(("", *words), words, strict=False)
@@ -424,11 +424,11 @@ def check_data(asked: dict[str, Any], strict: bool, as_json: bool) -> None:
     metavar="WORDS=OTHERS",
     help="Replace words of captions; repeat for more.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace captions that are there.")
+@click.option("--overwrite", is_flag=True, help="Replace existing captions.")
 @click.option("--dry-run", is_flag=True, help="Only show what would change, or what is needed.")
 @JSON
 def caption_data(place: Path, replacements: tuple[str, ...], as_json: bool, **asked: Any) -> None:
-    """Write captions with a model that is on this machine, or edit those that there are.
+    """Write captions with a model that is on this machine, or edit existing ones.
 
     Run again, it goes on where it stopped; `data undo` takes back what it changed last.
     """

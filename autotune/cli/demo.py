@@ -128,7 +128,7 @@ def _shown(*words: object) -> list[str]:
 
 @app.command()
 @click.argument(
-    "folders", nargs=-1, type=PATH, metavar="[FOLDER]...", help="What it may read and write; here."
+    "folders", nargs=-1, type=PATH, metavar="[FOLDER]...", help="Folders to open; by default here."
 )
 @click.option(
     "--host", default="127.0.0.1", metavar="HOST[:PORT]", help="Where to listen; any free port."

@@ -17,8 +17,8 @@ CONFIG = click.argument(
 )
 HARDWARE = click.option("--hardware", help="Plan for this GPU, e.g. 4090 (see probe --list).")
 URL = click.argument("url", metavar="URL", help="A folder, a git checkout, s3://bucket/path ...")
-OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace files that are there.")
-STORE = click.option("--store", metavar="URL", help="Another store than your own.")
+OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing files.")
+STORE = click.option("--store", metavar="URL", help="A store other than your own.")
 
 
 @app.command()
@@ -125,7 +125,7 @@ def pull(url: str, as_json: bool) -> None:
 @OUTPUT(help="Checkout of the project to write it to, with the text of a pull request.")
 @JSON
 def submit(name: str, path: Path | None, as_json: bool) -> None:
-    """Show what a record would tell everybody, and the text of a pull request that brings it."""
+    """Show what a record would tell everybody, and the text of its pull request."""
     made = autotune.records.submit(name, path)
     print_result(made, as_json, lambda _: [made.record, "", made.pull_request])
     if path is not None:

@@ -118,8 +118,8 @@ def _require_inside(site: Site, names: Iterable[str | Path]) -> None:
 
 
 def _named_by(site: Site, file: Path) -> dict[str, Any]:
-    """Return what another trainer's configuration names, as far as it is there: only that is read.
-    Raises InvalidInput for further configurations outside."""
+    """Return the existing files that another trainer's configuration names: only they are read.
+    Raises InvalidInput for a further configuration outside the folders."""
     read = autotune.import_config(file, allow=site.inside)
     named = {**read.options, "model": read.model, "data": read.data}
     return {
@@ -196,7 +196,7 @@ def _unused(site: Site, stem: str, suffix: str) -> str:
 
 @lru_cache(maxsize=8)
 def find_places(root: Path, stamp: int) -> dict[str, list[Path]]:
-    """Folders of images, models and runs, YAML files and other configurations below a root."""
+    """Find folders of images, models and runs, and configurations below a root."""
     found: dict[str, list[Path]] = {name: [] for name in ("data", "model", "run", "plan", "other")}
     for place, folders, names in islice(os.walk(root), MAX_PLACES):
         here, is_deep = Path(place), len(Path(place).relative_to(root).parts) >= MAX_DEPTH

@@ -81,7 +81,7 @@ class Job:
         return self.state not in ("waiting", "running")
 
     def told(self) -> tuple[list[dict[str, object]], list[str]]:
-        """Read the events that the command told, as far as they are recent, and other lines."""
+        """Read the command's recent events, and other lines."""
         events, lines = list[dict[str, object]](), list[str]()
         for line in _tail(self.folder / EVENTS).splitlines():
             try:

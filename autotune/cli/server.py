@@ -150,8 +150,8 @@ class Site:
         return make_templates()
 
     def inside(self, name: str | Path) -> Path:
-        """Return the real path of what is asked for. Raises InvalidInput unless it lies in the
-        folders, whatever `..` and links it is made of."""
+        """Return the real path of what is asked for. Raises InvalidInput if it lies outside of the
+        folders, by `..` or by links."""
         try:
             path = Path(os.path.realpath(self.workspace / name))
         except (ValueError, OSError) as error:

@@ -26,7 +26,7 @@ QUIET_SECONDS = 60.0  # longest time between two lines of a training run whose o
 
 class PlainConsole(Console):
     """Prints text without markup or control characters: some comes from untrusted files. On a
-    terminal lines are broken between words, so that it breaks none within one."""
+    terminal lines break between words, never within one."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -127,7 +127,7 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """Lent by the device: memory is given back only when it runs out."""
+        """Bytes that the device has lent; they go back only when memory runs out."""
         return sum(pool.reserved_bytes for pool in self._pools.values())
 
     def allocate(self, number: int, size: int) -> None:
@@ -168,7 +168,7 @@ class Waste:
 def waste_of(
     events: Events, kept: Sequence[tuple[int, int]], *, expandable_segments: bool
 ) -> Waste:
-    """Tell waste from a short pass, and from its tensors that outlive one block's forward."""
+    """Find the waste of a short pass, and of its tensors that outlive one block's forward."""
     allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
     _, share = shares_of(kept, expandable_segments=expandable_segments)
@@ -178,8 +178,8 @@ def waste_of(
 def shares_of(
     kept: Sequence[tuple[int, int]], *, expandable_segments: bool = False
 ) -> tuple[float, float]:
-    """Return allocated and reserved over asked bytes, both minus one, of what stays, from that of a
-    few blocks.
+    """Return by what share allocated and reserved bytes exceed the asked ones, of what stays; known
+    from a few blocks.
 
     Expandable segments lose the end of their last page alone, whatever the number of blocks.
     """

@@ -1,4 +1,4 @@
-"""Answer for one candidate what it would take: memory, step time, a job's hours and money."""
+"""What one candidate would take: memory, step time, a job's hours and money."""
 
 from autotune.cost.predict import CostModel, choice_of
 from autotune.cost.timing import Rates, host_flops_per_second
@@ -33,7 +33,7 @@ def estimate(
     """Predict `candidate` and a job of `num_steps` with it; by default as many as the family
     advises.
 
-    Raises InvalidInput if the candidate cannot be.
+    Raises InvalidInput for an impossible candidate.
     """
     workload, hardware = cost.workload, cost.hardware
     require_sound(candidate, cost.context)

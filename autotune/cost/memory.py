@@ -118,7 +118,7 @@ def resident_of(
 def _optimizer_bytes(
     model: TracedModel, model_bytes: ModelBytes, choice: PassChoice
 ) -> tuple[int, int]:
-    """State, and what a step works with beside it; another program's is known of AdamW alone."""
+    """State, and scratch memory of a step; of another program only AdamW's are known."""
     work, parameters = model.workload, model_bytes.adapter_parameters
     is_half = choice.precision != "fp32"
     if model.overheads and is_half and work.optimizer == workload.ADAMW:

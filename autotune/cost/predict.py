@@ -76,8 +76,8 @@ class CostModel:
         says so.
 
         `hardware` and `workload` are those of one process; `parts` are by default the published
-        ones. Pins and exclusions are values of `CachingSettings`, as text. Raises InvalidInput if a
-        pin cannot be.
+        ones. Pins and exclusions are values of `CachingSettings`, as text. Raises InvalidInput for
+        an impossible pin.
         """
         if parts is None:
             parts = next(
@@ -122,7 +122,7 @@ class CostModel:
 
     @property
     def budget_bytes(self) -> int:
-        """Left for training by encoders that stay on the device."""
+        """Memory for training, beside encoders that stay on the device."""
         whole = self.parallel.budget_bytes(self.hardware.device)
         return max(0, whole - self.resident_encoder_bytes)
 
@@ -154,7 +154,7 @@ class CostModel:
 
     @property
     def overheads(self) -> Overheads | None:
-        """Of the program that trains; None for autotune's executor."""
+        """Overheads of the program that trains; None for autotune's executor."""
         return self.tables.overheads
 
     def with_overheads(self, overheads: Overheads, caching: tuple[CachingSettings, Reason]) -> Self:
@@ -232,7 +232,7 @@ class CostModel:
         )
 
     def prepare(self, candidates: Iterable[Candidate]) -> None:
-        """Find at once what predictions of `candidates` rest on: sooner, and the same bits."""
+        """Compute together what predictions of `candidates` rest on: sooner, and the same bits."""
         alike: dict[tuple[object, ...], list[Candidate]] = {}
         for each in candidates:
             if (each, self.parallel) not in self.tables.steps:

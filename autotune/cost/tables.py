@@ -72,7 +72,7 @@ class PassTables:
         return self.model.model_bytes(choice.precision, choice.quantization, choice.modulation)
 
     def kernel_of(self, choice: PassChoice, size: int | None = None) -> str:
-        """Name the attention kernel that runs, at micro-batch `size` if it is another."""
+        """Name the attention kernel that runs at micro-batch `size`, by default the choice's."""
         masked = self.model.masked(size or choice.micro_batch_size)
         device, cudnn = self.hardware.device, self.hardware.versions.cudnn
         known = choice.attention, self.model.rules, masked, choice.precision
@@ -305,7 +305,7 @@ class PassTables:
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
 
     def padded_to(self, choice: PassChoice) -> int:
-        """Return what micro-batches are padded to a multiple of tokens of."""
+        """Return the number to whose multiples a micro-batch's tokens are padded."""
         if self.overheads is not None or self.model.family.separates_prompts:
             return 1
         is_masked = self.model.masked(choice.micro_batch_size)

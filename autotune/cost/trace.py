@@ -254,7 +254,7 @@ class PassTable:
     backward: NDArray[np.float64]  # (blocks, columns), in the order that blocks run forward
 
     def stretched(self, index: Sequence[int]) -> "PassTable":
-        """Repeat blocks to the full model, of each of whose blocks `index` names the traced one."""
+        """Repeat blocks to the full model; `index` names the traced one for each."""
         index = list(index)
         backward = self.backward[index] if len(self.backward) else self.backward
         return PassTable(self.before, self.forward[index], self.between, backward)

@@ -107,8 +107,8 @@ class VaeCost:
 
 
 def one_at_a_time(function: Callable[P, T], *shared_as: Hashable) -> Callable[P, T]:
-    """Return `function`, called once for each argument, by one thread at a time. Results of shared
-    ones are taken from a second process (`working_ahead`) if it has found them before."""
+    """Return `function`, called once for each argument, by one thread at a time. A shared function
+    takes results that a second process (`working_ahead`) has found already."""
     known: dict[Hashable, T] = {}
 
     @wraps(function)

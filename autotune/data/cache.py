@@ -74,7 +74,7 @@ class Cache:
         return tensors
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
-        """Store an entry and return its bytes on disk. Raises AutotuneError and leaves no rest."""
+        """Store an entry and return its bytes on disk. Raises AutotuneError, and leaves nothing."""
         plain, path = to_plain(tensors), self._path(key)
         hint = f"{MAKE_ROOM}, then run again: what is cached so far is kept"
         try:

@@ -74,8 +74,8 @@ def edit_captions(
     dry_run: bool = False,
 ) -> dict[str, str]:
     """Write what `change` makes of each caption that can be edited, and return those that changed
-    by the names of their images. Each is written `at_once`, or all if nothing went wrong, or none
-    in a `dry_run`."""
+    by the names of their images. Each is written `at_once`, or all at the end if nothing went
+    wrong; a `dry_run` writes none."""
     free = [one for one in items if not one.is_locked]
     if at_once and free:
         _remember(folder, free, what)

@@ -209,7 +209,7 @@ class DataFolder(Frozen):
     """Word put in front of every caption that lacks it; the job's by default."""
     control: PathText | None = None  # folder of control images, by the same stems
     regularization: bool = False
-    """True if its images show what the model shall not forget: captions get no trigger."""
+    """True if its images show what the model must not forget: captions get no trigger."""
 
     def options(self, job: DatasetOptions) -> DatasetOptions:
         return replace(
@@ -318,7 +318,7 @@ def read_split(
 
 
 def slider_data(prompts: Sequence[str], width_px: int, height_px: int) -> SplitDataset:
-    """Make a slider's two items, without pictures. Raises InvalidInput for a prompt too few."""
+    """Make a slider's two items, without pictures. Raises InvalidInput without three prompts."""
     if len(prompts) != workload.SLIDER_PROMPTS:
         what = f"a slider has {workload.SLIDER_PROMPTS} prompts, not {len(prompts)}"
         hint = "--slider 'an old person' --slider 'a young person' --slider 'a person'"

@@ -136,8 +136,8 @@ class Describer:
         return int(2 * values + 8 * text.get("vocab_size", 32_000))
 
     def load(self, device: torch.device) -> Describe:
-        """Load it, and return a function that writes what a picture shows, in one line of its
-        likeliest words, so always the same."""
+        """Load it, and return a function that says in one line what a picture shows. It takes the
+        likeliest words, so the line is always the same."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         local = {"local_files_only": True, "trust_remote_code": False}

@@ -306,7 +306,7 @@ def add_trigger(text: str, trigger: str | None) -> str:
 
 
 def _drop_trigger(text: str, trigger: str | None) -> str:
-    """Return a caption without the trigger; without one nothing says what of it is new."""
+    """Return a caption without the trigger; if there is no trigger, none of the caption."""
     if not trigger:
         return EMPTY_CAPTION
     rest = re.sub(rf"(?<!\w){re.escape(trigger)}(?!\w)", "", text)

@@ -92,7 +92,7 @@ class Contents:
 def list_contents(folder: Path, *, exclude: Path | None = None) -> Contents:
     """List the files below `folder` that are not hidden, below `exclude` or in the output
     folder of a run. Links to folders are named, and so are texts that are links to elsewhere:
-    what untrusted data point to could leave this machine as a prompt."""
+    untrusted data could otherwise send a file of this machine away as a prompt."""
     files: list[Path] = []
     problems: list[Problem] = []
 
@@ -154,7 +154,7 @@ class Media:
 
     @property
     def folder_repeats(self) -> int:
-        """Times that it is shown per epoch by the name of the nearest folder that tells."""
+        """Times that it is shown per epoch, if the name of a folder above it tells."""
         matches = (REPEATS.fullmatch(parent.name) for parent in Path(self.name).parents)
         return max(1, next((int(match[1]) for match in matches if match), 1))
 

@@ -210,7 +210,7 @@ SMALL_WORLD = Path(__file__).with_name("small_world")
 
 @dataclass(frozen=True)
 class Demo:
-    """The demo's material, and how `autotune plan` is to be asked for it."""
+    """The demo's material, and the options of `autotune plan` for it."""
 
     model: Path
     images: Path

@@ -189,7 +189,7 @@ def _as_settings(written: Values) -> dict[str, ConfigValue]:
 
 
 def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
-    """Find where what is read back differs from the plan, learning first."""
+    """List differences of what is read back from the plan, those of learning first."""
     assumed, found = _assumed(context.family), []
     for name in dict.fromkeys((*LEARNING, *filter(is_knob, planned))):
         own, other = planned.get(name), read.get(name, assumed.get(name))

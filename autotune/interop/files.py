@@ -96,8 +96,8 @@ def with_references(
     allow: Callable[[Path], object],
     depth: int = 2,
 ) -> tuple[list[ConfigValue], list[ConfigValue]]:
-    """Return settings of the files that `references` name, with its prefix, before the file's own,
-    which win; and settings whose file is missing. `allow` refuses a file that is not to be read."""
+    """Return settings of files that `references` name, under its prefix, then the file's own, which
+    win; and settings whose file is missing. `allow` refuses a file that is not to be read."""
     found: list[ConfigValue] = []
     missing: list[ConfigValue] = []
     for setting in settings if depth else ():

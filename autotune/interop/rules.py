@@ -40,7 +40,7 @@ class Context:
         return isinstance(self.family.noise, DiscreteDiffusion)
 
     def blocks(self, value: str | int) -> int:
-        """Count the blocks that are meant, of one if nobody knows how many there are."""
+        """Count the blocks that are meant, as if there were one if the number is unknown."""
         return count_blocks(value, self.num_blocks or 1)
 
 
@@ -211,7 +211,7 @@ def same(word: str) -> Rule:
 
 
 def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False) -> Rule:
-    """Relate a value, or of a list the largest number or first text, with what differs."""
+    """Relate a value, of a list its largest number or first text, and say what differs."""
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
@@ -267,7 +267,7 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
 def duration(
     steps: str | None, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
 ) -> Rule:
-    """Relate steps or epochs, without a key for steps the epochs that those take."""
+    """Relate steps or epochs; without a key for steps, the epochs that they take."""
     keys = (steps, epochs) if steps else (epochs,)
 
     def read(values: Values, context: Context) -> Values:
@@ -289,7 +289,7 @@ def duration(
 
 def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:
     """Relate the rate's schedule, by `names` that begin with `constant`, and its warm-up in steps;
-    unless `always`, only schedules that are named so have one."""
+    unless `always`, only schedules with "warmup" in their name have one."""
     pairs = (word.partition("=") for word in names.split())
     own_names = {theirs: own or theirs for theirs, _, own in pairs}
     constant = next(iter(own_names))
@@ -403,7 +403,7 @@ def checkpointing(
 
 
 def swapping(key: str, limits: Mapping[str, int]) -> Rule:
-    """Relate swapped blocks by number, of some families no more than a limit: more is refused."""
+    """Relate swapped blocks by number; more than a family's limit are refused."""
 
     def write(ours: Values, context: Context) -> Values:
         blocks, name = context.blocks(ours["swapped_blocks"]), context.family.name

@@ -21,7 +21,7 @@ NAMES = ("ai-toolkit", "musubi", "simpletuner", "diffusers", "sd-scripts", "onet
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model by a trainer's keys. Its other values are for those that differ between models."""
+    """A model by a trainer's keys; other fields have what differs between a trainer's models."""
 
     name: str
     family: Family

@@ -103,7 +103,7 @@ def cuda_kernel(
 
 
 def token_multiple(kernel: str) -> int:
-    """Return what the number of tokens is padded to a multiple of where a kernel gets a mask.
+    """Return the number to whose multiples tokens are padded if a kernel gets a mask.
     cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678)."""
     return 128 if kernel == "cudnn" else 1
 

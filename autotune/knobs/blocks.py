@@ -150,7 +150,7 @@ class CompiledBlock:
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """With strides of a whole: torch compiles anew for others, even of dimensions of one."""
+    """Give it the strides of a whole tensor: torch compiles anew for others, even of size one."""
     is_in_order = tensor.is_contiguous() and 1 not in tensor.shape
     return tensor if is_in_order else tensor.flatten().view(tensor.shape)
 

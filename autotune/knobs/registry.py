@@ -138,7 +138,7 @@ class Quantization(_TableKnob):
 
 
 class Swapping(Knob):
-    """Number of blocks on the host: they have to recompute. If they pay, the cost model tells."""
+    """Number of blocks on the host; they must recompute. The cost model tells if they pay."""
 
     name = "swapped_blocks"
     is_composed = True
@@ -378,6 +378,6 @@ def why_not_on(kind: DeviceKind, lacks: Mapping[str, str], name: str, value: Cho
 
 
 def reload_key(candidate: Candidate) -> tuple[Choice, ...]:
-    """Return what of a candidate needs the model loaded anew."""
+    """Return the candidate's values for which a model is loaded anew."""
     names = ("precision", "allocator", *(knob.name for knob in KNOBS if knob.needs_reload))
     return tuple(getattr(candidate, name) for name in names)

@@ -286,5 +286,5 @@ def limit_memory(profile: HardwareProfile, request: PlanRequest) -> HardwareProf
 
 
 def status_to(on_event: OnEvent) -> Callable[[str], None]:
-    """Return a listener to texts that tells them as events."""
+    """Return a function that passes texts on as events."""
     return lambda text: on_event(StatusChanged(text=text))

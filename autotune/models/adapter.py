@@ -274,7 +274,7 @@ def layers_of(family: Family, targets: str) -> frozenset[str]:
 
 
 def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
-    """Return the target set with these layers, or patterns for them; if no patterns are, the set
+    """Return the target set with these layers, or patterns for them; if there are none, the set
     that differs least, and how it differs."""
     sets = {name: layers_of(family, name) for name in family.target_sets}
     kinds = set(map(in_block, layers))

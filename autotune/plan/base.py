@@ -80,7 +80,7 @@ class Request(Frozen):
         return {name: value for name, value in self.given.items() if name in kind.model_fields}
 
     def changed(self, **changes: object) -> Self:
-        """Return a validated copy with these values, which counts only them as given besides."""
+        """Return a validated copy with these values, which count as given, too."""
         return type(self).model_validate({"on_event": self.on_event, **self.given, **changes})
 
 
@@ -92,7 +92,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 
 def told(problem: Mapping[str, Any]) -> str:
-    """Return what pydantic says is wrong, to go on a sentence."""
+    """Return what pydantic says is wrong, to continue a sentence."""
     text: str = problem["msg"].removeprefix("Value error, ")
     return text[:1].lower() + text[1:]
 

@@ -34,8 +34,8 @@ def _as_text(value: Any) -> Any:
 
 Words = Annotated[str, BeforeValidator(_as_text)]  # which pydantic refuses unless it is UTF-8
 PathText = Annotated[Words, AfterValidator(_not_empty), Field(pattern=r"^[^\x00]*$")]
-"""A path or a name: no file system takes a NUL, and an empty one, as of a shell's unset
-variable, is the folder that one is in, which nobody asked to read or to write."""
+"""A path or a name. No file system takes a NUL. An empty one, such as a shell's unset variable,
+would mean the current folder, which nobody asked to read or to write."""
 DataPlace = str | Path | Sequence[str | Path]
 """A folder of images or a YAML file that lists some, or several of these one after the other."""
 PathTexts = Annotated[tuple[PathText, ...], Field(min_length=1, max_length=100)]
@@ -59,7 +59,7 @@ VALIDATION_DRAWS = 32
 
 
 class ModelRef(Frozen):
-    """A model as the user names it, and where what a single file lacks comes from."""
+    """A model as the user names it, and the source of what a single file lacks."""
 
     name: str
     """A folder, a single file, a known name or a hub id; the last two may end in `@REVISION`."""
@@ -141,7 +141,7 @@ class DataFields(Frozen):
     slider: Annotated[tuple[Words, ...], Option(metavar="TEXT")] = Field(default=(), max_length=3)
     """Train a slider without pictures: give a positive, a negative and a neutral prompt."""
     prior_captions: Annotated[tuple[Words, ...], HIDDEN] = Field(default=(), max_length=1000)
-    """Captions to preserve the base model's prediction of, with `preserve_prior`; by default each
+    """Captions whose predictions by the base model are kept, with `preserve_prior`; by default each
     image's own without the trigger, or none at all if there is no trigger."""
     num_frames: Annotated[int, Option("--frames")] = Field(default=1, ge=1)
     """Frames of a clip; above 1, videos and subfolders of images in the data are clips."""

@@ -46,7 +46,7 @@ FILE = re.compile(rf"[^\s/\\'\",;:()]+(?=\.(?:{FILES})\b)", re.IGNORECASE)
 
 
 def bug_report(target: Path | None = None) -> dict[str, str]:
-    """Collect what explains an error, of a plan file or a run's folder if one is named, as texts
+    """Collect what explains an error, with a plan file or a run's folder if one is named, as texts
     by the names of files.
 
     They are versions, hardware, what the doctor found; the plan, the run's report and the end of

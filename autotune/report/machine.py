@@ -278,7 +278,7 @@ def _data_texts(report: DataReport) -> Iterator[str]:
         shapes.append(f"{size}{frames} {bucket.num_items:>6}")
     yield from (f"  {line}" for line in capped(shapes, MAX_NAMED, " shapes: --json lists all"))
     for names, what in (
-        (report.enlarged, f"scaled up more than {report.max_upscaling:g}x (use less --resolution)"),
+        (report.enlarged, f"scaled up more than {report.max_upscaling:g}x (lower --resolution)"),
         (report.cropped, f"cropped by more than {report.max_crop:.0%} of the area"),
         (report.cut_captions, f"captions cut at the {report.max_caption_tokens} tokens that count"),
     ):

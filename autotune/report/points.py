@@ -79,7 +79,7 @@ def points_of(plan: TrainingPlan) -> list[Point]:
 
 
 def nearest_beyond(plan: TrainingPlan, points: Sequence[Point]) -> Point | None:
-    """Find what is least over the budget: a failed trial, else a faster or any prediction."""
+    """Find the candidate least over the budget: a failed trial, a faster prediction, or any."""
     settings, trials = plan.frozen.settings, plan.frozen.trials
     tried = [t.candidate.differences(settings) for t in trials if t.outcome in ("oom", "spill")]
     failed = [point for point in points if point.kind == "failed" and point.changes in tried]

@@ -51,7 +51,7 @@ def _prediction_lines(models: Sequence[ModelSummary], hardware: str, host_memory
         lines.append(f"{model.name:<26}{model.kind:<6}{rest}")
         lines += _settings_lines(found.settings) if found and found.settings else []
     if any(model.prediction and model.prediction.step_seconds is None for model in models):
-        less = "Perhaps it fits with --quality compact, or less --resolution:"
+        less = "Perhaps it fits with --quality compact, or a smaller --resolution:"
         lines += text.with_command(less, f"autotune plan --model NAME --hardware {hardware}")
         lines += text.with_command("Other GPUs:", "autotune compare --model NAME")
     return lines

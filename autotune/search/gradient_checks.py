@@ -1,9 +1,9 @@
 """A choice may be tried on a machine only if its adapter gradients agree with the reference's
 there; an optimizer is given its gradients, so its updates have to agree.
 
-Reference: the same weights and inputs in fp32, native attention (for that: plain products), nothing
-quantized or recomputed, on a tiny instance of the family's real class. Verdicts become capabilities
-named `parity.<knob>.<choice>`, saved for each machine, set of library versions and kind of work.
+Reference: the same weights and inputs in fp32, native attention (plain products to check that),
+nothing quantized or recomputed, on a tiny instance of the family's real class. Verdicts become
+capabilities named `parity.<knob>.<choice>`, saved for each machine, set of versions and work.
 """
 
 import contextlib

@@ -169,7 +169,7 @@ class ResidualSearch:
     def remaining(
         self, results: Results, running: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
-        """Score untried candidates that may run; of those that differ in swap alone, the least."""
+        """Score untried candidates that may run, the least block swap of those alike otherwise."""
         return self._remaining(tuple(results), frozenset(running))
 
     def _find_remaining(

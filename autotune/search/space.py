@@ -394,7 +394,7 @@ def frontier(mixtures: Mixtures) -> Mixtures:
 
 
 def _thin(found: Mixtures, step_bytes: float) -> Mixtures:
-    """From the largest on, the smallest that is within a step, or the next if none is."""
+    """Keep, from the largest on, the smallest within a step of the last, or else the next."""
     at = len(found.num_bytes) - 1
     chosen = [at]
     while at > 0:
@@ -405,7 +405,7 @@ def _thin(found: Mixtures, step_bytes: float) -> Mixtures:
 
 
 def _drop_beaten(groups: Sequence[Mixtures], plain: Candidate) -> list[Mixtures]:
-    """Less what another group beats in memory and, beyond doubt of their ratio, in time."""
+    """Drop what another group beats in memory and, beyond doubt of their ratio, in time."""
     first = [
         plain.changed(**dict(zip(BLOCK_COUNTS, map(int, group.numbers[0]), strict=True)))
         for group in groups

@@ -132,7 +132,7 @@ def check_storage(url: str) -> None:
 
 class _Storage(RDBStorage):
     def record_heartbeat(self, trial_id: int) -> None:
-        """Record it in its own thread, where none could handle a failure: the next may succeed."""
+        """Record it; ignore a failure, since nothing in this thread could handle it."""
         with suppress(StorageInternalError):
             super().record_heartbeat(trial_id)
 

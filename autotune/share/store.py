@@ -159,9 +159,9 @@ def _require_harmless(text: str) -> None:
 def build_record(
     plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()
 ) -> Record:
-    """Make what may leave this machine of a plan that was just measured on it. `calibration` says
-    for each trial how far it was from its prediction. Raises InvalidInput if the plan is no
-    evidence."""
+    """Make a record, which may leave this machine, of a plan that was just measured on it.
+    `calibration` says for each trial how far it was from its prediction. Raises InvalidInput if the
+    plan is no evidence."""
     frozen = plan.frozen
     if reason := unshareable_reason(plan, hardware):
         raise InvalidInput(
@@ -408,7 +408,7 @@ class Store:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Into one error that names the store and hides the secrets of its URL."""
+        """Turn errors into one that names the store, without its URL's secrets."""
         try:
             yield
         except AutotuneError:

@@ -42,8 +42,8 @@ TIME_TOLERANCE, NOISY_TIME_TOLERANCE = 0.10, 0.30
 MAX_LOG_RESIDUAL = math.log(10.0)  # true trials on a busy CPU were 4 times as slow as predicted
 MAX_SURPRISE = 2.0  # by which trials here may be less likely with a record than without (log)
 BUDGET_MARGIN = 1.1
-"""Share of the budget that what ran elsewhere may be predicted to take and still be tried first: 95
-of 100 predictions are no farther off, and trials have a cap."""
+"""Share of the budget within which settings that ran elsewhere are tried first: 95 of 100
+predictions are no farther off, and trials have a cap."""
 
 
 class Match(NamedTuple):

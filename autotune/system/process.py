@@ -102,7 +102,7 @@ def silence_progress_bars() -> None:
 
 
 def fork_server_context() -> "ForkServerContext":
-    """Return what starts processes that have imported what trials need, with their server."""
+    """Start the fork server, whose processes have imported what trials need; return its context."""
     from multiprocessing import forkserver, get_context
 
     context = get_context("forkserver")
@@ -134,7 +134,7 @@ RARELY = 100_000
 def collect_rarely() -> Iterator[None]:
     """Look for cycles of objects rarely, in a `with` block or a decorated function. Imports of
     torch and transformers and traces of models make a million objects that stay: a plan takes an
-    eighth less time so. Not for what holds large tensors, which a cycle would keep alive."""
+    eighth less time. Not for what holds large tensors, which a cycle would keep alive."""
     with _lock:
         if not _before:
             usual = gc.get_threshold()
@@ -300,7 +300,7 @@ def is_first_process() -> bool:
 
 def adopt_launch(num_processes: int) -> Launch | None:
     """Return the launch, which torch and accelerate then find alone in the environment. Raises
-    InvalidInput if other than `num_processes`, the plan's, were started."""
+    InvalidInput unless the plan's `num_processes` were started."""
     launch = current_launch()
     if launch is not None and launch.world_size != num_processes:
         raise InvalidInput(

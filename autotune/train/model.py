@@ -355,7 +355,7 @@ class TrainingAdapter:
     def require_with(
         self, settings: Candidate, workload: Workload, transformer: nn.Module, family: Family
     ) -> None:
-        """Raise InvalidInput if a plan computes layers ahead that it adapts, or learns their norms.
+        """Raise InvalidInput if a plan computes ahead what this adapts, or learns norms of weights.
 
         `transformer` is the whole one, perhaps on meta.
         """

@@ -117,7 +117,7 @@ class Processes:
             raise InvalidInput(message, hint=f"{files}, and start the same command on each")
 
     def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
-        """Wrap the transformer to average gradients; some may be `has_unused`."""
+        """Wrap the transformer to average gradients, which layers may lack if it `has_unused`."""
         if self.world_size == 1:
             return transformer
         named = transformer.named_parameters()

@@ -341,7 +341,7 @@ class PreviewSampler:
 
     @contextlib.contextmanager
     def _casting(self, transformers: Sequence[nn.Module]) -> Iterator[None]:
-        """Let a pipeline in fp32 call transformers in fp16, levels and sizes apart."""
+        """Let a pipeline in fp32 call transformers in fp16, which get levels and sizes in fp32."""
         own = self.encoders.denoiser_dtype
         if own == self.dtype:
             yield

@@ -156,7 +156,7 @@ def find_layout(widths: Mapping[str, tuple[int, int]], transformer: str | None) 
 
 
 def restore_dots(kohya_names: Iterable[str]) -> list[str]:
-    """List the dotted names of those, with underscores for dots, that are any layout's."""
+    """List dotted names for those with underscores that any layout has."""
     names = chain.from_iterable(
         layout.parts_of if layout.kohya_has_own_names else layout.original_of
         for layout in LAYOUTS.values()

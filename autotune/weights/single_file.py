@@ -282,7 +282,7 @@ def _rename(layout: Layout, state: dict[str, Tensor], config: Config) -> Mapping
 def _convert(
     function: Callable[..., Mapping[str, Tensor]], state: dict[str, Tensor], config: Config
 ) -> Mapping[str, Tensor]:
-    """Run diffusers' conversion; the stages of Wan 2.2's VAE and what is FLUX.2's own it lacks."""
+    """Run diffusers' conversion; it lacks stages of Wan 2.2's VAE and some layers of FLUX.2."""
     own, rest = {}, {}
     for written, tensor in state.items():
         name = SCALES_OF_NORMS.sub(r"\1.scale", written)

@@ -323,7 +323,7 @@ def _open(
 
 
 def check_part(folder: Path, name: str, path: Path) -> files.WeightSource:
-    """Open weights elsewhere of `folder`'s component `name`; errors as of `load_component`."""
+    """Open a component's weights that lie elsewhere; errors as of `load_component`."""
     model, source, rename = _open(folder, name, path, torch.float32)
     check_source(model, source, rename)
     return source
