@@ -56,6 +56,8 @@ def on_nav(nav: Any, config: MkDocsConfig, files: Files) -> None:
     for entry in nav.items:
         pages = entry.children if isinstance(entry, Section) else [entry]
         lines += [f"## {entry.title or 'Start'}", ""]
-        lines += [f"- [{each.title or each.file.name}]({each.url})" for each in pages]
+        for page in pages:
+            heading = re.search("^# (.+)", page.file.content_string, re.MULTILINE)
+            lines.append(f"- [{heading[1] if heading else page.title}]({page.url})")
         lines.append("")
     files.append(File.generated(config, "llms.txt", content="\n".join(lines)))
