@@ -6,22 +6,31 @@ from autotune.interop.trainer import trainers
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import Entry
+from autotune.machine.catalog import load_catalog
 from autotune.models.registry import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 INTRODUCTION = """# Compatibility
 
-Which device, compute capability and library each backend and weight format needs, and what each
-family supports. The page is generated from the tables that the program itself uses. On your
-machine, `autotune probe` says what works and why other things do not, and `autotune plan
---list` what a search may choose. On GPUs but an H200, which ran it for half an
-hour, this is what the code allows.
+Which device, compute capability and library each backend and weight format needs, what each family
+supports, and which cards can be planned for. The page is generated from the tables of the program.
+On your machine, `autotune probe` says what works and why other things do not;
+`autotune plan --list` says what a search may choose. Only an H200 has run it, for half an hour: for
+other GPUs this is what the code allows.
 """
+
+CARDS = """## Cards
+
+Published figures, for `--hardware`; [their sources](../profiles/hardware.csv). Peaks are in TFLOPS,
+dense, with fp32 accumulation; in brackets fp16, where there is no bf16.
+
+| name | capability | memory | kind | bandwidth | bf16 (fp16) | fp8 |
+|---|---|---|---|---|---|---|"""
 
 
 def markdown() -> str:
     """Write the page."""
-    parts = (_attention(), _formats(), _families(), _trainers())
+    parts = (_attention(), _formats(), _families(), _trainers(), _cards())
     return "\n\n".join([INTRODUCTION.rstrip(), *map("\n".join, parts)]) + "\n"
 
 
@@ -96,6 +105,19 @@ def _trainers() -> list[str]:
     for name in sorted(set().union(*known)):
         cells = ("yes" if name in names else "-" for names in known)
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cards() -> list[str]:
+    lines = [CARDS]
+    for gpu in load_catalog():
+        peak = f"{gpu.bf16_tflops:g}" if gpu.bf16_tflops else f"({gpu.fp16_tflops:g})"
+        fp8 = f"{gpu.fp8_tflops:g}" if gpu.fp8_tflops else "-"
+        lines.append(
+            f"| {gpu.id.removeprefix('nvidia-')} | {gpu.compute_capability} | "
+            f"{gpu.memory_nominal_gb:g} GB | {gpu.memory_kind} | "
+            f"{gpu.memory_gb_per_second:g} GB/s | {peak} | {fp8} |"
+        )
     return lines
 
 
