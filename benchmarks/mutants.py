@@ -29,14 +29,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # The tests that are to notice, those nearest to the module first; together at most a minute.
 TESTS = {
-    "cost/memory.py": "cost/test_predict.py interop/test_overheads.py cost/test_exactness.py",
-    "cost/timing.py": "cost/test_kernels.py cost/test_predict.py",
-    "cost/predict.py": "cost/test_predict.py interop/test_overheads.py search/test_golden.py",
-    "cost/calibration.py": "cost/test_predict.py search/test_search.py",
+    "cost/memory.py": "cost/test_golden.py cost/test_predict.py interop/test_overheads.py "
+    "cost/test_exactness.py",
+    "cost/timing.py": "cost/test_golden.py cost/test_kernels.py knobs/test_block_swap.py",
+    "cost/predict.py": "cost/test_golden.py cost/test_predict.py interop/test_overheads.py "
+    "search/test_golden.py",
+    "cost/tables.py": "cost/test_golden.py cost/test_predict.py cost/test_exactness.py",
+    "cost/estimate.py": "cost/test_golden.py cost/test_predict.py",
+    "cost/calibration.py": "cost/test_golden.py cost/test_predict.py search/test_search.py",
     "search/winner.py": "search/test_confirming.py search/test_compiling.py search/test_golden.py "
     "search/test_search.py interop/test_overheads.py",
     "plan/file.py": "plan",
-    "train/folder.py": "train/test_resume.py train/test_run.py "
+    "train/folder.py": "train/test_resume.py train/test_adapters.py train/test_loop.py "
+    "train/test_run.py "
     "--deselect=tests/train/test_resume.py::test_sigkill_and_resume_as_processes",
     "share/store.py": "share/test_record.py share/test_plans_with_records.py share/test_stores.py",
     "share/warm_start.py": "share",

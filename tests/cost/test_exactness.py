@@ -184,16 +184,6 @@ def test_peak_is_the_profilers(predictor, name, whole, selective, quantization, 
     assert peaks_agree(own, candidate.changed(selective_blocks=round(selective * last)))
 
 
-def test_what_dropout_keeps_is_predicted(predictor):
-    plain = predictor("qwen-image")
-    work = plain.workload.model_copy(update={"lora_dropout": 0.3})
-    own = CostModel.build(cpu(), work, plain.family, TINY["qwen-image"])
-    candidate = candidate_of("fp32")
-    assert peaks_agree(own, candidate)
-    usual = plain.predict(candidate).allocated_memory_bytes
-    assert own.predict(candidate).allocated_memory_bytes > 1.04 * usual
-
-
 @pytest.mark.quick("qwen-image")
 @pytest.mark.parametrize(("name", "changes", "k"), TABLES["CHANGES"])
 def test_user_adapters_and_optimizers_are_predicted(predictor, name, changes, k):

@@ -17,7 +17,6 @@ from autotune.cost.timing import (
     CACHE_SHARE,
     CACHE_SHARE_IN_HALVES,
     MATMUL_EFFICIENCY,
-    MODULE_CALL,
     STEP_OVER_KERNELS,
     Rates,
 )
@@ -81,20 +80,6 @@ def test_mixed_rms_norm_is_plain_operations():
     operations, moved = recorded(norm(torch.bfloat16))
     assert operations > 12
     assert moved > 20 * 2**22
-
-
-def test_dropout_mask_takes_a_byte():
-    recorder = Recorder("cuda")
-    recorder.mark("all")
-    dropout = torch.nn.Dropout(0.1)
-    x = torch.empty(1024, 1024, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    recorder.seed([x])
-    with substitutes("flash", "cuda"), recorder:
-        out = dropout(x)
-    assert sum(recorder.segments[0].work.values()) == 1
-    # What it returns, and the mask.
-    assert sum(size for _, size in recorder.segments[0].events) == 3 * 2**20
-    del out
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 30 * MIB), st.booleans()), max_size=60)
@@ -197,30 +182,6 @@ def test_last_waves_leave_units_idle():
         for part in (1, 128):  # of the last tile
             shape = (128 * (rows - 1) + part, 4096, 128 * columns)
             assert own.matmul_rate(shape) == pytest.approx(share * full)
-
-
-@pytest.mark.parametrize(
-    ("card", "launch_us", "host_us", "share", "module_us", "unpacking_us"),
-    [
-        # 10 us, of which Python takes 7, and 2.2 bare operations; on a card of one's own 6.
-        ("nvidia-h100-sxm", None, 10 + 1.2 * 7, 15.4 / 18.4, 1.5 * 15.4, 3 * 10 + 5.8 * 7),
-        ("nvidia-h100-sxm", 20, 20 + 1.2 * 7, 15.4 / 28.4, 1.5 * 15.4, 3 * 20 + 5.8 * 7),
-        ("nvidia-gb10", None, 2.2 * 6, 1.0, 1.5 * 13.2, 3 * 6 + 5.8 * 6),
-        ("nvidia-rtx-4090", 5, 2.2 * 5, 1.0, 1.5 * 11, 3 * 5 + 5.8 * 5),
-        ("cpu", None, 9, 1.0, 1.5 * 9, 4 * 9),
-        ("cpu", 20, 20, 1.0, 1.5 * 20, 4 * 20),
-    ],
-)
-def test_host_times_of_operations(card, launch_us, host_us, share, module_us, unpacking_us):
-    rates = {"operation.launch": launch_us * 1e-6} if launch_us else {}
-    hardware = cpu().changed(rates=measured("nvidia-t4", rates).rates)
-    own = Rates(hardware if card == "cpu" else measured(card, rates), "bf16", "native", "flash")
-    assert own.host_seconds == pytest.approx(host_us * 1e-6)
-    assert own.python_share == pytest.approx(share)
-    found = own.host_seconds_of
-    assert found[MODULE_CALL[0]] == pytest.approx(module_us * 1e-6)
-    assert found["dequantization.uint8"] == pytest.approx(unpacking_us * 1e-6)
-    assert own.min_kernel_seconds == (0 if card == "cpu" else 3e-6)
 
 
 def test_unmeasured_rates_follow_the_datasheet():

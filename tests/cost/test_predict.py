@@ -1,9 +1,7 @@
 """Predictions order candidates as they must, break down completely, and come fast."""
 
-import dataclasses
 import itertools
 import math
-from dataclasses import replace
 
 import diffusers
 import numpy as np
@@ -14,11 +12,10 @@ from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost import memory, recorder as shapes
 from autotune.cost.calibration import NOISE, OFFSET, Posterior, features_of, fit, time_doubt
-from autotune.cost.estimate import job_time, plan_seconds, require_sound
+from autotune.cost.estimate import plan_seconds, require_sound
 from autotune.cost.kernels import CLASSES
 from autotune.cost.memory import GATHERED_BLOCKS, Parallel
 from autotune.cost.predict import CostModel, choice_of, prediction_errors
-from autotune.cost.tables import PassTables
 from autotune.cost.trace import trace_inference
 from autotune.errors import InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
@@ -61,13 +58,6 @@ def test_parts_add_up_and_survive_json(card, quantization):
     assert Prediction.model_validate_json(prediction.model_dump_json()) == prediction
 
 
-def test_other_batches_lie_on_a_line(card):
-    tried = (Candidate(micro_batch_size=size, checkpointed_blocks=2) for size in (2, 3, 4, 6))
-    low, middle, high, beyond = (card.predict(each).allocated_memory_bytes for each in tried)
-    assert middle == pytest.approx((low + high) / 2, rel=1e-3)
-    assert beyond == pytest.approx(2 * high - low, rel=1e-3)
-
-
 @pytest.mark.quick(("qwen-image", "masked"))
 @pytest.mark.parametrize(
     ("name", "text_padding"),
@@ -83,13 +73,11 @@ def test_predictions_do_not_depend_on_order(name, text_padding):
     one, other = CostModel.build(*known), CostModel.build(*known)
     forwards = [one.predict(candidate) for candidate in candidates]
     backwards = [other.predict(candidate) for candidate in reversed(candidates)]
-    if name != "sdxl":
-        assert forwards == backwards[::-1]
-        return
-    # A trace of its UNet depends on the one before by some KB; the cause is not known.
+    # A trace of SDXL's UNet depends on the one before by some KB; the cause is not known.
+    share = 1e-3 if name == "sdxl" else 1e-12
     for a, b in zip(forwards, backwards[::-1], strict=True):
-        assert a.allocated_memory_bytes == pytest.approx(b.allocated_memory_bytes, rel=1e-3)
-        assert a.step_seconds == pytest.approx(b.step_seconds, rel=1e-2)
+        assert a.allocated_memory_bytes == pytest.approx(b.allocated_memory_bytes, rel=share)
+        assert a.step_seconds == pytest.approx(b.step_seconds, rel=10 * share)
 
 
 def test_one_trial_corrects_all():
@@ -111,42 +99,6 @@ def test_one_trial_corrects_all():
     assert after[first].allocated_memory_bytes == pytest.approx(memory, rel=0.003)
     doubts = [each.time_uncertainty for each in (after[first], after[other], before[other])]
     assert doubts == sorted(set(doubts))
-
-
-def test_swapped_blocks_leave_for_pinned_memory(card):
-    blocks = card.model.num_blocks
-    predictions = [
-        card.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks, swapped_blocks=k))
-        for k in (0, 2, 4)
-    ]
-    model_bytes = card.model.model_bytes("bf16", "none")
-    weights = [p.phases[2].breakdown.weight_bytes for p in predictions]
-    assert weights[0] == weights[1] > weights[2]  # two blocks visit, so swapping two frees nothing
-    assert weights[0] - weights[2] == sum(sorted(model_bytes.block_weight_bytes[:4])[:2])
-    host, pinned = [p.host_memory_bytes for p in predictions], model_bytes.block_pinned_bytes[:4]
-    assert host[2] - host[0] == sum(pinned) >= sum(model_bytes.block_weight_bytes[:4])
-    assert predictions[2].step_seconds >= predictions[0].step_seconds
-    assert card.weight_bytes(predictions[2].candidate) < card.weight_bytes(predictions[0].candidate)
-
-
-def test_modulation_ahead_trades_layers_for_window(card):
-    usual = Candidate(micro_batch_size=1, checkpointed_blocks=2)
-    resident = card.predict(usual)
-    ahead = card.predict(usual.model_copy(update={"modulation": "ahead"}))
-    layers = card.model.model_bytes("bf16", "none", "ahead").modulation
-    weights = [p.phases[2].breakdown.weight_bytes for p in (resident, ahead)]
-    assert weights[0] - weights[1] == layers.weight_bytes
-    host = ahead.host_memory_bytes - resident.host_memory_bytes
-    window = window_steps(layers.row_bytes, 2) * 2 * layers.row_bytes
-    previews = card.family.defaults.preview_steps * layers.row_bytes
-    assert host + card.model.model_bytes("bf16", "none").largest_block_bytes >= window + previews
-    assert host <= 2 * window + previews
-    assert ahead.step_time.matmul_seconds < resident.step_time.matmul_seconds
-    slow = Rate(name="host_to_device.pageable", value=1e6, unit="B/s", spread=0.0, num_samples=1)
-    tables = PassTables(card.model, card.hardware.changed(rates=(slow,)))
-    there = replace(card, tables=tables).predict(ahead.candidate)
-    fetching = layers.weight_bytes / 1e6 / window_steps(layers.row_bytes, 2)
-    assert there.step_seconds - ahead.step_seconds == pytest.approx(fetching, rel=0.01)
 
 
 @pytest.mark.quick("kandinsky5-image-lite", "qwen-image")
@@ -192,35 +144,6 @@ def test_block_counts_differ_as_their_predictions(card):
         rounded = card.resident_of(one).rounded_share * phase.breakdown.weight_bytes
         expected.append(phase.allocated_memory_bytes - rounded + waste)
     assert found - found[0] == pytest.approx(np.array(expected) - expected[0], abs=2)
-
-
-def test_vae_elsewhere_is_priced():
-    """Clips on the CPU wait for its cores; the card has room meanwhile, and the host holds them."""
-    name = "kandinsky5-video-lite"
-    family, card = FAMILIES[name], gpu("nvidia-rtx-4090")
-    # Which would take more than a tiny clip.
-    parts = dataclasses.replace(family.parts, text_encoder_parameters=())
-
-    def built(**pins):
-        how = {"parts": parts, "caching_pins": pins}
-        return CostModel.build(card, workload_of(name), family, TINY[name], **how)
-
-    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    here, there = built(vae_device="training"), built(vae_device="cpu")
-    assert here.encoder_gpu is there.encoder_gpu is None
-    vae = here.model.vae_cost(candidate.precision)
-    cache = [own.predict(candidate).phases[1] for own in (here, there)]
-    assert [each.breakdown.transient_bytes for each in cache] == [vae.encode_transient_bytes, 0]
-    on_host = there.tables.encoder_size.bytes_at("cpu", there.caching)
-    assert on_host == vae.weight_bytes + vae.encode_transient_bytes
-    assert there.host_memory_bytes(candidate) > on_host
-    counts = {"num_steps": 1, "num_images": 1, "num_previews": 0}
-    jobs = [job_time(own, own.predict(candidate), **counts) for own in (here, there)]
-    seconds = [job.cache_seconds for job in jobs]
-    cores = there.hardware.host.physical_cores or there.hardware.host.logical_cores
-    moving = vae.encode_bytes_moved / here.tables.rates_of(choice_of(candidate)).bandwidth
-    assert seconds[1] - seconds[0] == pytest.approx(vae.encode_flops / (5e10 * cores) - moving)
-    assert seconds[1] > 10 * seconds[0]
 
 
 def plans_for(attention="native", size=1, **changes):
