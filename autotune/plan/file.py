@@ -237,8 +237,6 @@ def _validated(source: str, data: Any) -> TrainingPlan:
             f"{source} is not a valid plan: {where or 'the file'}: {message}{more}",
             hint="correct it under `job`" if where.startswith("job") else PLAN_AGAIN,
         ) from error
-    except (TypeError, ValueError) as error:
-        raise InvalidPlan(f"{source} is not a valid plan: {error}", hint=PLAN_AGAIN) from error
 
 
 def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:

@@ -262,10 +262,18 @@ def test_compiled_blocks_recompute_themselves(monkeypatch):
     assert model.passes == [3, 4, 2]
 
 
-def test_buffers_stay_where_blocks_run():
-    block = nn.Linear(4, 4).requires_grad_(False)
-    block.register_buffer("table", torch.arange(3))
-    block.register_buffer("unused", None)
-    BlockSwap([block], torch.device("cpu"))
-    assert block.table.tolist() == [0, 1, 2]
-    assert block.unused is None
+def test_two_blocks_are_there_with_buffers():
+    """On torch's meta device, which is another than the host, as a GPU is."""
+    device, blocks = torch.device("meta"), [nn.Linear(4, 4).requires_grad_(False) for _ in range(4)]
+    for block in blocks:
+        block.register_buffer("table", torch.arange(3))
+        block.register_buffer("unused", None)
+    weights = [block.weight.clone() for block in blocks]
+    BlockSwap(blocks, device)
+    assert all(torch.equal(block.weight, own) for block, own in zip(blocks, weights, strict=True))
+    for number, block in enumerate(blocks):
+        assert (block.table.device, block.unused) == (device, None)
+        block(torch.empty(1, 4, device=device))
+        there = [at for at, each in enumerate(blocks) if each.weight.device == device]
+        assert there == [at for at in (number, number + 1) if at < 4]
+    assert torch.equal(blocks[0].weight, weights[0])

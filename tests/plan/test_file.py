@@ -7,12 +7,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from hypothesis import example, given, settings, strategies as st
 from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.models.registry import get_family
 from autotune.plan import file, workload as plan_workload
+from autotune.plan.base import MAX_DEPTH
 from autotune.plan.plan import Reason, Rejected
 from autotune.search.gradient_checks import small_workload
 from autotune.share.store import DamagedRecord, name_of, parse_record
@@ -155,10 +157,16 @@ def test_each_damage_has_its_own_message(tmp_path, damage, words):
     assert words in refusal(tmp_path / "plan.yaml", damage(file.plan_text(make_plan()))).message
 
 
-def test_too_many_values_are_refused(tmp_path, monkeypatch):
-    text, keys = file.plan_text(make_plan()), [f"key{number}: 1\n" for number in range(500)]
-    monkeypatch.setattr(file, "MAX_NODES", 1000)
-    assert "more than 1000 values" in refusal(tmp_path / "plan.yaml", text + "".join(keys)).message
+@pytest.mark.parametrize(("nested", "listed"), [(MAX_DEPTH, 0), (1, 99)])
+def test_values_are_read_up_to_a_number(monkeypatch, nested, listed):
+    monkeypatch.setattr(file, "MAX_NODES", 100)
+
+    def read(nested, listed):
+        yaml.load("[" * nested + "1," * listed + "]" * nested, file.BoundedLoader)
+
+    read(nested, listed)
+    with pytest.raises(yaml.YAMLError, match=r"nested too deeply|more than 100 values"):
+        read(nested + (nested > 1), listed + (nested == 1))
 
 
 def test_unreadable_files_are_refused(tmp_path):

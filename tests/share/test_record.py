@@ -1,17 +1,18 @@
 """A record: its content, what never enters it, what is refused, and where it counts."""
 
 import math
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import yaml
 
 from autotune.errors import InvalidInput
-from autotune.plan.candidate import TrialResult
+from autotune.plan.candidate import Residual, TrialResult
 from autotune.plan.hardware import Rate
 from autotune.plan.workload import Bucket, ModelSpec, OptimizerChoice, Workload
 from autotune.share import store
-from autotune.share.warm_start import compare, compare_machine, usable_trials
+from autotune.share.warm_start import Match, MatchedRecord, compare, compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
 from tests.share.examples import TRIALS, machine, plan, rate, record
 
@@ -27,6 +28,7 @@ def test_private_texts_stay_out():
     planned = plan(here, workload(model=spec), trials, **job)
     content = store.build_record(planned, here).content.decode()
     assert SECRET not in content
+    assert '"name":"Qwen/Qwen-Image"' in content
     assert "0.125" not in content
 
 
@@ -67,22 +69,58 @@ def test_other_files_are_no_records():
         assert len(caught.value.message) < 400
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-@pytest.mark.parametrize("rates", [(), record().machine.rates])
-@pytest.mark.parametrize(("seconds", "factor"), [(1e-6, 1.0), (1.8, 9.0)])
-def test_impossible_speeds_are_refused(kind, rates, seconds, factor):
-    keys = {**record().machine.match_keys, "device_kind": kind}
-    there = record().machine.changed(match_keys=keys, rates=rates)
+def test_records_count_up_to_what_can_be():
+    """Each limit by numbers of its own: what lies within is taken, what lies beyond is not."""
+    total, today = record().machine.total_memory_bytes, datetime.now(UTC).date()
+    work = workload(buckets=(Bucket(width_px=640, height_px=320, num_frames=17, num_items=1),))
+    numbers = work.effective_batch_size * work.model.num_parameters * 640 * 320 / 1024 * 3
+    none = record().machine.changed(rates=())
+    cpu = none.changed(match_keys=none.match_keys | {"device_kind": "cpu"}, logical_cores=3)
 
-    def made(seconds, factor):
-        ran = [one.changed(step_seconds=(seconds,) * len(one.step_seconds)) for one in TRIALS]
-        images = factor * workload().effective_batch_size / seconds
-        expected = record().expected.changed(step_seconds=seconds, images_per_second=images)
-        return record(machine=there, trials=tuple(ran), expected=expected)
+    def made(seconds=1.8, memory=20 * GIB, time=1.0, peak=1.0, images=1.0, **changes):
+        ran = trial(TRIALS[1].candidate, seconds, memory)
+        each = images * work.effective_batch_size / seconds / time
+        promised = {"step_seconds": seconds * time, "images_per_second": each}
+        expected = record().expected.changed(peak_memory_bytes=int(memory * peak), **promised)
+        return record(work=work, trials=(ran,), expected=expected, **changes)
 
-    assert store.parse_record(made(1.8, 1.0).content, made(1.8, 1.0).key)
-    with pytest.raises(store.DamagedRecord, match="cannot be true"):
-        store.parse_record(made(seconds, factor).content, made(seconds, factor).key)
+    for odd in ({"step_seconds": ()}, {"peak_memory_bytes": None}):
+        other = record(trials=(*TRIALS, TRIALS[0].changed(**odd)))
+        with pytest.raises(store.DamagedRecord, match="has no times or no memory"):
+            store.parse_record(other.content, other.key)
+    for at, changes in (
+        (today + timedelta(days=1.5), lambda day: {"measured_on": day}),
+        (1.02 * total, lambda limit: {"memory": int(limit)}),
+        (1.1, lambda share: {"time": share}),
+        (-0.9, lambda share: {"time": -share}),
+        (1.1, lambda share: {"peak": share}),
+        (-0.9, lambda share: {"peak": -share}),
+        (1.1, lambda share: {"images": share}),
+        (-0.9, lambda share: {"images": -share}),
+        (-numbers / (4 * 1.5e14), lambda limit: {"seconds": -limit}),  # beyond what was probed
+        (-numbers / 2e16, lambda limit: {"seconds": -limit, "machine": none}),
+        (-numbers / 3e13, lambda limit: {"seconds": -limit, "machine": cpu}),
+    ):
+        pairs = [(at, at + timedelta(days=1))] if isinstance(at, date) else []
+        for within, beyond in pairs or [(at - 0.01 * abs(at), at + 0.01 * abs(at))]:
+            one, other = made(**changes(within)), made(**changes(beyond))
+            assert store.parse_record(one.content, one.key) == one
+            with pytest.raises(store.DamagedRecord, match="cannot be true"):
+                store.parse_record(other.content, other.key)
+
+
+def test_credible_residuals_teach():
+    trials = [trial(candidate(micro_batch_size=n), 2.0, 20 * GIB) for n in range(1, 60)]
+    told = [Residual(time=(-1) ** n * (60 - n) / 16, memory=-3.0 * (n == 50)) for n in range(1, 60)]
+    made = record(trials=(TRIALS[1], *trials), calibration=(None, *told))
+    known = MatchedRecord("a", made, Match("near", 5.0, ()), made.trials[:40] + made.trials[42:])
+    usual = [n for n in range(1, 60) if 60 - n <= 16 * math.log(10) and n not in (40, 41, 50)]
+    expected = [(trials[n - 1].candidate, told[n - 1]) for n in usual]
+    assert known.prior_residuals.residuals == tuple(expected[:32])
+    assert len(expected) > 32
+    assert known.prior_residuals.weight == pytest.approx(math.exp(-0.5))
+    other = made.changed(autotune_version="0")
+    assert not MatchedRecord("a", other, known.match, known.trials).prior_residuals.residuals
 
 
 VERIFIED = {"trials": TRIALS[1:2], "records": ("0" * 64,)}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from datetime import date
 from itertools import count
@@ -114,10 +115,11 @@ def test_crashed_records_are_written_again(tmp_path):
 def test_prune_deletes_what_killed_push_left(tmp_path):
     store = Store(str(tmp_path))
     store.add(record())
-    left, fresh = (tmp_path / record().key).with_name(f".a.{16 * '0'}.part"), tmp_path / "kept"
-    for file in (left, fresh):
+    part = tmp_path / record().key
+    left, fresh = (part.with_name(f".{name}.{16 * '0'}.part") for name in "ab")
+    for file, seconds in ((left, 3700), (fresh, 3500)):
         file.touch()
-    os.utime(left, (0, 0))
+        os.utime(file, (time.time() - seconds,) * 2)
     (told,) = prune(store=store)
     assert left.name in told
     assert (left.exists(), fresh.exists(), names(store)) == (False, True, {record().name})
@@ -150,6 +152,15 @@ def test_no_path_outside_layout_is_touched(opened):
             opened().delete(key)
         with pytest.raises(InvalidInput):
             list(opened().read([key]))
+
+
+def test_only_deleted_records_are_left_out(tmp_path):
+    store, made, absent = Store(str(tmp_path)), record(), record(search_seconds=1.0)
+    store.add(made)
+    assert [file.name for file in store.read([absent.key, made.key])] == [made.name]
+    (tmp_path / absent.key).mkdir()
+    with pytest.raises(AutotuneError, match="cannot reach"):
+        list(store.read([absent.key, made.key]))
 
 
 def test_links_and_pipes_are_untouched(tmp_path):
