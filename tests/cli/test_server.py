@@ -225,17 +225,9 @@ def test_hostile_words_are_shown_as_text(user, site):
 
 
 def test_forms_become_the_shown_command(user, site):
-    asked = {
-        "command": "plan",
-        "model": "flux1-dev",
-        "hardware": "nvidia-rtx-4090",
-        "num_steps": "-5",
-    }
-    asked |= {
-        "preview_prompts": "a cat; rm -rf /\na dog",
-        "storage": "postgresql://x",
-        "path": "p.yaml",
-    }
+    asked = {"command": "plan", "model": "flux1-dev", "hardware": "nvidia-rtx-4090"}
+    asked |= {"num_steps": "-5", "storage": "postgresql://x", "path": "p.yaml"}
+    asked |= {"preview_prompts": "a cat; rm -rf /\na dog"}
     words = build_words(site, "plan", Asked({name: [value] for name, value in asked.items()}))
     assert words.count("--preview-prompt") == 2
     assert "--steps=-5" in words

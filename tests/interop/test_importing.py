@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.exchange import plan_from_config
 from autotune.interop.files import read_document
 from autotune.interop.importing import import_config, read_settings
 from autotune.interop.rules import ConfigValue, Context
@@ -107,12 +106,6 @@ def test_numbers_may_be_written_as_text(tmp_path):
 def test_defaults_are_the_trainers_own(tmp_path, written, expected):
     learned = read(tmp_path, written).options
     assert {key: learned[key] for key in expected} == expected
-
-
-def test_weights_of_defaults_are_told(tmp_path):
-    config = read(tmp_path, {"model_family": "flux", "model_type": "lora"})
-    (line,) = (one for one in config.not_carried if "FLUX.1-Krea-dev" in one.value)
-    assert "planned as flux1-dev" in line.meaning
 
 
 def test_rates_of_other_optimizers_are_not_adamws(tmp_path):
@@ -285,11 +278,3 @@ def test_text_encoders_are_stored_as_written(tmp_path):
     flux = read(tmp_path, {**FLUX, "text_encoder_2_precision": "int8-quanto"})
     stored = [one.pins["caching.text_encoder_quantization"] for one in (follows, sd3, flux)]
     assert stored == ["torchao-fp8", "torchao-fp8", "torchao-int8"]
-
-
-@pytest.mark.slow
-def test_formats_that_encoders_lack_are_told(tmp_path):
-    written = {"text_encoder_2_precision": "fp8wo-torchao", "learning_rate": 1e-4}
-    made = plan_from_config(read(tmp_path, {**FLUX, **written}), hardware="h100-sxm")
-    (told,) = (one for one in made.remarks if "text_encoder_quantization" in one)
-    assert "T5" in told

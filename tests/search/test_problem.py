@@ -164,24 +164,19 @@ def backend():
 
     def measure(cost, candidate, *, confirms=False):
         tensors = int(1.01 * cost.predict_uncalibrated(candidate).allocated_memory_bytes)
-        host = {
-            "training": tensors + PROCESS_BYTES,
-            "caching": tensors + PROCESS_BYTES + CACHING_BYTES,
-        }
+        host = {"training": tensors + PROCESS_BYTES}
+        host["caching"] = host["training"] + CACHING_BYTES
         phases = [
             PhasePeak(name=name, seconds=1.0, device_bytes=None, host_bytes=size)
             for name, size in host.items()
         ]
         seconds = 5 - 0.01 * tensors / GIB  # the larger, the faster
-        measured = {
-            "host_memory_bytes": host["training"],
-            "phases": tuple(phases) if confirms else (),
-        }
-        result = trial(candidate, seconds, tensors, confirms=confirms, wall_seconds=1.0, **measured)
+        measured = {"host_memory_bytes": host["training"], "wall_seconds": 1.0}
+        measured["phases"] = tuple(phases) if confirms else ()
+        result = trial(candidate, seconds, tensors, confirms=confirms, **measured)
         budget, kept = cost.budget_bytes, cost.resident_encoder_bytes
-        with ProcessTrialRunner(
-            cost.hardware, None, cost.workload, budget_bytes=budget, resident_bytes=kept
-        ) as runner:
+        how = {"budget_bytes": budget, "resident_bytes": kept}
+        with ProcessTrialRunner(cost.hardware, None, cost.workload, **how) as runner:
             return runner.classify(candidate, result)
 
     @contextmanager

@@ -2,9 +2,11 @@ import copy
 import json
 import logging
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, strategies as st
 
 from autotune.errors import InvalidInput
@@ -427,22 +429,10 @@ def test_joined_layers_split_by_rows(rank):
     assert torch.allclose(torch.cat([update(found) for found in back.values()]), update(trained))
 
 
-@pytest.mark.parametrize(
-    ("names", "answer"),
-    [
-        (["0.attn.to_q", SINGLE + "attn.to_q"], layouts.FLUX1_CLASS),
-        (["0.attn.to_q", SINGLE + "attn.to_out"], "Flux2Transformer2DModel"),
-        (["18.attn.to_q", "0.ff.net.2"], None),  # also Stable Diffusion 3.5's
-        (["0.attn.add_q_proj", "proj_out"], None),  # also Qwen-Image's
-        (["0.attn.to_q", "19.attn.to_q"], None),  # FLUX.1 has 19: one of the two
-        (["0.attn.to_q", "38.attn.to_q"], ""),
-        (["19.attn.to_q", "0.ff.net.2"], layouts.SD3_CLASS),
-        (["0.attn.to_q", "0.attn2.to_q"], layouts.SD3_CLASS),
-        (["0.attn.to_q", "0.img_mlp.net.2"], ""),
-        (["blocks.0.to_q", "proj_out"], ""),
-        ([], ""),
-    ],
-)
+TOLD = yaml.safe_load((Path(__file__).parent / "told.yaml").read_text())
+
+
+@pytest.mark.parametrize(("names", "answer"), TOLD)
 def test_names_tell_their_model(names, answer):
     in_blocks = [f"transformer_blocks.{name}" if name[0].isdigit() else name for name in names]
     assert layouts.find_class(in_blocks) == answer
