@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.interop.files import KEY_PATTERNS, SHELLS
+from autotune.interop.files import KEY, OPTION, SHELLS
 from autotune.report.text import without_logins
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ USE = re.compile(r"\b([A-Z_]{3,40})\.(match|fullmatch|search|sub|split|find\w+)\
 
 
 def uses_of_patterns():
-    tables = [f"(?m){one}" for one in KEY_PATTERNS.values()]
+    tables = [f"(?m){one}" for one in (KEY, OPTION)]
     for shell in SHELLS.values():
         tables += [shell.variable, *(rf"(?im)^[ \t]*@?{one}" for one in shell.rewrites)]
     yield from (("files.py", one, "findall") for one in tables)

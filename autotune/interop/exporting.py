@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from autotune.errors import InvalidInput
 from autotune.interop.files import FILL_IN, MUSUBI_SWAP, WRITERS
-from autotune.interop.importing import read_settings
+from autotune.interop.importing import read_settings, value_text
 from autotune.interop.rules import CannotExpress, ConfigValue, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer
 from autotune.knobs.caching import PIN, EncoderSize, caching_in
@@ -16,19 +16,18 @@ from autotune.models import adapter, registry
 from autotune.models.family import Family
 from autotune.plan import base, prediction, words
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, count_blocks
-from autotune.plan.job import Job
+from autotune.plan.job import DataFields, Job
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Learning, ModelSpec, Workload
 
 OF_WORKLOAD = tuple(name for name in Learning.model_fields if name not in ("quality", "objective"))
 # Names that decide what is learned.
 LEARNING = (
-    *("resolution", "num_frames", "clips", *OF_WORKLOAD, "control", "caption", "trigger"),
+    *("resolution", *OF_WORKLOAD, *(name for name in DataFields.model_fields if name != "data")),
     *("num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps", "weight_decay"),
     *("max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale"),
-    *("weighting_scheme", "caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop"),
-    *("loss_mask", "mask_floor", "expert", "from_adapter", "training_adapter"),
-    *("prior_captions", "slider"),
+    *("weighting_scheme", "caption_dropout", "mask_floor"),
+    *("expert", "from_adapter", "training_adapter"),
 )
 # Knobs of how files and batches are read: they change neither learning nor the device's memory.
 LOADING = ("loader", "data_workers", "batch_memory")
@@ -198,7 +197,8 @@ def compare(planned: Values, read: Values, context: Context) -> tuple[Difference
         if not is_equal(name, own, other, context):
             ours: Kind = "loading" if name in LOADING else "settings"
             kind: Kind = "learning" if name in LEARNING else ours
-            found.append(Difference(name=name, kind=kind, planned=_text(own), written=_text(other)))
+            planned_text, written = (value_text(x, "not set") for x in (own, other))
+            found.append(Difference(name=name, kind=kind, planned=planned_text, written=written))
     return tuple(found)
 
 
@@ -226,10 +226,6 @@ def is_equal(name: str, own: Any, other: Any, context: Context) -> bool:
     if are_numbers and not isinstance(own, bool):
         return bool(abs(own - other) <= 1e-6 * max(abs(own), abs(other)))
     return own == other or str(own) == str(other)
-
-
-def _text(value: Any) -> str:
-    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _head_lines(

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from autotune.errors import InvalidInput, first_line
+from autotune.interop import rules
 from autotune.interop.rules import ConfigValue, Values
 from autotune.plan.file import BoundedLoader
 from autotune.system.files import decode_text, read_bounded
@@ -30,14 +31,9 @@ FORMATS = {
     **{".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"},
     **{".bat": "batch", ".cmd": "batch", ".ps1": "PowerShell"},
 }
+# What stands where a key can, in scripts and in other files; whether it is one, the parser decides.
 OPTION = r"(?:^|[\s\"'])(?:--|\$(?:env:)?)?([^\s\"'=]+)"
-# What stands where a key can; whether it is one, the parser has decided.
-KEY_PATTERNS = {
-    **dict.fromkeys(("shell", "batch", "PowerShell"), OPTION),
-    "yaml": r"(?:^|[\s{,\-])[\"']?([^\s\-\"'{},:#\[\]][^\"'{},:#\[\]\n]{0,80}?)[\"']?[ \t]*:",
-    "json": r"\"(?:--)?([^\"\n]*)\"\s*:",
-    "toml": r"(?:^|[\s{,.\[\"'])([^\s{},.\[\]\"'=]+)[\"']?[ \t]*[=\]]",
-}
+KEY = r"(?:^|[\s{,.\"'])(?:--)?([^\s{},.\[\]\"'=:]+)[\"']?\s*[:=]"
 # More parts than any key has; Python's parser takes time that grows with their square.
 LONG_TOML_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -54,7 +50,17 @@ set -e
 
 def read_document(path: Path) -> list[ConfigValue]:
     """Read the settings of a file, in its order. Raises InvalidInput if it cannot be read."""
-    text = _read_text(path)
+    try:
+        content = read_bounded(path, MAX_BYTES)
+        text = decode_text(content)
+        if "\0" in text:
+            raise UnicodeDecodeError("utf-8", content, content.index(0), len(content), "a NUL")
+    except UnicodeDecodeError as error:
+        usual = "UTF-16LE" if b"\0" in content else "CP1252"
+        hint = f"if it is {usual}: iconv -f {usual} -t UTF-8 {path.name} > again{path.suffix}"
+        raise InvalidInput(f"{path} is not UTF-8 text: {error}", hint=hint) from error
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror or error}", hint=HINT) from error
     is_json = text.lstrip().startswith(("{", "["))
     kind = FORMATS.get(path.suffix.lower()) or ("json" if is_json else "shell")
     try:
@@ -72,21 +78,6 @@ def read_document(path: Path) -> list[ConfigValue]:
     searched = [value if key == "script" else key for key, value in pairs]
     numbered = zip(pairs, _line_numbers(text, searched, kind), strict=True)
     return [ConfigValue(*pair, line, path.name) for pair, line in numbered]
-
-
-def _read_text(path: Path) -> str:
-    try:
-        content = read_bounded(path, MAX_BYTES)
-        text = decode_text(content)
-        if "\0" in text:
-            raise UnicodeDecodeError("utf-8", content, content.index(0), len(content), "a NUL")
-        return text
-    except UnicodeDecodeError as error:
-        usual = "UTF-16LE" if b"\0" in content else "CP1252"
-        hint = f"if it is {usual}: iconv -f {usual} -t UTF-8 {path.name} > again{path.suffix}"
-        raise InvalidInput(f"{path} is not UTF-8 text: {error}", hint=hint) from error
-    except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror or error}", hint=HINT) from error
 
 
 def with_references(
@@ -244,19 +235,16 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
 def _line_numbers(text: str, keys: Sequence[str], kind: str) -> list[int]:
     """Keys come in the order of the text, so each is searched from the one before."""
     ends: dict[str, list[int]] = {}
-    for match in re.finditer(KEY_PATTERNS[kind], text, re.M):
+    for match in re.finditer(OPTION if kind in SHELLS else KEY, text, re.M):
         ends.setdefault(match[1], []).append(match.end())
     breaks = [match.start() for match in re.finditer("\n", text)]
-    lines, start, seen = [], 0, [""]
+    lines, start = [], 0
     for key in keys:
-        plain = [key.removeprefix("env.").removeprefix("launch.")]
-        parts = plain if kind in SHELLS else key.split(".")
-        fresh = [part for at, part in enumerate(parts, 1) if parts[:at] != seen[:at]]
-        for part in fresh or parts[-1:]:
-            if found := ends.get(re.sub(r"\[\d*\]$", "", part)):
-                start = found[bisect_right(found, start) % len(found)]  # the first, if none follows
+        plain = key.removeprefix("env.").removeprefix("launch.")
+        last = plain if kind in SHELLS else key.rpartition(".")[2]
+        if found := ends.get(re.sub(r"\[\d*\]$", "", last)):
+            start = found[bisect_right(found, start) % len(found)]  # the first, if none follows
         lines.append(bisect_left(breaks, start) + 1)
-        seen = key.split(".")
     return lines
 
 
@@ -297,7 +285,7 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
         values["datasets[].video_directory"] = values.pop("datasets[].image_directory")
     values["datasets[].cache_directory"] = f"{folder.rstrip('/')}-cache"
     own = _in_file(values, of_data=False)
-    stored = [f"--{flag}"] * bool(own.pop(flag, False))
+    stored = [f"--{flag}"] * any(own.pop(key, False) for key in ("fp8_te", "quantized_qwen"))
     if values["blocks_to_swap"]:
         own |= MUSUBI_SWAP
     version = values.get("model_version")
@@ -331,8 +319,8 @@ def _kohya(
     run += [f"{TRAINER}/{script}", "--config_file", "train.toml"]
     given = {key: value for key, value in train.items() if value is not False}
     return {
-        "train.toml": head + _toml_text(given),
-        "data.toml": _toml_text(_in_file(values, of_data=True)),
+        "train.toml": head + _toml_text(_nest(given)),
+        "data.toml": _toml_text(_nest(_in_file(values, of_data=True))).lstrip(),
         "run.sh": _shell(title, values, *before, run),
     }
 
@@ -405,25 +393,15 @@ def _json_text(values: Any) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _toml_text(values: Values) -> str:
+def _toml_text(section: Mapping[str, Any], path: str = "") -> str:
     """Write plain values as JSON, which is TOML, too, except for escapes beyond the basic plane."""
-    lines: list[str] = []
-
-    def add(section: Mapping[str, Any], path: str) -> None:
-        inner = []
-        for name, value in section.items():
-            if isinstance(value, list) and value and isinstance(value[0], dict):
-                inner += [(f"[[{path}{name}]]", one, name) for one in value]
-            elif isinstance(value, dict):
-                inner.append((f"[{path}{name}]", value, name))
-            else:
-                lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
-        for title, one, name in inner:
-            lines.extend(["", title])
-            add(one, f"{path}{name}.")
-
-    add(_nest(values), "")
-    return "\n".join(lines).lstrip("\n") + "\n"
+    plain = inner = ""
+    for name, value in section.items():
+        tables = [one for one in rules.listed(value) if isinstance(one, dict)]
+        title = f"[{path}{name}]" if isinstance(value, dict) else f"[[{path}{name}]]"
+        inner += "".join(f"\n{title}\n{_toml_text(one, f'{path}{name}.')}" for one in tables)
+        plain += "" if tables else f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+    return plain + inner
 
 
 def _shell(title: str, values: Values, *commands: Sequence[str], head: str = "") -> str:

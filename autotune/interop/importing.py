@@ -94,7 +94,7 @@ def import_config(
         raise InvalidInput(message, hint=f"known: {names}")
     written = [replace(one, key=one.key.removeprefix(table.root)) for one in written]
     written, missing = files.with_references(written, path.parent, table.references, allow)
-    settings = {table.aliases.get(s.key, s.key): s for s in _flattened(written, table)}
+    settings = _by_key(written, table)
     if what := table.find_refusal(settings):
         message = f"{path}, which is for {table.title}, cannot be taken over: {what}"
         raise InvalidInput(message, hint="take one for a LoRA of a model in `autotune models`")
@@ -156,7 +156,7 @@ def read_settings(
             found = dict(rule.read({key: one.value for key, one in by_key.items()}, context))
         except WRONG as error:
             one = next((one for one in present if one.line), present[0])
-            value, why = (x[: files.MAX_SHOWN] for x in (_value_text(one.value), str(error)))
+            value, why = (x[: files.MAX_SHOWN] for x in (value_text(one.value), str(error)))
             what = f"{trainer.title}'s {one.key} cannot be {value}: {why}"
             message = f"{one.file}, line {one.line}: {what}"
             raise InvalidInput(message, hint="correct it in that file") from error
@@ -184,7 +184,7 @@ def read_settings(
             lines += [line_for("carried", one, "as in autotune") for one in reported if one.line]
         for kind, is_wanted in (("carried", False), ("pinned", True)):
             own = [(name, x) for name, x in found.items() if is_knob(name, x) is is_wanted]
-            meaning = ", ".join(f"{name} {_value_text(value)}" for name, value in own)
+            meaning = ", ".join(f"{name} {value_text(value)}" for name, value in own)
             told = [one for one in reported if meaning and one.value is not None]
             lines += [line_for(kind, one, meaning) for one in told]
     return values, lines
@@ -192,31 +192,27 @@ def read_settings(
 
 def line_for(kind: str, setting: ConfigValue, meaning: str) -> Line:
     """Account for one setting."""
-    value, line, file = _value_text(setting.value), setting.line, setting.file
+    value, line, file = value_text(setting.value), setting.line, setting.file
     return kind, ConfigLine(key=setting.key, value=value, line=line, file=file, meaning=meaning)
 
 
-def _value_text(value: Any) -> str:
+def value_text(value: Any, none: str = "null") -> str:
+    """Write a value as configurations do."""
     if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
+        return {True: "true", False: "false", None: none}[value]
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value_text, value))}]"
+        return f"[{', '.join(map(value_text, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _flattened(written: Iterable[ConfigValue], trainer: Trainer) -> list[ConfigValue]:
-    settings: list[ConfigValue] = []
-    for setting in written:
-        key = setting.key
-        if trainer.sections_kept is not None and not key.startswith(trainer.sections_kept):
-            key = key.rpartition(".")[2]
-        general = re.sub(r"\[\d*\]", "[]", key)
-        if general not in trainer.gathered:
-            settings.append(replace(setting, key=key))
-        elif first := next((one for one in settings if one.key == general), None):
-            settings[settings.index(first)] = replace(first, value=[*first.value, setting.value])
-        else:
-            settings.append(replace(setting, key=general, value=[setting.value]))
+def _by_key(written: Iterable[ConfigValue], trainer: Trainer) -> dict[str, ConfigValue]:
+    kept, settings = trainer.sections_kept, dict[str, ConfigValue]()
+    for one in written:
+        key = one.key if kept is None or one.key.startswith(kept) else one.key.rpartition(".")[2]
+        settings[trainer.aliases.get(key, key)] = replace(one, key=key)
+    for key in settings.keys() & set(trainer.gathered):
+        values = [x.value for x in settings.values() if re.sub(r"\[\d+\]", "[]", x.key) == key]
+        settings[key] = replace(settings[key], value=values)
     return settings
 
 
@@ -226,7 +222,7 @@ def _find_model(trainer: Trainer, settings: Settings, path: Path) -> KnownModel:
         if all(written.get(key) == value for key, value in known.keys.items()):
             return known
     keys = dict.fromkeys(key for known in trainer.models for key in known.keys if key in settings)
-    shown = {key: _value_text(written[key])[: files.MAX_SHOWN] for key in keys}
+    shown = {key: value_text(written[key])[: files.MAX_SHOWN] for key in keys}
     given = [f"{key} {value}, line {settings[key].line}" for key, value in shown.items()]
     is_named = f"trains a model that autotune does not know ({'; '.join(given)})"
     what = is_named if given else "names no known model"

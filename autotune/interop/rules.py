@@ -14,6 +14,7 @@ from typing import Any
 from autotune.models.family import Family
 from autotune.models.noise import DiscreteDiffusion
 from autotune.plan.candidate import Candidate, count_blocks
+from autotune.weights.names import expand
 
 Values = Mapping[str, Any]  # by the trainer's keys, or by autotune's names
 LOST = "lost"  # under which `read` reports, in a sentence's words, what autotune does differently
@@ -113,11 +114,12 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
 
     A row has their values, one of `=`, `>` (only read) and `<` (only written), our values, and
     after a bar how they differ. Values are JSON or words, with alternatives between bars; `*` is
-    any value, or none is written; `-` is none, `#` any number and `$` any text, in the same order
-    on both sides; a word that ends with `*` is any that begins so. `@family` among the keys is a
-    condition, and `!KEY` is only written. The first row that fits counts.
+    any value, or none is written; `-` is none, `#` any number, `?` too, with 0 for none and -1, and
+    `$` any text, in the same order on both sides; a word that ends with `*` is any that begins so.
+    `@family` among the keys is a condition, and `!KEY` is only written. The first row that fits
+    counts.
     """
-    keys, names = (side.split() for side in keys_and_names.split("->"))
+    keys, names = (list(dict.fromkeys(expand(side))) for side in keys_and_names.split("->"))
     table = []
     for line in rows.strip().splitlines():
         found = re.fullmatch(r"(.*?) +([=<>])(?: +(.*?))??(?: *\| (.*))?", line)
@@ -149,6 +151,7 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
 
 
 ANY: Any = object()
+BOUND = ("#", "?", "$")  # patterns of what is the same on both sides
 
 
 def _fit(patterns: list[str], values: list[Any]) -> list[Any] | None:
@@ -156,15 +159,22 @@ def _fit(patterns: list[str], values: list[Any]) -> list[Any] | None:
     for pattern, value in zip(patterns, values, strict=True):
         if value is ANY or pattern == "*":
             continue
-        if pattern in ("#", "$") and value is not None:
+        if pattern == "?" and str(value) in ("None", "-1"):
+            bound.append(0)
+        elif pattern in BOUND and value is not None:
             try:
-                made = number(value) if pattern == "#" else text(value)
+                made = text(value) if pattern == "$" else number(value)
                 bound.append(value if made == value else int(made) if made % 1 == 0 else made)
             except (TypeError, ValueError):
                 return None
-        elif not any(_is_same(_parse(one), value) for one in pattern.split("|")):
+        elif not fits(pattern, value):
             return None
     return bound
+
+
+def fits(pattern: str, value: Any) -> bool:
+    """Tell if a value is one of those that a pattern names, with bars between."""
+    return any(_is_same(_parse(one), value) for one in pattern.split("|"))
 
 
 def _is_same(wanted: Any, value: Any) -> bool:
@@ -184,7 +194,7 @@ def _parse(word: str) -> Any:
 
 
 def _fill(pattern: str, bound: list[Any]) -> Any:
-    if pattern in ("#", "$"):
+    if pattern in BOUND:
         return bound.pop(0) if len(bound) > 1 else bound[0]
     value = _parse(pattern.split("|", maxsplit=1)[0])
     return None if value == "*" else value.rstrip("*") if isinstance(value, str) else value
@@ -211,7 +221,8 @@ def same(word: str) -> Rule:
 
 
 def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False) -> Rule:
-    """Relate a value, of a list its largest number or first text, and say what differs."""
+    """Relate a value, of a list its largest number or first text, and of several prompts the first;
+    and say what differs."""
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
@@ -221,15 +232,11 @@ def one_of_list(key: str, name: str, otherwise: str = "", is_list: bool = False)
 
     def write(ours: Values, context: Context) -> Values:
         value = ours.get(name)
+        if name == "preview_prompts":
+            value = value[0] if value else None
         return {key: [value] if is_list and value is not None else value}
 
     return Rule((key,), (name,), read, write)
-
-
-def first_prompt(key: str) -> Rule:
-    """Relate the prompt of previews, if a trainer samples a single one."""
-    prompts = same(f"preview_prompts={key}")
-    return replace(prompts, write=lambda ours, _: {key: (ours.get("preview_prompts") or [None])[0]})
 
 
 def resolution(written: str, *others: str) -> Rule:

@@ -61,16 +61,11 @@ def _targets(
     return Rule(tuple(keys), ("targets",), read, write)
 
 
-def targets_by_parts(
-    only: str,
-    ignored: str,
-    inside: str,
-    convolution_rank: str,
-    blocks: Mapping[str, list[str]],
-    authors_code: str,
-) -> Rule:
-    """Relate lists of parts of names, as ai-toolkit has them, by four keys. `blocks`: by class,
-    what names of layers in blocks hold; `authors_code`: classes that it trains by other names."""
+def targets_by_parts(keys: str, blocks: Mapping[str, list[str]], authors_code: str) -> Rule:
+    """Relate lists of parts of names, as ai-toolkit has them, by four keys: parts, those ignored,
+    if only blocks are adapted, and convolutions' rank. `blocks`: by class, what names of layers in
+    blocks hold; `authors_code`: classes that it trains by other names."""
+    only, ignored, inside, convolution_rank = expand(keys)
 
     def name_of(family: Family, layer: str) -> str:
         is_authors = family.transformer_class in authors_code.split()

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -15,6 +15,7 @@ from autotune.models import facts, registry
 from autotune.models.family import Family
 from autotune.plan.prediction import Overheads
 from autotune.system.files import read_table
+from autotune.weights.names import expand
 
 NAMES = ("ai-toolkit", "musubi", "simpletuner", "diffusers", "sd-scripts", "onetrainer")
 
@@ -32,7 +33,7 @@ class KnownModel:
     constants: Values = field(default_factory=dict)
     lacks: tuple[str, ...] = ()  # keys that do nothing for it, or that its script refuses
     prefix: tuple[str, str] | None = None  # how its keys begin, and how other models' do
-    kept: str = ""  # in addition to the trainer's
+    overheads: str = ""  # before the trainer's
     assumes: str = ""  # taken for granted of a file that says no more than `keys`
     note: str = ""  # a difference in what this trainer computes with this model
 
@@ -51,7 +52,8 @@ class Trainer:
     fixed: Values  # other keys that are always written
     # of keys without a rule: a pattern, words, a value without effect, whether it changes learning
     accounts: tuple[tuple[re.Pattern[str], str, str, bool], ...]
-    overheads: Mapping[str, Any]  # what `overheads_of` reads
+    overheads: str  # rows that `overheads_of` reads
+    source: str  # where they were read
     root: str = ""  # where its settings begin in the file
     weights_keys: tuple[str, ...] = ()  # they name the weights; the first is written
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -114,51 +116,47 @@ class Trainer:
             return ("decided", found[0][0]) if found else None
         words = found[0][0]
         off = [one[1] for one in found if one[0] == words]
-        is_on = value not in (None, False, 0, "", []) and str(value).lower() not in off
+        is_on = value not in (None, False, 0, "", []) and not rules.fits("|".join(off), value)
         return ("not_carried", words) if is_on else ("carried", "as in autotune")
 
     def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
-        """Return what it takes of a device with settings by its keys, else its defaults. A row may
-        end with conditions, `| if KEY=VALUE` or `| unless KEY|KEY`, which all must hold."""
-        data, values = self.overheads, {**self.defaults, **written}
+        """Return what it takes of a device with settings by its keys, else its defaults. Of rows
+        that begin alike the first counts; they may end with conditions, `| if KEY=VALUE` or
+        `| unless KEY KEY`, which all must hold."""
+        values = {**self.defaults, **written}
 
         def is_on(key: str) -> bool:
             name, _, value = key.partition("=")
             own = values.get(name)
             return str(own).lower() == value.lower() if value else bool(own)
 
-        def rows(text: str) -> Iterator[str]:
-            for line in filter(str.strip, text.splitlines()):
-                row, *conditions = line.split(" | ")
-                words = [condition.split() for condition in conditions]
-                if all(any(map(is_on, keys.split("|"))) == (how == "if") for how, keys in words):
-                    yield row
+        rows: dict[str, dict[str, list[str]]] = {}
+        for line in [*known.overheads.splitlines(), *self.overheads.splitlines()]:
+            row, *conditions = line.split(" | ")
+            parts = map(expand, conditions)
+            if all(any(map(is_on, keys)) == (how == "if") for how, *keys in parts):
+                kind, name, *words = row.split()
+                rows.setdefault(kind, {}).setdefault(name, words)
 
-        def adapter(row: str) -> dict[str, Any]:
+        def adapter(precision: str, way: str, *sizes: str) -> dict[str, Any]:
             """`precision autocast|plain bytes-of-AdamW bytes-of-its-step`, for each parameter;
             operations of a step for each tensor, if it is not fused."""
-            precision, way, *sizes = row.split()
             names = ("optimizer_bytes", "step_bytes", "step_operations")
             known = dict(zip(names, map(int, sizes), strict=False))
             return {"precision": precision, "autocasts": way == "autocast", **known}
 
-        kept: dict[tuple[str, str], dict[str, Any]] = {}
-        for phase, part, precision in map(str.split, rows(f"{data.get('kept', '')}\n{known.kept}")):
-            if precision == "fp32" or (phase, part) not in kept:
-                kept[phase, part] = {"phase": phase, "part": part, "precision": precision}
-        by_format, products = dict[str, Any](), dict[str, Any]()
-        for name, way in (row.split(" ", 1) for row in rows(data.get("by_format", ""))):
-            by_format.setdefault(name, adapter(way))
-        for name, keeps, *more in map(str.split, rows(data.get("products", ""))):
-            practice = {"keeps": keeps, **dict.fromkeys(more, True)}
-            products.setdefault(name, practice)
-        swap = next(rows(data.get("swap", "")), "pinned two").split()
+        adapters = {name: adapter(*words) for name, words in rows["adapter"].items()}
+        swap = rows.get("swap", {"*": ["pinned", "two"]})["*"]
+        kept = ((*name.split("."), *words) for name, words in rows.get("keep", {}).items())
         fields = {
-            **{"program": self.name, "version": self.version, "source": data["source"]},
-            "adapter": adapter(next(rows(data["adapter"]))),
-            "adapter_by_format": by_format,
-            "products": products,
-            "kept": tuple(kept.values()),
+            **{"program": self.name, "version": self.version, "source": self.source},
+            "adapter": adapters.pop("*"),
+            "adapter_by_format": adapters,
+            "products": {
+                name: {"keeps": keeps, **dict.fromkeys(more, True)}
+                for name, (keeps, *more) in rows.get("product", {}).items()
+            },
+            "kept": tuple({"phase": a, "part": b, "precision": c} for a, b, c in kept),
             "swap": {
                 "from_pinned": "pinned" in swap,
                 "copies_back": "back" in swap,
@@ -188,13 +186,13 @@ def _load(name: str) -> Trainer:
     if base := data.get("extends"):
         data = _merged(read_table(f"interop/data/{base}.yaml"), data)
     accounts = [
-        (re.compile(_pattern(key)), why, off.lower(), learned)
+        (re.compile(_pattern(key)), why, off, learned)
         for kind, learned in (("changes_learning", True), ("ignored_keys", False))
         for why, keys in data[kind].items()
-        for key, _, off in (word.partition("=") for word in keys.split())
+        for key, _, off in (word.partition("=") for word in expand(keys))
     ]
     tables = data["value_tables"].items()
-    made = [rules.value_table(one, rows) for heads, rows in tables for one in heads.split(",")]
+    made = [rules.value_table(one, rows) for heads, rows in tables for one in heads.split(", ")]
     for kind, arguments in data["key_rules"].items():
         make = getattr(targets if kind.startswith("targets_") else rules, kind)
         several = isinstance(arguments, list) and isinstance(arguments[0], list)
@@ -223,10 +221,10 @@ def _merged(base: Any, own: Any) -> Any:
 
 def _as_read(key: str, value: Any) -> Any:
     if key in ("defaults", "fixed"):  # `a=1 b.c="x" d=["y","z"]`, in JSON without spaces
-        pairs = (one.partition("=") for one in value.split())
+        pairs = (one.partition("=") for one in expand(value))
         return {name: json.loads(written) for name, _, written in pairs}
     if key in ("lacks", "sections_kept", "weights_keys", "gathered"):
-        return tuple(value.split())
+        return tuple(expand(value))
     return tuple(value) if isinstance(value, list) else value
 
 
