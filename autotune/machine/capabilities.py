@@ -42,9 +42,9 @@ def classify_memory(
     if integrated:
         return "integrated", f"{signals}: shares the system's RAM"
     if host_page_tables and integrated is None:
-        return "integrated", f"{signals}: assumed to share the host's memory, to be safe"
+        return "integrated", f"{signals}: assumed to share the system's RAM, to be safe"
     if host_page_tables:
-        return "coherent", f"{signals}: its own memory, with access to the host's"
+        return "coherent", f"{signals}: its own memory, with access to the system's RAM"
     return "discrete", f"{signals}: its own memory"
 
 

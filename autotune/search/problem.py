@@ -291,8 +291,8 @@ def _require_host_for_swap(
     raise NothingFits(
         f"the settings that fit the GPU swap blocks to {needed / GIB:.1f} GiB of system RAM; a run "
         f"may take {room / GIB:.1f} GiB",
-        hint=f"{more} a host of {size} (for a GPU by name: --host-memory {size.replace(' ', '')}); "
-        f"or {hint_to_fit(request, within, cost)}",
+        hint=f"{more} a computer with {size} of it (for a GPU by name: "
+        f"--host-memory {size.replace(' ', '')}); or {hint_to_fit(request, within, cost)}",
     )
 
 

@@ -112,7 +112,7 @@ class SearchSpace:
             fitting = [each for each, needed in beyond.items() if needed == least]
         max_fitting = max((candidate.swapped_blocks for candidate in fitting), default=0)
         min_beyond = min((candidate.swapped_blocks for candidate in beyond), default=0)
-        why = f"its weights take more of the host than the {room / 2**30:.1f} GiB that it has left"
+        why = f"its weights take more system RAM than the {room / 2**30:.1f} GiB that are left"
         first = max(max_fitting + 1, min_beyond)
         dropped: dict[Choice, str] = {
             k: why for k in self.choices["swapped_blocks"] if beyond and int(k) >= first

@@ -173,7 +173,7 @@ class Monitor:
         if self.can_spill and is_full and ratio >= SPILL_FACTOR:
             slow = f"steps take {ratio:.1f} times what was planned"
             why = f"with {reading.used_share:.0%} of the GPU's memory taken the driver moves memory"
-            found["spill"] = f"{slow}: {why} to the host; {doctor.NO_SPILL}, and {MORE_TO_SPARE}"
+            found["spill"] = f"{slow}: {why} to system RAM; {doctor.NO_SPILL}, and {MORE_TO_SPARE}"
         if slope := self._reserved_growth.add(reading.reserved_bytes or 0):
             grows = f"reserved memory grows by {slope / 2**20:.2f} MiB per step"
             hint = EXPANDABLE if self.allocator == "default" else MORE_TO_SPARE

@@ -66,8 +66,8 @@ class Watchdog:
         left, floor = self.available() / 2**30, self.floor_bytes / 2**30
         if left >= floor:
             return None
-        floor_text = f"less than the {floor:.1f} GiB that keep it alive"
-        return f"the host had {left:.1f} GiB left, {floor_text}: the trial was ended"
+        floor_text = f"less than the {floor:.1f} GiB that keep the machine alive"
+        return f"{left:.1f} GiB of system RAM were left, {floor_text}: the trial was ended"
 
     def wait_for_memory(self, wanted_bytes: int) -> None:
         """Wait until `wanted_bytes` are available, or no more memory comes back."""
@@ -137,7 +137,7 @@ class Watchdog:
         with self._process.stdout as notices:
             for line in notices:
                 left = int(line) / 2**30
-                self.shortage = f"the host had {left:.2f} GiB left, too little to stay alive"
+                self.shortage = f"{left:.2f} GiB of system RAM were left, too little to stay alive"
                 if interrupts and (main := threading.main_thread().ident):
                     signal.pthread_kill(main, signal.SIGUSR2)
 
@@ -158,7 +158,7 @@ def watch_parent(
     while os.getppid() == run:
         left = available()
         if left < floor_bytes:
-            message = f"the host had {left / 2**20:,.0f} MiB left, so training was ended at once"
+            message = f"{left / 2**20:,.0f} MiB of system RAM were left: training was ended at once"
             sys.stderr.write(f"error: {message}\nhint: {HINT}\n")
             os.kill(run, signal.SIGKILL)
             return

@@ -211,7 +211,7 @@ def test_stuck_runs_are_killed(available):
     command = [sys.executable, "-c", STUCK, json.dumps(watchdog.COMMAND), str(available)]
     stuck = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert stuck.returncode == -signal.SIGKILL
-    words = "error: the host had 0 MiB left, so training was ended at once\nhint: close other"
+    words = "error: 0 MiB of system RAM were left: training was ended at once\nhint: close other"
     assert stuck.stderr.startswith(words)
 
 
