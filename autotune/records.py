@@ -82,7 +82,7 @@ def pull(url: str) -> Transfer:
 def list_records(
     store: str | None = None, *, compare_here: bool = False
 ) -> tuple[RecordSummary, ...]:
-    """List a store's sound records, newest first; with `compare_here`, whether each counts on
+    """List a store's valid records, newest first; with `compare_here`, whether each counts on
     this machine.
 
     Examples:
@@ -126,7 +126,7 @@ def submit(name: str = "", path: str | Path | None = None) -> Submission:
     """Prepare a record of your own for the project: the one whose name begins so, or the newest.
 
     With `path`, a checkout of the project, the record is written there, and `pull-request.md`
-    beside it. Raises InvalidInput if there is no such record, or more than one.
+    next to it. Raises InvalidInput if there is no such record, or more than one.
 
     Examples:
         >>> print(autotune.records.submit().record)
@@ -210,7 +210,7 @@ def _store(url: str | Store | None) -> Store:
 
 
 def merge_stores(source: Store, target: Store) -> Transfer:
-    """Copy, byte for byte, the sound records that only `source` has; nothing else is read."""
+    """Copy, byte for byte, the valid records that only `source` has; nothing else is read."""
     there, sizes = target.sizes(), source.sizes()
     wanted = [key for key, size in sizes.items() if there.get(key) != size]  # or it is cut off
     num_new, refused = 0, []

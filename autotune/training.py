@@ -120,8 +120,8 @@ def train(request: TrainRequest) -> RunReport:
     """Train exactly what a plan says, in as many processes as it says.
 
     Without a plan, `model` and `data` are planned first, or with `resume` the output folder's plan
-    is taken. A predicted plan is measured once first, and then written beside its file. If torchrun
-    started this process, it is one of the plan's; else it starts them.
+    is taken. A predicted plan is measured once first, and the result written next to its file. If
+    torchrun started this process, it is one of the plan's; else it starts them.
 
     Raises:
         InvalidPlan: the file is not a valid plan, or a value of the job is out of range.

@@ -47,7 +47,7 @@ def print_out(view: Any, **style: Any) -> None:
 
 
 def print_remark(text: str, command: str = "") -> None:
-    """Print a remark to stderr, beside the data; a command to copy at its end stays whole."""
+    """Print a remark to stderr, apart from the data; a command to copy at its end stays whole."""
     from autotune.cli import terminal
 
     lines = [f"{text} {command}".rstrip()]

@@ -122,7 +122,7 @@ class CostModel:
 
     @property
     def budget_bytes(self) -> int:
-        """Memory for training, beside encoders that stay on the device."""
+        """Memory for training, next to encoders that stay on the device."""
         whole = self.parallel.budget_bytes(self.hardware.device)
         return max(0, whole - self.resident_encoder_bytes)
 

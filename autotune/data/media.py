@@ -286,7 +286,7 @@ def find_captions(contents: Contents, media: Iterable[Media]) -> Captions:
         if (is_caption or is_other) and path not in used and of not in captioned:
             message = "there is no image of this name" if is_caption else forms
             if path.parent in clips:
-                message = f"a clip's caption is beside its folder: {path.parent.name}.txt"
+                message = f"a clip's caption is next to its folder: {path.parent.name}.txt"
             problems.append(Problem(file=name, kind="unread", message=message))
     return Captions(lines, files, tuple(problems))
 

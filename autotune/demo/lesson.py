@@ -117,7 +117,7 @@ def known_scenes() -> tuple[list[world.Scene], list[world.Scene], list[world.Sce
 def write_images(
     folder: Path, scenes: Sequence[world.Scene], images: Sequence[Image.Image], repeats: int = 1
 ) -> None:
-    """Write images with their captions beside them, each to be seen `repeats` times per epoch."""
+    """Write images with their captions next to them, each to be seen `repeats` times per epoch."""
     folder.mkdir(parents=True)
     if repeats > 1:
         names = (f"{number:02d}.png" for number in range(len(images)))

@@ -191,7 +191,7 @@ def why_not_faster(backend: AttentionBackend, context: TuningContext) -> str | N
         found = [_measured_speed(name, hardware, masked) for masked in cases]
         if not any(found):
             best = "the kernel that torch holds for the best"
-            return f"not measured beside {DEFAULT}, which takes {best}"
+            return f"not measured with {DEFAULT}, which takes {best}"
         what, speed = "the probe measured", max(each or 0.0 for each in found)
     return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
 

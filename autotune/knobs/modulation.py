@@ -120,7 +120,7 @@ class ModulationAhead(nn.Module):
 
     @contextmanager
     def holding_also(self, collected: Mapping[bytes, Tensor]) -> Iterator[None]:
-        """Compute rows beside the window's, and forget them afterwards."""
+        """Compute rows besides the window's, and forget them afterwards."""
         missing = {key: each for key, each in collected.items() if key not in self._rows}
         if missing:
             table = torch.empty(len(missing), self.width, dtype=self.dtype)

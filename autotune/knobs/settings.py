@@ -103,7 +103,7 @@ def _precisions(context: TuningContext) -> tuple[str, ...]:
 
 
 def _fastest_loader(context: TuningContext) -> str:
-    """By the probe, of those whose memory fits beside the model; else as `from_pretrained`."""
+    """By the probe, of those whose memory fits next to the model; else as `from_pretrained`."""
     hardware, budget = context.hardware, context.budget_bytes
     model = STORED_BYTES * context.workload.model.num_parameters
     shared = hardware.device.memory_kind == "integrated"
@@ -145,7 +145,7 @@ def configure_allocator(choice: Choice) -> None:
 
 
 def encoder_precision(precision: str) -> str:
-    """Return the precision of text encoders and the VAE: fp32 beside a transformer in fp16. There
+    """Return the precision of text encoders and the VAE: fp32 with a transformer in fp16. There
     activations overflow in T5 (huggingface/transformers#9295) and SDXL's VAE
     (madebyollin/sdxl-vae-fp16-fix)."""
     return "fp32" if precision == "fp16" else precision

@@ -96,7 +96,7 @@ class DeviceLock:
             while not self._try_lock(file):
                 if time.monotonic() - started > MAX_WAIT_SECONDS:
                     what = f"{holder} and has not ended in {MAX_WAIT_SECONDS:.0f} s"
-                    hint = "wait for it, or stop it: trials beside it would measure it, too"
+                    hint = "wait for it, or stop it: both at once would measure each other"
                     raise AutotuneError(what, hint=hint)
                 time.sleep(RETRY_SECONDS)
 

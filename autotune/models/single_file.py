@@ -151,7 +151,7 @@ def named_expert(name: str, family: Family) -> str | None:
 
 
 def named_parts(file: Path, ref: ModelRef) -> tuple[Path | None, list[Path]]:
-    """Find what the user named beside a single `file`, else raise MissingWeights."""
+    """Find what the user named besides a single `file`, else raise MissingWeights."""
     named = [("vae", ref.vae)] if ref.vae else []
     named += [("text_encoder", path) for path in ref.text_encoders]
     paths = [Path(os.path.expanduser(path)) for _, path in named]  # noqa: PTH111
@@ -202,7 +202,7 @@ def _assign(files: Sequence[Path], names: Sequence[str], folder: Path) -> dict[s
 
 
 def where_usually(file: Path, name: str) -> str:
-    """Name a component's option, and where such a file usually lies beside `file` in ComfyUI."""
+    """Name a component's option, and where such a file usually lies next to `file` in ComfyUI."""
     option, place = ("--vae", "vae") if name == "vae" else ("--text-encoder", "text_encoders")
     above = (parent for parent in file.absolute().parents if parent.name == "models")
     models = next(above, Path("models"))

@@ -98,7 +98,7 @@ def folded(text: str) -> str:
 
 
 def titled_lines(facts: Iterable[tuple[str, str]]) -> list[str]:
-    """Write titles in a column and their texts beside them."""
+    """Write titles in a column and their texts next to them."""
     return [
         part for title, text in facts for part in wrapped(f"{title:<14} {text}", 15 * bool(title))
     ]

@@ -28,7 +28,7 @@ PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 def load_or_measure(
     plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent
 ) -> TrainingPlan:
-    """Return the plan, or the measured one that a trial here makes of it, written beside `file`.
+    """Return the plan, or the measured one that a trial here makes of it, written next to `file`.
     With sharded weights it stays predicted: a trial has one device. Raises DoesNotFit."""
     if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
         return plan
@@ -62,7 +62,7 @@ def load_measured(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
 
 
 def measured_path(path: Path) -> Path:
-    """Name the file of the measured plan, beside the predicted one."""
+    """Name the file of the measured plan, next to the predicted one."""
     return path.with_name(f"{path.stem}.sealed{path.suffix}")
 
 

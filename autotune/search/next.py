@@ -294,7 +294,7 @@ class ResidualSearch:
         return plain if fits and fits_host else None
 
     def find_doubtful(self, results: Results) -> TrialResult | None:
-        """Find the result that others make most doubtful, if it would have won: it may be noise."""
+        """Find the result that others make least likely, if it would have won: it may be noise."""
         running = [r for r in _ran(results) if r.median_step_seconds and not r.confirms]
         if self.objective != "throughput" or len(running) < MIN_WITNESSES:
             return None

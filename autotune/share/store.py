@@ -120,7 +120,7 @@ def name_of(content: bytes) -> str:
 
 
 def parse_record(content: bytes, key: str) -> Record:
-    """Parse a record. Raises DamagedRecord unless it is sound, and belongs where `key` says."""
+    """Parse a record. Raises DamagedRecord unless it is valid, and belongs where `key` says."""
     folder, _, name = key.removesuffix(".json").rpartition("/")
     try:
         if len(content) > MAX_RECORD_BYTES:

@@ -31,7 +31,7 @@ SAME_BUDGET = 0.98  # their budget as a share of ours from which their OOMs are 
 MORE_MEMORY = 0.10  # by which our budget exceeds theirs before other settings may win here
 MEMORY_BOUND = 0.8  # peak as a share of the budget from which memory has decided among settings
 RATE_TOLERANCE, NOISY_RATE_TOLERANCE = 0.10, 0.30
-"""Relative difference of equal machines' rates; beside other work, probes differed by up to 19%."""
+"""Relative difference of equal machines' rates; during other work, probes differed by up to 19%."""
 MAX_CONSIDERED = 500  # records opened for one search
 MAX_SOURCES = 3  # records of similar machines that a search stands on
 MAX_FIRST_CANDIDATES = 2  # settings that won on similar machines and are tried first

@@ -402,7 +402,7 @@ def _kind(magnitude: object) -> str:
 
 
 def export_trained(adapter: Path, to: AdapterFormat) -> Path:
-    """Write an adapter in another format beside itself; return that file, or its own."""
+    """Write an adapter in another format next to itself; return that file, or its own."""
     if to == "diffusers":
         return adapter
     written = adapter.with_name(f"{to}_lora_weights.safetensors")

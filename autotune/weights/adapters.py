@@ -6,7 +6,7 @@
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
 
 All have .lokr_w1, .lokr_w2 of a LoKr, or products of .lokr_w2_a, .lokr_w2_b, as LyCORIS names them.
-Its alpha counts only beside such a product, but in peft's configuration always: it becomes part of
+Its alpha counts only with such a product, but in peft's configuration always: it becomes part of
 the values as soon as it is read.
 
 ComfyUI and kohya find a module by its name in their own model: the authors' (`names`), or

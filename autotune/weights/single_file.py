@@ -87,7 +87,7 @@ def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
 
 
 def has_part(source: WeightSource, name: str) -> bool:
-    """Return whether a checkpoint holds the component `name` beside the DiT or UNet."""
+    """Return whether a checkpoint holds the component `name` besides the DiT or UNet."""
     return any(each.startswith(PART_PREFIXES.get(name, ())) for each in source.locations)
 
 
