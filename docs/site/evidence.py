@@ -92,14 +92,14 @@ def table(what: str, found: list[Reading]) -> list[str]:
     for one in found:
         groups[one.model, one.card, one.program, one.command].append(one.error)
     lines = [
-        "| model | card | program | n | median | worst | command |",
-        "|---|---|---|---|---|---|---|",
+        "| model | card | program | median (n) | worst | command |",
+        "|---|---|---|---|---|---|",
     ]
     for key, errors in sorted(groups.items(), key=lambda item: -max(map(abs, item[1]))):
         *of, command = key
         median, worst = statistics.median(errors), max(errors, key=abs)
-        told = f"{len(errors)} | {median:+.1%} | {worst:+.1%}"
-        lines.append(f"| {' | '.join(of)} | {told} | `{command}` |")
+        told = f"{median:+.1%} ({len(errors)}) | {worst:+.1%}"
+        lines.append(f"| {' | '.join(of)} | {told} | {command} |")
     return lines
 
 

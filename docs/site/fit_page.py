@@ -27,9 +27,9 @@ hide: [toc]
 # Models by card: measured, predicted, unsupported
 
 Predicted time of a step with each model's defaults (most: four images of 1,024 px, rank 16), in a
-host with 64 GiB of memory. **Bold**: the model's memory and time were measured on that card, in at
-least one setting, by us or in a record that was sent ([how far off](evidence.md)). A dash:
-unsupported, since nothing fits without 4 bits. All else is predicted.
+computer with 64 GiB of system RAM. **Bold**: the model's memory and time were measured on that
+card, in at least one setting, by us or in a record that was sent ([how far off](evidence.md)). A
+dash: unsupported, since nothing fits without 4 bits. All else is predicted.
 """
 RAM_GIB = (16, 32, 64, 128)
 SIZES = {"usual": "", "768": "@768"}  # what is chosen, by the end of names in the predictions
