@@ -89,9 +89,9 @@ def list_models(
 ) -> tuple[comparison.ModelSummary, ...]:
     """List the published models that autotune knows by name.
 
-    With a GPU of the catalog, tell what it is predicted to do with each: looked up, or with
-    `host_memory` planned one by one for a host of that size. With a single file of ComfyUI, Kohya
-    or Civitai, list those of its architecture, the likeliest first.
+    With a GPU of the catalog, predict what it does with each: looked up or, with `host_memory`,
+    planned one by one for a host of that size. With a single file of ComfyUI, Kohya or Civitai,
+    list those of its architecture, the likeliest first.
 
     Raises:
         InvalidInput: the catalog has no such GPU, or the file holds no known model.

@@ -261,7 +261,7 @@ def _folder_here(data: str | None) -> str | None:
 def settings_as_written(
     pins: Mapping[str, str], context: TuningContext, made: Candidate | None
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Return a file's settings, and what of them does not work on the card. Settings that `pins`
+    """Return a file's settings, and those that do not work on the card. Settings that `pins`
     leave out and no other trainer tunes are those of the plan that was made."""
     total, hardware = context.workload.model.num_blocks, context.hardware
     knobs, plain = {knob.name: knob for knob in KNOBS}, plain_choices(context)

@@ -1,6 +1,6 @@
 """Commands that outlive the page that started them.
 
-Each has a folder, by which a restarted server finds it: `command.json`, its stderr `events.jsonl`,
+Each has a folder, in which a restarted server finds it: `command.json`, its stderr `events.jsonl`,
 its stdout `answer.txt`, and its exit status. Its process holds a lock there, so that whether it
 lives does not depend on process ids.
 """

@@ -1,7 +1,7 @@
 """The server of `autotune ui`: who may ask, which files there are, and which function answers.
 
-It listens to this machine alone, unless told otherwise with a token. What opens it is a secret
-address, whose token becomes a cookie that no other site's request carries.
+It listens to this machine alone, unless told otherwise with a token. A secret address opens it: its
+token becomes a cookie that no other site's request carries.
 """
 
 import hmac

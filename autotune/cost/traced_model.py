@@ -239,7 +239,7 @@ def _key_of(
 
 
 class TracedModel:
-    """One family's transformer under one workload. What is asked again is not traced again.
+    """One family's transformer under one workload. Nothing is traced twice.
 
     `overheads` are those of the program that trains; None for autotune's executor.
     """

@@ -76,7 +76,7 @@ def _reraise_damage(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Describer:
-    """A model that describes pictures, by its folder: of a pipeline, its text encoder."""
+    """A model that describes pictures, by its folder; of a pipeline, its text encoder is meant."""
 
     name: str
     folder: Path

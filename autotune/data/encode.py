@@ -242,7 +242,7 @@ class EncodedDataset:
         flipped: bool = False,
         is_prior: bool = False,
     ) -> Sample:
-        """Read one sample; `dropped` has the empty caption, `is_prior` one of those by which the
+        """Read one sample; `dropped` has the empty caption, `is_prior` a caption for which the
         base's prediction is preserved. Raises AutotuneError if it is lost."""
         entries = self.entries[index]
         own = entries.prior_prompts if is_prior else entries.prompts

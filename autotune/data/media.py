@@ -73,13 +73,13 @@ class ByName(Generic[T]):
 
 
 def fold_name(name: str) -> str:
-    """Fold a file name to what it shares with those of other case or Unicode form."""
+    """Fold a file name's case and Unicode form, so that equal names compare equal."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The files below a folder, sorted by name, and what of it is not read."""
+    """The files below a folder, sorted by name, and those that are not read."""
 
     folder: Path
     files: tuple[Path, ...]

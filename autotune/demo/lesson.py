@@ -96,7 +96,7 @@ def unseen_scenes() -> list[world.Scene]:
 
 
 def known_scenes() -> tuple[list[world.Scene], list[world.Scene], list[world.Scene]]:
-    """Draw known shapes: 48 as reminders, 18 to report, 18 by which rates were chosen. Three in
+    """Draw known shapes: 48 as reminders, 18 to report, 18 to choose rates by. Three in
     four of the 48 have colors and grounds of the twelve, or they would be confused."""
     rng = random.Random(7)
     taught = list(product(TAUGHT_COLORS, TAUGHT_GROUNDS))

@@ -27,7 +27,7 @@ class ConfigLine(base.Frozen):
 
 class ImportedConfig(base.Frozen):
     """Another trainer's configuration: `autotune.plan(config.model, config.data, **config.options)`
-    plans the same training, and with `pins=config.pins` the same settings where they can be had."""
+    plans the same training, and with `pins=config.pins` the same settings if possible."""
 
     path: str
     trainer: str

@@ -40,8 +40,8 @@ def choose_layers(
     family: Family, transformer: nn.Module, targets: str, blocks: str = "all"
 ) -> Sequence[str] | str:
     """Choose the adapted layers, in the form that peft's `target_modules` takes. `targets` is the
-    name of a set of the family's, or patterns as of a shell for names of Linear layers or their
-    ends, separated by commas: `*.attn.to_q,to_v`. Raises InvalidInput for none."""
+    name of a set of the family's, or shell patterns of names of Linear layers or of their ends,
+    separated by commas: `*.attn.to_q,to_v`. Raises InvalidInput for none."""
     own = family.blocks(transformer)
     numbers = block_numbers(blocks, len(own))
     if targets in family.target_sets and numbers is None:

@@ -301,7 +301,7 @@ class Family(ABC):
         return [self.max_text_tokens] * len(captions)
 
     def encode_item(self, pipeline: Any, pixels: Tensor) -> Sample:
-        """Encode pixels, as of `encode_pixels`, to all that the transformer sees of them."""
+        """Encode pixels to all that the transformer sees of them; see `encode_pixels`."""
         return {"latents": self.encode_pixels(pipeline, pixels)}
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:

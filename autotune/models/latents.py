@@ -58,7 +58,7 @@ def as_chats(tokenizer: Any, prompts: Sequence[Any], **options: bool) -> list[st
 
 @cache
 def image_processor(kind: str) -> Any:
-    """Make a processor of Qwen's without that of videos, which needs torchvision."""
+    """Make a processor of Qwen's without its video part, which needs torchvision."""
     import transformers
     from transformers.processing_utils import ProcessorMixin
 

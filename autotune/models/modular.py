@@ -14,7 +14,7 @@ from autotune.system.lazy import Tensor, diffusers, nn, torch
 
 
 class ModularFamily(Family):
-    """A family on a `ModularPipeline`. All else is as of a classic one."""
+    """A family on a `ModularPipeline`; all else is as in a classic one."""
 
     workflow: ClassVar[str]  # of the pipeline's blocks
     text_blocks: ClassVar[tuple[str, ...]]  # those of it that encode a prompt, before all others
@@ -79,7 +79,7 @@ def classic(name: str) -> Any:
         def encode_prompt(
             self, prompt: str, device: torch.device | None = None
         ) -> dict[str, Tensor | None]:
-            """Run the blocks that encode text; returns what the others take of it."""
+            """Run the blocks that encode text; return the inputs of the other blocks."""
             with self._running(self._of_text, device):
                 made = super().__call__(prompt=prompt)
             names = {each.name for each in self._of_text.intermediate_outputs}

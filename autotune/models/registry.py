@@ -46,7 +46,7 @@ class Families(Mapping[str, Family]):
 
     def add(self, family: Family) -> None:
         """Add a family to this process. Trials run in others, and need an entry point. Raises
-        ValueError for another one of its name or its pipelines, by which folders are recognized.
+        ValueError if another family has its name or its pipelines, which folders are known by.
         """
         if not isinstance(family, Family):
             raise TypeError(f"not a Family: {family!r}")

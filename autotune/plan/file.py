@@ -33,7 +33,7 @@ HEADER = """\
 """
 
 RUN_PLAN_FILE = "run-plan.yaml"
-"""The plan in a run's output folder, by which such a folder is known."""
+"""The plan in a run's output folder; it marks such a folder."""
 
 PLAN_AGAIN = "make the plan again with `autotune plan`"
 

@@ -161,7 +161,7 @@ class DataFields(Frozen):
 
 
 class JobFields(DataFields, ModelFields):
-    """Choices that a user has of a job. What is not given is the family's or as written here. Names
+    """Choices that a user has of a job. Defaults are the family's, or those written here. Names
     are those of diffusers' training scripts where they have one."""
 
     output: Annotated[PathText, Option("--run-output")] = "output"
@@ -257,7 +257,7 @@ class Job(JobFields):
         return 1 + (-(-self.num_steps // self.validation_every) if self.validation_every else 1)
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
-        """Count optimizer steps if an epoch has so many images: by its epochs if it names any.
+        """Count optimizer steps if an epoch has so many images; the job may name epochs.
         Raises InvalidInput if they are more than `MAX_STEPS`."""
         if self.num_train_epochs is None:
             return self.num_steps

@@ -74,7 +74,7 @@ class StepTime(Frozen):
     """The part of all the above that recomputes checkpointed blocks."""
 
     def waits(self, data_seconds: float = 0.0) -> dict[Limit, float]:
-        """Return a step's seconds by what they wait for, `data_seconds` of which no plan knows."""
+        """Return a step's seconds by what they wait for; no plan knows `data_seconds`."""
         return {
             "compute": self.matmul_seconds
             + self.adapter_seconds

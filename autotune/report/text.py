@@ -61,8 +61,8 @@ def range_text(
     form: Callable[[float], str],
     sigmas: tuple[float, float] | None = None,
 ) -> str:
-    """Write `7 to 12 s`: the range of a prediction, in standard errors of its logarithm; by default
-    that of times."""
+    """Write `7 to 12 s`: the range of a prediction, in standard errors of its logarithm, by default
+    the errors of times."""
     if uncertainty is None:
         return form(value)
     from autotune.plan.prediction import TIME_SIGMAS  # `--help` waits for no pydantic

@@ -1,6 +1,6 @@
 """A predicted plan arrives at its machine: one trial tells whether its settings hold, and the plan
-becomes measured. Only settings that the plan names are turned to: the chosen ones, then its
-fallbacks, each of which needs less memory than the one before."""
+becomes measured. Only settings that the plan names are tried: the chosen ones, then its fallbacks,
+each of which needs less memory than the one before."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

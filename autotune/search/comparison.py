@@ -1,5 +1,5 @@
 """One job compared on several GPUs; and published models on those of the catalog, predicted ahead
-by `benchmarks/predict_catalog.py`, which also say where a model trains that has no GPU here."""
+by `benchmarks/predict_catalog.py`, which also say which GPUs fit a model that has none here."""
 
 import json
 import math

@@ -69,7 +69,7 @@ def complete(request: PlanRequest) -> PlanRequest:
 
 
 def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
-    """Return the pairs of knobs, and those of fields of `CachingSettings`."""
+    """Split pins into those of knobs and those of fields of `CachingSettings`."""
     knobs = tuple(pair for pair in pairs if not pair[0].startswith(PIN))
     return knobs, tuple((n.removeprefix(PIN), v) for n, v in pairs if n.startswith(PIN))
 

@@ -52,7 +52,7 @@ class Match(NamedTuple):
     kind: Literal["exact", "near", "none"]
     """`exact`: one trial reproduces it; `near`: a prior; `none`: it does not count."""
     distance: float
-    """Sum of weights: of each name that differs, of each doubling of a quantity; else infinite."""
+    """Sum of weights, one for each name that differs and each doubling; infinite for `none`."""
     reasons: tuple[str, ...]  # differences, one line each; the match keys alone if one of them does
 
 

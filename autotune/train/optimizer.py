@@ -179,7 +179,7 @@ class AdapterOptimizer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Make the adapter what is to be saved, for a while."""
+        """Give the adapter the values to be saved, for a while."""
         if not (self.averages_itself or self.averages):
             yield
             return
@@ -192,7 +192,7 @@ class AdapterOptimizer:
             self._set_masters(kept)  # turning back computes them, up to rounding
 
     def turn_to_average(self) -> None:
-        """Make the adapter what is to be saved; there can be no step after it."""
+        """Give the adapter the values to be saved; no step can follow."""
         self._set_mode(training=False)
         self._set_masters(self.averages or self.masters)
 

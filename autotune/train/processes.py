@@ -50,7 +50,7 @@ class PeerLost(AutotuneError):
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of the run."""
+    """This process, as one of a run's processes."""
 
     rank: int
     world_size: int

@@ -248,7 +248,7 @@ def weights_digest(source: WeightSource) -> str:
 
 
 def open_weights(path: Path) -> WeightSource:
-    """Read the headers of a file, an index, or a component's folder, of which plain files win.
+    """Read the headers of a file, an index, or a component's folder, in which plain files win.
     Raises MissingWeights, PickledWeights, TruncatedFile or CorruptFile."""
     found = find_weights(path) if path.is_dir() else path
     files = _read_shards(found) if found.suffix == ".json" else (read_header(found),)

@@ -114,10 +114,10 @@ NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38  # of Stable Diffusion 3.5 Larg
 
 
 def find_class(layers: Iterable[str]) -> str | None:
-    """Find the class whose layers, by diffusers' names, these must be.
+    """Find the class that has these layers, by diffusers' names.
 
-    Empty if of none in LAYOUTS, None if they may be of several: Stable Diffusion 3.5 has all names
-    of FLUX.1's double blocks, Qwen-Image those of its attention, LTX those of Cosmos's blocks.
+    Empty if none in LAYOUTS has them, None if several may: Stable Diffusion 3.5 has all names of
+    FLUX.1's double blocks, Qwen-Image those of its attention, LTX those of Cosmos's blocks.
     Chroma's layers pass for FLUX.1's, which other programs call the same.
     """
     names = tuple(layers)
@@ -274,8 +274,8 @@ Layer = LoraLayer | KroneckerLayer
 
 
 def join_layers(layers: Mapping[str, Layer], layout: Layout) -> dict[str, Layer]:
-    """Join layers to those of the authors. Raises InvalidInput for one without such a name, or if
-    it is a LoKr's and only a part."""
+    """Join layers to those of the authors. Raises InvalidInput for a layer without such a name, or
+    for a part of one in a LoKr."""
     joined: dict[str, Layer] = {}
     for name, layer in layers.items():
         try:

@@ -66,7 +66,7 @@ def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def transformers_renaming(model: nn.Module) -> Rename:
-    """Map names in published checkpoints to those of today; BadWeights where more would change."""
+    """Map names in published checkpoints to today's; BadWeights if more than names would change."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # takes seconds
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
