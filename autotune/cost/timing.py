@@ -1,10 +1,10 @@
 """Seconds of one operation: from rates that the probe measured, else from the datasheet's.
 
-Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt
-where the catalog knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, products
-between other kernels reach .81, times how fully the output's 128 x 128 tiles fill the SMs in whole
-waves. Memory-bound kernels reach .7 of the memory's bandwidth (copies .9; reductions, casts and
-strided reads less). All are round figures from published measurements.
+Rates from a datasheet start from what large bf16 products alone reach: as measured where the
+catalog knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .82). Of that, products between
+other kernels reach .81, times how fully the output's 128 x 128 tiles fill the SMs in whole waves.
+Memory-bound kernels reach .7 of the memory's bandwidth (copies .9; reductions, casts and strided
+reads less). All are round figures from published measurements.
 """
 
 import math

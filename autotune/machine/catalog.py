@@ -94,7 +94,7 @@ class CatalogGpu(Frozen):
     tf32_tflops: float | None = None
     fp8_tflops: float | None = None
     int8_tflops: float | None = None
-    reached_tflops: float | None = None  # measured by others in the training dtype, by cuBLASLt
+    reached_tflops: float | None = None  # of large products in the training dtype, by others
     confidence: str
     source: str
     notes: str = ""
@@ -125,8 +125,8 @@ class CatalogGpu(Frozen):
             for tera in (getattr(self, f"{name}_tflops"),)
         }
         reached = self.reached_tflops and self.reached_tflops * 1e12
-        # GeForce cards accumulate in fp32 at half rate, which power does not limit: those measured
-        # reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak.
+        # GeForce cards accumulate in fp32 at half rate, which power does not limit: 17 desktop
+        # cards reach .91 to 1.14 of their peak, 1.05 in the mean.
         if reached is None and "GeForce" in self.name:
             reached = peaks["bf16_flops_per_second"]
         lane = PCIE_BYTES_PER_LANE.get(self.pcie_generation or 0)

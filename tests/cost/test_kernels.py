@@ -186,10 +186,10 @@ def test_last_waves_leave_units_idle():
 
 def test_unmeasured_rates_follow_the_datasheet():
     peaks = {  # by card and precision
-        ("nvidia-h100-sxm", "bf16"): 0.8 * 989e12,
-        ("nvidia-h100-sxm", "fp32"): 0.8 * 494.5e12,
-        ("nvidia-rtx-4090", "bf16"): 179.2e12,  # as measured
-        ("nvidia-rtx-4090", "fp32"): 82.6e12 * 179.2 / 165.2,
+        ("nvidia-rtx-6000-ada", "bf16"): 0.8 * 364.2e12,
+        ("nvidia-rtx-6000-ada", "fp32"): 0.8 * 182.1e12,
+        ("nvidia-rtx-4090", "bf16"): 165.3e12,  # as measured
+        ("nvidia-rtx-4090", "fp32"): 82.6e12 * 165.3 / 165.2,
         ("nvidia-t4", "fp16"): 24e12,
         ("nvidia-t4", "fp32"): 0.8 * 8.1e12,
     }
