@@ -42,6 +42,15 @@ Families that were added later (`ADDED`) have these in addition:
 18. * Files that are `--asked` have arguments of `autotune estimate` for what a source does not say.
 19. * Copies of swapped blocks wait as the program's source makes them wait (`Overheads.swap`).
 20. * The attention that a row names is the one that runs.
+21. * ai-toolkit trains each image at every stated size equally often (toolkit/config_modules.py
+    1095-1113 @27a03a91): times are those of the mean area, and sizes are not compared.
+22. * A script that encodes each picture in every step (`ENCODES`) takes that long besides.
+23. * Other programs run the sound's branch of LTX-2, too (`WithSound`), and SimpleTuner turns
+    Qwen-Image's queries and keys by real numbers (`turned`).
+24. * A peak that is counted from a program's start (`FROM_THE_START`) is at least that of encoding
+    captions.
+25. * A step that by the prediction needs half as much again as its card has is not timed: more
+    is offloaded than its source says.
 
 Readings that agree in model, trainer, shape, rank, weight format, checkpointing and value (to 1%)
 are one. Times are of other programs: by the datasheet each takes a factor of its own over the sum
@@ -55,18 +64,28 @@ import re
 import shlex
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from autotune.system.process import silence_libraries
 
 silence_libraries()
 
+import torch
+from diffusers.models.transformers import transformer_qwenimage
+from torch import Tensor
+
 from autotune.cost.predict import CostModel
-from autotune.cost.timing import STEP_OVER_KERNELS
+from autotune.cost.timing import MATMUL_EFFICIENCY, STEP_OVER_KERNELS, Rates
 from autotune.interop.trainer import get_trainer
 from autotune.machine.catalog import load_catalog, profile_of_gpu
+from autotune.models.family import Batch, Family
+from autotune.models.ltx2 import LTX2
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
@@ -121,6 +140,7 @@ ASKED = ("sdxl", "z-image", "krea-2", "wan-2.1-14b", "wan-2.2-14b", "ltx-2", "lt
 NAMES = {**FAMILIES, **ADDED, **{name: name for name in (*ASKED, "z-image-turbo", "qwen-image")}}
 CAPTIONS = {
     ("SimpleTuner", "chroma"): 512,  # chroma/model.py pads to max_sequence_length, under a mask
+    ("SimpleTuner", "qwen-image"): 8,  # its example's caption is one character, in a template
     ("SimpleTuner", "krea-2"): 512,  # krea2/pipeline.py pads to max_sequence_length, under a mask
     (
         "SimpleTuner",
@@ -133,6 +153,16 @@ FUSED_PARAMETERS = 28 * 6144 * (6144 + 2 * 1536) + 4 * 2560 * 3 * 2560
 """Of Krea 2's query, key and value projections, in its blocks and its text's."""
 CONNECTORS_BYTES = 2 * 3_172_227_584
 """Of LTX-2.3's, in bf16."""
+KEEP_CONNECTORS = ("SimpleTuner", "LTX-2 trainer")
+"""The second by packages/ltx-trainer/src/ltx_trainer/trainer.py 381, 425 @400fd31."""
+ENCODES = {
+    "huggingface/autotrain-advanced issue#172": "fp32",
+    "huggingface/diffusers PR#4470": "fp16",
+}
+"""Precision of the VAE, by source: trainers/dreambooth/trainer.py of autotrain @0891af2, and
+examples/dreambooth/train_dreambooth_lora_sdxl.py @000280f with the VAE that its README names."""
+FROM_THE_START = ("unsloth diffusion",)
+"""Programs that never reset the allocator's peak (diffusion_dit_trainer.py 2314 @015bdef)."""
 TRAINERS = {
     "SimpleTuner": "simpletuner",
     "ai-toolkit": "ai-toolkit",
@@ -365,7 +395,7 @@ def seconds_of(row: Row) -> float | None:
 
 
 def text_tokens_of(row: Row, model: ResolvedModel) -> int:
-    own = CAPTIONS.get((row["trainer"], ADDED.get(row["model"], "")))
+    own = CAPTIONS.get((row["trainer"], NAMES[row["model"]]))
     return int(row.get("text_tokens") or own or model.family.defaults.text_tokens)
 
 
@@ -386,7 +416,7 @@ def fuses_projections(row: Row) -> bool:
 
 def copied_bytes_of(row: Row) -> int:
     """Of projections that a program keeps beside the fused one, and of connectors."""
-    if row["model"] in NEWEST and row["trainer"] == "SimpleTuner":
+    if NAMES[row["model"]] == "ltx-2.3" and row["trainer"] in KEEP_CONNECTORS:
         return CONNECTORS_BYTES
     element_bytes = 2 if STORAGE[row["base_quant"]] == "none" else 1
     return FUSED_PARAMETERS * element_bytes if fuses_projections(row) else 0
@@ -435,10 +465,12 @@ def as_asked(number: int, row: Row) -> Row:
     """A row with the arguments of `autotune estimate` for what its source does not state."""
     words = iter(shlex.split(row["autotune_args"]))
     given = dict(zip(words, words, strict=True))
-    size = given.get("--micro-batch-size", given["--batch"])
+    size = given.get("--micro-batch-size", "1")
     swapped = given.get("--swapped-blocks", "")
     is_oom = row["vram_value"] == "OOM"
-    is_mixed = bool(row["s_per_it"] and re.search("mix|buckets", row["resolution"]))
+    is_mixed, is_several = (
+        bool(row["s_per_it"] and word in row["resolution"]) for word in ("mix", "buckets")
+    )
     return {
         **row,
         "id": f"N{number}",
@@ -458,7 +490,7 @@ def as_asked(number: int, row: Row) -> Row:
         "offload_or_swap": f"swap {swapped} of 99" if swapped else "",
         "compile": "",
         "optimizer": "",
-        "vram_value": "" if is_oom else row["vram_value"],
+        "vram_value": "" if is_oom or is_several else row["vram_value"],
         "vram_kind": "user reading" if row["vram_value"] else "",
         "status": "OOM" if is_oom else "ok",
     }
@@ -471,7 +503,52 @@ def rows_of(path: Path) -> list[Row]:
     return [as_asked(*each) for each in enumerate(rows, start=1)] if has_arguments else rows
 
 
+class WithSound(LTX2):
+    """LTX-2 with the sound of a clip, 25 latents a second, whose branch and the video's attend to
+    each other: ai-toolkit's ltx2.py 1003-1080 @27a03a91, SimpleTuner's ltxvideo2/model.py 2592-2678
+    @bc8e6ab, and ltx_trainer's trainer.py 388 @400fd31."""
+
+    def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
+        def heard(**options: Any) -> Any:
+            clip = 8 * (noisy.shape[2] - 1) + 1
+            lengths = {"": round(25 * clip / self.defaults.frames_per_second), "encoder_": 1024}
+            sizes = {f"audio_{name}hidden_states": size for name, size in lengths.items()}
+            sound = {name: options[name].repeat(1, size, 1) for name, size in sizes.items()}
+            options |= {"audio_num_frames": lengths[""], "isolate_modalities": False}
+            return transformer(**options | sound)
+
+        heard.module = transformer  # type: ignore[attr-defined]
+        return super().predict(heard, noisy, levels, batch)
+
+
+def turned(x: Tensor, angles: Tensor, **_: bool) -> Tensor:
+    """Rotate pairs in fp32 by cosines and sines (qwen_image/transformer.py 319-324, 1318
+    @bc8e6ab)."""
+    cos, sin = (part.repeat_interleave(2, -1)[:, None] for part in (angles.real, angles.imag))
+    first, second = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    across = torch.stack([-second, first], -1).flatten(3)
+    return (x.float() * cos + across * sin).type_as(x)
+
+
+@contextmanager
+def as_the_program(row: Row, model: ResolvedModel) -> Iterator[Family]:
+    """The family as the row's program runs it."""
+    family, ours = copy(model.family), transformer_qwenimage.apply_rotary_emb_qwen
+    if isinstance(family, LTX2):
+        family.__class__ = WithSound
+    is_turned = row["trainer"] == "SimpleTuner" and NAMES[row["model"]] == "qwen-image"
+    with patch.object(
+        transformer_qwenimage, "apply_rotary_emb_qwen", turned if is_turned else ours
+    ):
+        yield family
+
+
 def predicted(row: Row) -> "Reading":
+    with as_the_program(row, resolve_model(ModelRef.of(NAMES[row["model"]]))) as family:
+        return _predicted(row, family)
+
+
+def _predicted(row: Row, family: Family) -> "Reading":
     """Our prediction for a row that breaks no rule."""
     name = NAMES[row["model"]]
     model = resolve_model(ModelRef.of(name))
@@ -506,7 +583,7 @@ def predicted(row: Row) -> "Reading":
     cost = CostModel.build(
         hardware,
         workload,
-        model.family,
+        family,
         model.config,
         caching_pins=WHOLE_PIPELINE if stay else None,
         overheads=overheads_of(row, name),
@@ -514,7 +591,20 @@ def predicted(row: Row) -> "Reading":
     beside = cost.resident_encoder_bytes + copied_bytes_of(row)
     if row["vram_kind"] == WITH_VAE:
         beside += cost.model.vae_cost("bf16").weight_bytes
-    return Reading(row, cost.predict(candidate), beside, hardware.device.total_memory_bytes or 0)
+    encoders = 2 * sum(cost.model.parts.text_encoder_parameters)
+    encoded = 0.0
+    if precision := ENCODES.get(row["source"]):
+        rates = Rates(hardware, precision, "native", "efficient")
+        flops = workload.effective_batch_size * cost.model.vae_cost(precision).encode_flops
+        encoded = STEP_OVER_KERNELS * flops / (rates.reached * MATMUL_EFFICIENCY)
+    return Reading(
+        row,
+        cost.predict(candidate),
+        beside,
+        hardware.device.total_memory_bytes or 0,
+        encoders if row["trainer"] in FROM_THE_START else 0,
+        encoded,
+    )
 
 
 @dataclass(frozen=True)
@@ -527,6 +617,19 @@ class Reading:
     """Of what stays on the device beside what trains."""
     total_bytes: int
     """Of the device."""
+    encoders_bytes: int = 0
+    """Of text encoders in bf16, where their peak counts."""
+    encoding_seconds: float = 0.0
+    """Of a step's pictures, by a script that encodes them anew."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the published step, if it can be the predicted one."""
+        return seconds_of(self.row) if self.left_free > -0.5 else None
+
+    @property
+    def step_seconds(self) -> float:
+        return self.prediction.step_seconds + self.encoding_seconds
 
     @property
     def memory_predicted(self) -> float:
@@ -536,7 +639,8 @@ class Reading:
         if self.row["model"] in ADDED and kind in (*RESERVED, WITH_VAE):
             size = train.allocated_memory_bytes + train.training.breakdown.allocator_rounding_bytes
         is_gib = self.row["vram_unit"] == "GiB" or "divides by 1024^3" in self.row["vram_unit"]
-        return (size + self.beside_bytes) / (2**30 if is_gib else 1e9)
+        size = max(size + self.beside_bytes, self.encoders_bytes)
+        return size / (2**30 if is_gib else 1e9)
 
     @property
     def memory_error(self) -> float | None:
@@ -545,8 +649,7 @@ class Reading:
 
     @property
     def time_error(self) -> float | None:
-        value = seconds_of(self.row)
-        return self.prediction.step_seconds / value - 1 if value else None
+        return self.step_seconds / self.seconds - 1 if self.seconds else None
 
     @property
     def waiting_seconds(self) -> float:
@@ -557,17 +660,17 @@ class Reading:
     @property
     def kernel_seconds(self) -> float:
         """The sum of kernels by the datasheet."""
-        return (self.prediction.step_seconds - self.waiting_seconds) / STEP_OVER_KERNELS
+        return (self.step_seconds - self.waiting_seconds) / STEP_OVER_KERNELS
 
     @property
     def over_kernels(self) -> float | None:
         """The published step, by the sum of its kernels and launches by the datasheet."""
-        value = seconds_of(self.row)
-        return value / (self.kernel_seconds + self.waiting_seconds) if value else None
+        estimated = self.kernel_seconds + self.waiting_seconds
+        return self.seconds / estimated if self.seconds else None
 
     def log_error(self, factor: float) -> float:
         """Logarithm of the published step over what is predicted with a factor over kernels."""
-        value = seconds_of(self.row) or math.nan
+        value = self.seconds or math.nan
         return math.log(value / (factor * self.kernel_seconds + self.waiting_seconds))
 
     @property
@@ -591,10 +694,11 @@ class Reading:
         if self.memory_error is not None:
             text += f"  memory {row['vram_value']:>6} predicted {self.memory_predicted:6.2f}"
             text += f" {100 * self.memory_error:+6.1f}%"
+        if self.time_error is None and seconds_of(row):
+            text += f"  not timed, predicted {100 * self.left_free:+.0f}% left free"
         if self.time_error is not None:
-            seconds = self.prediction.step_seconds
             text += (
-                f"  step {row['s_per_it']:>6} predicted {seconds:6.2f} "
+                f"  step {row['s_per_it']:>6} predicted {self.step_seconds:6.2f} "
                 f"{100 * self.time_error:+6.1f}%"
             )
         return text
