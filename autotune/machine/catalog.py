@@ -258,7 +258,7 @@ def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfil
         what = f"the system RAM cannot be chosen: {why}"
         raise InvalidInput(what, hint="leave --host-memory out")
     if not num_bytes:
-        raise InvalidInput("no host is without memory", hint="such as --host-memory 64GiB")
+        raise InvalidInput("a computer has some system RAM", hint="such as --host-memory 64GiB")
     host = profile.host.changed(memory_bytes=num_bytes, available_memory_bytes=int(0.9 * num_bytes))
     sizes = (profile.host.memory_bytes, num_bytes)
     old, new = (f"{size / 2**30:.0f} GiB of system RAM" for size in sizes)

@@ -136,7 +136,7 @@ def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
     if resume and checkpoints:
         if changed:
             hint = f"resume with the plan and options it was started with, or {other}"
-            raise InvalidInput(f"{folder} was started with another {', '.join(changed)}", hint=hint)
+            raise InvalidInput(f"the run in {folder} has another {', '.join(changed)}", hint=hint)
         return
     if (report := read_report(folder)) and changed == []:
         is_open_ended = plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS
@@ -211,7 +211,7 @@ def require_same_weights(output: Path, weights: str) -> None:
         if metadata.get("weights") not in (weights, "", None):
             started = "was started on other weights of the base model"
             hint = "resume with its --model, or choose another folder with --output"
-            raise InvalidInput(f"{output} {started}, though of the same architecture", hint=hint)
+            raise InvalidInput(f"the run in {output} {started}", hint=hint)
         return
 
 

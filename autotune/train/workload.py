@@ -118,7 +118,7 @@ def describe_workload(
     }
     is_slider = dataset is not None and any(item.slides for item in dataset.items)
     if is_slider and (request.adapter == "dora" or request.preserve_prior):
-        message = "a slider is no DoRA, and preserves no prior: it must turn around at strength -1"
+        message = "a slider must turn around at strength -1: DoRA and a preserved prior prevent it"
         raise InvalidInput(message, hint="leave --adapter dora and --preserve-prior out")
     sides = family.size_multiple_px, family.max_side_px
     buckets = (bucket,) if dataset is None else make_buckets(dataset.items, resolution, *sides)

@@ -210,13 +210,13 @@ def _read_marker(
     is_matrix = len(source.shape) > 1
     is_transposed = is_matrix and marker.shape == (1, len(flat)) != (1, 1)
     if is_matrix and len(flat) != len(marker) and not is_transposed:
-        raise BadWeights(f"{name} is {source.name} in another order than by rows", hint=NAME_BASE)
+        raise BadWeights(f"{name} reorders {source.name} within its rows", hint=NAME_BASE)
     starts = [0, *((flat.diff() != 1).nonzero().flatten() + 1).tolist()]
     runs = []
     for start, end in zip(starts, [*starts[1:], len(flat)], strict=True):
         number, row = divmod(int(flat[start]), 1 << ROW_BITS)
         if row % unit or (end - start) % unit:
-            raise BadWeights(f"{name} is no rows of {order[number]}", hint=NAME_BASE)
+            raise BadWeights(f"{name} has parts of rows of {order[number]}", hint=NAME_BASE)
         runs.append((order[number], row // unit, (end - start) // unit))
     return runs, is_transposed
 
