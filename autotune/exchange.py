@@ -51,7 +51,8 @@ def convert_weights(
 ) -> str | None:
     """Write an adapter under the names that another program loads: `diffusers`, `comfyui` or
     `kohya`. What it does and dtypes stay the same; in the first two, alpha becomes part of the
-    values. Returns which program does not find all layers in this format, and what to do.
+    values. Returns which program does not find the layers in this format, and what to do; a file
+    that ComfyUI or diffusers would read in part is refused.
 
     `model` is the model of an adapter whose names do not tell it.
 
@@ -81,10 +82,10 @@ def convert_weights(
             message = f"the names in {source} do not tell which model it is for"
             raise InvalidInput(message, hint=NAME_MODEL)
     write_adapter(target, adapter, to, transformer or None)  # type: ignore[arg-type]
-    program, classes = NOT_READ_BY[to]  # type: ignore[index]
+    program, classes = NOT_READ_BY.get(to, ("", ()))  # type: ignore[call-overload]
     if transformer not in classes:
         return None
-    return f"{program} does not find all layers in this file; for it: --format {program.lower()}"
+    return f"{program} does not find the layers in this file; for it: --format {program.lower()}"
 
 
 @dataclass(frozen=True)

@@ -146,22 +146,26 @@ def after_training_lines(
     report: RunReport, output: Path, plan: TrainingPlan, *, has_page: bool
 ) -> list[str]:
     """Tell where the adapter is, and the commands that come next."""
+    from autotune.models.registry import get_family
+    from autotune.train.folder import ADAPTER_FILE
+    from autotune.weights.names import READ_IN_PART
+
+    work = plan.frozen.workload
+    family = get_family(work.model.family).with_expert(plan.job.expert)
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
     converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
     convert = ["autotune weights convert", adapter, converted, "--format comfyui"]
     if report.adapter.startswith("comfyui"):
         convert = ["cp", adapter, converted]
+    elif family.transformer_class in READ_IN_PART["comfyui"]:  # it reads diffusers' file
+        convert = ["cp", shlex.quote(str(output / ADAPTER_FILE)), converted]
     lines = [f"{'adapter':<15}{output / report.adapter}"]
     lines += [f"{'report':<15}{output / PAGE_FILE}"] if has_page else []
     lines += text.titled_command(
         f"{'more pictures':<15}", ["autotune sample", folder, "--prompt TEXT"]
     )
     lines += text.titled_command(f"{'for ComfyUI':<15}", convert)
-    if (work := plan.frozen.workload).adapter == "lokr":
-        from autotune.models.registry import get_family
-        from autotune.train.folder import ADAPTER_FILE
-
-        family = get_family(work.model.family).with_expert(plan.job.expert)
+    if work.adapter == "lokr":
         line = family.adapter_code(work.adapter, str(output), ADAPTER_FILE)
         lines += [f"{'in diffusers':<15}{line}"]
     if plan.job.report_to == "tensorboard":

@@ -20,6 +20,7 @@ from autotune.plan.workload import ADAMW, Workload
 from autotune.search.space import SearchSpace, build_search_space
 from autotune.train import folder
 from autotune.train.workload import (
+    check_format,
     check_job,
     check_overrides,
     describe_workload,
@@ -115,6 +116,7 @@ def build_job(
     epoch_size = dataset.epoch_size if dataset else facts.USUAL_IMAGES
     job = job.changed(num_steps=job.steps_on(epoch_size, effective_batch_size))
     check_job(job, model.family, request.optimizer_choice)
+    check_format(job.adapter_format, model, request)
     return job
 
 

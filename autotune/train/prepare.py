@@ -26,7 +26,7 @@ from autotune.plan.workload import Workload, WorkloadRequest
 from autotune.system import files, process
 from autotune.system.lazy import torch
 from autotune.train import fit, folder, metrics
-from autotune.train.workload import check_job, describe_workload, require_even_shares
+from autotune.train.workload import check_format, check_job, describe_workload, require_even_shares
 from autotune.weights.files import open_weights, read_header, weights_digest
 
 INSTALL_VIDEO = "pip install 'lora-autotune[video]'"
@@ -94,6 +94,7 @@ def prepare(
     data, model = inputs.data, inputs.model or read_model(plan)
     job, planned = plan.job, plan.frozen.workload
     fit.require_model(plan, model)
+    check_format(job.adapter_format, model, planned)
     request, drops_captions = WorkloadRequest.again(planned), job.caption_dropout > 0
     workload = describe_workload(model, data.whole, request, drops_captions=drops_captions)
     fit.require_fit(fit.data_misfits(plan, TuningContext(hardware, model.family, workload)))

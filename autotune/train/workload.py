@@ -12,7 +12,7 @@ from autotune.models import facts
 from autotune.models.adapter import choose_layers, target_matcher
 from autotune.models.family import Family, build_on_meta
 from autotune.models.resolve import ResolvedModel
-from autotune.plan.job import Job
+from autotune.plan.job import AdapterFormat, Job
 from autotune.plan.workload import (
     Bucket,
     Learning,
@@ -21,7 +21,9 @@ from autotune.plan.workload import (
     WorkloadRequest,
     quantiles_of,
 )
-from autotune.weights.names import can_write
+from autotune.system.lazy import nn, torch
+from autotune.weights.adapters import Adapter, serialize_adapter
+from autotune.weights.names import KroneckerLayer, Layer, LoraLayer, can_write, lokr_shapes
 
 NUM_QUANTILES = 16  # of caption lengths
 SANE_RATES = 100.0
@@ -69,6 +71,23 @@ def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
         raise InvalidInput(what, hint="train it on a model from text")
     family.noise.check_weighting(job.weighting_scheme, family.name)
     family.check_num_frames(job.num_frames)
+
+
+def check_format(to: AdapterFormat, model: ResolvedModel, learning: Learning) -> None:
+    """Raise InvalidInput if the adapter could not be written in this format when it is trained."""
+    if to == "diffusers":
+        return
+    is_target, made = target_matcher(model.family, learning.targets), dict[str, Layer]()
+    for name, module in build_on_meta(model.family, model.config).named_modules():
+        if isinstance(module, nn.Linear) and is_target(name):
+            shape = (*module.weight.shape,)
+            sizes = lokr_shapes(shape, learning.rank, learning.lokr_factor)
+            factors = {part: torch.empty(size, device="meta") for part, size in sizes.items()}
+            down, up = (torch.empty(size, device="meta") for size in ((1, shape[1]), (shape[0], 1)))
+            norms = up[:, 0] if learning.adapter == "dora" else None
+            is_lokr = learning.adapter == "lokr"
+            made[name] = KroneckerLayer(factors) if is_lokr else LoraLayer(down, up, 1.0, norms)
+    serialize_adapter(Adapter(made, {}, model.family.denoiser), to, model.family.transformer_class)
 
 
 def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:

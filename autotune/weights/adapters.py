@@ -11,7 +11,8 @@ the values as soon as it is read.
 
 ComfyUI and kohya find a module by its name in their own model: the authors' (`names`), or
 diffusers' own. ComfyUI ignores an alpha in the metadata, and diffusers does not take most models'
-from `.alpha`: the first two formats have it in their values. `NOT_READ_BY` tells the rest.
+from `.alpha`: the first two formats have it in their values. `NOT_READ_BY` tells the rest, and what
+would be `READ_IN_PART` is not written.
 """
 
 import contextlib
@@ -37,6 +38,7 @@ from autotune.weights.names import (
     FLUX1_CLASS,
     LAYOUTS,
     NOT_READ_BY,
+    READ_IN_PART,
     KroneckerLayer,
     Layer,
     Layout,
@@ -421,6 +423,12 @@ def _find_layout(adapter: Adapter, to: AdapterFormat, transformer: str | None) -
             "this adapter may be for one of several models, whose layers other programs name "
             "differently",
             hint=NAME_MODEL,
+        )
+    program, layers, better = READ_IN_PART.get(to, {}).get(found, ("", "(?!)", ""))
+    if any(re.search(layers, name) for name in adapter.layers):
+        message = f"in the format {to}, {program} finds only some layers of a {found}"
+        raise InvalidInput(
+            message, hint=f"choose the format {better}, which ComfyUI and diffusers read whole"
         )
     layout = LAYOUTS.get(found)
     return layout if layout and (layout.kohya_has_own_names or to != "kohya") else None

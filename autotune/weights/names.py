@@ -110,6 +110,7 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 KEPT_NAMES = frozenset(_TABLE["diffusers_in_both"])
 NOT_READ_BY: Mapping[AdapterFormat, tuple[str, Sequence[str]]] = _TABLE["not_read_by"]
+READ_IN_PART: dict[AdapterFormat, Mapping[str, tuple[str, str, str]]] = _TABLE["read_in_part"]
 NUM_FLUX1_DOUBLE_BLOCKS, NUM_SD3_BLOCKS = 19, 38  # of Stable Diffusion 3.5 Large
 
 
