@@ -16,10 +16,68 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+# What only asks, copies, or moves: its tensors hold what it needs.
+AS_IT_IS = {"__get__", "to", "cpu", "cuda", "item", "tolist", "copy_", "record_stream", "is_pinned"}
+MASKED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+class Counted(TorchFunctionMode):
+    """Masks, indices and lengths on the device are computed on the CPU, since they decide shapes
+    and no kernel runs. (`tests.fakegpu.numbers` would change how autograd adds gradients.)"""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, tensors = kwargs or {}, list[torch.Tensor]()
+
+        def seen(value: Any) -> Any:
+            return tensors.append(value) if isinstance(value, torch.Tensor) else None
+
+        tree_map(seen, (args, kwargs))
+        if getattr(function, "__name__", "") in AS_IT_IS:
+            return function(*args, **kwargs)
+        is_counting = not any(t.is_floating_point() or t.is_complex() for t in tensors)
+        if tensors and is_counting and any(t.is_cuda for t in tensors):
+            return self._on_cpu(function, args, kwargs)
+        if function in MASKED and any(t.is_cuda and t.dtype == torch.bool for t in tensors[1:]):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return function(args[0], tuple(self._numbers(places)), *args[2:])
+        if getattr(function, "__name__", "") == "repeat_interleave" and len(tensors) > 1:
+            kwargs = {**kwargs, "output_size": int(tensors[1].cpu().sum())}
+        found = function(*args, **kwargs)
+        is_made = isinstance(found, torch.Tensor) and not tensors and "device" in kwargs
+        if is_made and found.is_cuda and not found.is_floating_point():
+            return function(*args, **{**kwargs, "device": "cpu"}).to(found.device)
+        return found
+
+    def _numbers(self, places: Any) -> Any:
+        for place in places:
+            is_mask = isinstance(place, torch.Tensor) and place.dtype == torch.bool
+            found = place.cpu().nonzero(as_tuple=True) if is_mask else (place,)
+            yield from (each.to(place.device) if is_mask else each for each in found)
+
+    def _on_cpu(self, function: Any, args: Any, kwargs: Any) -> Any:
+        device, copies = torch.device("cuda", torch.cuda.current_device()), dict[int, Any]()
+
+        def to_cpu(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                return copies.setdefault(id(value), (value.cpu(), value))[0]
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        found = function(*tree_map(to_cpu, args), **tree_map(to_cpu, kwargs))
+        name = getattr(function, "__name__", "")
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            for changed, own in copies.values():
+                own.copy_(changed)
+            return args[0]
+        return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, found)
+
 
 def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
-    import torch
-
     from autotune.cost.predict import CostModel
     from autotune.knobs.settings import configure_allocator
     from autotune.machine.probe import probe
@@ -53,10 +111,11 @@ def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
     reserved = predicted.training.run_memory_bytes - hardware.process_overhead_bytes
     row |= {"predicted_reserved_bytes": reserved}
     try:
-        loaded = load_for_trial(TrialRequest(resolved, work, candidate, "cuda:0", num_steps=2))
-        runner = StepRunner(loaded, work, candidate)
-        runner.timed_step()
-        peak, _ = runner.memory_step()
+        with Counted():
+            loaded = load_for_trial(TrialRequest(resolved, work, candidate, "cuda:0", num_steps=2))
+            runner = StepRunner(loaded, work, candidate)
+            runner.timed_step()
+            peak, _ = runner.memory_step()
     except torch.OutOfMemoryError as error:
         return row | {"out_of_memory": str(error).split(". ")[0]}
     reserved, stats = torch.cuda.max_memory_reserved(), torch.cuda.memory_stats()

@@ -1,9 +1,11 @@
 """Device memory of every phase of a job, broken down by what it is for; and the host's memory."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autotune.cost.allocator import SMALL_REQUEST_BYTES
 from autotune.cost.trace import ComposedPass
 from autotune.cost.traced_model import ModelBytes, ModulationBytes, PassChoice, TracedModel
 from autotune.knobs import formats, modulation
@@ -35,6 +37,7 @@ class Resident:
     adapter_bytes: int
     optimizer_bytes: int
     optimizer_transient_bytes: int  # fp32 copies of gradients, and what the optimizer works with
+    small_pool_bytes: int  # gradients and those copies, where the allocator keeps them apart
     set_aside_bytes: int  # masters while previews show an average of them
     quantizing_bytes: int
     encoder_bytes: int  # text encoders and what they work with, on the device in the cache phase
@@ -93,6 +96,7 @@ def resident_of(
         adapter_bytes=stored.adapter_bytes,
         optimizer_bytes=state_bytes + (average if work.ema_decay else 0),
         optimizer_transient_bytes=working_bytes,
+        small_pool_bytes=_small_pool_bytes(device, stored, working_bytes),
         set_aside_bytes=average if sets_aside else 0,
         quantizing_bytes=_quantizing_bytes(device, quantization, stored.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
@@ -128,6 +132,15 @@ def _optimizer_bytes(
     state, working = optimizer_bytes(work.optimizer, model_bytes.adapter_shapes)
     copies = parameters * FP32_BYTES if is_half else 0
     return copies + state, copies + working
+
+
+def _small_pool_bytes(device: Device, model_bytes: ModelBytes, working_bytes: int) -> int:
+    if device.kind != "cuda":
+        return 0
+    numels = ((math.prod(shape), count) for shape, count in model_bytes.adapter_shapes.items())
+    small = sum(n * count for n, count in numels if n * FP32_BYTES <= SMALL_REQUEST_BYTES)
+    share = small / max(1, model_bytes.adapter_parameters)
+    return round(share * (model_bytes.adapter_bytes + working_bytes))
 
 
 def _modulation_bytes(
@@ -179,6 +192,8 @@ def phases_of(
         "attention_workspace_bytes": composed.workspace_bytes,
         "gradient_bytes": composed.gradient_bytes + r.bucket_bytes,
     }
+    # Activations cannot use what the optimizer's step left in the pool of small tensors.
+    waste += max(0.0, r.small_pool_bytes - step["gradient_bytes"])
     resting = weights + r.adapter_bytes + r.optimizer_bytes
     optimizing = r.adapter_bytes + r.optimizer_transient_bytes
     if optimizing > sum(step.values()):

@@ -145,6 +145,8 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
     model = load_model(resolved, workload, request.candidate, device, seed=0)
     known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
     longest = longest_captions(workload, size)
+    if not resolved.family.masks_padding:  # equal ones are computed together, which takes the most
+        longest = [workload.max_text_tokens] * size
     largest = synthetic_samples(*known, workload.largest_bucket, longest, model.dtype)
     typical = largest
     if has_typical_shape(workload):

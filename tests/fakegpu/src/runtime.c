@@ -265,10 +265,11 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, co
   return cudaSuccess;
 }
 
-/* FAKEGPU_COPIES=0: nothing is written to a device, so that models of full size need no memory. */
-static int writes_to_device(void) {
+/* FAKEGPU_COPIES=0: no weights are written to a device, so that models of full size need no memory; masks and indices,
+ * which decide shapes, are. */
+static int writes_to_device(size_t bytes) {
   const char *asked = getenv("FAKEGPU_COPIES");
-  return !asked || *asked != '0';
+  return bytes <= 1 << 20 || !asked || *asked != '0';
 }
 
 static cudaError_t copy(void *to, const void *from, size_t bytes) {
@@ -289,7 +290,7 @@ static cudaError_t copy(void *to, const void *from, size_t bytes) {
   }
   unlock_state();
   if (is_illegal) return fail(cudaErrorIllegalAddress);
-  if (!to_device || writes_to_device()) memmove(to, from, bytes);
+  if (!to_device || writes_to_device(bytes)) memmove(to, from, bytes);
   return cudaSuccess;
 }
 
@@ -312,7 +313,7 @@ API cudaError_t cudaMemsetAsync(void *address, int value, size_t bytes, cudaStre
   int is_legal = is_mapped((uint64_t)address, bytes);
   unlock_state();
   if (!is_legal) return fail(cudaErrorIllegalAddress);
-  if (writes_to_device()) memset(address, value, bytes);
+  if (writes_to_device(bytes)) memset(address, value, bytes);
   return cudaSuccess;
 }
 
