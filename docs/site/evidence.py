@@ -71,9 +71,9 @@ def readings() -> Iterator[Reading]:
         sizes = row["allocated_bytes"] / GIB, row["predicted_bytes"] / GIB
         card = row["machine"], "its stand-in", "allocator_truth.py"
         yield Reading("memory", "", row["model"], *card, *sizes)
-    for file in sorted(RESULTS.glob("gpu/*/compare-after-correction.txt")):
-        card = file.parent.name.rpartition("-")[2], "autotune", "gpu/compare.py"
-        for model, *texts in MEASURED.findall(file.read_text()):
+    for folder in sorted(RESULTS.glob("gpu/*")):  # DATE-CARD
+        card = folder.name.rpartition("-")[2], "autotune", "gpu/compare.py"
+        for model, *texts in MEASURED.findall(min(folder.glob("compare*.txt")).read_text()):
             seconds, time_error, gib, memory_error = map(float, texts)
             times = seconds, seconds * (1 + time_error / 100)
             yield Reading("time", GPU, model, *card, *times)
