@@ -17,7 +17,7 @@ GIB = 2**30
 # Colors that can be told apart without red and green, on white and on black.
 KINDS = {
     "measured on a CPU": "#8a8f98",
-    "measured on an H200": "#0a9a83",
+    "measured on a GPU": "#0a9a83",
     "published by others": "#d9822b",
 }
 CPU, GPU, OTHERS = KINDS
