@@ -147,7 +147,6 @@ def after_training_lines(
 ) -> list[str]:
     """Tell where the adapter is, and the commands that come next."""
     from autotune.models.registry import get_family
-    from autotune.train.folder import ADAPTER_FILE
     from autotune.weights.names import READ_IN_PART
 
     work = plan.frozen.workload
@@ -155,10 +154,9 @@ def after_training_lines(
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
     converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
     convert = ["autotune weights convert", adapter, converted, "--format comfyui"]
-    if report.adapter.startswith("comfyui"):
+    # of these models, ComfyUI reads every format that is written
+    if report.adapter.startswith("comfyui") or family.transformer_class in READ_IN_PART["comfyui"]:
         convert = ["cp", adapter, converted]
-    elif family.transformer_class in READ_IN_PART["comfyui"]:  # it reads diffusers' file
-        convert = ["cp", shlex.quote(str(output / ADAPTER_FILE)), converted]
     lines = [f"{'adapter':<15}{output / report.adapter}"]
     lines += [f"{'report':<15}{output / PAGE_FILE}"] if has_page else []
     lines += text.titled_command(
@@ -166,6 +164,8 @@ def after_training_lines(
     )
     lines += text.titled_command(f"{'for ComfyUI':<15}", convert)
     if work.adapter == "lokr":
+        from autotune.train.folder import ADAPTER_FILE
+
         line = family.adapter_code(work.adapter, str(output), ADAPTER_FILE)
         lines += [f"{'in diffusers':<15}{line}"]
     if plan.job.report_to == "tensorboard":

@@ -23,7 +23,7 @@ from autotune.plan.workload import (
 )
 from autotune.system.lazy import nn, torch
 from autotune.weights.adapters import Adapter, serialize_adapter
-from autotune.weights.names import KroneckerLayer, Layer, LoraLayer, can_write, lokr_shapes
+from autotune.weights.names import KroneckerLayer, Layer, LoraLayer, lokr_shapes
 
 NUM_QUANTILES = 16  # of caption lengths
 SANE_RATES = 100.0
@@ -59,10 +59,6 @@ def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
     if job.keep_best and job.validation is None:
         hint = "hold some out: --validation 10%"
         raise InvalidInput("without held-out images nothing shows which adapter is best", hint=hint)
-    if not can_write(job.adapter_format, family.transformer_class):
-        what = f"adapters of {family.name} that autotune knows how to write"
-        hint = "leave --adapter-format out: diffusers loads them"
-        raise InvalidInput(f"{job.adapter_format} loads no {what}", hint=hint)
     if job.slider and (job.data or job.validation):
         hint = "leave --slider out, or --data and --validation"
         raise InvalidInput("a slider is trained without pictures", hint=hint)
