@@ -16,7 +16,7 @@ from autotune.train.folder import ADAPTER_FILE, start_from, starting_values, upd
 from autotune.train.model import apply_settings, eager_eval, load_model
 from autotune.train.workload import describe_workload
 from autotune.weights.adapters import Adapter, read_adapter, write_adapter
-from autotune.weights.names import LoraLayer
+from autotune.weights.names import KroneckerLayer, LoraLayer
 from tests.train.conftest import CPU, save, values_of
 
 CHANGES = {
@@ -137,8 +137,36 @@ def test_any_format_starts_as_the_same(bench, empty, form, tmp_path):
         torch.testing.assert_close(up @ down * scaling, layer.up @ layer.down * 3.5)
 
 
-def test_other_ranks_are_refused(bench, empty, tmp_path):
-    file, layers = tmp_path / "a.safetensors", layers_of(empty, 3, 3.0)
+@pytest.mark.parametrize("kind", ["lokr", "lokr-whole"])
+def test_lokr_starts_as_the_same(bench, kind, tmp_path):
+    family, own = bench.resolved.family, build_on_meta(bench.resolved.family, bench.resolved.config)
+    work = bench.plan().frozen.workload.changed(**CHANGES[kind])
+    add_adapter(family, own, work, torch.float32)
+    adapted = {n: m for n, m in own.named_modules() if "default" in getattr(m, "scaling", ())}
+    made = {}
+    for name, module in adapted.items():
+        parts = {part: getattr(module, part) for part in module.adapter_layer_names}
+        shapes = {part: each["default"].shape for part, each in parts.items() if each}
+        made[name] = KroneckerLayer({part: torch.randn(shape) for part, shape in shapes.items()})
+    write_adapter(tmp_path / "a.safetensors", Adapter(made, {}), "diffusers")
+    values = starting_values(tmp_path / "a.safetensors", own, family)
+    for name, layer in made.items():
+        found = KroneckerLayer({p: values[f"{name}.{p}.default"] for p in layer.factors})
+        one, other = (
+            torch.kron(*map(each.matrix, ("lokr_w1", "lokr_w2"))) for each in (layer, found)
+        )
+        torch.testing.assert_close(other * adapted[name].scaling["default"], one)
+
+
+def test_other_shapes_are_refused(bench, empty, tmp_path):
+    file, layers = tmp_path / "a.safetensors", layers_of(empty, 2, 3.0)
+    name, layer = min(layers.items())
+    for width in (7, 999):
+        odd = {name: dataclasses.replace(layer, down=torch.randn(2, width))}
+        write_adapter(file, Adapter(layers | odd, {}), "diffusers")
+        with pytest.raises(InvalidInput, match="shape"):
+            starting_values(file, empty, bench.resolved.family)
+    layers = layers_of(empty, 3, 3.0)
     write_adapter(file, Adapter(layers, {}), "diffusers")
     with pytest.raises(InvalidInput, match="has rank 3, the plan 2"):
         starting_values(file, empty, bench.resolved.family)

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -22,7 +21,6 @@ from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import save_plan
 from autotune.plan.plan import RunReport
 from autotune.plan.request import PlanRequest
-from autotune.report.run import report_lines
 from autotune.train import run as run_module
 from autotune.train.folder import ADAPTER_FILE
 from autotune.train.loop import TrainingLoop
@@ -101,11 +99,6 @@ def test_report_judges_the_adapter(run):
     verdict = report.verdict
     assert (verdict.num_layers, verdict.num_unmoved, verdict.num_not_finite) == (24, 0, 0)
     assert verdict.base_loss != verdict.adapter_loss
-    promised = report.phases[0].changed(host_bytes=2**30, device_bytes=None)
-    text = "\n".join(report_lines(report.changed(expected_phases=(promised,))))
-    assert re.search(r"  caching +1\.00 GiB +[\d.]+ [MG]iB", text)
-    assert re.search(r"  saving +- +[\d.]+ [MG]iB", text)
-    assert "24 layers, all moved, all finite" in text
 
 
 def test_sampling_swaps_blocks_that_plan_swaps(bench, run, tmp_path, monkeypatch):
