@@ -198,13 +198,6 @@ def _several(alone, strategy, number):
     return alone.with_parallel(Parallel(strategy, number))
 
 
-def test_ddp_holds_each_gradient_once_more(alone):
-    model_bytes = alone.model.model_bytes("bf16", "none")
-    one, two = alone.predict(CANDIDATE), _several(alone, "ddp", 2).predict(CANDIDATE)
-    assert two.allocated_memory_bytes - one.allocated_memory_bytes == model_bytes.adapter_bytes
-    assert two.phases[0] == one.phases[0]
-
-
 def test_trials_compare_with_one_process(alone):
     """It has no buckets; what it teaches must not take them off again where there are several."""
     two, one = _several(alone, "ddp", 2), alone.predict_uncalibrated(CANDIDATE)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import random
 from collections.abc import Callable
 from functools import cache
@@ -190,14 +191,8 @@ scored = st.builds(
 @settings(max_examples=200)
 @given(st.lists(scored, max_size=12), st.sampled_from(["throughput", "memory"]))
 def test_winners_pass_every_rule_in_order(scores, objective):
-    def time(one):
-        return one.step_seconds
-
-    def memory(one):
-        return one.peak_memory_bytes
-
-    def host(one):
-        return one.host_memory_bytes
+    names = ("step_seconds", "peak_memory_bytes", "host_memory_bytes")
+    time, memory, host = map(operator.attrgetter, names)
 
     def error(one):
         return {"none": 0, "torchao-int8": 1, "torchao-fp8": 2}[one.candidate.quantization]
