@@ -39,7 +39,7 @@ TESTS = {
     "cost/calibration.py": "cost/test_golden.py cost/test_predict.py search/test_search.py",
     "search/winner.py": "search/test_confirming.py search/test_compiling.py search/test_golden.py "
     "search/test_search.py interop/test_overheads.py",
-    "plan/file.py": "plan",
+    "plan/file.py": "plan search/test_golden.py",
     "train/folder.py": "train/test_resume.py train/test_adapters.py train/test_loop.py "
     "train/test_run.py "
     "--deselect=tests/train/test_resume.py::test_sigkill_and_resume_as_processes",

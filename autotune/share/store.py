@@ -33,7 +33,7 @@ from autotune.plan.plan import Expected, TrainingPlan
 from autotune.plan.workload import Workload
 from autotune.system import files
 
-MAX_RECORD_BYTES = 1 << 18  # a record of 8 trials has about 4 KiB
+MAX_RECORD_BYTES = 1 << 20  # one of 8 trials has about 4 KiB, of `MAX_TRIALS` some 400
 MAX_TRIALS = 512
 MAX_TEXT_LENGTH = 160
 MIN_CONCLUSIVE_TRIALS = 3  # of fewer trials the winner is no answer for others

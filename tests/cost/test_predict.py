@@ -22,7 +22,7 @@ from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.modulation import window_steps
 from autotune.models.registry import FAMILIES
-from autotune.plan.candidate import BLOCK_COUNTS, Candidate, TrialResult
+from autotune.plan.candidate import BLOCK_COUNTS, Candidate
 from autotune.plan.hardware import Link, Rate
 from autotune.plan.prediction import Prediction
 from autotune.plan.workload import Bucket, OptimizerChoice
@@ -78,27 +78,6 @@ def test_predictions_do_not_depend_on_order(name, text_padding):
     for a, b in zip(forwards, backwards[::-1], strict=True):
         assert a.allocated_memory_bytes == pytest.approx(b.allocated_memory_bytes, rel=share)
         assert a.step_seconds == pytest.approx(b.step_seconds, rel=10 * share)
-
-
-def test_one_trial_corrects_all():
-    name, plain = "qwen-image", {"checkpointed_blocks": 0, "precision": "fp32"}
-    own = CostModel.build(cpu(), workload_of(name), FAMILIES[name], TINY[name])
-    first, other = (Candidate(micro_batch_size=size, **plain) for size in (1, 2))
-    before = {c: own.predict(c) for c in (first, other)}
-    ran = TrialResult(
-        candidate=first,
-        outcome="ok",
-        step_seconds=(3 * before[first].step_seconds,),
-        peak_memory_bytes=round(1.02 * before[first].allocated_memory_bytes),
-    )
-    own = own.with_calibration([ran, TrialResult(candidate=other, outcome="oom")])
-    after = {c: own.predict(c) for c in (first, other)}
-    for one, rel in ((first, 0.05), (other, 0.3)):
-        assert after[one].step_seconds == pytest.approx(3 * before[one].step_seconds, rel=rel)
-    memory = 1.02 * before[first].allocated_memory_bytes
-    assert after[first].allocated_memory_bytes == pytest.approx(memory, rel=0.003)
-    doubts = [each.time_uncertainty for each in (after[first], after[other], before[other])]
-    assert doubts == sorted(set(doubts))
 
 
 @pytest.mark.quick("kandinsky5-image-lite", "qwen-image")

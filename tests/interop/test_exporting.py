@@ -109,15 +109,6 @@ def test_strict_refuses_differences():
     export_plan(loose, get_trainer("ai-toolkit"), strict=True)
 
 
-@pytest.mark.parametrize(
-    ("model", "written"),
-    [("sdxl", '"snr_gamma": 5,'), ("kandinsky5-image-lite", '"model_family": "kandinsky5_image"')],
-)
-def test_simpletuners_parser_takes_files(model, written):
-    plan = plan_of(model, weighting_scheme="min_snr" if model == "sdxl" else "none")
-    assert written in export_plan(plan, get_trainer("simpletuner")).files["config.json"]
-
-
 def test_adapters_beside_trained_one_are_told():
     plan = plan_of("qwen-image", from_adapter="a.safetensors", training_adapter="b.safetensors")
     told = {one.name: one.kind for one in export_plan(plan, get_trainer("ai-toolkit")).differences}

@@ -1,5 +1,6 @@
 """A record: its content, what never enters it, what is refused, and where it counts."""
 
+import contextlib
 import math
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -170,6 +171,30 @@ def test_equal_machines_match_exactly():
     slower = (rate("memory.bandwidth", 7.5e11), rate("matmul.bf16.4096x3072x3072", 1.25e14))
     assert compare(record(), here(rates=slower), workload()).kind == "near"
     assert compare(record(), here(rates=slower, noisy=True), workload()).kind == "exact"
+
+
+def test_every_difference_of_machines_counts():
+    own, alike = dict(record().machine), {"memory.bandwidth": (0.1, 2), "matmul": (0.1, 2)}
+    alike |= {"total_memory_bytes": (0.03, 1), "power_limit_watts": (0.03, 1)}
+    for name, (tolerance, weight) in alike.items():
+        for share in (tolerance - 0.01, tolerance + 0.01):
+            known = ((one.name, one.value, one.name.startswith(name)) for one in own["rates"])
+            changes = {"rates": tuple(rate(n, v * (1 + share * is_it)) for n, v, is_it in known)}
+            if name in own:
+                changes[name] = type(own[name])(own[name] * (1 + share))
+            distance = weight * math.log2(1 + share) if share > tolerance else 0
+            found = compare_machine(record(), here(**changes)).distance
+            assert found == pytest.approx(distance, rel=1e-3), name
+    assert compare_machine(record(), here(name="NVIDIA L4")).distance == 1
+
+
+def test_texts_and_trials_have_limits():
+    for length in (160, 161):
+        made = record(machine=record().machine.changed(device_name="x" * length))
+        with contextlib.nullcontext() if length == 160 else pytest.raises(store.DamagedRecord):
+            store.parse_record(made.content, made.key)
+    most = record(trials=TRIALS * 128)
+    assert store.parse_record(most.content, most.key) == most
 
 
 def test_hard_keys_decide():

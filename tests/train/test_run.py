@@ -259,6 +259,9 @@ def test_two_runs_never_share_a_folder(bench, tmp_path):
             prepare(plan, bench.hardware, resume=resume)
     other.release()
     prepare(plan, bench.hardware, resume=False).lock.release()
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInput, match="cannot write to the output folder"):
+        prepare(bench.plan(output=f"{tmp_path}/file/run"), bench.hardware, resume=False)
 
 
 @pytest.mark.parametrize(("part", "is_missing"), [("transformer", False), ("vae", True)])
