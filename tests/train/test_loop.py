@@ -350,6 +350,8 @@ def test_draws_depend_on_their_place(seed, step, place, shift):
         0 < Noising(seed, shift).level_of_quantile(edge, (3, 1, 2, 2)) < 1 for edge in (0, 1)
     )
     assert not torch.equal(noise, Noising(seed, shift).draw(step, place + 1, (3, 1, 2, 2))[0])
+    kinds = [Noising(7, 2.0, kind).level_at(3, 1, (4,)) for kind in ("logit_normal", "uniform")]
+    assert kinds == pytest.approx([0.41205429, 0.82483163]), "a resumed run draws on"
 
 
 FP16 = SETTINGS.changed(precision="fp16")
