@@ -37,6 +37,7 @@ def test_altered_records_are_refused():
     crashed = trial(candidate(micro_batch_size=2), outcome="crash", step_seconds=(1e-6, 1e6))
     made = record(trials=(crashed, *TRIALS))
     assert store.parse_record(made.content, made.key) == made
+    assert made.content.startswith(b'{"autotune_version"'), "its keys are in order"
     for place in range(0, len(made.content), 97):
         altered = bytearray(made.content)
         altered[place] ^= 1 + place % 255
