@@ -34,7 +34,8 @@ TESTS = {
     "cost/timing.py": "cost/test_golden.py cost/test_kernels.py knobs/test_block_swap.py",
     "cost/predict.py": "cost/test_golden.py cost/test_predict.py interop/test_overheads.py "
     "search/test_golden.py",
-    "cost/tables.py": "cost/test_golden.py cost/test_predict.py cost/test_exactness.py",
+    "cost/tables.py": "cost/test_golden.py cost/test_predict.py cost/test_exactness.py "
+    "interop/test_overheads.py",
     "cost/estimate.py": "cost/test_golden.py cost/test_predict.py",
     "cost/calibration.py": "cost/test_golden.py cost/test_predict.py search/test_search.py",
     "search/winner.py": "search/test_confirming.py search/test_compiling.py search/test_golden.py "

@@ -1,6 +1,5 @@
-"""Predictions of many settings, machines and kinds of work stay what they are: a wrong factor is
-silent. After a deliberate change: `python -m tests.cost.test_golden`, then read the difference and
-commit it."""
+"""Predictions of many settings, machines and kinds of work stay: a wrong factor is silent. After a
+deliberate change: `python -m tests.cost.test_golden`, then read the difference and commit it."""
 
 import json
 from pathlib import Path
