@@ -12,7 +12,7 @@ from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost import memory, recorder as shapes
 from autotune.cost.calibration import NOISE, OFFSET, Posterior, features_of, fit, time_doubt
-from autotune.cost.estimate import plan_seconds, require_sound
+from autotune.cost.estimate import require_sound
 from autotune.cost.kernels import CLASSES
 from autotune.cost.memory import GATHERED_BLOCKS, Parallel
 from autotune.cost.predict import CostModel, choice_of, prediction_errors
@@ -25,7 +25,7 @@ from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate
 from autotune.plan.hardware import Link, Rate
 from autotune.plan.prediction import Prediction
-from autotune.plan.workload import Bucket, OptimizerChoice
+from autotune.plan.workload import OptimizerChoice
 from autotune.search.expected import build_expectation
 from autotune.search.winner import Score
 from tests import builders
@@ -123,25 +123,6 @@ def test_block_counts_differ_as_their_predictions(card):
         rounded = card.resident_of(one).rounded_share * phase.breakdown.weight_bytes
         expected.append(phase.allocated_memory_bytes - rounded + waste)
     assert found - found[0] == pytest.approx(np.array(expected) - expected[0], abs=2)
-
-
-def plans_for(attention="native", size=1, **changes):
-    """Seconds of cuDNN's plans for 30 images of two shapes, with captions of 10 to 200 tokens."""
-    plain = {"width_px": 96, "num_frames": 1, "num_items": 15}
-    buckets = tuple(Bucket(height_px=side, **plain) for side in (64, 96))
-    tokens = {"max_text_tokens": 200, "text_token_quantiles": (10, 100, 200)}
-    work = workload_of("qwen-image", buckets=buckets, **tokens, **changes)
-    own = CostModel.build(gpu("nvidia-h100-sxm"), work, FAMILIES["qwen-image"], TINY["qwen-image"])
-    values = {"checkpointed_blocks": 0, "micro_batch_size": size, "attention": attention}
-    choice = choice_of(Candidate(**values))
-    return [plan_seconds(own, choice, recomputes=recomputes) for recomputes in (False, True)]
-
-
-def test_cudnn_plans_attention_once_a_length():
-    assert plans_for(text_padding="masked") == [30, 60]  # every image has a length of its own
-    # 24 and 36 tokens of image: 128 or 256 in all.
-    assert plans_for(text_padding="masked", size=2) == [4, 8]
-    assert plans_for("_native_efficient", text_padding="masked") == [0, 0]
 
 
 @pytest.mark.parametrize(
