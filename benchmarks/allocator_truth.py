@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 # What only asks, copies, or moves: its tensors hold what it needs.
 AS_IT_IS = {"__get__", "to", "cpu", "cuda", "item", "tolist", "copy_", "record_stream", "is_pinned"}
+COUNTING = (torch.bool, torch.int32, torch.int64)  # quantized weights have others
 MASKED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
@@ -40,7 +41,7 @@ class Counted(TorchFunctionMode):
         tree_map(seen, (args, kwargs))
         if getattr(function, "__name__", "") in AS_IT_IS:
             return function(*args, **kwargs)
-        is_counting = not any(t.is_floating_point() or t.is_complex() for t in tensors)
+        is_counting = all(t.dtype in COUNTING for t in tensors)
         if tensors and is_counting and any(t.is_cuda for t in tensors):
             return self._on_cpu(function, args, kwargs)
         if function in MASKED and any(t.is_cuda and t.dtype == torch.bool for t in tensors[1:]):
@@ -50,7 +51,7 @@ class Counted(TorchFunctionMode):
             kwargs = {**kwargs, "output_size": int(tensors[1].cpu().sum())}
         found = function(*args, **kwargs)
         is_made = isinstance(found, torch.Tensor) and not tensors and "device" in kwargs
-        if is_made and found.is_cuda and not found.is_floating_point():
+        if is_made and found.is_cuda and found.dtype in COUNTING:
             return function(*args, **{**kwargs, "device": "cpu"}).to(found.device)
         return found
 
