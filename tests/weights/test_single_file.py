@@ -56,7 +56,7 @@ def test_norms_have_two_names(family, small_pipelines, tmp_path):
 
 
 @pytest.mark.parametrize("newer", [False, True])
-@pytest.mark.parametrize("family", ["flux1-dev", "qwen-image"])
+@pytest.mark.parametrize("family", ["flux1-dev", "chroma", "qwen-image"])
 def test_scaled_fp8_loads_with_scales(family, newer, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
     stored = original_layouts.scaled_fp8(
