@@ -68,6 +68,8 @@ def readings() -> Iterator[Reading]:
             seconds = row["step_seconds"], row["predicted_step_seconds"]
             yield Reading("time", CPU, row["family"], *cpu, *seconds)
     for row in map(json.loads, stand_in.read_text().splitlines()):
+        if "allocated_bytes" not in row:  # it ran out, as predicted
+            continue
         sizes = row["allocated_bytes"] / GIB, row["predicted_bytes"] / GIB
         card = row["machine"], "its stand-in", "allocator_truth.py"
         yield Reading("memory", "", row["model"], *card, *sizes)
