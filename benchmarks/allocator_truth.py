@@ -20,6 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from tests.fakegpu.numbers import as_places
+
 # What only asks, copies, or moves: its tensors hold what it needs.
 AS_IT_IS = {"__get__", "to", "cpu", "cuda", "item", "tolist", "copy_", "record_stream", "is_pinned"}
 COUNTING = (torch.bool, torch.int32, torch.int64)  # quantized weights have others
@@ -46,7 +48,7 @@ class Counted(TorchFunctionMode):
             return self._on_cpu(function, args, kwargs)
         if function in MASKED and any(t.is_cuda and t.dtype == torch.bool for t in tensors[1:]):
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return function(args[0], tuple(self._numbers(places)), *args[2:])
+            return function(args[0], tuple(as_places(places)), *args[2:])
         if getattr(function, "__name__", "") == "repeat_interleave" and len(tensors) > 1:
             kwargs = {**kwargs, "output_size": int(tensors[1].cpu().sum())}
         found = function(*args, **kwargs)
@@ -54,12 +56,6 @@ class Counted(TorchFunctionMode):
         if is_made and found.is_cuda and found.dtype in COUNTING:
             return function(*args, **{**kwargs, "device": "cpu"}).to(found.device)
         return found
-
-    def _numbers(self, places: Any) -> Any:
-        for place in places:
-            is_mask = isinstance(place, torch.Tensor) and place.dtype == torch.bool
-            found = place.cpu().nonzero(as_tuple=True) if is_mask else (place,)
-            yield from (each.to(place.device) if is_mask else each for each in found)
 
     def _on_cpu(self, function: Any, args: Any, kwargs: Any) -> Any:
         device, copies = torch.device("cuda", torch.cuda.current_device()), dict[int, Any]()

@@ -27,7 +27,7 @@ class DecisiveNumbers(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if function in INDEXING:
-            args = (args[0], _as_places(args[1]), *args[2:])
+            args = (args[0], as_places(args[1]), *args[2:])
         inputs = list(_tensors((args, kwargs)))
         is_plain = all(
             type(each) is Tensor or isinstance(each, torch.nn.Parameter) for each in inputs
@@ -57,10 +57,10 @@ def _is_real(tensor):
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _as_places(indices):
+def as_places(indices):
     found = []
     for index in indices:
-        if index is not None and index.is_cuda and index.dtype in (torch.bool, torch.uint8):
+        if getattr(index, "is_cuda", False) and index.dtype in (torch.bool, torch.uint8):
             found += (places.to(index.device) for places in index.cpu().nonzero(as_tuple=True))
         else:
             found.append(index)

@@ -8,7 +8,11 @@ from peft import get_peft_model_state_dict
 
 from autotune.models.family import denoising_loss
 from autotune.models.noise import DiscreteDiffusion
+from autotune.models.resolve import resolve_model
+from autotune.plan.job import ModelRef
+from autotune.search.worker import TrialRequest, load_for_trial
 from autotune.weights.adapters import AdapterInfo, save_adapter
+from tests.builders import candidate
 from tests.kinds import KINDS
 from tests.models.small import CAPTIONS
 
@@ -46,6 +50,21 @@ def test_loss_and_gradients_equal_independent_computation(small):
     for gradient, parameter in zip(gradients, parameters, strict=True):
         difference = float((gradient - parameter.grad).norm())
         assert difference <= tolerance * float(parameter.grad.norm()) + 1e-8
+
+
+@pytest.mark.quick("flux3")
+def test_trials_pass_whole_batches_at_once(small):
+    # One by one, as FLUX.3 passes captions of unlike lengths, takes less memory than a run may.
+    size = min(2, small.family.max_micro_batch_size or 2)
+    work = small.workload().changed(effective_batch_size=size, buckets=(small.bucket,))
+    settings = candidate(micro_batch_size=size)
+    request = TrialRequest(resolve_model(ModelRef.of(small.folder)), work, settings, "cpu", 2)
+    loaded, passes = load_for_trial(request), []
+    loaded.model.transformer.register_forward_pre_hook(lambda *_: passes.append(1))
+    batch = loaded.model.collate(loaded.largest)
+    levels = small.levels(0.2, 0.85)[:size]
+    denoising_loss(small.family, loaded.model.transformer, batch, batch["latents"], levels)
+    assert passes == [1]
 
 
 @pytest.mark.quick(*KINDS)
