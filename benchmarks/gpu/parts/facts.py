@@ -42,13 +42,17 @@ def tests(path: str, evidence: Evidence) -> None:
 
 
 def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evidence) -> None:
-    """Every backend and weight format that is available, against the fp32 reference on this
-    device."""
+    """Every choice that is available, against the fp32 reference on this device."""
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision_of(hardware)],
         "attention": [name for name in Attention().names if f"attention.{name}" in available],
         "quantization": [name for name in WEIGHT_FORMATS if f"quantization.{name}" in available],
+        "swapped_blocks": [1],
+        "modulation": ["ahead"],
+        "norm_rope": ["fused", "compiled"],
+        "compile": ["block"] if "compile" in available else [],
+        "optimizer": ["adamw"],
     }
     model = evidence.model(name)
     workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
@@ -75,7 +79,7 @@ def native_kernels(evidence: Evidence) -> None:
 
 def main() -> None:
     """Measure the part."""
-    evidence = begin("facts", __doc__)
+    evidence = begin("facts", __doc__, more={"--cases": ""})
     hardware = cached_profile()
     evidence.row("profile", profile=hardware.model_dump(mode="json"))
     for capability in hardware.capabilities:
@@ -88,7 +92,9 @@ def main() -> None:
            for name in MODELS for padding in ("exact", "masked")},
         **{path: partial(tests, path) for path in TESTS},
     }  # fmt: skip
-    for name in evidence.each(evidence.sliced(list(steps))):
+    for name in evidence.each(
+        evidence.sliced([name for name in steps if evidence.options.cases in name])
+    ):
         try:
             steps[name](evidence)
         except Exception as error:  # the rest is still worth having
