@@ -16,6 +16,7 @@ from autotune.knobs.registry import Attention
 from autotune.machine.probe import cached_profile
 from autotune.models.registry import get_family
 from autotune.models.resolve import resolve_model
+from autotune.plan.candidate import Choice
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import ModelRef
 from autotune.search.gradient_checks import check_gradients
@@ -44,7 +45,7 @@ def tests(path: str, evidence: Evidence) -> None:
 def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evidence) -> None:
     """Every choice that is available, against the fp32 reference on this device."""
     available = {capability.name for capability in hardware.capabilities if capability.available}
-    choices = {
+    choices: dict[str, list[Choice]] = {
         "precision": [precision_of(hardware)],
         "attention": [name for name in Attention().names if f"attention.{name}" in available],
         "quantization": [name for name in WEIGHT_FORMATS if f"quantization.{name}" in available],
