@@ -203,12 +203,12 @@ class HostRegion:
 
 
 class HostWeight(NamedTuple):
-    """A frozen parameter whose values wait on the host in one tensor, or in each that it has."""
+    """A frozen parameter whose values wait on the host."""
 
     module: nn.Module
     name: str
     on_host: nn.Parameter
-    offsets: tuple[int, ...]  # where its tensors begin in the block's region
+    offset: int  # where it begins in the block's region
 
     def put(self, parameter: nn.Parameter) -> None:
         self.module._parameters[self.name] = parameter
@@ -267,7 +267,7 @@ class BlockSwap:
         with torch.cuda.stream(self.stream):  # does nothing for None
             visiting.copy_(host, non_blocking=True)
         for weight in self.blocks[number].weights:
-            weight.put(_placed(weight.on_host, visiting, weight.offsets))
+            weight.put(_placed(weight.on_host, visiting, weight.offset))
         self.arrivals[number] = self.stream.record_event() if self.stream is not None else None
 
     def _await(self, number: int) -> None:
@@ -294,17 +294,12 @@ def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
         for name, parameter in module._parameters.items()
         if parameter is not None and not parameter.requires_grad
     ]
-    parts = [part for _, _, parameter in frozen for part in _parts_of(parameter).values()]
-    offsets, num_bytes = region_offsets(part.nbytes for part in parts)
-    region = HostRegion(num_bytes, is_locked=device.type == "cuda")
-    weights, begin = [], iter(offsets)
-    for module, name, parameter in frozen:
-        own = tuple(next(begin) for _ in _parts_of(parameter))
-        on_host = _placed(parameter, region.bytes, own)
-        copies = _parts_of(on_host.detach())
-        for place, part in _parts_of(parameter).items():
-            copies[place].copy_(part)
-        weights.append(HostWeight(module, name, on_host, own))
+    offsets, num_bytes = region_offsets(parameter.nbytes for _, _, parameter in frozen)
+    region, weights = HostRegion(num_bytes, is_locked=device.type == "cuda"), []
+    for (module, name, parameter), offset in zip(frozen, offsets, strict=True):
+        on_host = _placed(parameter, region.bytes, offset)
+        on_host.copy_(parameter)
+        weights.append(HostWeight(module, name, on_host, offset))
     for module in block.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -313,28 +308,11 @@ def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
     return HostBlock(region, tuple(weights))
 
 
-def _parts_of(tensor: Any) -> dict[str, Tensor]:
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return {"": tensor}
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
-
-
-def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
-    like = like.detach()
-    pairs = zip(_parts_of(like).items(), offsets, strict=True)
-    parts = {name: _view(region, offset, part) for (name, part), offset in pairs}
-    if "" in parts:
-        return nn.Parameter(parts[""], requires_grad=False)
-    context = like.__tensor_flatten__()[1]
-    whole = type(like).__tensor_unflatten__(parts, context, like.shape, like.stride())
-    return nn.Parameter(whole, requires_grad=False)
-
-
-def _view(region: Tensor, offset: int, like: Tensor) -> Tensor:
+def _placed(like: Tensor, region: Tensor, offset: int) -> nn.Parameter:
     flat = region[offset : offset + like.nbytes].view(like.dtype)
     # Those of `like` if it is dense, else contiguous ones.
     strides = torch.empty_like(like, device="meta").stride()
-    return flat.as_strided(like.shape, strides)
+    return nn.Parameter(flat.as_strided(like.shape, strides), requires_grad=False)
 
 
 def offload_on_arrival(

@@ -123,6 +123,8 @@ def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None
     least of the host, by `HOST_TIE_BYTES`, then what is most exact, then simplest, then smallest
     (for `memory` the fastest, then simplest)."""
     left = [score for score in scores if score.failure is None]
+    if not left:
+        return None
     is_fast = objective == "throughput"
     first = (operator.methodcaller("value", objective), TIE, 0)
     second = (operator.methodcaller("value", "memory" if is_fast else "throughput"), TIE, 0)
@@ -130,9 +132,9 @@ def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None
     simple = (_complexity, 0.0, 0)
     last = (simple, second) if is_fast else (second, simple)
     for key, tie, slack in (first, host, (_inexactness, 0.0, 0), *last):
-        limit = (1 + tie) * min(map(key, left), default=0.0) + slack
+        limit = (1 + tie) * min(map(key, left)) + slack
         left = [score for score in left if key(score) <= limit]
-    return min(left, key=lambda score: (first[0](score), second[0](score)), default=None)
+    return min(left, key=lambda score: (first[0](score), second[0](score)))
 
 
 def _inexactness(score: Score) -> float:
@@ -176,10 +178,7 @@ def explain_choices(
     space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
 ) -> tuple[Reason, ...]:
     """Give a reason per knob: what was chosen, and what spoke against every other value."""
-    # Others ran for a short time: they are compared with the winner's short trial.
-    short = [score for score in scores if score.candidate == winner.candidate]
-    own = choose_winner(short, objective) or winner
-    return tuple(_explain_choice(name, space, scores, own, objective) for name in space.rejected)
+    return tuple(_explain_choice(name, space, scores, winner, objective) for name in space.rejected)
 
 
 def _explain_choice(
@@ -294,9 +293,8 @@ class Payback:
     def __str__(self) -> str:
         if self.saved_seconds <= 0:
             return f"steps become {-self.saved_seconds:.3g} s slower"
-        total = self.num_steps * self.saved_seconds
-        in_all = f"{total:.3g} s" if total < 600 else f"{total / 60:.0f} min"
-        saved = f"{self.saved_seconds:.3g} s a step, {in_all} in {self.num_steps} steps"
+        minutes = f"{self.num_steps * self.saved_seconds / 60:.1f} min in {self.num_steps} steps"
+        saved = f"{self.saved_seconds:.3g} s a step, {minutes}"
         return f"saves {saved}, and takes {self.startup_seconds:.3g} s to start"
 
 

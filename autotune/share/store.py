@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError, model_validator
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.registry import FAMILIES
-from autotune.plan.base import SCHEMA_VERSION, Frozen, NaturalInt, PositiveInt, told
+from autotune.plan.base import SCHEMA_VERSION, Frozen, NaturalInt, PositiveInt, first_problem
 from autotune.plan.candidate import Candidate, Residual, TrialResult
 from autotune.plan.hardware import HardwareProfile, Rate, Versions
 from autotune.plan.plan import Expected, TrainingPlan
@@ -53,7 +53,7 @@ class DamagedRecord(InvalidInput):
 class Machine(Frozen):
     """A machine as far as its measurements depend on it."""
 
-    match_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
+    match_keys: dict[str, str | None] = Field(max_length=32)
     """Without libraries, which decide only for the trials that used them."""
     device_name: str
     total_memory_bytes: int | None
@@ -134,10 +134,10 @@ def parse_record(content: bytes, key: str) -> Record:
         if reason := _find_impossibility(record):
             raise ValueError(f"cannot be true: {reason}")
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))[:80] or "the whole"
-        why = f"is not a record of this version of autotune: {field}: {told(first)}"
-        if field == "schema_version" and type(version := first["input"]) is int:
+        (field, wrong), version = first_problem(error), error.errors()[0]["input"]
+        where = f"{field[:80] or 'the whole'}: {wrong}"
+        why = f"is not a record of this version of autotune: {where}"
+        if field == "schema_version" and type(version) is int:
             why = f"has schema {version}, and this autotune reads schema {SCHEMA_VERSION} only"
     except ValueError as error:
         why = str(error)

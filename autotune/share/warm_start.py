@@ -337,12 +337,11 @@ class WarmStart:
         if recorded is None or recorded.candidate not in local:
             return None
         trial = local[recorded.candidate]
-        seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
-        if trial.outcome != "ok" or not seconds or not peak:
+        if trial.outcome != "ok":
             return f"it ended as {trial.outcome}"
         is_noisy = source.record.machine.noisy or self.cost.hardware.noisy
-        memory = peak / (recorded.peak_memory_bytes or math.inf)
-        time = seconds / (recorded.median_step_seconds or math.inf)
+        memory = (trial.peak_memory_bytes or math.inf) / (recorded.peak_memory_bytes or 1)
+        time = (trial.median_step_seconds or math.inf) / (recorded.median_step_seconds or 1)
         if abs(memory - 1) > MEMORY_TOLERANCE:
             return f"it takes {memory:.2f} times the recorded memory"
         if abs(time - 1) > (NOISY_TIME_TOLERANCE if is_noisy else TIME_TOLERANCE):

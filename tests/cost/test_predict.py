@@ -10,22 +10,20 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
-from autotune.cost import memory, recorder as shapes
+from autotune.cost import recorder as shapes
 from autotune.cost.calibration import NOISE, OFFSET, Posterior, features_of, fit, time_doubt
-from autotune.cost.estimate import require_sound
+from autotune.cost.estimate import estimate, job_time, require_divisor, require_sound
 from autotune.cost.kernels import CLASSES
-from autotune.cost.memory import GATHERED_BLOCKS, Parallel
-from autotune.cost.predict import CostModel, choice_of, prediction_errors
+from autotune.cost.memory import Parallel
+from autotune.cost.predict import CostModel, prediction_errors
 from autotune.cost.trace import trace_inference
 from autotune.errors import InvalidInput
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
-from autotune.knobs.modulation import window_steps
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate
-from autotune.plan.hardware import Link, Rate
+from autotune.plan.job import num_previews
 from autotune.plan.prediction import Prediction
-from autotune.plan.workload import OptimizerChoice
 from autotune.search.expected import build_expectation
 from autotune.search.winner import Score
 from tests import builders
@@ -149,18 +147,34 @@ def test_candidates_that_cannot_be_are_refused(changes, hint):
 CANDIDATE = Candidate(micro_batch_size=1, checkpointed_blocks=0)
 
 
+def test_estimates_are_of_whole_jobs(card):
+    found = estimate(card, CANDIDATE, num_steps=700, price_per_hour=3.0)
+    counts = {"num_steps": 700, "num_images": 3, "num_previews": num_previews(700)}
+    assert found.job == job_time(card, found.prediction, **counts)
+    assert found.cost == pytest.approx(3 * found.job.total_seconds / 3600)
+    needed, bucket = found.run_memory_bytes, card.workload.buckets[0].changed(num_items=0)
+    work = card.workload.changed(buckets=(bucket,))
+    for budget, fits in ((needed, True), (needed - 1, False)):
+        device = card.hardware.device.changed(budget_bytes=budget)
+        known = work, card.family, TINY["qwen-image"]
+        own = CostModel.build(card.hardware.changed(device=device), *known)
+        usual = estimate(own, CANDIDATE)
+        assert (usual.fits, usual.cost) == (fits, None)
+        assert usual.num_steps == card.family.defaults.num_steps(1)
+    for size, effective, nearest in ((2, 5, 1), (3, 4, 2), (9, 8, 8)):
+        with pytest.raises(InvalidInput) as error:
+            require_divisor(size, effective)
+        assert error.value.hint.endswith(f" {nearest}")
+
+
 @pytest.fixture(scope="module")
 def alone(predictor):
     return predictor("flux1-dev")
 
 
-def _several(alone, strategy, number):
-    return alone.with_parallel(Parallel(strategy, number))
-
-
 def test_trials_compare_with_one_process(alone):
     """It has no buckets; what it teaches must not take them off again where there are several."""
-    two, one = _several(alone, "ddp", 2), alone.predict_uncalibrated(CANDIDATE)
+    two, one = alone.with_parallel(Parallel("ddp", 2)), alone.predict_uncalibrated(CANDIDATE)
     host = 2 * one.allocated_memory_bytes
     ran = trial(CANDIDATE, one.step_seconds, one.allocated_memory_bytes, host_memory_bytes=host)
     residual = two.residual(ran)
@@ -170,63 +184,6 @@ def test_trials_compare_with_one_process(alone):
     beside, single = (build_expectation(score, [ran], cost, *known) for cost in (two, alone))
     buckets = alone.model.model_bytes("bf16", "none").adapter_bytes
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
-
-
-def test_fsdp2_keeps_parts_and_gathers(alone):
-    model_bytes = alone.model.model_bytes("bf16", "none")
-    one, four = alone.predict(CANDIDATE), _several(alone, "fsdp2", 4).predict(CANDIDATE)
-    gathered = GATHERED_BLOCKS * model_bytes.largest_block_bytes + model_bytes.outside_bytes
-    kept = -(-model_bytes.weight_bytes // 4)
-    more = kept - model_bytes.weight_bytes + gathered + model_bytes.adapter_bytes
-    assert four.allocated_memory_bytes == pytest.approx(one.allocated_memory_bytes + more, abs=2)
-    assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept
-
-
-@pytest.mark.parametrize(("link", "bandwidth"), [("nvlink", 150e9), ("pcie", 12e9)])
-def test_processes_exchange_in_rings(alone, link, bandwidth):
-    device = alone.hardware.device.changed(links=(Link(peer_index=1, path=link),))
-    stored = alone.model.model_bytes("bf16", "none")
-    gradients, weights = 2 * stored.adapter_bytes, 2 * 3 * stored.weight_bytes
-    for strategy, sent in (("ddp", gradients), ("fsdp2", gradients + weights)):
-        found = Parallel(strategy, 4).exchange_seconds(device, stored, 3)
-        assert found == pytest.approx(sent * 3 / 4 / bandwidth)
-
-
-def test_steps_are_sums_of_causes(card):
-    """Each term by its own formula: micro-batches, optimizer, compiled blocks, transfer."""
-    name, settings = "qwen-image", Candidate(micro_batch_size=1, checkpointed_blocks=5)
-    bus = Rate(name="host_to_device.pinned", value=1e7, unit="B/s", spread=0.0, num_samples=1)
-
-    def built(**changes):
-        hardware = gpu("nvidia-rtx-4090").changed(rates=(bus,))
-        return CostModel.build(hardware, workload_of(name, **changes), FAMILIES[name], TINY[name])
-
-    own = built()
-    rates = own.tables.rates_of(choice_of(settings))
-    model_bytes = own.model.model_bytes("bf16", "none")
-    plain = own.predict_uncalibrated(settings)
-    time, twice = plain.step_time, built(effective_batch_size=4).predict_uncalibrated(settings)
-    computing = [f"{each}_seconds" for each in (*CLASSES, "recompute")]
-    for each in computing:
-        assert getattr(twice.step_time, each) == pytest.approx(2 * getattr(time, each))
-    assert twice.images_per_second == pytest.approx(4 / twice.step_seconds)
-    optimizer = model_bytes.adapter_parameters * 52 / rates.bandwidth
-    assert time.optimizer_seconds == twice.step_time.optimizer_seconds == pytest.approx(optimizer)
-    compiled = own.predict_uncalibrated(settings.changed(compile="block")).step_time
-    assert compiled.elementwise_seconds == pytest.approx(0.3 * time.elementwise_seconds)
-    assert compiled.matmul_seconds == time.matmul_seconds
-    swapped = own.predict_uncalibrated(settings.changed(swapped_blocks=3)).step_time
-    visits = 2 * 2 * (3 - 1)  # of micro-batches and directions; one's last is the other's first
-    arriving = visits * model_bytes.block_weight_bytes[0] / 1e7
-    assert swapped.transfer_seconds == pytest.approx(arriving, rel=0.03)  # blocks differ
-    lion = built(optimizer=OptimizerChoice(name="lion"))
-    slower, kept = lion.predict_uncalibrated(settings), lion.resident_of(settings)
-    parameters = model_bytes.adapter_parameters
-    # Beside a momentum in fp32: masters, and copies of gradients and of what is updated together.
-    assert 8 * parameters <= kept.optimizer_bytes < 9 * parameters
-    assert kept.optimizer_transient_bytes == 8 * parameters
-    more = (30 - 4) * sum(model_bytes.adapter_shapes.values()) * rates.host_seconds
-    assert 0 < slower.step_time.overhead_seconds - time.overhead_seconds <= more * 1.001
 
 
 def test_trials_teach_what_a_process_takes():
@@ -351,30 +308,3 @@ def test_tiles_alike_are_traced_once():
         numbers.append(len(calls))
     assert peaks[0] == peaks[1] > 0
     assert numbers[1] < 1.3 * numbers[0]
-
-
-@pytest.mark.parametrize("memory_kind", ["discrete", "integrated"])
-def test_what_stays_counts_where_it_lies(memory_kind):
-    """By sums of what the model is traced to take; on shared memory the host counts all again."""
-    hardware = gpu("nvidia-h100-sxm")
-    device = hardware.device.model_copy(update={"memory_kind": memory_kind})
-    choice = choice_of(Candidate(micro_batch_size=1, checkpointed_blocks=2, modulation="ahead"))
-    model, shared = card_model("qwen-image").model, memory_kind == "integrated"
-    how = {"allocator": "default", "overhead_bytes": 7, "encoders_stay": False}
-    own = memory.resident_of(device, model, choice, swapped=4, encoder_bytes=1000, **how)
-    stored, vae = model.model_bytes("bf16", "none", "ahead"), model.vae_cost("bf16")
-    layers, images = stored.modulation, 2
-    draws = images * window_steps(layers.row_bytes, images)
-    window = 2 ** math.ceil(math.log2(draws * layers.row_bytes))  # pinned memory comes so
-    preview = 20 * 2 * layers.row_bytes  # steps with guidance
-    weights = stored.weight_bytes - sum(stored.block_weight_bytes[:4])
-    assert own.weight_bytes == weights < stored.weight_bytes
-    assert own.buffer_bytes == stored.buffer_bytes + shared * window
-    assert own.library_bytes == 2 * 32 * 2**20
-    beside = 2 * max(2 * inputs + outputs for inputs, outputs in layers.shapes)  # in bf16
-    computing = layers.largest_layer_bytes + draws * beside
-    forward = max(computing, model.forward_bytes("bf16", "none", "ahead"))
-    assert own.preview_transient_bytes == forward + shared * preview
-    on_device = stored.weight_bytes + vae.weight_bytes + 1000
-    there = window + preview + sum(stored.block_pinned_bytes[:4]) + stored.largest_block_bytes
-    assert own.host_memory_bytes == 1.5 * 2**30 + there + shared * on_device

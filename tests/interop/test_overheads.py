@@ -22,8 +22,6 @@ from tests.interop.plans import plan_of
 
 SETTINGS = Candidate(micro_batch_size=1, checkpointed_blocks=0)
 WIDTH = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
-ADAPTERS = {"ai-toolkit": 4, "simpletuner": 2}
-"""Bytes of an adapter's parameter, and of its gradient, in each trainer's program."""
 
 
 def overheads_of(trainer):
@@ -44,27 +42,6 @@ def cost_of(overheads=None):
 @pytest.fixture(scope="module")
 def own():
     return cost_of()
-
-
-def phase_of(prediction, name):
-    return next(phase.breakdown for phase in prediction.phases if phase.name == name)
-
-
-@pytest.mark.parametrize("trainer", ["ai-toolkit", "simpletuner"])
-def test_adapters_take_the_table_s_bytes(own, trainer):
-    found = overheads_of(trainer)
-    theirs = cost_of(found)
-    model_bytes = own.model.model_bytes("bf16", "none")
-    number, tensors = model_bytes.adapter_parameters, sum(model_bytes.adapter_shapes.values())
-    train = phase_of(theirs.predict(SETTINGS), "train")
-    assert train.adapter_bytes == number * ADAPTERS[trainer]
-    assert train.optimizer_bytes == number * found.adapter.optimizer_bytes + 4 * tensors
-    working = theirs.resident_of(SETTINGS).optimizer_transient_bytes
-    assert working == number * found.adapter.step_bytes > 0
-    in_blocks = theirs.model.model_bytes("bf16", "none").block_adapter_bytes
-    assert sum(in_blocks) == number * ADAPTERS[trainer]
-    usual = phase_of(own.predict(SETTINGS), "train")
-    assert (usual.adapter_bytes, usual.optimizer_bytes) == (2 * number, 12 * number + 4 * tensors)
 
 
 def kept_by_a_block(overheads, quantization="none"):

@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune.cost.timing import swap_seconds
 from autotune.cost.trace import PEAK, BlockTables, PassTable, compose
+from autotune.errors import AutotuneError
 from autotune.knobs import blocks as blocks_module
-from autotune.knobs.blocks import BlockSwap
+from autotune.knobs.blocks import BlockSwap, HostRegion
 from autotune.knobs.norm_rope import KERNELS, NormRopeFunction
 from autotune.knobs.quantized_layers import quantize_inside
 from autotune.plan.prediction import SwapPractice
@@ -252,7 +254,10 @@ def test_first_blocks_are_recomputed(whole, selective):
 def test_compiled_blocks_recompute_themselves(monkeypatch):
     monkeypatch.setattr(blocks_module, "CompiledBlock", Compiled)
     model = Attending()
-    blocks_module.compile_blocks(model, model, "block")
+    for dtype in (torch.int8, torch.float32):  # the former's casts are made anew
+        model.layers[0].table = nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False)
+        blocks_module.compile_blocks(model, model, "block")
+        assert torch._functorch.config.cse == (dtype is torch.float32)
     blocks_module.apply_recomputation(model, model, 1, 1)
     model.gradients()
     assert model.passes == [1, 2, 1], "no checkpoint lies around compiled code"
@@ -277,3 +282,23 @@ def test_two_blocks_are_there_with_buffers():
         there = [at for at, each in enumerate(blocks) if each.weight.device == device]
         assert there == [at for at in (number, number + 1) if at < 4]
     assert torch.equal(blocks[0].weight, weights[0])
+
+
+def test_regions_are_locked_while_they_live(monkeypatch):
+    calls, codes = [], [0, 2]
+
+    def register(*given):
+        calls.append(given)
+        return codes.pop(0)
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=calls.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    region = HostRegion(5000, is_locked=True)
+    assert len(region.bytes) == region.num_bytes == 5000
+    start = region.bytes.data_ptr()
+    assert (calls, start % 4096) == ([(start, 8192, 0)], 0)
+    del region
+    assert calls[1:] == [start]
+    with pytest.raises(AutotuneError, match="could not be locked"):
+        HostRegion(8192, is_locked=True)
+    assert (calls[2][1], len(calls)) == (8192, 3)

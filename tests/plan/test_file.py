@@ -11,7 +11,7 @@ import yaml
 from hypothesis import example, given, settings, strategies as st
 from pydantic import ValidationError
 
-from autotune.errors import InvalidInput, InvalidPlan
+from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
 from autotune.models.registry import get_family
 from autotune.plan import file, workload as plan_workload
 from autotune.plan.base import MAX_DEPTH
@@ -149,7 +149,7 @@ def edit(old, new):
         (lambda t: "a: &x [1]\nb: *x\n", "anchors and aliases"),
         (lambda t: "a: !!python/object/apply:os.system ['true']\n", "tags are not allowed"),
         (lambda t: "a: 1\n---\nb: 2\n", "not YAML"),
-        (lambda t: "x" * (file.MAX_PLAN_BYTES + 1), "too large"),
+        (edit("job:", "job:\n  lr: 1\n  rate: 1\n"), "(and 1 more)"),
         (lambda t: "1: 2\n", "line 1 has a key"),
     ],
 )
@@ -167,6 +167,18 @@ def test_values_are_read_up_to_a_number(monkeypatch, nested, listed):
     read(nested, listed)
     with pytest.raises(yaml.YAMLError, match=r"nested too deeply|more than 100 values"):
         read(nested + (nested > 1), listed + (nested == 1))
+
+
+def test_files_are_read_up_to_a_size(tmp_path):
+    def listing(path):
+        file.read_listing(path, plan_workload.Bucket, "buckets", "write some")
+
+    for most, read in ((4 << 20, file.load_plan), (1 << 20, listing)):
+        for more in (0, 1):
+            (tmp_path / "file").write_bytes(b"\x01" * (most + more))
+            with pytest.raises(AutotuneError) as error:
+                read(tmp_path / "file")
+            assert ("larg" in error.value.message) == (more == 1)
 
 
 def test_unreadable_files_are_refused(tmp_path):

@@ -50,20 +50,27 @@ def test_disturbed_trials_are_repeated():
     assert ends == ["disturbed", "ok"]
 
 
-def test_close_runners_up_are_confirmed(case):
-    first, second, third = case.space.candidates[:3]
-    seen = {first: longer(first, 1.06), second: longer(second, 1.01)}
-    shorts = (trial(first, 1.0), trial(second, 1.02), trial(third, 1.5))
+@pytest.mark.parametrize(
+    ("short", "long", "confirmed"),
+    [
+        ((1.0, 1.02, 1.5, None), (1.06, 1.01), (0, 1)),
+        ((1.0, 1.2, 1.5), (None, 3.0, 1.6), (0, 1, 2)),
+        ((1.0, 1.08), (1.06, 1.0), (0, 1)),  # within 3% of what lasted
+        ((1.0, 1.1), (1.06,), (0,)),
+        ((1.0, 1.04, 1.08), (1.2, 1.15, 1.1), (0, 1, 2)),  # by 5% better than the second
+        ((1.0, 1.04, 1.1), (1.2, 1.15), (0, 1)),
+        ((1.0, 1.04, 1.08, 1.12), (1.9, 1.8, 1.7), (0, 1, 2)),
+        ((None, None), (), ()),
+    ],
+)
+def test_winners_are_confirmed_in_turn(case, short, long, confirmed):
+    """By short and long seconds of settings that differ in what is recomputed alone."""
+    settings = [case.space.candidates[0].changed(checkpointed_blocks=n) for n in range(4)]
+    seen = {one: longer(one, seconds) for one, seconds in zip(settings, long, strict=False)}
+    shorts = tuple(trial(one, seconds) for one, seconds in zip(settings, short, strict=False))
     trials = winner.confirm_winner(shorts, case, lambda candidate: seen[candidate])
-    assert {t.candidate for t in trials[3:]} == {first, second}
-
-
-def test_failing_winners_give_way(case):
-    first, second, third = case.space.candidates[:3]
-    seen = {first: longer(first, None), second: longer(second, 3.0), third: longer(third, 1.6)}
-    shorts = (trial(first, 1.0), trial(second, 1.2), trial(third, 1.5))
-    trials = winner.confirm_winner(shorts, case, lambda candidate: seen[candidate])
-    assert [t.candidate for t in trials[3:]] == [first, second, third]
+    assert trials == (*shorts, *(seen[settings[number]] for number in confirmed))
+    assert winner.confirm_winner(shorts, case, lambda candidate: None) == shorts
 
 
 def test_fallbacks_are_tried_if_needed(case):

@@ -22,7 +22,8 @@ def machine(**changes):
     parts = {name: dict(getattr(profile, name)) for name in ("device", "versions", "host")}
     parts["device"] |= {"total_memory_bytes": 25_386_352_640, "power_limit_watts": 450.0}
     parts["versions"] |= {"driver": "580.95", "diffusers": "0.42.1", "cudnn": "9.13"}
-    top = {"rates": (rate("memory.bandwidth", 9e11), rate("matmul.bf16.4096x3072x3072", 1.5e14))}
+    products = {"matmul.bf16.4096x3072x3072": 1.5e14, "matmul.fp16.4096x3072x3072": 1.4e14}
+    top = {"rates": tuple(map(rate, ("memory.bandwidth", *products), (9e11, *products.values())))}
     for key, value in changes.items():
         owner = next((part for part in parts.values() if key in part), top)
         owner[key] = value

@@ -11,7 +11,7 @@ import yaml
 from autotune.errors import InvalidInput
 from autotune.plan.candidate import Residual, TrialResult
 from autotune.plan.hardware import Rate
-from autotune.plan.workload import Bucket, ModelSpec, OptimizerChoice, Workload
+from autotune.plan.workload import Bucket, ModelSpec, Workload
 from autotune.share import store
 from autotune.share.warm_start import Match, MatchedRecord, compare, compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
@@ -175,8 +175,9 @@ def test_equal_machines_match_exactly():
 
 
 def test_every_difference_of_machines_counts():
-    own, alike = dict(record().machine), {"memory.bandwidth": (0.1, 2), "matmul": (0.1, 2)}
-    alike |= {"total_memory_bytes": (0.03, 1), "power_limit_watts": (0.03, 1)}
+    own, alike = dict(record().machine), {"total_memory_bytes": (0.03, 1)}
+    alike |= dict.fromkeys(("memory.bandwidth", "matmul.bf16", "matmul.fp16"), (0.1, 2))
+    alike |= {"power_limit_watts": (0.03, 1)}
     for name, (tolerance, weight) in alike.items():
         for share in (tolerance - 0.01, tolerance + 0.01):
             known = ((one.name, one.value, one.name.startswith(name)) for one in own["rates"])
@@ -187,6 +188,10 @@ def test_every_difference_of_machines_counts():
             found = compare_machine(record(), here(**changes)).distance
             assert found == pytest.approx(distance, rel=1e-3), name
     assert compare_machine(record(), here(name="NVIDIA L4")).distance == 1
+    for kind, distance in (("cpu", 1), ("cuda", 0)):
+        there = record().machine.changed(match_keys=own["match_keys"] | {"device_kind": kind})
+        more = there.changed(logical_cores=2 * there.logical_cores)
+        assert compare_machine(record(machine=there), more).distance == distance
 
 
 def test_texts_and_trials_have_limits():
@@ -237,31 +242,35 @@ def test_other_libraries_take_their_trials():
 
 
 def test_every_difference_of_work_counts():
-    bucket, named = workload().buckets[0], OptimizerChoice(name="lion")
-    changes = {"rank": 64, "targets": "attention+mlp", "preserve_prior": 0.5, "lora_dropout": 0.1}
-    changes |= {"adapted_blocks": "0", "adapter": "lokr", "lokr_factor": 4, "optimizer": named}
-    changes |= {"effective_batch_size": 9, "num_control_images": 1, "quality": "exact"}
-    changes |= {"objective": "memory", "resolution_px": 999}
-    for key in ("width_px", "num_frames"):
-        changes[key] = (bucket.changed(**{key: 2 * getattr(bucket, key) + 7}),)
-    for name, value in changes.items():
-        other = workload(**{"buckets" if name in Bucket.model_fields else name: value})
+    bucket, alike = workload().buckets[0], record(work=workload(max_text_tokens=80))
+    for name, (value, distance) in JUDGED["differences"].items():
+        whole = bucket.changed(**{name: value}) if name in Bucket.model_fields else bucket
+        other = workload(**{"buckets": (whole,)} if whole != bucket else {name: value})
         found = compare(record(work=other), here(), workload())
-        assert (found.kind, len(found.reasons)) == ("near", 1), name
-        assert (found.distance > 0) == (name != "resolution_px"), name  # a class of work alone
+        assert (found.kind, found.distance) == ("near", pytest.approx(distance, abs=1e-5)), name
+    assert compare(alike, here(), workload()).kind == "exact"
 
 
 def test_smaller_budgets_say_nothing_of_oom():
     assert usable_trials(record(), here()) == record().trials
-    smaller = record(machine(budget_bytes=20 * GIB))
-    ran = tuple(one for one in smaller.trials if one.outcome == "ok")
-    assert usable_trials(smaller, here()) == ran != smaller.trials
+    for gib, counts in ((23.4, False), (23.6, True)):
+        smaller = record(machine(budget_bytes=int(gib * GIB)))
+        ran = tuple(one for one in smaller.trials if counts or one.outcome == "ok")
+        assert usable_trials(smaller, here()) == ran
 
 
 def test_more_memory_makes_a_prior():
-    found = compare(record(machine(budget_bytes=20 * GIB)), here(), workload())
-    assert (found.kind, found.reasons) == ("near", ("memory budget: 0.83 times ours",))
-    small = (trial(TRIALS[1].candidate, 1.8, 15 * GIB),)
-    roomy = record(machine(budget_bytes=20 * GIB), trials=small)
-    assert compare(roomy, here(), workload()).kind == "exact"
+    small, large = (trial(TRIALS[1].candidate, 1.8, int(gib * GIB)) for gib in (15.9, 16.1))
+    for trials, gib, kind in (
+        ((small,), 24, "exact"),
+        ((small, TRIALS[2]), 24, "near"),
+        ((large,), 24, "near"),
+        ((large,), 22.1, "near"),
+        ((large,), 21.9, "exact"),
+    ):
+        there = record(machine(budget_bytes=20 * GIB), trials=trials)
+        found = compare(there, here(budget_bytes=int(gib * GIB)), workload())
+        reason = f"memory budget: {20 / gib:.2f} times ours"
+        assert (found.kind, found.reasons) == (kind, (reason,) * (kind == "near"))
+        assert found.distance == pytest.approx(math.log2(gib / 20) * (kind == "near"))
     assert compare(record(), here(budget_bytes=20 * GIB), workload()).kind == "exact"

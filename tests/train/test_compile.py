@@ -83,3 +83,25 @@ def test_recomputing_repeats_its_dropout():
     out.backward()
     # The block is linear, once it is known what drops out.
     torch.testing.assert_close((given * given.grad).sum(), out)
+
+
+def test_all_shapes_share_two_graphs(monkeypatch):
+    graphs, block = [], nn.Linear(4, 4)
+    block.forward = lambda x, linear=block.forward: linear(x).sin()  # torch leaves its own alone
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(CompiledBlock, "backend", staticmethod(backend))
+    compiled, frozen = (CompiledBlock(block._call_impl, is_adapted) for is_adapted in (True, False))
+    given = torch.randn(1, 1, 4)
+    assert torch.equal(compiled(given), block(given))
+    assert not graphs, "the first block's stream needs no gradient: it runs uncompiled"
+    given.requires_grad_()
+    for size in (2, 3, 5):
+        for stream in (given.repeat(size, 7, 1), given.repeat(7, size, 1).transpose(0, 1)):
+            assert torch.equal(compiled(stream), block(stream))
+    assert len(graphs) == 2
+    frozen(given.detach())
+    assert len(graphs) == 3

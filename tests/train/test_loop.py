@@ -273,9 +273,9 @@ class Scaled:
 LATENTS = torch.randn(4, 3, 1, 2, 2, generator=torch.Generator().manual_seed(0))
 
 
-def _run(sizes, dtype=torch.float32, steps=2):
+def _run(sizes, dtype=torch.float32, steps=2, dropout=0.0):
     torch.manual_seed(0)
-    model = nn.Linear(3, 3).to(dtype)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(dropout)).to(dtype)
     rates = {"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5}
     optimizer = AdapterOptimizer(list(model.parameters()), **rates)
     outcomes = []
@@ -350,8 +350,11 @@ def test_draws_depend_on_their_place(seed, step, place, shift):
         0 < Noising(seed, shift).level_of_quantile(edge, (3, 1, 2, 2)) < 1 for edge in (0, 1)
     )
     assert not torch.equal(noise, Noising(seed, shift).draw(step, place + 1, (3, 1, 2, 2))[0])
-    kinds = [Noising(7, 2.0, kind).level_at(3, 1, (4,)) for kind in ("logit_normal", "uniform")]
+    large, names = 2**63 + 7, ("logit_normal", "uniform")
+    kinds = [Noising(large, 2.0, kind).level_at(3, 1, (4,)) for kind in names]
     assert kinds == pytest.approx([0.41205429, 0.82483163]), "a resumed run draws on"
+    _, (first, *_) = _run((3, 1), dropout=0.5)
+    assert first.loss == pytest.approx(2.10090995), "and drops out the same"
 
 
 FP16 = SETTINGS.changed(precision="fp16")
