@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from inspect import unwrap
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -31,10 +33,10 @@ class AttentionBackend(Entry):
     tolerance: float = 0.02
     tolerance_reason: str = "another kernel sums in another order, and rounds other numbers"
 
-    def diffusers_name(self) -> Any:
-        """Return the member of diffusers' enumeration that selects this backend. The enumeration is
-        closed, so a `function` is added to it through its internals. Raises ValueError if this
-        diffusers has no such backend."""
+    def diffusers_name(self, *, runs_cudnn: bool = False) -> Any:
+        """Return the member of diffusers' enumeration that selects this backend, for this process
+        with dense gradients if it runs cuDNN. The enumeration is closed, so a `function` is added
+        to it through its internals. Raises ValueError if this diffusers has no such backend."""
         from diffusers.models import attention_dispatch
 
         names: Any = attention_dispatch.AttentionBackendName
@@ -44,7 +46,10 @@ class AttentionBackend(Entry):
             names._member_map_[self.name] = names._value2member_map_[self.name] = member
             register = attention_dispatch._AttentionBackendRegistry.register(member)
             register(_flash_attention(self.function))
-        return names(self.name)
+        member, attends = names(self.name), attention_dispatch._AttentionBackendRegistry._backends
+        stock = unwrap(attends[member])
+        attends[member] = with_dense_gradients(stock) if runs_cudnn else stock
+        return member
 
 
 EFFICIENCY: Mapping[str, float] = {"flash": 0.69, "flash4": 0.69, "efficient": 0.38, "cudnn": 0.56}
@@ -106,6 +111,33 @@ def token_multiple(kernel: str) -> int:
     """Return the number to whose multiples tokens are padded if a kernel gets a mask.
     cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678)."""
     return 128 if kernel == "cudnn" else 1
+
+
+def with_dense_gradients(attend: Any) -> Any:
+    """Return the attention function, whose outputs' gradients are made contiguous.
+
+    torch keeps cuDNN's plan of a backward pass for the next one whose queries, keys and values have
+    the same shapes and strides, but not for other strides of the output's gradient
+    (aten/src/ATen/native/cudnn/MHA.cpp, `MHACacheKeyWrapper`, torch 2.11 to 2.14). Then it reads
+    that gradient with the earlier strides: FLUX.1's other blocks got wrong gradients or an illegal
+    memory access after its single ones, which take a part of a wider tensor. Measured on an H200.
+    """
+    import torch
+
+    class DenseGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
+            return out.view_as(out)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return gradient.contiguous()
+
+    @wraps(attend)
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        return DenseGradient.apply(attend(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    return dense
 
 
 def _refused(reason: str, library: str | None, *names: str) -> Iterator[AttentionBackend]:

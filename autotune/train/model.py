@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.knobs import blocks, formats, modulation, norm_rope
-from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel, token_multiple
+from autotune.knobs.attention import ATTENTION_BACKENDS, Kernel, cuda_kernel, token_multiple
 from autotune.knobs.quantized_layers import quantize_blocks, quantize_inside, torch_dtype
 from autotune.machine.sources import cudnn_version
 from autotune.models import noise, resolve
@@ -104,11 +104,16 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
 
 def find_token_multiple(settings: Candidate, device: torch.device) -> int:
     """Return what masked sequences are padded to a multiple of, for the settings' kernel."""
+    kernel = _find_kernel(settings, device, masked=True)
+    return 1 if kernel is None else token_multiple(kernel)
+
+
+def _find_kernel(settings: Candidate, device: torch.device, *, masked: bool) -> Kernel | None:
     if device.type != "cuda":
-        return 1
+        return None
     capability, cudnn = torch.cuda.get_device_capability(device), cudnn_version()
     how: Any = {"precision": settings.precision, "capability": capability, "cudnn": cudnn}
-    return token_multiple(cuda_kernel(settings.attention, masked=True, **how))
+    return cuda_kernel(settings.attention, masked=masked, **how)
 
 
 def apply_knobs(
@@ -123,7 +128,9 @@ def apply_knobs(
         return
     whole, selective = settings.checkpointed_blocks, settings.selective_blocks
     blocks.apply_recomputation(transformer, family, whole, selective)
-    transformer.set_attention_backend(ATTENTION_BACKENDS[settings.attention].diffusers_name())  # type: ignore[operator]
+    kernel = _find_kernel(settings, next(transformer.parameters()).device, masked=False)
+    backend = ATTENTION_BACKENDS[settings.attention].diffusers_name(runs_cudnn=kernel == "cudnn")
+    transformer.set_attention_backend(backend)  # type: ignore[operator]
     norm_rope.use_kernels(transformer, family.attention_layouts, settings.norm_rope)
     blocks.compile_blocks(transformer, family, settings.compile)
 

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from threading import Timer
 
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
+from autotune.knobs.attention import with_dense_gradients
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import Attention
@@ -22,6 +24,7 @@ from autotune.plan.job import ModelRef
 from autotune.search.gradient_checks import check_gradients
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
+TOKENS, SHIFTS = (64, 96, 192, 4160, 4544, 4608), (0.0, -20.0, -60.0, -100.0)
 TESTS = tuple(f"tests/gpu/test_{name}.py" for name in ("steps", "trials", "training", "kernels"))
 
 
@@ -78,6 +81,87 @@ def native_kernels(evidence: Evidence) -> None:
         evidence.row("native attention", masked=masked, kernel=SDPBackend(choice).name)
 
 
+def cudnn_gradients(evidence: Evidence) -> None:
+    """Gradients of cuDNN's attention against fp32's by number of tokens, with and without a mask,
+    and with every score lowered, which changes nothing."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def gradients(leaves: list[torch.Tensor], mask: torch.Tensor | None) -> list[torch.Tensor]:
+        for leaf in leaves:
+            leaf.grad = None
+        out = torch.nn.functional.scaled_dot_product_attention(
+            leaves[0], leaves[1], leaves[2], attn_mask=mask
+        )
+        out.float().square().sum().backward()  # type: ignore[no-untyped-call]
+        return [leaf.grad.float() for leaf in leaves if leaf.grad is not None]
+
+    if not torch.cuda.is_available():
+        evidence.skip("cuDNN gradients", "no GPU")
+        return
+    for tokens, shift, masked in product(TOKENS, SHIFTS, (False, True)):
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(2, 4, tokens, 128, device="cuda") for _ in range(3))
+        query[..., 0], key[..., 0] = 1.0, shift * 128**0.5
+        leaves = [part.bfloat16().requires_grad_() for part in (query, key, value)]
+        exact = [part.detach().float().requires_grad_() for part in leaves]
+        mask = torch.ones(2, 1, 1, tokens, device="cuda", dtype=torch.bool) if masked else None
+        with sdpa_kernel([SDPBackend.MATH]):
+            wanted = gradients(exact, mask)
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            found = gradients(leaves, mask)
+        errors = [
+            float((one[..., 1:] - other[..., 1:]).norm() / other[..., 1:].norm())
+            for one, other in zip(found, wanted, strict=True)
+        ]
+        evidence.row("cudnn", tokens=tokens, shift=shift, masked=masked, errors=errors)
+
+
+def cudnn_strides(evidence: Evidence) -> None:
+    """Gradients of cuDNN's attention, as torch runs it and as autotune does, for a gradient that is
+    a part of a wider tensor, and then for one that is not, against fp32's. It may end the process:
+    the second is read with the strides of the first."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        return out.transpose(1, 2)
+
+    if not torch.cuda.is_available():
+        evidence.skip("strides of gradients", "no GPU")
+        return
+    for tokens, heads, function in (
+        (96, 2, with_dense_gradients(attend)),
+        (192, 2, attend),
+        (4480, 24, with_dense_gradients(attend)),
+        (4608, 24, attend),
+    ):
+        torch.manual_seed(0)
+        inputs = [torch.randn(1, tokens, heads, 128, device="cuda") for _ in range(3)]
+        wide = torch.randn(1, tokens, 5 * heads * 128, device="cuda").bfloat16()
+        leaves = [part.bfloat16().requires_grad_() for part in inputs]
+        exact = [part.detach().float().requires_grad_() for part in leaves]
+        for name, gradient in (
+            ("part", wide[..., : heads * 128]),
+            ("whole", wide[..., : heads * 128].contiguous()),
+        ):
+            for leaf in (*leaves, *exact):
+                leaf.grad = None
+            with sdpa_kernel([SDPBackend.MATH]):
+                attend(*exact).flatten(2).backward(gradient.float())  # type: ignore[no-untyped-call]
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+                function(*leaves).flatten(2).backward(gradient)
+            errors = [
+                float((one.grad - other.grad).norm() / other.grad.norm())
+                for one, other in zip(leaves, exact, strict=True)
+                if one.grad is not None and other.grad is not None
+            ]
+            is_own = function is not attend
+            evidence.row("strides", tokens=tokens, own=is_own, gradient=name, errors=errors)
+
+
 def main() -> None:
     """Measure the part."""
     evidence = begin("facts", __doc__, more={"--cases": ""})
@@ -89,9 +173,11 @@ def main() -> None:
         evidence.row("rate", **rate.model_dump(mode="json"))
     steps: dict[str, Callable[[Evidence], None]] = {
         "kernel of native attention": native_kernels,
+        "gradients of cuDNN": cudnn_gradients,
         **{f"gradients {name} {padding}": partial(gradients, name, padding, hardware)
            for name in MODELS for padding in ("exact", "masked")},
         **{path: partial(tests, path) for path in TESTS},
+        "strides of cuDNN's gradients": cudnn_strides,
     }  # fmt: skip
     for name in evidence.each(
         evidence.sliced([name for name in steps if evidence.options.cases in name])
