@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from inspect import unwrap
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -124,6 +124,8 @@ def with_dense_gradients(attend: Any) -> Any:
     """
     import torch
 
+    opaque_copy = _opaque_copy()
+
     class DenseGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, out: torch.Tensor) -> torch.Tensor:
@@ -131,13 +133,27 @@ def with_dense_gradients(attend: Any) -> Any:
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            return gradient.contiguous()
+            is_compiling = torch.compiler.is_compiling()
+            return opaque_copy(gradient) if is_compiling else gradient.contiguous()
 
     @wraps(attend)
     def dense(*args: Any, **kwargs: Any) -> Any:
         return DenseGradient.apply(attend(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     return dense
+
+
+@cache
+def _opaque_copy() -> Any:
+    """Inductor sees through `contiguous`, and would hand on a part of the wider tensor again."""
+    import torch
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    operation = torch.library.custom_op("autotune::dense_copy", copy, mutates_args=())
+    operation.register_fake(lambda tensor: tensor.new_empty(tensor.shape))
+    return operation
 
 
 def _refused(reason: str, library: str | None, *names: str) -> Iterator[AttentionBackend]:

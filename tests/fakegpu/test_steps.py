@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs.attention import cuda_kernel
@@ -130,6 +131,27 @@ def test_swapped_blocks_are_copied_once(standin):
     blocks.clear()
     del swap
     assert standin.bytes_left()[1] == 0
+
+
+@pytest.mark.parametrize("machine", ["h100"])
+@pytest.mark.parametrize("changes", [{}, {"compile": "block"}])
+@pytest.mark.parametrize("name", ["flux1-dev"])
+def test_cudnn_gets_dense_gradients(name, machine, changes, pipeline, monkeypatch):
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "cudnn_attention_backward" in func.name():
+                are_dense.append(args[0].transpose(1, 2).is_contiguous())
+            return func(*args, **(kwargs or {}))
+
+    def backward(*args, **named):
+        with Noting():
+            plain(*args, **named)
+
+    are_dense, plain, runner = [], torch.autograd.backward, start(pipeline, **changes)
+    monkeypatch.setattr(torch.autograd, "backward", backward)
+    runner.timed_step()
+    assert are_dense
+    assert all(are_dense)
 
 
 @pytest.mark.parametrize("machine", ["4090,4090"])
