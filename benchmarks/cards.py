@@ -36,9 +36,9 @@ checkpoints that keep attention. "Gain" is the time without these settings divid
 time with them. The median gain is {medians}. Memory is that of
 the phase that needs most, with them.
 
-**All of it is predicted.** Of these cards only the H200 has run autotune, for half an hour: with
-compiled norm and rotary positions Qwen-Image's step took 0.78 s, without them 0.87 s on another
-such machine; modulation ahead took 16% off its memory ([evidence](evidence.md)). The ranges of
+**All of it is predicted.** Of these cards only the H200 has run autotune, for 46 minutes: compiled
+norm and rotary positions took 6% off FLUX.1's step, modulation ahead 15% off its memory, and
+keeping attention gained nothing ([evidence](evidence.md)). The ranges of
 predicted times are wide, but most of their error is the same in both times of a row, so their ratio
 is more accurate. `benchmarks/cards.py` writes this page, for the cards that people have most;
 `autotune plan --hardware CARD` tells any other's.

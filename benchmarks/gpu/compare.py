@@ -61,8 +61,17 @@ def compared(rows: Iterable[Row]) -> Iterable[Row]:
             chosen = result.candidate
             if chosen.swapped_blocks > chosen.recomputed_blocks:
                 continue  # such blocks stay until their backward pass: `plan` never tries them
+            recompiles = chosen.compile != "off" and chosen.recomputed_blocks
+            if recompiles and chosen.quantization != "none":
+                continue  # torch before 2.13 keeps too much: `plan` tries them no longer
             if chosen.quantization not in WEIGHT_FORMATS:
                 continue  # int8 products of rows that were not rotated yet
+            if (
+                chosen.compile != "off"
+                and chosen.recomputed_blocks
+                and chosen.quantization != "none"
+            ):
+                continue  # torch before 2.13 keeps too much: `plan` tries them no longer
             measured = {
                 "allocated_bytes": result.peak_memory_bytes,
                 "reserved_bytes": row.get("reserved_bytes"),

@@ -15,7 +15,7 @@ INTRODUCTION = """# Compatibility
 Which device, compute capability and library each backend and weight format needs, what each family
 supports, and which cards can be planned for. The page is generated from the tables of the program.
 On your machine, `autotune probe` says what works and why other things do not;
-`autotune plan --list` says what a search may choose. Only an H200 has run it, for half an hour: for
+`autotune plan --list` says what a search may choose. Only H200s have run it, for 46 minutes: for
 other GPUs this is what the code allows.
 """
 
