@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.fakegpu.numbers import as_places
 # What only asks, copies, or moves: its tensors hold what it needs.
 AS_IT_IS = {"__get__", "to", "cpu", "cuda", "item", "tolist", "copy_", "record_stream", "is_pinned"}
 COUNTING = (torch.bool, torch.int32, torch.int64)  # quantized weights have others
+COMPARING = {"eq", "__eq__", "ne", "__ne__"}  # as schedulers look levels up
 MASKED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
@@ -42,8 +44,12 @@ class Counted(TorchFunctionMode):
 
         tree_map(seen, (args, kwargs))
         if getattr(function, "__name__", "") in AS_IT_IS:
-            return function(*args, **kwargs)
+            found = function(*args, **kwargs)
+            if function is torch.Tensor.to and {args[0].dtype, found.dtype} <= {*COUNTING}:
+                found = found if found.dtype == args[0].dtype else _converted(args[0], found)
+            return found
         is_counting = all(t.dtype in COUNTING for t in tensors)
+        is_counting |= getattr(function, "__name__", "") in COMPARING
         if tensors and is_counting and any(t.is_cuda for t in tensors):
             return self._on_cpu(function, args, kwargs)
         if function in MASKED and any(t.is_cuda and t.dtype == torch.bool for t in tensors[1:]):
@@ -72,6 +78,10 @@ class Counted(TorchFunctionMode):
                 own.copy_(changed)
             return args[0]
         return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, found)
+
+
+def _converted(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().to(like.dtype).to(like.device)
 
 
 def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
@@ -121,7 +131,7 @@ def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
     return row | {"error": round(predicted.allocated_memory_bytes / peak - 1, 4)}
 
 
-def main() -> None:
+def main(measure: Callable[[str, int, str], dict[str, Any]] = measure) -> None:
     if sys.argv[1] == "--row":
         row = measure(sys.argv[2], int(sys.argv[3]), sys.argv[4])
         sys.stdout.write(json.dumps(row) + "\n")
@@ -133,7 +143,7 @@ def main() -> None:
     for text in settings:
         if (os.environ["FAKEGPU"], name, int(side_px), text) in known:
             continue
-        command = [sys.executable, __file__, "--row", name, side_px, text]
+        command = [sys.executable, sys.argv[0], "--row", name, side_px, text]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode == 0:
             with Path(file).open("a") as results:

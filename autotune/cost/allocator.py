@@ -157,34 +157,19 @@ def replayed(events: Events, *, expandable_segments: bool = False) -> CachingAll
     return allocator
 
 
-@dataclass(frozen=True)
-class Waste:
-    """Bytes that the allocator reserves beyond what is allocated."""
-
-    fixed_bytes: float  # holes that a pass leaves whatever its depth
-    saved_share: float  # of what stays for the backward pass: its tensors are rounded to segments
+def holes_of(events: Events) -> int:
+    """Return bytes that expandable segments reserve beyond the most that is allocated."""
+    allocator = replayed(events, expandable_segments=True)
+    return allocator.reserved_bytes - allocator.peak_allocated_bytes
 
 
 def waste_of(
     events: Events, kept: Sequence[tuple[int, int]], *, expandable_segments: bool
-) -> Waste:
-    """Find the waste of a short pass, and of its tensors that outlive one block's forward."""
-    allocator = replayed(events, expandable_segments=expandable_segments)
-    peak = allocator.peak_allocated_bytes
-    _, share = shares_of(kept, expandable_segments=expandable_segments)
-    return Waste(max(0.0, allocator.reserved_bytes - peak - share * peak), share)
-
-
-def shares_of(
-    kept: Sequence[tuple[int, int]], *, expandable_segments: bool = False
 ) -> tuple[float, float]:
-    """Return by what share allocated and reserved bytes exceed the asked ones, of what stays; known
-    from a few blocks.
-
-    Expandable segments lose the end of their last page alone, whatever the number of blocks.
-    """
-    if expandable_segments:
-        return 0.0, 0.0
-    allocator, asked = replayed(kept), sum(size for _, size in kept)
-    each = allocator.peak_allocated_bytes, allocator.reserved_bytes
-    return (each[0] / asked - 1, each[1] / asked - 1) if asked else (0.0, 0.0)
+    """Return what is reserved beyond a short pass's peak, whatever its depth, and by what share
+    tensors that outlive a block's forward pass are rounded; not in expandable segments."""
+    allocator = replayed(events, expandable_segments=expandable_segments)
+    peak, asked = allocator.peak_allocated_bytes, sum(size for _, size in kept)
+    rounds = asked and not expandable_segments
+    share = replayed(kept).reserved_bytes / asked - 1 if rounds else 0.0
+    return max(0.0, allocator.reserved_bytes - peak - share * peak), share

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from autotune.cost.allocator import SMALL_REQUEST_BYTES
 from autotune.cost.trace import ComposedPass
-from autotune.cost.traced_model import ModelBytes, ModulationBytes, PassChoice, TracedModel
+from autotune.cost.traced_model import ModelBytes, ModulationBytes, PassChoice, TracedModel, VaeCost
 from autotune.knobs import formats, modulation
 from autotune.knobs.caching import QUANTIZED_SHARE
 from autotune.knobs.settings import encoder_element_bytes, optimizer_bytes
@@ -33,6 +33,7 @@ class Resident:
 
     weight_bytes: int  # without swapped blocks
     visiting_bytes: int  # the most of those that are there at once
+    visiting_hole_bytes: int  # a smaller one's place does not take a larger one
     buffer_bytes: int
     adapter_bytes: int
     optimizer_bytes: int
@@ -40,17 +41,16 @@ class Resident:
     small_pool_bytes: int  # gradients and those copies, where the allocator keeps them apart
     set_aside_bytes: int  # masters while previews show an average of them
     quantizing_bytes: int
-    encoder_bytes: int  # text encoders and what they work with, on the device in the cache phase
+    packing_bytes: int  # the region that a block's weights move into
+    encoder_bytes: int  # text encoders on the device in the cache phase
+    caption_bytes: int  # what is there beside them while captions are encoded
     encoders_stay: bool  # while images are encoded
-    vae_bytes: int
+    vae: VaeCost
     decoder_bytes: int  # what decodes previews besides the VAE
-    encode_transient_bytes: int
-    decode_transient_bytes: int
+    room_bytes: int  # of the budget, that of the process itself taken off
     preview_transient_bytes: int  # the transformer's forward pass without gradients
     library_bytes: int  # what matrix libraries take from the allocator
     overhead_bytes: int
-    rounded_share: float  # of the weights, what the allocator adds to those that it gives
-    reserved_share: float  # and what it reserves beyond them, that included
     host_memory_bytes: int
     bucket_bytes: int = 0  # where several processes average gradients
     gathered_bytes: int = 0  # weights of other processes, while a pass needs them
@@ -61,10 +61,10 @@ def resident_of(
     model: TracedModel,
     choice: PassChoice,
     *,
-    allocator: str,
     swapped: int,
     overhead_bytes: int,
     encoder_bytes: int,
+    caption_bytes: int,
     encoders_stay: bool,
 ) -> Resident:
     """Add up traced sizes of the weights; `encoder_bytes` by the caching settings."""
@@ -72,7 +72,7 @@ def resident_of(
     stored = model.model_bytes(precision, quantization, choice.modulation)
     state_bytes, working_bytes = _optimizer_bytes(model, stored, choice)
     swapped_bytes, visiting_bytes = stored.swapped_bytes(swapped)
-    rounded_share, reserved_share = stored.allocator_shares[allocator]
+    visitors = stored.block_pinned_bytes[:swapped]
     average = stored.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
     window_bytes, preview_bytes, computing_bytes = _modulation_bytes(
@@ -92,6 +92,7 @@ def resident_of(
     return Resident(
         weight_bytes=stored.weight_bytes - swapped_bytes,
         visiting_bytes=visiting_bytes,
+        visiting_hole_bytes=max(visitors, default=0) - min(visitors, default=0),
         buffer_bytes=stored.buffer_bytes + (window_bytes if shares_host else 0),
         adapter_bytes=stored.adapter_bytes,
         optimizer_bytes=state_bytes + (average if work.ema_decay else 0),
@@ -99,23 +100,22 @@ def resident_of(
         small_pool_bytes=_small_pool_bytes(device, stored, working_bytes),
         set_aside_bytes=average if sets_aside else 0,
         quantizing_bytes=_quantizing_bytes(device, quantization, stored.largest_layer_bytes),
+        packing_bytes=stored.packing_bytes if device.kind == "cuda" else 0,
         encoder_bytes=encoder_bytes,
+        caption_bytes=caption_bytes if encoder_bytes else 0,
         encoders_stay=encoders_stay,
-        vae_bytes=vae.weight_bytes,
+        vae=vae,
         decoder_bytes=model.parts.decoder_parameters * encoder_element_bytes(precision),
-        encode_transient_bytes=vae.encode_transient_bytes,
-        decode_transient_bytes=vae.decode_transient_bytes,
+        room_bytes=device.budget_bytes - overhead_bytes,
         preview_transient_bytes=max(forward_bytes) + (preview_bytes if shares_host else 0),
         library_bytes=_library_bytes(device),
         overhead_bytes=overhead_bytes,
-        rounded_share=rounded_share,
-        reserved_share=reserved_share,
         host_memory_bytes=HOST_PROCESS_BYTES
         + stored.largest_block_bytes
         + on_device
         + window_bytes
         + preview_bytes
-        + sum(stored.block_pinned_bytes[:swapped]),
+        + sum(visitors),
     )
 
 
@@ -193,7 +193,7 @@ def phases_of(
         "gradient_bytes": composed.gradient_bytes + r.bucket_bytes,
     }
     # Activations cannot use what the optimizer's step left in the pool of small tensors.
-    waste += max(0.0, r.small_pool_bytes - step["gradient_bytes"])
+    waste += max(0.0, r.small_pool_bytes - step["gradient_bytes"]) + r.visiting_hole_bytes
     resting = weights + r.adapter_bytes + r.optimizer_bytes
     optimizing = r.adapter_bytes + r.optimizer_transient_bytes
     if optimizing > sum(step.values()):
@@ -208,7 +208,7 @@ def phases_of(
         step[part] = max(0.0, before + correction)
         correction -= step[part] - before
     kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
-    train = _phase(r, "train", waste=waste, weight_bytes=weights, **kept, **step)
+    train = _phase(r, "train", waste, weight_bytes=weights, **kept, **step)
     return (*earlier, train, *later)
 
 
@@ -216,32 +216,42 @@ def phases_of(
 def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseMemory, ...]]:
     kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
     weights = r.weight_bytes + r.visiting_bytes + r.buffer_bytes
-    quantizing = r.quantizing_bytes + r.gathered_bytes
+    arriving = max(r.quantizing_bytes, r.packing_bytes, r.adapter_bytes) + r.gathered_bytes
+    # What a library has taken for a thread stays; another comes with the first backward pass.
+    library = r.library_bytes // WORKSPACES if r.encoder_bytes else 0
     beside = r.encoder_bytes if r.encoders_stay else 0
-    # Captions, then images.
-    stored, encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)
-    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes)
-    forward += r.set_aside_bytes + r.library_bytes
-    decoding = weights + r.vae_bytes + r.decoder_bytes
+    captions, images = (r.encoder_bytes, r.caption_bytes, 0), (beside, *r.vae.encode_bytes)
+    stored, encoding, caching_holes = max(captions, images, key=sum)
+    decoders = r.vae.weight_bytes + r.decoder_bytes
+    # The saved adapter is shown at last, beside the one that learned.
+    beside = r.set_aside_bytes + r.library_bytes + r.adapter_bytes
+    others = weights + sum(kept.values()) + decoders + beside
+    has_room = others + sum(r.vae.whole_decode_bytes) <= r.room_bytes
+    decode = r.vae.whole_decode_bytes if has_room else r.vae.tiled_decode_bytes
+    denoise = r.preview_transient_bytes + r.gathered_bytes, 0
+    forward, holes = max(denoise, decode, key=sum)
+    forward += beside
+    stored += r.vae.weight_bytes
+    shown = weights + decoders
+    saving = r.library_bytes + r.adapter_bytes  # a copy in the file's dtype
     return (
-        _phase(r, "load", weight_bytes=weights, transient_bytes=quantizing),
-        _phase(r, "cache", weight_bytes=stored + r.vae_bytes, transient_bytes=encoding),
+        _phase(r, "load", weight_bytes=weights, transient_bytes=arriving + library),
+        _phase(r, "cache", caching_holes, weight_bytes=stored, transient_bytes=encoding + library),
     ), (
-        _phase(r, "preview", weight_bytes=decoding, **kept, transient_bytes=forward),
-        _phase(r, "save", weight_bytes=weights, **kept),
+        _phase(r, "preview", holes, weight_bytes=shown, **kept, transient_bytes=forward),
+        _phase(r, "save", weight_bytes=weights, **kept, transient_bytes=saving),
     )
 
 
-def _phase(r: Resident, name: str, *, waste: float = 0.0, **parts: float) -> PhaseMemory:
+def _phase(r: Resident, name: str, waste: float = 0.0, **parts: float) -> PhaseMemory:
     whole = {key: round(value) for key, value in parts.items()}
-    num_bytes, weights = sum(whole.values()), whole["weight_bytes"]
-    rounding = round(r.reserved_share * weights + waste)
+    num_bytes, rounding = sum(whole.values()), round(waste)
     reserved = {"process_overhead_bytes": r.overhead_bytes, "allocator_rounding_bytes": rounding}
     breakdown = MemoryBreakdown.model_construct(None, **{**EMPTY, **whole, **reserved})
     return PhaseMemory.model_construct(
         name=name,
         run_memory_bytes=num_bytes + r.overhead_bytes + rounding,
-        allocated_memory_bytes=num_bytes + round(r.rounded_share * weights),
+        allocated_memory_bytes=num_bytes,
         breakdown=breakdown,
     )
 
@@ -266,7 +276,7 @@ def kept_part_bytes(
         for phase in KEEP_ON if one.phase == "train" else (one.phase,):
             num_bytes, size = 0.0, ELEMENT_BYTES[one.precision]
             if one.part == "vae":
-                there = resident.vae_bytes if phase in VAE_IS_THERE else 0
+                there = resident.vae.weight_bytes if phase in VAE_IS_THERE else 0
                 num_bytes = vae_parameters * size - there
             elif one.part == "text_encoders" and phase != "cache":
                 num_bytes = encoder_parameters * size

@@ -191,9 +191,8 @@ class CostModel:
 
     def resident_of(self, candidate: Candidate) -> Resident:
         """Return what stays on one device, whatever the micro-batch and checkpointing."""
-        choice, allocator = choice_of(candidate), candidate.allocator
-        known = choice, allocator, candidate.swapped_blocks, self.caching, self.parallel
-        return self.tables.resident_of(*known)
+        known = candidate.swapped_blocks, self.caching, self.parallel
+        return self.tables.resident_of(choice_of(candidate), *known)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Predict memory of every phase and the time of one optimizer step."""

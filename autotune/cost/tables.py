@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost import kernels, memory, timing, trace
-from autotune.cost.allocator import Waste, waste_of
+from autotune.cost.allocator import waste_of
 from autotune.cost.traced_model import ModelBytes, PassChoice, TracedModel
 from autotune.knobs.attention import token_multiple
 from autotune.knobs.caching import EncoderSize, size_of
@@ -24,7 +24,7 @@ from autotune.plan.prediction import Overheads
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
 SHARED_BY = 16  # blocks whose small tensors share segments: more would change nothing
 
-
+Pair = tuple[float, float]
 Step = tuple[trace.ComposedPass, float, dict[str, float]]
 """A pass, bytes that the allocator reserves beyond its peak, and a step's seconds by class."""
 
@@ -63,7 +63,14 @@ class PassTables:
     def encoder_size(self) -> EncoderSize:
         precision = self.usual_choice.precision
         vae = self.model.vae_cost(precision)
-        return size_of(self.model.parts, precision, vae.weight_bytes, vae.encode_transient_bytes)
+        known = self.model.parts, precision, vae.weight_bytes, vae.encode_bytes[0]
+        tokens = self.workload.max_text_tokens
+        return size_of(*known, text_tokens=tokens, sees_pictures=self._sees_pictures)
+
+    @property
+    def _sees_pictures(self) -> bool:
+        """Tell if previews encode pictures."""
+        return bool(self.workload.num_control_images) or self.model.family.starts_from_picture
 
     def rates_of(self, choice: PassChoice) -> timing.Rates:
         return self._rates(choice.precision, choice.attention, self.kernel_of(choice))
@@ -190,11 +197,12 @@ class PassTables:
     ) -> NDArray[np.float64]:
         size, recomputed = choice.micro_batch_size, self._num_traced - 1 if checkpointed else 0
         traced_size = max(one for one in (1, *TRACED_SIZES) if one <= size)
-        waste = self._waste(choice._replace(micro_batch_size=traced_size), allocator, recomputed)
-        return waste.fixed_bytes * size / traced_size + waste.saved_share * saved_bytes
+        traced = choice._replace(micro_batch_size=traced_size)
+        fixed_bytes, saved_share = self._waste(traced, allocator, recomputed)
+        return fixed_bytes * size / traced_size + saved_share * saved_bytes
 
-    def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
-        traced = self._trace(choice, choice.micro_batch_size, checkpointed)
+    def _find_waste(self, choice: PassChoice, allocator: str, recomputed: int) -> Pair:
+        traced = self._trace(choice, choice.micro_batch_size, recomputed)
         segments = (traced.before, *traced.forward, traced.between, *reversed(traced.backward))
         block = traced.forward[len(traced.forward) // 2].events
         freed = {number for number, num_bytes in block if num_bytes < 0}
@@ -204,16 +212,11 @@ class PassTables:
         return waste_of(events, saved, expandable_segments=allocator == "expandable")
 
     def resident_of(
-        self,
-        choice: PassChoice,
-        allocator: str,
-        swapped: int,
-        caching: CachingSettings,
-        parallel: memory.Parallel,
+        self, choice: PassChoice, swapped: int, caching: CachingSettings, parallel: memory.Parallel
     ) -> memory.Resident:
         """Return what stays on one device, whatever the micro-batch and checkpointing."""
         stored = choice.precision, choice.quantization, choice.modulation
-        key = (*stored, allocator, swapped, caching, parallel)
+        key = (*stored, swapped, caching, parallel)
         if key in self._residents:
             return self._residents[key]
         keeps = self.overheads is not None and self.overheads.has("text_encoders", "cache")
@@ -221,16 +224,14 @@ class PassTables:
             self.hardware.device,
             self.model,
             choice,
-            allocator=allocator,
             swapped=swapped,
             overhead_bytes=self.hardware.process_overhead_bytes,
             encoder_bytes=self.encoder_size.device_bytes(caching),
+            caption_bytes=self.encoder_size.caption_bytes,
             encoders_stay=keeps or caching.residency == "keep",
         )
-        # Which previews encode here.
-        shows = self.workload.num_control_images or self.model.family.starts_from_picture
-        if caching.vae_device != "training" and not shows:
-            alone = replace(alone, encode_transient_bytes=0)
+        if caching.vae_device != "training" and not self._sees_pictures:
+            alone = replace(alone, vae=replace(alone.vae, encode_bytes=(0, 0)))
         # By one process of a node for all, before the transformer comes: each counts its share.
         encoders = -(-self.encoder_size.bytes_at("cpu", caching) // parallel.num_processes)
         encoding = memory.HOST_PROCESS_BYTES + encoders

@@ -155,6 +155,7 @@ def trace_inference(
         if alike is not None:
             alike.forward = _traced_once(alike.forward, recorder)
         call()
+        vars(alike or module).pop("forward", None)  # the class's is left
     summarize(recorder.segments)
     return recorder.segments[0]
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autotune.cost import recorder, trace
-from autotune.cost.allocator import shares_of
+from autotune.cost.allocator import holes_of
 from autotune.cost.kernels import DeviceRules, kernel_for, quantize_for_tracing, substitutes
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory
 from autotune.knobs.attention import token_multiple
@@ -37,11 +37,11 @@ from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.weights.stream import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
-ALLOCATORS = ("default", "expandable")
 # Mix a decoded tile's margin into its neighbor's, row by row: thousands of operations.
 BLENDS = {"blend_v", "blend_h", "blend_t"}
 # What classes raise that are built from a configuration that nobody published.
 MISTAKES = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+FILE_BYTES = 10 * 10**9  # diffusers writes larger models into several
 VISITING_BLOCKS = 2  # swapped blocks on the device at once: the one that runs and the next
 PIPE_BYTES = 1 << 20  # as much as Linux gives: in a small one a trace would wait to be fetched
 NUM_REMEMBERED = 4  # traced models that are kept for whoever asks for the same again
@@ -83,10 +83,11 @@ class ModelBytes:
     block_weight_bytes: tuple[int, ...]
     block_pinned_bytes: tuple[int, ...]  # what frozen weights take of the host's memory if swapped
     outside_bytes: int  # of the weights that no block holds
+    # A region, while its block's weights are there, too: of the last that arrives, less what
+    # follows it in its file.
+    packing_bytes: int
     largest_block_bytes: int  # before quantization
     largest_layer_bytes: int  # before quantization
-    # Of the caching allocator, by how it grows: beyond the weights allocated, and reserved.
-    allocator_shares: Mapping[str, tuple[float, float]]
     modulation: ModulationBytes | None  # if its layers are not among the weights
 
     def swapped_bytes(self, swapped: int) -> tuple[int, int]:
@@ -97,11 +98,12 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class VaeCost:
-    """Bytes of the autoencoder, and the most it takes for one item beyond its weights."""
+    """Bytes of the autoencoder; what it takes for one item, and what the allocator leaves free."""
 
     weight_bytes: int
-    encode_transient_bytes: int
-    decode_transient_bytes: int  # in tiles, where it can: previews do so where memory is short
+    encode_bytes: tuple[int, int]
+    whole_decode_bytes: tuple[int, int]
+    tiled_decode_bytes: tuple[int, int]  # where it can: previews do so where memory is short
     encode_bytes_moved: int  # by the operations that encode one item: convolutions wait for memory
     encode_flops: int  # which a CPU waits for
 
@@ -415,7 +417,7 @@ class TracedModel:
 
     def _vae_cost(self, precision: str) -> VaeCost:
         if not self.parts.vae_class:
-            return VaeCost(0, 0, 0, 0, 0)
+            return VaeCost(0, (0, 0), (0, 0), (0, 0), 0, 0)
         dtype, bucket = torch_dtype(encoder_precision(precision)), self.workload.largest_bucket
         vae_class, family = getattr(diffusers, self.parts.vae_class), self.family
         with self._running_configuration():
@@ -423,18 +425,19 @@ class TracedModel:
                 vae = vae_class.from_config(dict(self.parts.vae_config)).eval()
                 # diffusers' own warns of parts that stay in fp32, even if there are none.
                 torch.nn.Module.to(vae, dtype)
-                size = bucket.num_frames, bucket.height_px, bucket.width_px
-                pixels = torch.empty(3, *size, dtype=dtype)
+            size = bucket.num_frames, bucket.height_px, bucket.width_px
             shape = 1, *family.sample_shapes(self.config, bucket, 1)["latents"]
 
             def decode_latents() -> object:
                 latents = torch.empty(shape, dtype=dtype, device="meta")
                 return vae.decode(family.to_vae_latents(latents))
 
-            pipeline = SimpleNamespace(vae=vae)
-            encode = trace.trace_inference(
-                lambda: family.encode_item(pipeline, pixels), vae, self.rules
-            )
+            def encode_pixels() -> object:
+                pixels = torch.empty(3, *size, dtype=torch.float32, device="meta")  # as files give
+                return family.encode_item(SimpleNamespace(vae=vae), pixels)
+
+            encode = trace.trace_inference(encode_pixels, vae, self.rules)
+            whole = trace.trace_inference(decode_latents, vae, self.rules, vae.decoder)
             if hasattr(vae, "enable_tiling"):
                 vae.enable_tiling()
             for name in BLENDS & set(dir(vae)):
@@ -443,7 +446,9 @@ class TracedModel:
         weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
         flops = sum(count * work[2] for work, count in encode.work.items())
         moved = sum(count * work[3] for work, count in encode.work.items())
-        return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved, flops)
+        is_gpu, passes = self.rules == "cuda", (encode, whole, decode)
+        sizes = [(each.peak_bytes, holes_of(each.events) if is_gpu else 0) for each in passes]
+        return VaeCost(weight_bytes, sizes[0], sizes[1], sizes[2], moved, flops)
 
     def _model_bytes(
         self, precision: str, quantization: str, modulation: str = "resident"
@@ -462,14 +467,13 @@ class TracedModel:
         outside_trainable = [p for p in all_trainable if id(p) not in in_blocks]
         full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
         plain = self.family.blocks(self.model(precision, "none", modulation))
-        stored = [tensor for block in blocks for tensor in trace.stored_tensors(block)]
-        kept = [(i, t.untyped_storage().nbytes()) for i, t in enumerate(stored)]
-        kept = kept if self.rules == "cuda" else []
+        plain_sizes = [sum(_frozen_sizes(block)) for block in plain]
         buffers = [*model.buffers(), *attribute_tensors(model)]
         return ModelBytes(
             weight_bytes=outside + sum(frozen[i] for i in index),
             buffer_bytes=sum({id(t): t.untyped_storage().nbytes() for t in buffers}.values()),
             outside_bytes=outside,
+            packing_bytes=self._packing_bytes(model, outside + sum(plain_sizes[i] for i in index)),
             adapter_bytes=sum(p.numel() * p.element_size() for p in full_trainable),
             adapter_parameters=sum(p.numel() for p in full_trainable),
             adapter_shapes=Counter(tuple(p.shape) for p in full_trainable),
@@ -478,15 +482,20 @@ class TracedModel:
             ),
             block_weight_bytes=tuple(frozen[i] for i in index),
             block_pinned_bytes=tuple(pinned[i] for i in index),
-            largest_block_bytes=max(sum(_frozen_sizes(block)) for block in plain),
+            largest_block_bytes=max(plain_sizes),
             largest_layer_bytes=max(
                 p.untyped_storage().nbytes() for block in plain for p in block.parameters()
             ),
-            allocator_shares={
-                how: shares_of(kept, expandable_segments=how == "expandable") for how in ALLOCATORS
-            },
             modulation=_away_modulation(find_modulation_ahead(model)),
         )
+
+    def _packing_bytes(self, model: nn.Module, stored_bytes: int) -> int:
+        lists, late = self.family.find_block_lists(model), 0
+        last = [*lists.values()][-1][-1]
+        if stored_bytes <= FILE_BYTES and self.family.block_lists:  # by name, else as they are made
+            first, last = max(lists), lists[max(lists)][-1]
+            late = sum(sum(_frozen_sizes(m)) for name, m in model.named_children() if name > first)
+        return max(0, region_offsets(_frozen_sizes(last))[1] - late)
 
 
 def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:

@@ -6,9 +6,10 @@ own. Frozen weights never change, so a block leaves by dropping its copy. The sa
 same kernels: gradients are bit for bit those without swapping.
 """
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -313,6 +314,41 @@ def _placed(like: Tensor, region: Tensor, offset: int) -> nn.Parameter:
     # Those of `like` if it is dense, else contiguous ones.
     strides = torch.empty_like(like, device="meta").stride()
     return nn.Parameter(flat.as_strided(like.shape, strides), requires_grad=False)
+
+
+@contextlib.contextmanager
+def packing(blocks: Iterable[nn.Module], transform: Transform | None) -> Iterator[Transform | None]:
+    """Make a transform of modules as they arrive, after which a block's weights lie in one region:
+    where they arrived, and were perhaps quantized, they leave holes that nothing fits."""
+    block_of = {id(each): at for at, block in enumerate(blocks) for each in block.modules()}
+    arrived: list[nn.Module] = []
+    current = -1
+
+    def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
+        nonlocal current
+        before, current = current, block_of.get(id(module), -1)
+        if before != current:
+            _pack(arrived)
+            arrived.clear()
+        replacement = transform(name, module) if transform else None
+        arrived.extend([replacement or module] if current >= 0 else [])
+        return replacement
+
+    yield on_arrival if block_of else transform
+    _pack(arrived)
+
+
+def _pack(modules: Iterable[nn.Module]) -> None:
+    own = (parameter for module in modules for parameter in module.parameters(recurse=False))
+    held: list[tuple[Any, str]] = [(parameter, "data") for parameter in own if parameter.is_cuda]
+    states = [getattr(parameter, "quant_state", None) for parameter, _ in held]
+    held += [(state, "absmax") for state in states if state]  # scales of bitsandbytes
+    offsets, num_bytes = region_offsets(getattr(*each).nbytes for each in held)
+    if num_bytes:
+        region = torch.empty(num_bytes, dtype=torch.uint8, device=held[0][0].device)
+    for (holder, name), offset in zip(held, offsets, strict=True):
+        tensor = getattr(holder, name)
+        setattr(holder, name, _placed(tensor, region, offset).data.copy_(tensor))
 
 
 def offload_on_arrival(

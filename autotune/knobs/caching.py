@@ -26,8 +26,9 @@ PIN = "caching."  # what pins of these settings begin with, e.g. `caching.text_e
 QUANTIZED_SHARE = 0.86
 # Largest share on the device while it is streamed: its embeddings (7% of Qwen2.5-VL-7B).
 PASSING_SHARE = 0.08
-# Beyond the weights, for one caption: 1,024 tokens' hidden states of 29 layers, and logits.
+# Beyond the weights, for one caption of encoders that nobody measured.
 WORKING_SHARE = 0.06
+CAPTION_TOKENS = 512  # of those that were measured
 # Reserved by an allocator beyond what is used; 1 to 4% is predicted of transformers.
 ROUNDED_SHARE = 0.04
 RESIDENCIES = get_args(CachingSettings.model_fields["residency"].annotation)
@@ -43,19 +44,20 @@ class EncoderSize:
     element_bytes: int  # of an unquantized parameter
     vae_bytes: int  # weights
     vae_working_bytes: int = 0  # most that encoding one image or clip takes beyond these
+    caption_bytes: int = 0  # most that encoding one caption takes beyond the encoders' weights
 
     @property
     def plain_bytes(self) -> int:
         return self.num_parameters * self.element_bytes
 
     def device_bytes(self, caching: CachingSettings) -> int:
-        """Count what captions take of the training device, without the VAE."""
+        """Count what text encoders take of the training device."""
         return self._encoder_bytes(caching) if caching.text_encoder_device == "training" else 0
 
     def captions_bytes(self, caching: CachingSettings) -> int:
         """Count what is held where text encoders run; on the training device with the VAE."""
         beside = self.vae_bytes if caching.text_encoder_device == "training" else 0
-        return self._encoder_bytes(caching) + beside
+        return self._encoder_bytes(caching) + self.caption_bytes + beside
 
     def images_bytes(self, caching: CachingSettings) -> int:
         """Count what is held where the VAE runs; text encoders have left, unless they are kept."""
@@ -69,7 +71,7 @@ class EncoderSize:
         return max(captions, self.images_bytes(caching) if caching.vae_device == place else 0)
 
     def _encoder_bytes(self, caching: CachingSettings) -> int:
-        return round((self._stored_share(caching) + WORKING_SHARE) * self.plain_bytes)
+        return round(self._stored_share(caching) * self.plain_bytes)
 
     def _stored_share(self, caching: CachingSettings) -> float:
         if caching.text_encoder_streamed:
@@ -80,11 +82,23 @@ class EncoderSize:
 
 
 def size_of(
-    parts: Parts, precision: str, vae_bytes: int, vae_working_bytes: int = 0
+    parts: Parts,
+    precision: str,
+    vae_bytes: int,
+    vae_working_bytes: int = 0,
+    *,
+    text_tokens: int = CAPTION_TOKENS,
+    sees_pictures: bool = False,
 ) -> EncoderSize:
-    """Return the size of the models around the transformer."""
+    """Return the size of the models around the transformer. If prompts come with pictures, the VAE
+    encodes these while text encoders are there."""
     parameters = sum(parts.text_encoder_parameters)
-    return EncoderSize(parameters, encoder_element_bytes(precision), vae_bytes, vae_working_bytes)
+    element_bytes = encoder_element_bytes(precision)
+    longer = max(1, text_tokens / CAPTION_TOKENS)
+    working = round(longer * parts.caption_bytes * element_bytes / 2)  # measured in bf16
+    working = working or round(WORKING_SHARE * parameters * element_bytes)
+    working = max(working, vae_working_bytes if sees_pictures else 0)
+    return EncoderSize(parameters, element_bytes, vae_bytes, vae_working_bytes, working)
 
 
 def caching_in(values: Mapping[str, Any]) -> CachingSettings:

@@ -249,8 +249,11 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     with torch.device("meta"):
         build_empty_component(folder, "vae", dtype=torch.float32)
     others = [name for name in family.decoders if name != "vae"]
+    encoders = tuple(_num_parameters(model, name) for name in family.text_encoders)
+    known = (each.parts for each in family.models if each.parts.text_encoder_parameters == encoders)
     return Parts(
-        tuple(_num_parameters(model, name) for name in family.text_encoders),
+        encoders,
+        next(known, Parts()).caption_bytes,
         files.component_class(folder, "vae")[1],
         public_config(files.read_config(folder / "vae" / "config.json")),
         sum(_num_parameters(model, name) for name in others),

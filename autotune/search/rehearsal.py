@@ -111,7 +111,8 @@ class RehearsalRequest(worker.TrialRequest):
                     sampler.sample(preview)
             adapter, work = folder / ADAPTER_FILE, self.workload
             with phase("saving"):
-                save_trained(adapter, steps.model, steps.optimizer, work, "rehearsal", 1)
+                trained_by = steps.model, steps.optimizer, work, "rehearsal", 1
+                save_trained(adapter, *trained_by, torch.bfloat16)  # as jobs do by default
             # Loading the adapter into the pipeline takes more than the preview.
             if sampler:
                 with phase("previews"), eager_eval(loaded.model.transformer):

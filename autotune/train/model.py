@@ -187,11 +187,13 @@ def load_transformer(
     if frozen:
         transform = frozen.merge_on_arrival(transform)
         transformer.training_adapter = frozen  # type: ignore[assignment]
-    how: Any = {"device": str(device), "dtype_policy": policy, "transform": transform}
-    if source is None:
-        stream.fill_random(transformer, seed=RANDOM_SEED, **how)
-    else:
-        stream.load_into(transformer, source, loader=settings.loader, **how)
+    packed = family.blocks(transformer) if device.type == "cuda" and shards == 1 else ()
+    with blocks.packing(packed, transform) as transform:
+        how: Any = {"device": str(device), "dtype_policy": policy, "transform": transform}
+        if source is None:
+            stream.fill_random(transformer, seed=RANDOM_SEED, **how)
+        else:
+            stream.load_into(transformer, source, loader=settings.loader, **how)
     return transformer.eval(), meter.result()
 
 

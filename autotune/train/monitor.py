@@ -131,6 +131,7 @@ class Monitor:
         self._held_bytes = 0
         memory.trim_heap()
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what suited other work leaves holes in this
             torch.cuda.reset_peak_memory_stats(self.device)
         memory.reset_host_peak()
 

@@ -129,9 +129,10 @@ class AdapterOptimizer:
             self.inner.step()
         if self.scaler:
             self.scaler.update()
+        self.inner.zero_grad(set_to_none=True)
         if len(self._stepped) != len(self.inner.state):
             self._stepped = set(self.inner.state)
-        self.inner.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()  # it lies between what the first step has freed
         self._copy_to_parameters()
         return norm
 

@@ -116,10 +116,7 @@ def test_block_counts_differ_as_their_predictions(card):
     expected = []
     for one in each:
         phase = card.predict_uncalibrated(one).phases[2]
-        waste = phase.breakdown.allocator_rounding_bytes  # of the weights' storages, too
-        waste -= card.resident_of(one).reserved_share * phase.breakdown.weight_bytes
-        rounded = card.resident_of(one).rounded_share * phase.breakdown.weight_bytes
-        expected.append(phase.allocated_memory_bytes - rounded + waste)
+        expected.append(phase.allocated_memory_bytes + phase.breakdown.allocator_rounding_bytes)
     assert found - found[0] == pytest.approx(np.array(expected) - expected[0], abs=2)
 
 

@@ -34,7 +34,7 @@ PHASES = {"caching", "loading", "training", "previews", "saving"}
 def test_run_ends_and_leaves_nothing_behind(
     name, machine, pipeline, tmp_path, standin, monkeypatch
 ):
-    monkeypatch.setattr(model, "require_quality", lambda *_: None)  # of what no kernel computed
+    monkeypatch.setattr(model.ErrorMeter, "result", lambda _: None)  # of what no kernel computed
     family, hardware, changes = get_family(name), probe(), dict(SETTINGS[machine])
     if family.modulation is None:
         changes.pop("modulation", None)

@@ -27,7 +27,7 @@ ASKS_THE_DEVICE = {"qwen-image-2.1"}  # its class in diffusers reads masks for t
 
 @pytest.fixture(autouse=True)
 def _any_quality(monkeypatch):
-    monkeypatch.setattr(model, "require_quality", lambda *_: None)  # of what no kernel computed
+    monkeypatch.setattr(model.ErrorMeter, "result", lambda _: None)  # of what no kernel computed
 
 
 def start(folder, *, device="cuda:0", padding="exact", **changes):
@@ -169,3 +169,6 @@ def test_second_device_trains_alone(name, machine, changes, pipeline, standin):
     runner.memory_step()
     assert (standin.has_context(0), standin.used_bytes(0)) == (False, 0)
     assert standin.has_context(1)
+    for block in runner.model.family.blocks(runner.model.transformer):
+        frozen = (each for each in block.parameters() if not each.requires_grad)
+        assert len({each.untyped_storage().data_ptr() for each in frozen}) == 1  # no holes between

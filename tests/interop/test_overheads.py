@@ -101,7 +101,7 @@ def test_what_training_keeps_stays(own):
     weights = resident.weight_bytes + resident.buffer_bytes
     # One byte a quantized parameter, else two.
     trained = 4 * 10**9 + round(10**8 * (QUANTIZED_SHARE + 2 * (1 - QUANTIZED_SHARE)))
-    last = {"train": trained, "save": trained, "preview": trained - resident.vae_bytes}
+    last = {"train": trained, "save": trained, "preview": trained - resident.vae.weight_bytes}
     assert found == {"load": 4 * 10**8, "cache": weights, **last}
 
 
