@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autotune.knobs.knob import GradientTolerance, TuningContext, gradient_capability
 from autotune.knobs.quantized_layers import torch_dtype
-from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS
+from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, Attention
 from autotune.knobs.settings import precision_tolerance
 from autotune.models import registry, resolve
 from autotune.models.adapter import add_adapter
@@ -116,24 +116,39 @@ GradientCheckRequest = GradientRequest | UpdateRequest
 def check_gradients(
     context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: resolve.ResolvedModel
 ) -> tuple[Capability, ...]:
-    """Judge those of `choices` that change what is computed, in the first precision."""
-    kinds = _kinds_of_computation(choices)
+    """Judge those of `choices` that change what is computed, in the first precision: attention
+    first, and all others with the first that is right. If none is, those that a search would not
+    try are judged, until one is right."""
+    kinds, tried = _kinds_of_computation(choices), choices.get("attention", ())
+    usable = Attention().choices_for_family(context)
+    spare = (*usable.admitted, *usable.pinnable) if tried else ()
+    attends = _kinds_of_computation({"attention": (*tried, *spare)})
     tiny_config = {**model.config, **context.family.tiny_config}
     precision = str(choices["precision"][0])
     path = _verdict_file(context, tiny_config, precision)
-    verdicts = _read_verdicts(path)
-    if missing := [name for name in kinds if name not in verdicts]:
-        with ProcessTrialRunner(
-            context.hardware, model, context.workload, budget_bytes=context.budget_bytes
-        ) as runner:
-            for name in missing:
-                knob, rule = kinds[name]
-                request = _build_request(context, tiny_config, runner.device, precision, knob, rule)
+    verdicts, found, attention = _read_verdicts(path), [], ""
+    with contextlib.ExitStack() as stack:
+        runner: ProcessTrialRunner | None = None
+        for name, (knob, rule) in {**attends, **kinds}.items():
+            if name not in kinds and attention:
+                continue
+            if name not in verdicts:
+                runner = runner or stack.enter_context(
+                    ProcessTrialRunner(
+                        context.hardware, model, context.workload, budget_bytes=context.budget_bytes
+                    )
+                )
+                request = _build_request(
+                    context, tiny_config, runner.device, precision, knob, rule, attention
+                )
                 result = runner.send(request, timeout_seconds=TIMEOUT_SECONDS)
                 verdicts[name] = _judge(name, knob, rule, request, result)
                 if not (isinstance(result, Failure) and result.outcome in TRANSIENT_OUTCOMES):
                     _save_verdict(path, verdicts[name])
-    return tuple(verdicts[name] for name in kinds)
+            found.append(verdicts[name])
+            if knob == "attention" and verdicts[name].available:
+                attention = attention or str(rule.checked_choice)
+    return tuple(found)
 
 
 def _judge(
@@ -179,9 +194,11 @@ def _build_request(
     precision: str,
     knob: str,
     rule: GradientTolerance,
+    attention: str,
 ) -> GradientCheckRequest:
+    usual = Candidate.model_fields["attention"].default
     fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision}
-    fields |= {knob: rule.checked_choice, **rule.other_choices}
+    fields |= {"attention": attention or usual, knob: rule.checked_choice, **rule.other_choices}
     candidate = Candidate.model_validate(fields)
     if knob == "optimizer":
         return UpdateRequest(candidate, device)
@@ -189,7 +206,6 @@ def _build_request(
     small_context = TuningContext(context.hardware, context.family, work)
     if any(one.why_not(candidate, small_context) for one in KNOBS):
         work = work.changed(text_padding="exact")  # captions that differ in length need masks
-    usual = Candidate.model_fields["attention"].default
     is_reference = (knob, rule.checked_choice) == ("attention", usual)
     reference = "_native_math" if is_reference else GradientRequest.reference_attention
     return GradientRequest(context.family.name, tiny_config, work, candidate, device, reference)

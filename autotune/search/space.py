@@ -261,11 +261,12 @@ def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -
 def _right_choices(knob: Knob, context: TuningContext) -> Choices:
     choices = knob.choices_for_family(context)
     wrong = _wrong_values(knob.name, (*choices.admitted, *choices.pinnable), context)
-    return Choices(
-        admitted=tuple(choice for choice in choices.admitted if choice not in wrong),
-        rejected={**choices.rejected, **wrong},
-        pinnable={choice: why for choice, why in choices.pinnable.items() if choice not in wrong},
-    )
+    admitted = tuple(choice for choice in choices.admitted if choice not in wrong)
+    pinnable = {choice: why for choice, why in choices.pinnable.items() if choice not in wrong}
+    if not admitted and pinnable:  # slower, but right
+        admitted = (next(iter(pinnable)),)
+        pinnable.pop(admitted[0])
+    return Choices(admitted, {**choices.rejected, **wrong}, pinnable)
 
 
 def _require_value(name: str, value: str, choices: Choices) -> Choices:

@@ -6,7 +6,7 @@ from autotune.cli.terminal import err, out
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.prediction import StepTime
 from autotune.report.plan import explain_lines, plan_lines
-from autotune.report.run import missed_promises, report_lines, result_lines
+from autotune.report.run import report_lines, result_lines
 from tests.report.page.pages import golden_plan, run_report
 
 
@@ -26,17 +26,6 @@ def test_the_largest_wait_limits_a_run():
     report = run_report(golden_plan()).changed(limited_by="data")
     assert "limited by data" in report_lines(report)
     assert max(map(len, result_lines(report))) <= 80
-
-
-def test_what_missed_its_promise_is_told():
-    plan = golden_plan()
-    sizes = {"expected_run_memory_bytes": 480 << 20, "run_memory_bytes": 481 << 20}
-    seconds = plan.frozen.expected.step_seconds
-    kept = run_report(plan).changed(measured_step_seconds=seconds, **sizes)
-    assert not missed_promises(kept)
-    over = kept.changed(run_memory_bytes=624 << 20)
-    assert missed_promises(over) == ["run memory was 30% more than the plan promised"]
-    assert f"warning: {missed_promises(over)[0]}" in report_lines(over)
 
 
 LONGEST = {

@@ -1,5 +1,7 @@
 """Right choices pass on every family, wrong ones are named with their error."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,9 +15,12 @@ from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import Candidate
 from autotune.plan.job import ModelRef
+from autotune.plan.request import PlanRequest
 from autotune.plan.workload import ModelSpec
 from autotune.search import gradient_checks as parity
 from autotune.search.gradient_checks import GradientRequest, UpdateRequest, plain_transformer
+from autotune.search.request import space_for
+from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import ChildState
 from tests.builders import storages, workload
 from tests.kinds import KINDS
@@ -188,3 +193,20 @@ def test_verdicts_are_kept(here, monkeypatch):
     assert all(each.available and "differ by" in each.reason for each in found.values())
     monkeypatch.setattr(parity, "ProcessTrialRunner", None)  # no child is needed any more
     assert prove(here, **choices) == first
+
+
+def test_other_attention_stands_in(here, monkeypatch):
+    class Runner(ProcessTrialRunner):
+        def send(self, request, **_):
+            asked.append((request.candidate.attention, request.candidate.quantization))
+            return float(request.candidate.attention == "native")
+
+    asked = []
+    monkeypatch.setattr(parity, "ProcessTrialRunner", Runner)
+    found = prove(here, attention=("native",), quantization=("torchao-int8",))
+    spare = found[1].name.rpartition(".")[2]
+    assert [each.available for each in found] == [False, True, True]
+    assert asked[-1] == (spare, "torchao-int8")
+    lacking = here.hardware.changed(capabilities=(*here.hardware.capabilities, *found))
+    space = space_for(PlanRequest(model="qwen-image"), replace(here, hardware=lacking))
+    assert space.choices["attention"][0] == spare
