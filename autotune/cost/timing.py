@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost.kernels import CLASSES, Work
-from autotune.knobs.attention import ATTENTION_BACKENDS, assumed_efficiency
+from autotune.knobs.attention import assumed_efficiency
 from autotune.plan.hardware import Datasheet, HardwareProfile, Host
 from autotune.plan.prediction import SwapPractice
 
@@ -263,10 +263,8 @@ def _measured_attention(
     hardware: HardwareProfile, precision: str, backend: str, kernel: str
 ) -> tuple[tuple[int, float], ...]:
     """(tokens, FLOP/s); with a mask `native` may run the efficient kernel."""
-    same = [
-        each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"
-    ]
-    for name in (*(same if backend == "native" else (backend,)), "native"):
+    is_efficient = backend == "native" and kernel == "efficient"
+    for name in ("_native_efficient" if is_efficient else backend, "native"):
         if points := hardware.rates_under(f"attention.{name}.{precision}."):
             return tuple(sorted((int(tokens), rate) for tokens, rate in points.items()))
     return ()

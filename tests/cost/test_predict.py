@@ -187,6 +187,7 @@ def test_trials_teach_what_a_process_takes():
     name, settings = "qwen-image", Candidate(micro_batch_size=1, checkpointed_blocks=0)
     own = CostModel.build(cpu(), workload_of(name), FAMILIES[name], TINY[name])
     before = own.predict_uncalibrated(settings)
+    assert (before.time_uncertainty, before.memory_uncertainty) == (0.0, 0.0)
     peak, gib = before.allocated_memory_bytes, 1 << 30
     ran = [
         trial(settings, before.step_seconds, peak, host_memory_bytes=peak + many * gib)

@@ -105,6 +105,12 @@ def test_compiling_must_pay_beside_the_fastest(case, monkeypatch, objective):
         (told,) = winner.explain_compile((before,), trials, asked, fast.candidate)
         forecast = winner.predicted_payback(cost, fast.candidate, compiled, num_steps)
         assert (str(forecast) in told.rejected[0].reason) == (objective == "throughput")
+    for more in (0, -1):
+        budget = case.cost.with_calibration((fast,)).predict(compiled).run_memory_bytes + more
+        device = asked.cost.hardware.device.changed(budget_bytes=budget)
+        hardware = asked.cost.hardware.changed(device=device)
+        tight = replace(asked, cost=replace(asked.cost, hardware=hardware))
+        assert (winner.choose_compiled((fast,), tight) is None) == (not expected or more == -1)
 
 
 def test_plans_promise_the_longer_trial():

@@ -220,3 +220,8 @@ def test_commands_carry_records(tmp_path, monkeypatch):
 def test_addresses_hide_their_password(tmp_path):
     assert "hunter2" not in Store("memory://me:hunter2@host/x").address
     assert Store(str(tmp_path)).address == str(tmp_path)
+    for odd in ("", "me:hunter2@host/x", "s3:/x"):
+        with pytest.raises(InvalidInput, match="neither a folder nor a URL"):
+            Store(odd)
+    (tmp_path / "me@host").mkdir()
+    assert Store(str(tmp_path / "me@host")).folder == tmp_path / "me@host"

@@ -237,8 +237,9 @@ def test_dropped_captions_need_masks(bench, tmp_path):
 def test_ended_runs_are_only_finished(bench, tmp_path, monkeypatch):
     plan = bench.plan(num_steps=2, output=str(tmp_path))
     whole = bench.train(plan)
-    with pytest.raises(InvalidInput, match="this very run, finished after 2 steps"):
+    with pytest.raises(InvalidInput, match="this very run, finished after 2 steps") as ended:
         bench.train(plan)
+    assert "train longer" in ended.value.hint
     with monkeypatch.context() as patch:
         patch.delattr(run_module, "load_model")
         assert bench.train(plan, resume=True) == whole
