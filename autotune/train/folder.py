@@ -353,8 +353,7 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
     layers = adapter.layers
     if different := sorted(layers.keys() ^ adapted.keys()):
         whose = "the plan does not adapt" if different[0] in layers else "it does not have"
-        more = f", and {len(different) - 1} more" if len(different) > 1 else ""
-        message = f"{path} adapts other layers than the plan: {different[0]}, which {whose}{more}"
+        message = f"{path} adapts other layers than the plan, like {different[0]}, which {whose}"
         hint = "plan with the adapter's own --targets, for the model that it belongs to"
         raise InvalidInput(message, hint=hint)
     values: dict[str, Tensor] = {}

@@ -195,12 +195,14 @@ def test_every_difference_of_machines_counts():
 
 
 def test_texts_and_trials_have_limits():
-    for length in (160, 161):
-        made = record(machine=record().machine.changed(device_name="x" * length))
-        with contextlib.nullcontext() if length == 160 else pytest.raises(store.DamagedRecord):
+    for number in (160, 161):
+        made = record(machine=record().machine.changed(device_name="1" * number))
+        with contextlib.nullcontext() if number == 160 else pytest.raises(store.DamagedRecord):
             store.parse_record(made.content, made.key)
     most = record(trials=TRIALS * 128)
     assert store.parse_record(most.content, most.key) == most
+    with pytest.raises(ValueError, match="512"):
+        record(trials=(*most.trials, TRIALS[0]))
 
 
 def test_hard_keys_decide():
