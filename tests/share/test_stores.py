@@ -223,5 +223,3 @@ def test_addresses_hide_their_password(tmp_path):
     for odd in ("", "me:hunter2@host/x", "s3:/x"):
         with pytest.raises(InvalidInput, match="neither a folder nor a URL"):
             Store(odd)
-    (tmp_path / "me@host").mkdir()
-    assert Store(str(tmp_path / "me@host")).folder == tmp_path / "me@host"

@@ -77,11 +77,6 @@ def test_killed_sliders_end_alike(sliding, tmp_path):
     assert same(sliding.loop(plan, tmp_path / "killed"), whole)
 
 
-def test_two_prompts_are_too_few():
-    with pytest.raises(InvalidInput, match="3 prompts"):
-        slider_data(PROMPTS[:2], 32, 32)
-
-
 @pytest.mark.parametrize("model", ["wan-2.2-i2v", "qwen-image-edit"])
 def test_models_that_need_pictures_are_refused(model):
     with pytest.raises(InvalidInput, match="starts from one"):
