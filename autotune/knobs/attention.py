@@ -116,11 +116,10 @@ def token_multiple(kernel: str) -> int:
 def with_dense_gradients(attend: Any) -> Any:
     """Return the attention function, whose outputs' gradients are made contiguous.
 
-    torch keeps cuDNN's plan of a backward pass for the next one whose queries, keys and values have
-    the same shapes and strides, but not for other strides of the output's gradient
-    (aten/src/ATen/native/cudnn/MHA.cpp, `MHACacheKeyWrapper`, torch 2.11 to 2.14). Then it reads
-    that gradient with the earlier strides: FLUX.1's other blocks got wrong gradients or an illegal
-    memory access after its single ones, which take a part of a wider tensor. Measured on an H200.
+    torch runs cuDNN's plan of a backward pass again for queries, keys and values of the same shapes
+    and strides, whatever the strides of the output's gradient (aten/src/ATen/native/cudnn/MHA.cpp,
+    `MHACacheKeyWrapper`, torch 2.11 to 2.14). FLUX.1's single blocks have a part of a wider tensor
+    there: after them its other blocks got wrong gradients on an H200.
     """
     import torch
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotune.knobs.attention import token_multiple
 from autotune.knobs.knob import GradientTolerance, TuningContext, gradient_capability
 from autotune.knobs.quantized_layers import torch_dtype
 from autotune.knobs.registry import GRADIENT_TOLERANCES, KNOBS, Attention
@@ -32,7 +33,7 @@ from autotune.plan.workload import ADAMW, Bucket, Workload
 from autotune.search.trials import ProcessTrialRunner
 from autotune.search.worker import ChildState, Failure, longest_captions, synthetic_samples
 from autotune.system import files, version
-from autotune.train.model import apply_knobs, find_token_multiple
+from autotune.train.model import apply_knobs, find_kernel
 from autotune.train.optimizer import AdapterOptimizer
 from autotune.train.step import to_device
 from autotune.weights.empty import build_empty
@@ -308,7 +309,8 @@ def adapter_gradients(request: GradientRequest, plain: nn.Module) -> list[Tensor
     lengths = longest_captions(work, candidate.micro_batch_size)
     bucket = work.largest_bucket
     samples = synthetic_samples(family, request.config, work, bucket, lengths, torch.bfloat16)
-    collated = family.collate(samples, find_token_multiple(candidate, device))
+    multiple = token_multiple(find_kernel(candidate, device, masked=True))
+    collated = family.collate(samples, multiple)
     batch = to_device(collated, device, dtype)
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)

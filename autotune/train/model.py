@@ -99,18 +99,13 @@ def _prepare_compiler() -> None:
 def apply_settings(model: TrainingModel, settings: Candidate) -> None:
     """Apply the settings that need no reload; may be called again with others."""
     apply_knobs(model.family, model.transformer, settings, needs_reload=False)
-    model.token_multiple = find_token_multiple(settings, model.device)
+    model.token_multiple = token_multiple(find_kernel(settings, model.device, masked=True))
 
 
-def find_token_multiple(settings: Candidate, device: torch.device) -> int:
-    """Return what masked sequences are padded to a multiple of, for the settings' kernel."""
-    kernel = _find_kernel(settings, device, masked=True)
-    return 1 if kernel is None else token_multiple(kernel)
-
-
-def _find_kernel(settings: Candidate, device: torch.device, *, masked: bool) -> Kernel | None:
+def find_kernel(settings: Candidate, device: torch.device, *, masked: bool) -> Kernel:
+    """Name the kernel of attention that the settings run on a device."""
     if device.type != "cuda":
-        return None
+        return "fused"
     capability, cudnn = torch.cuda.get_device_capability(device), cudnn_version()
     how: Any = {"precision": settings.precision, "capability": capability, "cudnn": cudnn}
     return cuda_kernel(settings.attention, masked=masked, **how)
@@ -128,7 +123,7 @@ def apply_knobs(
         return
     whole, selective = settings.checkpointed_blocks, settings.selective_blocks
     blocks.apply_recomputation(transformer, family, whole, selective)
-    kernel = _find_kernel(settings, next(transformer.parameters()).device, masked=False)
+    kernel = find_kernel(settings, next(transformer.parameters()).device, masked=False)
     backend = ATTENTION_BACKENDS[settings.attention].diffusers_name(runs_cudnn=kernel == "cudnn")
     transformer.set_attention_backend(backend)  # type: ignore[operator]
     norm_rope.use_kernels(transformer, family.attention_layouts, settings.norm_rope)
