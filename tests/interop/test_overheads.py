@@ -7,7 +7,7 @@ import torch
 
 from autotune.cost.kernels import IN_FP32
 from autotune.cost.memory import kept_part_bytes
-from autotune.cost.predict import CostModel, choice_of
+from autotune.cost.predict import CostModel
 from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
 from autotune.knobs.caching import QUANTIZED_SHARE
@@ -21,7 +21,6 @@ from tests.cost.tiny_models import TINY, gpu, workload_of
 from tests.interop.plans import plan_of
 
 SETTINGS = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-WIDTH = TINY["qwen-image"]["num_attention_heads"] * TINY["qwen-image"]["attention_head_dim"]
 
 
 def overheads_of(trainer):
@@ -42,25 +41,6 @@ def cost_of(overheads=None):
 @pytest.fixture(scope="module")
 def own():
     return cost_of()
-
-
-def kept_by_a_block(overheads, quantization="none"):
-    cost = cost_of(overheads)
-    kernel = cost.tables.kernel_of(choice_of(SETTINGS))
-    return cost.model.traced("bf16", quantization, kernel, 1, 0).forward[1].growth_bytes
-
-
-def test_fp32_adapters_keep_copies(own):
-    tokens, rank = BUCKET.width_px * BUCKET.height_px // 16**2, own.workload.rank
-    # of query, key and value in place of one in bf16, and output
-    copies = 4 * tokens * WIDTH * 4 - tokens * WIDTH * 2
-    narrow = 4 * tokens * rank * (4 - 2)
-    cast = 4 * 2 * rank * WIDTH * 2  # by autocast, the matrices instead
-    # inputs of norms, which autocast has in fp32
-    norms = 2 * (tokens + own.workload.max_text_tokens) * WIDTH * (4 - 2)
-    inputs = 2 * tokens * WIDTH * 2  # key's and value's own casts of what comes from the norm
-    theirs, others = (kept_by_a_block(overheads_of(name)) for name in ("ai-toolkit", "musubi"))
-    assert theirs - others == copies + narrow - cast - norms - inputs
 
 
 def test_what_a_file_says_counts():
