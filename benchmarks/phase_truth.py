@@ -32,6 +32,10 @@ def write_pipeline(family: Any, model: Any, folder: Path) -> None:
 
     write_small_pipeline(family, folder, [" ".join([WORD] * 8), f"{WORD} {WORD}"])
     parts = dict(zip(family.text_encoders, model.parts.text_encoder_parameters, strict=True))
+    if (index_file := folder / "model_index.json").exists():
+        index = json.loads(index_file.read_text())
+        index.pop("text_encoder_select_layers", None)  # Krea 2's own are the class's defaults
+        index_file.write_text(json.dumps(index))
     for config_file in sorted(folder.glob("*/config.json")):
         name = config_file.parent.name
         config = json.loads(config_file.read_text())

@@ -490,12 +490,14 @@ class TracedModel:
         )
 
     def _packing_bytes(self, model: nn.Module, stored_bytes: int) -> int:
-        lists, late = self.family.find_block_lists(model), 0
-        last = [*lists.values()][-1][-1]
-        if stored_bytes <= FILE_BYTES and self.family.block_lists:  # by name, else as they are made
-            first, last = max(lists), lists[max(lists)][-1]
+        blocks, names, late = self.family.blocks(model), self.family.block_lists, 0
+        last = self.index[-1]
+        if stored_bytes <= FILE_BYTES and names:  # by name, "9" after "10"; else as they are made
+            at, first = names.index(max(names)), max(names)
+            traced = range(sum(map(len, self.picked[:at])), sum(map(len, self.picked[: at + 1])))
+            last = max((str(n), i) for n, i in enumerate(filter(traced.count, self.index)))[1]
             late = sum(sum(_frozen_sizes(m)) for name, m in model.named_children() if name > first)
-        return max(0, region_offsets(_frozen_sizes(last))[1] - late)
+        return max(0, region_offsets(_frozen_sizes(blocks[last]))[1] - late)
 
 
 def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:

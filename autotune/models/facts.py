@@ -132,8 +132,7 @@ class Parts:
     """The models around the transformer: they decide what caching and previews take."""
 
     text_encoder_parameters: tuple[int, ...] = ()  # number of parameters of each text encoder
-    # What they take beyond their weights for a caption of 512 tokens, or as many as they read, in
-    # bf16 (benchmarks/phase_truth.py); 0 if nobody measured it.
+    # Beyond their weights, for a caption of up to 512 tokens in bf16; 0 if nobody measured it.
     caption_bytes: int = 0
     vae_class: str = ""  # in diffusers; empty if it is unknown
     vae_config: Config = field(default_factory=dict)
