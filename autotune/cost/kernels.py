@@ -8,7 +8,6 @@ decompositions. Where a real device runs a fused kernel, converts operands of mi
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
-from inspect import unwrap
 from pkgutil import resolve_name
 from typing import Any, Literal
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from autotune.knobs import quantized_layers
-from autotune.knobs.attention import cuda_kernel, with_dense_gradients
+from autotune.knobs.attention import ATTENTION_BACKENDS, cuda_kernel
 from autotune.knobs.formats import NESTED_BLOCK, NF4_BLOCK, WEIGHT_FORMATS
 from autotune.knobs.norm_rope import KERNELS
 from autotune.models.family import Family
@@ -84,18 +83,15 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
         forward=_joined_norm_rope, backward=_norm_rope_backward
     )
     converts = quantized_layers.CONVERTS_AS_IT_READS
-    attends = attention_dispatch._AttentionBackendRegistry._backends
-    native = attention_dispatch.AttentionBackendName.NATIVE
-    attend = unwrap(attends[native])  # this process may have run another kernel
-    attend = with_dense_gradients(attend) if kernel == "cudnn" else attend
+    native = ATTENTION_BACKENDS["native"]
     with (
         patch.multiple(functional, **functions) if functions else nullcontext(),
         patch.object(torch, "autocast", _autocast_of(torch.autocast)),
         patch.dict(KERNELS, compiled=norm_rope),
         patch.dict(quantized_layers.PRODUCT_KERNELS, meta=_products_of(rules)),
         patch.dict(converts, meta=converts[rules]),
-        patch.dict(attends, {native: attend}),
-        attention_dispatch.attention_backend(native),
+        patch.dict(attention_dispatch._AttentionBackendRegistry._backends),  # restored after it
+        attention_dispatch.attention_backend(native.diffusers_name(runs_cudnn=kernel == "cudnn")),
     ):
         yield
 

@@ -161,9 +161,8 @@ def _charge_of(
     elif kind.startswith("matmul"):
         flops = 2 * math.prod(shape)
     else:
-        sums_of_int8 = [torch.int32] == [tensor.dtype for tensor in inputs]
-        rounds = any(tensor.dtype in STORED for tensor in outputs)
-        if kind == "elementwise" and (rounds or sums_of_int8):
+        scales = [torch.int32] == [tensor.dtype for tensor in inputs]  # sums of int8
+        if kind == "elementwise" and (scales or any(each.dtype in STORED for each in outputs)):
             kind = "elementwise.quantize"
         formula = flop_registry.get(func.overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0

@@ -52,9 +52,8 @@ MODULE_OPERATIONS = 1.5  # that a module's call takes Python as long as
 # Of a 4-bit weight's conversion: launches, and operations that it takes as long as; bitsandbytes
 # wraps it in Python (16 bare ones forward, next to none backward).
 UNPACKING_LAUNCHES, UNPACKING_OPERATIONS = 3, 4
-# Bare operations that a call of compiled code takes Python as long as, which rounds to 8 bits and
-# scales sums: 69 us on a CPU where one takes 2.9. FLUX.1's products in fp8 and int8 took .23 and
-# .34 s more than bf16's beside an H200, for 990 and 1,980 calls.
+# Bare operations that a call of compiled code takes Python as long as, which rounds to 8 bits or
+# scales sums: 69 us on a CPU where one takes 2.9; two models beside an H200 agree.
 COMPILED_CALL_OPERATIONS = 22
 # For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32.
 UNKNOWN_FLOPS_PER_CORE = 5e10
@@ -125,8 +124,8 @@ class Rates:
             + (UNPACKING_OPERATIONS * bare - UNPACKING_LAUNCHES) * python,
         }
         if on_gpu:
-            quantizing = launching + COMPILED_CALL_OPERATIONS * python
-            self.host_seconds_of["elementwise.quantize"] = quantizing
+            called = launching + COMPILED_CALL_OPERATIONS * python
+            self.host_seconds_of["elementwise.quantize"] = called
         least = hardware.rate("kernel.least") or KERNEL_SECONDS
         self.min_kernel_seconds = least if on_gpu else 0.0
         is_halved = hardware.device.compute_capability in ((8, 0), (9, 0), (10, 0))

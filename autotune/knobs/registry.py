@@ -320,12 +320,11 @@ class Compile(Knob):
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.compile != "off" and weight_format and weight_format.stand_in:
             return "this weight format has kernels of its own, which torch.compile cannot trace"
-        is_quantized = weight_format is not None and weight_format.quantize
-        keeps_products = not is_at_least(context.hardware.versions.torch or "2.13", "2.13")
-        if candidate.compile != "off" and candidate.recomputed_blocks and is_quantized:
+        recomputes = candidate.recomputed_blocks and candidate.quantization != "none"
+        is_old = not is_at_least(context.hardware.versions.torch or "2.13", "2.13")
+        if candidate.compile != "off" and recomputes and is_old:
             # FLUX.1 with int8 and four images at a time took 62.6 GiB of an H200 instead of 20.
-            why = "torch before 2.13 keeps what quantized layers of compiled blocks compute"
-            return why if keeps_products else None
+            return "torch before 2.13 keeps what quantized layers of compiled blocks compute"
         return None
 
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:

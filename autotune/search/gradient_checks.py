@@ -120,14 +120,14 @@ def check_gradients(
     """Judge those of `choices` that change what is computed, in the first precision: attention
     first, and all others with the first that is right. If none is, those that a search would not
     try are judged, until one is right."""
-    kinds, tried = _kinds_of_computation(choices), choices.get("attention", ())
-    usable = Attention().choices_for_family(context)
-    spare = (*usable.admitted, *usable.pinnable) if tried else ()
-    attends = _kinds_of_computation({"attention": (*tried, *spare)})
+    kinds, usable = _kinds_of_computation(choices), Attention().choices_for_family(context)
+    spare = (*usable.admitted, *usable.pinnable) if "attention" in choices else ()
+    attends = _kinds_of_computation({"attention": (*choices.get("attention", ()), *spare)})
     tiny_config = {**model.config, **context.family.tiny_config}
     precision = str(choices["precision"][0])
     path = _verdict_file(context, tiny_config, precision)
     verdicts, found, attention = _read_verdicts(path), [], ""
+    work = context.hardware, model, context.workload
     with contextlib.ExitStack() as stack:
         runner: ProcessTrialRunner | None = None
         for name, (knob, rule) in {**attends, **kinds}.items():
@@ -135,9 +135,7 @@ def check_gradients(
                 continue
             if name not in verdicts:
                 runner = runner or stack.enter_context(
-                    ProcessTrialRunner(
-                        context.hardware, model, context.workload, budget_bytes=context.budget_bytes
-                    )
+                    ProcessTrialRunner(*work, budget_bytes=context.budget_bytes)
                 )
                 request = _build_request(
                     context, tiny_config, runner.device, precision, knob, rule, attention
