@@ -122,10 +122,8 @@ class Rates:
             MODULE_CALL[0]: MODULE_OPERATIONS * bare * python,
             "dequantization.uint8": UNPACKING_LAUNCHES * launching
             + (UNPACKING_OPERATIONS * bare - UNPACKING_LAUNCHES) * python,
+            "elementwise.quantize": launching + on_gpu * COMPILED_CALL_OPERATIONS * python,
         }
-        if on_gpu:
-            called = launching + COMPILED_CALL_OPERATIONS * python
-            self.host_seconds_of["elementwise.quantize"] = called
         least = hardware.rate("kernel.least") or KERNEL_SECONDS
         self.min_kernel_seconds = least if on_gpu else 0.0
         is_halved = hardware.device.compute_capability in ((8, 0), (9, 0), (10, 0))
