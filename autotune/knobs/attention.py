@@ -108,8 +108,9 @@ def cuda_kernel(
 
 
 def token_multiple(kernel: str) -> int:
-    """Return the number to whose multiples tokens are padded if a kernel gets a mask.
-    cuDNN's backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678)."""
+    """Return the number to whose multiples tokens are padded if a kernel gets a mask. cuDNN's
+    backward pass has returned NaN at lengths of 64 modulo 128 (pytorch/pytorch#196678; on an H200
+    without a mask, too, but only where all scores of a query are below -88)."""
     return 128 if kernel == "cudnn" else 1
 
 
@@ -160,7 +161,7 @@ def _refused(reason: str, library: str | None, *names: str) -> Iterator[Attentio
     )
 
 
-MASKS_DOUBTFUL = "trains; NaN gradients seen with a mask at some lengths"
+LENGTHS_DOUBTFUL = "trains; NaN gradients seen at some lengths, if all scores are below -88"
 NO_BACKWARD = "no backward: gradients vanish without an error"
 FETCHED = (
     "not offered: diffusers would fetch its kernel from the hub and run it, "
@@ -187,7 +188,7 @@ _ENTRIES = (
     ),
     AttentionBackend("_native_math", "plain matrix products, slow and always there", kernel="math"),
     AttentionBackend("_native_efficient", "trains, with masks too", GPU, kernel="efficient"),
-    AttentionBackend("_native_cudnn", MASKS_DOUBTFUL, AMPERE, kernel="cudnn"),
+    AttentionBackend("_native_cudnn", LENGTHS_DOUBTFUL, AMPERE, kernel="cudnn"),
     AttentionBackend(
         "flash", "trains; takes no mask", FLASH_ATTN, kernel="flash", refuses_masks=True
     ),
