@@ -22,7 +22,7 @@ from autotune.train.metrics import read_metrics
 from benchmarks.faults.strike import Work
 from tests.search.formula import by_formula
 from tests.search.machines import HARDWARE, make_plan, request, surroundings
-from tests.share.examples import several
+from tests.share.examples import record
 from tests.train.conftest import CPU, make_bench
 
 
@@ -38,7 +38,7 @@ def make_works(scratch: Path) -> dict[str, Work]:
     torch.set_num_threads(1)
     study.HEARTBEAT_SECONDS, study.GRACE_SECONDS = 1, 2  # a worker is dead after two seconds
     bench, source = make_bench(scratch / "bench"), Store(str(scratch / "own"))
-    source.add(*several(12))
+    source.add(*(record(search_seconds=60.0 + index) for index in range(12)))
     job: dict[str, Any] = {"num_steps": 4, "checkpointing_steps": 1, "preview_every": 2}
     job |= {"preview_steps": 1, "validation": "40%", "validation_every": 2, "keep_best": True}
 
