@@ -118,8 +118,8 @@ def with_dense_gradients(attend: Any) -> Any:
     """Return the attention function, whose outputs' gradients are made contiguous.
 
     torch runs cuDNN's plan of a backward pass again for queries, keys and values of the same shapes
-    and strides, whatever the gradient's (aten/src/ATen/native/cudnn/MHA.cpp, `MHACacheKeyWrapper`,
-    torch 2.11 to 2.14): FLUX.1, some of whose are parts of wider ones, got wrong ones on an H200.
+    and strides, whatever the strides of the output's gradient (aten/src/ATen/native/cudnn/MHA.cpp,
+    `MHACacheKeyWrapper`). In FLUX.1's single blocks that is a part of a wider tensor.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Predictions against what `truth` measured: `python benchmarks/gpu/compare.py FOLDER`.
 
 Needs no GPU: it predicts from the machine's profile and each row's work and settings, before any
-trial, and after the first of the same work, which then is not counted. It writes `compare.jsonl`.
+trial, and after the first of the same work, which then is not counted.
 """
 
 import json
@@ -127,7 +127,6 @@ def main() -> None:
     """Compare a folder's rows."""
     folder = Path(sys.argv[1])
     rows = list(compared(rows_of(folder)))
-    (folder / "compare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sys.stdout.write(text_of(rows))
 
 
