@@ -324,7 +324,7 @@ class Compile(Knob):
         is_old = not is_at_least(context.hardware.versions.torch or "2.13", "2.13")
         if candidate.compile != "off" and recomputes and is_old:
             # FLUX.1 with int8 and four images at a time took 62.6 GiB of an H200 instead of 20.
-            return "before torch 2.13 checkpoints save little in compiled blocks of a quantized model"
+            return "before torch 2.13 checkpoints save little in compiled, quantized blocks"
         return None
 
     def gradient_tolerance(self, choice: Choice) -> GradientTolerance | None:
