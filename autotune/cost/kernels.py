@@ -67,8 +67,9 @@ def kernel_for(
 
 
 @contextmanager
-def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
-    """Trace functions that the device fuses as the device runs them, within this context.
+def substitutes(kernel: str, rules: DeviceRules, *, dense: bool = False) -> Iterator[None]:
+    """Trace functions that the device fuses as the device runs them, within this context; with
+    `dense` gradients for cuDNN, as autotune's executor makes them.
 
     They are replaced by name, so not thread-safe: `backward` would suspend a torch function mode
     while it recomputes a checkpoint.
@@ -79,19 +80,17 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     if rules == "cuda":
         functions["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
         functions["dropout"] = _fused_dropout
-    norm_rope = KERNELS["compiled"]._replace(
-        forward=_joined_norm_rope, backward=_norm_rope_backward
-    )
+    fused = KERNELS["compiled"]._replace(forward=_joined_norm_rope, backward=_norm_rope_backward)
     converts = quantized_layers.CONVERTS_AS_IT_READS
-    native = ATTENTION_BACKENDS["native"]
+    native, copies = ATTENTION_BACKENDS["native"], dense and kernel == "cudnn"
     with (
         patch.multiple(functional, **functions) if functions else nullcontext(),
         patch.object(torch, "autocast", _autocast_of(torch.autocast)),
-        patch.dict(KERNELS, compiled=norm_rope),
+        patch.dict(KERNELS, compiled=fused),
         patch.dict(quantized_layers.PRODUCT_KERNELS, meta=_products_of(rules)),
         patch.dict(converts, meta=converts[rules]),
         patch.dict(attention_dispatch._AttentionBackendRegistry._backends),  # restored after it
-        attention_dispatch.attention_backend(native.diffusers_name(runs_cudnn=kernel == "cudnn")),
+        attention_dispatch.attention_backend(native.diffusers_name(runs_cudnn=copies)),
     ):
         yield
 

@@ -94,10 +94,12 @@ def trace_pass(
     *,
     autocast: torch.dtype | None = None,
     train: bool = True,
+    dense: bool = False,
 ) -> TracePass:
     """Trace a micro-batch of a transformer on the meta device, with all settings applied.
 
-    `kernel` is named as by `kernel_for`. Without `train` there is no backward pass.
+    `kernel` is named as by `kernel_for`, `dense` as by `substitutes`. Without `train` there is no
+    backward pass.
     """
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
@@ -110,8 +112,8 @@ def trace_pass(
     recorder.mark("before")
     blocks = family.blocks(transformer)
     casting = under_autocast(autocast) if autocast else nullcontext()
-    marking = _marking(blocks, recorder)
-    with substitutes(kernel, rules), casting, recorder, marking, torch.set_grad_enabled(train):
+    running, marking = substitutes(kernel, rules, dense=dense), _marking(blocks, recorder)
+    with running, casting, recorder, marking, torch.set_grad_enabled(train):
         if train:
             loss = denoising_loss(family, transformer, batch, noise, levels)
             saved_bytes = sum(size for segment in recorder.segments for _, size in segment.events)

@@ -374,13 +374,12 @@ class TracedModel:
         apply_recomputation(transformer, self.family, recomputed - selective, selective)
         if self.family.attention_layouts:
             use_kernels(transformer, self.family.attention_layouts, norm_rope)
-        # Others do not pad for it.
-        multiple = token_multiple(kernel) if self.overheads is None else 1
-        batch = self._batch(size, dtype, multiple)
+        own = self.overheads is None  # others neither pad for cuDNN nor copy what it reads
+        batch = self._batch(size, dtype, token_multiple(kernel) if own else 1)
         practice = self._practice(quantization)
         autocast = dtype if practice and practice.autocasts and precision != "fp32" else None
-        known = self.family, transformer, batch
-        return trace.trace_pass(*known, kernel, self.rules, autocast=autocast, train=train)
+        known = self.family, transformer, batch, kernel, self.rules
+        return trace.trace_pass(*known, autocast=autocast, train=train, dense=own)
 
     def _batch(self, size: int, dtype: torch.dtype, token_multiple: int = 1) -> Batch:
         """A batch on the meta device; if it needs a mask, captions differ in length."""

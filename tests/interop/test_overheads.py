@@ -32,10 +32,9 @@ def overheads_of(trainer):
 BUCKET = Bucket(width_px=512, height_px=512, num_frames=1, num_items=8)
 
 
-def cost_of(overheads=None):
-    work, family = workload_of("qwen-image", buckets=(BUCKET,)), FAMILIES["qwen-image"]
-    card = gpu("nvidia-h100-sxm")
-    return CostModel.build(card, work, family, TINY["qwen-image"], overheads=overheads)
+def cost_of(overheads=None, name="qwen-image"):
+    work, card = workload_of(name, buckets=(BUCKET,)), gpu("nvidia-h100-sxm")
+    return CostModel.build(card, work, FAMILIES[name], TINY[name], overheads=overheads)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +85,16 @@ def test_winners_fit_the_trainer_too(own):
     assert sum(failure is None for failure in failures) == 1
     assert refuse_beyond(ran, own, 0) == ran
     assert theirs.single_process().predict(SETTINGS).phases == own.predict(SETTINGS).phases
+
+
+def test_others_copy_no_gradient_for_cudnn():
+    def operations(kernel, overheads):
+        passed = cost_of(overheads, "flux1-dev").model.traced("bf16", "none", kernel, 1, 0)
+        return sum(sum(each.work.values()) for each in passed.backward)
+
+    for overheads, is_ours in ((None, True), (overheads_of("ai-toolkit"), False)):
+        plain, copying = (operations(kernel, overheads) for kernel in ("flash", "cudnn"))
+        assert (copying > plain) == is_ours
 
 
 @OLD_TORCH
