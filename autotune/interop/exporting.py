@@ -150,7 +150,7 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
     of_family = [one for one in trainer.models if one.family.name == family]
     if not of_family:
         names = ", ".join(dict.fromkeys(one.name for one in trainer.models))
-        message = f"{trainer.title} has no training of {family} that autotune knows"
+        message = f"autotune neither predicts nor writes {family} for {trainer.title}"
         raise InvalidInput(message, hint=f"it has {names}")
     if model is None:
         return of_family[0]
