@@ -72,4 +72,4 @@ def test_answers_fit_a_screen(evidence, number):
     assert max(len(answer), len(explain_lines(plan))) <= 15
     text = " ".join(" ".join(answer).split())
     assert plan.frozen.hardware.device_name in text
-    assert ("±" in text, "such ranges" in text) == (False, evidence == "predicted")
+    assert ("±" in text, "their ranges" in text) == (False, evidence == "predicted")
