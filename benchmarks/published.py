@@ -51,10 +51,14 @@ Families that were added later (`ADDED`) have these in addition:
     captions.
 25. * A step that by the prediction needs half as much again as its card has is not timed: more
     is offloaded than its source says.
+26. * Fizgig's nf4 is of what it adapts alone, with maxima in fp32, and a block's converted weights
+    stay for their backward pass (`beyond_nf4_bytes`).
 
 Readings that agree in model, trainer, shape, rank, weight format, checkpointing and value (to 1%)
-are one. Times are of other programs: by the datasheet each takes a factor of its own over the sum
-of its kernels, which is printed; the cost model has one for all (`STEP_OVER_KERNELS`).
+are one. All are predicted by a plain `autotune estimate`, too, which knows no other program: the
+model alone, its usual captions and the settings. Times are of other programs: by the datasheet each
+takes a factor of its own over the sum of its kernels, which is printed; the cost model has one for
+all (`STEP_OVER_KERNELS`).
 """
 
 import argparse
@@ -78,13 +82,15 @@ silence_libraries()
 
 import torch
 from diffusers.models.transformers import transformer_qwenimage
-from torch import Tensor
+from torch import Tensor, nn
 
+from autotune.cost.kernels import nf4_bytes
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import MATMUL_EFFICIENCY, STEP_OVER_KERNELS, Rates
 from autotune.interop.trainer import get_trainer
+from autotune.knobs.formats import NF4_BLOCK
 from autotune.machine.catalog import load_catalog, profile_of_gpu
-from autotune.models.family import Batch, Family
+from autotune.models.family import Batch, Family, build_on_meta
 from autotune.models.ltx2 import LTX2
 from autotune.models.resolve import ResolvedModel, resolve_model
 from autotune.plan.candidate import Candidate
@@ -245,13 +251,18 @@ LOCKS_SINCE = "2026-06"
 ADAFACTOR = {"bmaltais/kohya_ss issue#1288"}
 """Sources that name an optimizer which steps each tensor by itself, in a comment beside the figure.
 """
-ATTENTION = {"native-efficient": "_native_efficient", "cudnn": "_native_cudnn"}
+ATTENTION = {
+    "native-efficient": "_native_efficient",
+    "cudnn": "_native_cudnn",
+    "flash-attn-varlen-hub": "flash",
+}
 WHOLE_PIPELINE = {
     "residency": "keep",
     "text_encoder_device": "training",
     "text_encoder_quantization": "none",
     "text_encoder_streamed": "false",
 }
+PLAIN = "autotune estimate"
 FOUND_RESIDENT = ("F39",)
 """Rows that don't say whether the other models stay on the device; the program's code does."""
 
@@ -422,6 +433,22 @@ def copied_bytes_of(row: Row) -> int:
     return FUSED_PARAMETERS * element_bytes if fuses_projections(row) else 0
 
 
+def beyond_nf4_bytes(model: ResolvedModel) -> int:
+    """Of Fizgig's nf4, beyond ours (src/fizgig/families/quant.py 36-80 and zimage/driver.py 13,
+    src/fizgig/modules/nf4.py 59-67, 79 @5661e0a)."""
+    lists = model.family.find_block_lists(build_on_meta(model.family, model.config))
+    extra, kept = 0, [0]
+    for kind, block in ((kind, block) for kind, blocks in lists.items() for block in blocks):
+        layers = {n: m for n, m in block.named_modules() if isinstance(m, nn.Linear)}
+        sizes = {name: layer.weight.numel() for name, layer in layers.items()}
+        plain = {name for name in sizes if "refiner" in kind or "modulation" in name}
+        extra += sum(2 * sizes[name] - nf4_bytes(sizes[name]) for name in plain)
+        stored = [size for name, size in sizes.items() if name not in plain]
+        extra += sum(size // 2 + 4 * size // NF4_BLOCK - nf4_bytes(size) for size in stored)
+        kept.append(2 * (sum(stored) - max(stored, default=0)))
+    return extra + max(kept)
+
+
 def overheads_of(row: Row, model: str) -> Overheads | None:
     """Of a program that autotune knows as another trainer, as its table says; what stays on the
     device is rule 10's."""
@@ -534,7 +561,7 @@ def turned(x: Tensor, angles: Tensor, **_: bool) -> Tensor:
 def as_the_program(row: Row, model: ResolvedModel) -> Iterator[Family]:
     """The family as the row's program runs it."""
     family, ours = copy(model.family), transformer_qwenimage.apply_rotary_emb_qwen
-    if isinstance(family, LTX2):
+    if isinstance(family, LTX2) and row["trainer"] != PLAIN:
         family.__class__ = WithSound
     is_turned = row["trainer"] == "SimpleTuner" and NAMES[row["model"]] == "qwen-image"
     with patch.object(
@@ -589,6 +616,8 @@ def _predicted(row: Row, family: Family) -> "Reading":
         overheads=overheads_of(row, name),
     )
     beside = cost.resident_encoder_bytes + copied_bytes_of(row)
+    if row["trainer"] == "Fizgig" and candidate.quantization == "bnb-nf4":
+        beside += beyond_nf4_bytes(model)
     if row["vram_kind"] == WITH_VAE:
         beside += cost.model.vae_cost("bf16").weight_bytes
     encoders = 2 * sum(cost.model.parts.text_encoder_parameters)
@@ -822,6 +851,36 @@ def report_left_out(readings: Sequence[Reading]) -> None:
         )
 
 
+def report_plain(readings: Sequence[Reading]) -> None:
+    """How far a plain estimate is off, and how often what was published lies in its range."""
+    plain, seen = list[Reading](), set[tuple[str, ...]]()
+    for row in (one.row for one in readings if one.row["status"] != "OOM"):
+        same = row["trainer"], row["model"], row["vram_value"]
+        changes = {"trainer": PLAIN, "targets": targets_of(row)}
+        if same in seen:
+            changes["vram_value"] = ""
+        if row["source"] in ENCODES:
+            changes["source"] = ""
+        plain.append(predicted({**row, **changes}))
+        seen.add(same)
+    print("\nby a plain `autotune estimate`, whatever the program\n")
+    limits = {"time": TIME_SIGMAS, "memory": MEMORY_SIGMAS}
+    for what, (low, high) in limits.items():
+        errors = [getattr(one, f"{what}_error") for one in plain]
+        doubts = [
+            one.prediction.stated_time_uncertainty
+            if what == "time"
+            else one.prediction.memory_uncertainty
+            for one in plain
+        ]
+        told = [(e, d) for e, d in zip(errors, doubts, strict=True) if e is not None]
+        held = sum(low <= -math.log1p(error) / doubt <= high for error, doubt in told)
+        over = sum(-math.log1p(error) / doubt > high for error, doubt in told)
+        found = [error for error, _ in told]
+        print(f"{what:44}{summary(found):>34}  {signed(found)}")
+        print(f"{'':44}the range holds {held} of {len(told)}, {over} are above it")
+
+
 def quantiles(values: Iterable[float], *shares: float) -> list[float]:
     """The nearest values."""
     known = sorted(values)
@@ -872,6 +931,7 @@ def main() -> None:
     print("\nall of these")
     report_factors([*readings, *plain])
     report_left_out([*readings, *plain])
+    report_plain([*readings, *plain])
 
 
 if __name__ == "__main__":
