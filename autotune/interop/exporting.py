@@ -104,8 +104,7 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         message = f"{trainer.title} cannot do what the plan says: {error}"
         raise InvalidInput(message, hint=hint) from error
     differences = compare(planned, read, context)
-    told = (one for kind, one in lines if kind == "not_carried" and one.line)
-    lost = [f"{one.key}: {one.meaning}" for one in told]
+    lost = [f"{x.key}: {x.meaning}" for kind, x in lines if kind == "not_carried" and x.line]
     stored = str(read.get("quantization", "none"))
     overheads = trainer.overheads_of(written, known).text(stored)
     remarks = tuple(dict.fromkeys((*lost, *trainer.notes, overheads)))
@@ -150,7 +149,9 @@ def known_model(trainer: Trainer, family: str, model: ModelSpec | None = None) -
     of_family = [one for one in trainer.models if one.family.name == family]
     if not of_family:
         names = ", ".join(dict.fromkeys(one.name for one in trainer.models))
-        message = f"autotune neither predicts nor writes {family} for {trainer.title}"
+        key = family.replace("-", "").partition(".")[0]  # as they write LTX-2.3's: ltx2
+        why = next((f": {why}" for why, words in trainer.refuses.items() if key in words), "")
+        message = f"autotune neither predicts nor writes {family} for {trainer.title}{why}"
         raise InvalidInput(message, hint=f"it has {names}")
     if model is None:
         return of_family[0]
@@ -235,8 +236,7 @@ def _head_lines(
     is_planned_for = assumed is not None and assumed.program == trainer.name
     whose = f"As {trainer.title} takes memory, it" if is_planned_for else "autotune's own executor"
     seconds, gib = f"{expected.step_seconds:.3f} s", f"{expected.run_memory_bytes / 2**30:.2f} GiB"
-    read = f"whose keys were read at {trainer.version}"
-    yield f"Written by autotune for {trainer.title}, {read}, from the plan"
+    yield f"Written by autotune for {trainer.title}, keys as of {trainer.version}, from the plan"
     yield plan.digest
     yield f"{whose} is expected to take {seconds} a step and {gib} ({expected.evidence})."
     for kind, title in DIFFERENCE_KINDS.items():

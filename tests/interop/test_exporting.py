@@ -121,7 +121,7 @@ def test_adapters_beside_trained_one_are_told():
 @pytest.mark.parametrize(
     ("trainer", "family", "changes", "words"),
     [
-        ("ai-toolkit", "kandinsky5-image-lite", {}, "neither predicts nor writes kandinsky"),
+        ("ai-toolkit", "chroma", {}, "for ai-toolkit: a model that autotune has"),
         ("diffusers", "qwen-image", {"swapped_blocks": 8}, "swapped_blocks would be 0, not 8"),
         ("musubi", "qwen-image", {"modulation": "ahead"}, "modulation would be resident"),
         ("musubi", "qwen-image", {"quantization": "bnb-nf4"}, "like quantization bnb-nf4"),
