@@ -175,13 +175,6 @@ def reraise_oom() -> Iterator[None]:
         ) from error
 
 
-def _failed_import(error: BaseException | None) -> ImportError | None:
-    """Find the import that failed first: libraries wrap what an import raises."""
-    while error is not None and not isinstance(error, ImportError):
-        error = error.__cause__
-    return error
-
-
 # What an argument or a file may hold that Python's own functions refuse.
 UNUSABLE = {
     "text that is not Unicode": UnicodeError,
@@ -210,7 +203,10 @@ def explain_error(error: Exception) -> AutotuneError:
                 f"there is {what} in an argument, a name or a file: {first_line(error)}",
                 hint="AUTOTUNE_TRACEBACK=1 shows where it was read",
             )
-    if (absent := _failed_import(error)) is not None:
+    absent: BaseException | None = error
+    while absent is not None and not isinstance(absent, ImportError):
+        absent = absent.__cause__  # libraries wrap what an import raises
+    if absent is not None:
         return AutotuneError(
             f"the installation is broken: {first_line(absent)}",
             hint="pip install --upgrade lora-autotune; then see what is wrong: autotune doctor",

@@ -28,7 +28,8 @@ def main() -> None:
     _open_streams()
     sys.unraisablehook = _repeat_interrupt
     loudness, words = _split_loudness(sys.argv[1:])
-    only_predicts = _only_predicts(words)
+    named = any(word.partition("=")[0] == "--hardware" for word in words)
+    only_predicts = "compare" in words[:1] or (named and words[0] in ("plan", "estimate"))
     prepare_process(only_predicts=only_predicts)
     if only_predicts and words[0] != "compare":  # of one card
         gc.disable()  # it would look through all that is loaded for 2 of 15 s, and free 30 MiB
@@ -67,11 +68,6 @@ def _told_here(error: click.UsageError) -> str:
     if here := read_table("cli/other_names.yaml").get(name.replace("-", "_")):
         return f" Here it is {here}."
     return f" Options have dashes: --{name.replace('_', '-')}." if "_" in name else ""
-
-
-def _only_predicts(words: Sequence[str]) -> bool:
-    named = any(word.partition("=")[0] == "--hardware" for word in words)
-    return "compare" in words[:1] or (named and words[0] in ("plan", "estimate"))
 
 
 def _split_loudness(words: Sequence[str]) -> tuple[list[str], list[str]]:

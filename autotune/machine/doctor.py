@@ -62,10 +62,6 @@ class Gpu(Frozen):
         """Tell if CUDA 13 no longer supports the card."""
         return self.compute_capability is not None and self.compute_capability < CUDA_13
 
-    def runs_both(self, versions: Versions) -> bool:
-        """Tell if the card runs the installed torch and one for CUDA 13 as well."""
-        return not self.needs_cuda_12 and not lacks_code(versions, self.compute_capability)
-
 
 GPU: Facts = {
     name: (kind, *(query for query in queries if not query.startswith("torch:")))
@@ -182,7 +178,9 @@ def _check_torch(facts: DoctorFacts) -> Found:
             what = f"{old}: needs {minimum} or newer"
             fix = get if get.startswith("update") else f"update the driver; or {get}"
             yield "blocks", "driver-too-old", what, fix
-        elif cuda.startswith("12.") and all(gpu.runs_both(versions) for gpu in facts.gpus):
+        elif cuda.startswith("12.") and not any(
+            gpu.needs_cuda_12 or lacks_code(versions, gpu.compute_capability) for gpu in facts.gpus
+        ):
             what = f"{built} built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
             yield "note", "cuda-12", what, "driver 580 or newer runs CUDA 13 builds"
     if versions.torch is not None and not versions.has("torch", "2.11"):

@@ -114,7 +114,10 @@ def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
     for knob in filter(varied.__contains__, TITLES):
         own_value = getattr(frozen.settings, knob)
         values = [point.changes.get(knob, own_value) for point in points]
-        for value in _other_values(list(dict.fromkeys(values)), own_value):
+        others = [value for value in dict.fromkeys(values) if value != own_value]
+        if len(others) > MAX_VALUES and all(isinstance(value, int) for value in values):
+            others = [*nearest_numbers(others, own_value)]
+        for value in others:
             having = [p for p, its in zip(points, values, strict=True) if its == value]
             running = [p for p in having if p.runs]
             best = max(
@@ -128,10 +131,3 @@ def find_worths(plan: TrainingPlan, points: list[Point]) -> list[Worth]:
             more = best.run_memory_bytes - chosen.run_memory_bytes
             worths.append(Worth(knob, words, best, speed, more))
     return sorted(worths, key=lambda worth: (not worth.point.runs, worth.speed))
-
-
-def _other_values(values: list[Choice], current: Choice) -> list[Choice]:
-    others = [value for value in values if value != current]
-    if all(isinstance(value, int) for value in values) and len(others) > MAX_VALUES:
-        return [*nearest_numbers(others, current)]
-    return others

@@ -342,7 +342,8 @@ def serve(requests: Connection, log: str, limits: MemoryLimits) -> None:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     threading.Thread(target=_exit_with_parent, args=(Path(log).parent,), daemon=True).start()
-    require_preload()
+    if not getattr(sys.modules.get("autotune.search.preload"), "DONE", False):
+        importlib.import_module("autotune.search.preload")  # the fork server swallowed its failure
     state = worker.ChildState(report=lambda partial: requests.send(TrialFinished(result=partial)))
     is_capped = False
     while True:
@@ -382,13 +383,6 @@ def _exit_with_parent(scratch_folder: Path) -> None:
         connection.wait([parent.sentinel])
         shutil.rmtree(scratch_folder, ignore_errors=True)
         os._exit(1)
-
-
-def require_preload() -> None:
-    """Raise what the preload failed with, which the fork server has swallowed."""
-    preload = sys.modules.get("autotune.search.preload")
-    if not getattr(preload, "DONE", False):
-        importlib.import_module("autotune.search.preload")
 
 
 def cap_memory(limits: MemoryLimits) -> None:

@@ -35,10 +35,6 @@ MAIN_FILES = {
 }
 
 
-def lines_of(config):
-    return [*config.carried, *config.pinned, *config.decided, *config.not_carried]
-
-
 def lost(config):
     return {line.key: line.meaning for line in config.not_carried}
 
@@ -46,7 +42,8 @@ def lost(config):
 @pytest.mark.parametrize("name", MAIN_FILES)
 def test_every_setting_has_an_account(name):
     config = import_config(CONFIGS / name)
-    told = [line for line in lines_of(config) if line.line]
+    told = (*config.carried, *config.pinned, *config.decided, *config.not_carried)
+    told = [line for line in told if line.line]
     for line in told:
         words = (CONFIGS / line.file).read_text().splitlines()[line.line - 1]
         last = line.key.rpartition(".")[2].partition("[")[0]

@@ -116,10 +116,6 @@ def meant(name):
     return gpu_named(name).id
 
 
-def all_meant(error):
-    return {*error.message.partition(" any of ")[2].split(", ")} - {""}
-
-
 @given(
     st.sampled_from(IDS),
     st.lists(st.sampled_from([" ", "-", "_", "  "]), min_size=8, max_size=8),
@@ -142,7 +138,7 @@ def test_what_is_found_has_every_word(words):
     try:
         found = {meant(name)}
     except InvalidInput as error:
-        found = all_meant(error)
+        found = {*error.message.partition(" any of ")[2].split(", ")} - {""}
         assert len(found) != 1, "the one that it means"
     assert found <= {*holding}
 

@@ -29,10 +29,6 @@ def open_files():
     return {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
 
 
-def mapped_files():
-    return Path("/proc/self/maps").read_text()
-
-
 @each_loader
 def test_values_are_identical_to_the_bit(name, sharded, every_dtype):
     assert len(sharded.files) > 3
@@ -76,7 +72,7 @@ def test_left_streams_release_everything(name, sharded, stop_after):
     stream.close()
     gc.collect()
     assert open_files() <= before
-    assert str(sharded.path) not in mapped_files()
+    assert str(sharded.path) not in Path("/proc/self/maps").read_text()
 
 
 @each_loader
