@@ -51,7 +51,9 @@ def _place_of(site: Site, job: Job) -> str:
 @route("/jobs/{name}")
 def _show_job(site: Site, asked: Asked) -> Response:
     job = _find_job(site, asked)
-    return site.render("job.html", page=_page_of(job), **job_view(site, job))
+    pages = {"sample": "results", "weights": "results", "probe": "machine", "audit": "import"}
+    page = pages.get(job.words[0], job.words[0])
+    return site.render("job.html", page=page, **job_view(site, job))
 
 
 @route("/jobs/{name}/live")
@@ -71,11 +73,6 @@ def _find_job(site: Site, asked: Asked) -> Job:
     if job is None:
         raise InvalidInput("there is no such job", hint="it may have been removed")
     return job
-
-
-def _page_of(job: Job) -> str:
-    pages = {"sample": "results", "weights": "results", "probe": "machine", "audit": "import"}
-    return pages.get(job.words[0], job.words[0])
 
 
 def job_view(site: Site, job: Job) -> dict[str, Any]:
@@ -211,11 +208,11 @@ def _summary(folder: Path) -> dict[str, Any]:
         subject = reports.read_run(folder, 0)
     except AutotuneError:
         return row | {"picture": None}
-    view, report, steps = run_view(subject), subject.report, subject.steps
+    view, report, last = run_view(subject), subject.report, subject.steps.last
     row["model"] = subject.plan.frozen.workload.model.name
     expected = subject.plan.frozen.expected
-    if steps:
-        row["steps"] = f"{steps[-1].step} of {steps[-1].num_steps}"
+    if last:
+        row["steps"] = f"{last.step} of {last.num_steps}"
         row["loss"] = "{:.4f} → {:.4f}".format(*view["losses"])
         took, planned = view["step_seconds"], expected.step_seconds
         row["speed"] = f"{seconds_text(took)} (planned {seconds_text(planned)})"

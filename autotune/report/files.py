@@ -31,10 +31,10 @@ from autotune.report.page import Picture, Preview, Subject, build_page, has_plot
 from autotune.report.plan import settings_items
 from autotune.report.run import LOG_FILE, PAGE_FILE, report_lines
 from autotune.report.text import printable, titled_lines
-from autotune.system.files import is_inside, read_bounded, write_text_atomic
+from autotune.system.files import atomic_write, is_inside, read_bounded, write_text_atomic
 from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE, PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
-from autotune.train.metrics import METRICS_FILE, read_metrics
+from autotune.train.metrics import METRICS_FILE, Steps, read_metrics
 from autotune.weights.files import read_header
 from autotune.weights.hub import upload
 
@@ -42,7 +42,6 @@ MAX_PAGE_BYTES = 8 << 20  # of a run's report, too
 MAX_METRICS_BYTES = 64 << 20  # some 200,000 steps
 MAX_SUBJECTS = 8
 SUBJECTS = "name a plan file, or the output folder of `autotune train`"
-MAX_STEP = 10**9
 PICTURE_BYTES = 2 << 20  # of all runs on a page, in base64; plotly takes 4.8 MB
 PAGE_SHARE = 0.01  # of a run's time, at most, goes into its pages before the one at its end
 MAX_PREVIEWS = 48
@@ -81,10 +80,11 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     except (ArithmeticError, ValueError) as error:
         message = f"a file holds impossible numbers: {first_line(error)}"
         raise InvalidInput(message, hint="copy the file again from where it was made") from error
-    if len(page.encode()) > MAX_PAGE_BYTES:
+    if sum(map(len, page)) > MAX_PAGE_BYTES:
         raise InvalidInput("the page would be over 8 MiB", hint="show fewer at once")
     try:
-        write_text_atomic(target, page)
+        with atomic_write(target) as part, part.open("wb") as written:
+            written.writelines(page)
     except OSError as error:
         raise InvalidInput(f"cannot write {target}: {error.strerror}", hint=hint) from error
     return target
@@ -118,29 +118,20 @@ def read_run(folder: Path, picture_bytes: int = PICTURE_BYTES) -> Subject:
     if not file.exists():
         what = f"{folder} is not the output folder of a run: it has no {RUN_PLAN_FILE}"
         raise InvalidInput(what, hint=SUBJECTS)
-    plan = load_plan(file)
+    plan, metrics = load_plan(file), folder / METRICS_FILE
+    is_large = metrics.is_file() and metrics.stat().st_size > MAX_METRICS_BYTES
+    if is_large:
+        notes.append(f"{METRICS_FILE} is over {MAX_METRICS_BYTES >> 20} MiB and was left out.")
     return Subject(
         folder.resolve().name,
         plan,
         is_run=True,
         previews=_read_previews(folder, 2 * picture_bytes // 3, notes),
         comparisons=_read_comparisons(folder, plan.job.preview_titles, picture_bytes // 3, notes),
-        steps=_read_steps(folder / METRICS_FILE, notes),
+        steps=Steps.of(() if is_large else read_metrics(metrics, notes.append)),
         report=_read_report(folder / REPORT_FILE, notes),
         notes=notes,
     )
-
-
-def _read_steps(path: Path, notes: list[str]) -> Sequence[StepFinished]:
-    if path.is_file() and path.stat().st_size > MAX_METRICS_BYTES:
-        notes.append(f"{path.name} is over {MAX_METRICS_BYTES >> 20} MiB and was left out.")
-        return []
-    steps = read_metrics(path, notes.append)
-    limits = range(1, MAX_STEP + 1)
-    possible = [s for s in steps if s.step in limits and s.num_steps in limits and s.seconds > 0]
-    if number := len(steps) - len(possible):
-        notes.append(f"{path.name} holds {number} steps with impossible numbers: left out.")
-    return possible
 
 
 def _read_report(path: Path, notes: list[str]) -> RunReport | None:

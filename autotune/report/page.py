@@ -7,15 +7,17 @@ as `--blue`: `page.js` draws them, in light or dark, and has them read by keyboa
 import base64
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.resources import files
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from autotune.errors import InvalidInput
-from autotune.events import StepFinished, loss_change, smoothed
+from autotune.events import loss_change, smoothed
 from autotune.plan import candidate, prediction, words, workload
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.report import text
@@ -23,6 +25,7 @@ from autotune.report.plan import job_text, settings_items
 from autotune.report.points import Point, find_worths, name_of, nearest_beyond, points_of
 from autotune.report.run import adapter_lines, limit_text, missed_promises, phase_bytes
 from autotune.report.text import change_text, loss_text, memory_text, seconds_text
+from autotune.train.metrics import Steps
 
 WIDE_RATIO = 8.0  # largest over smallest value from which an axis is logarithmic
 SHOWN_BUDGET = 2.5  # times what is shown: a larger budget is not on the scale
@@ -88,7 +91,7 @@ class Subject:
     name: str
     plan: TrainingPlan
     is_run: bool = False
-    steps: Sequence[StepFinished] = ()
+    steps: Steps = field(default_factory=Steps)
     report: RunReport | None = None
     previews: Sequence[Preview] = ()
     comparisons: Sequence[tuple[str, Picture, Picture]] = ()  # a prompt without, with
@@ -132,22 +135,24 @@ def make_templates() -> Any:
     return templates
 
 
-def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
-    """Write a page that admits no script but its own, and no request. Raises InvalidInput."""
+def build_page(subjects: Sequence[Subject], autotune_version: str) -> list[bytes]:
+    """Write a page that admits no script but its own, and no request, in parts: plotly is nearly
+    all of it, and each copy as text took 9.6 MB of a run's memory. Raises InvalidInput."""
     if not has_plotly():
         hint = "install it: pip install 'lora-autotune[report]'"
         raise InvalidInput("charts are drawn by plotly, which is not installed", hint=hint)
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
     templates = make_templates()
-    script = f"{get_plotlyjs()}\n{templates.get_template('page.js').render()}"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    plotly = (files("plotly") / "package_data/plotly.min.js").read_bytes()
+    own = f"\n{templates.get_template('page.js').render()}".encode()
+    digest = hashlib.sha256(plotly)
+    digest.update(own)
+    encoded = base64.b64encode(digest.digest()).decode()
     views = [(plan_view(each), run_view(each) if each.is_run else None) for each in subjects]
-    page: str = templates.get_template("report.html").render(
-        views=views, version=autotune_version, script=Markup(script), digest=Markup(digest)
+    page = templates.get_template("report.html").render(
+        views=views, version=autotune_version, digest=encoded
     )
-    return page
+    before, tag, after = page.partition("<script>")
+    return [f"{before}{tag}".encode(), plotly, own, after.encode()]
 
 
 def _difference(promised: float | None, measured: float | None, digits: int = 1) -> str:
@@ -262,12 +267,11 @@ def run_view(subject: Subject) -> dict[str, Any]:
     steps, report, plan = subject.steps, subject.report, subject.plan
     expected, titles = plan.frozen.expected, plan.job.preview_titles
     view: dict[str, Any] = {"subject": subject, "report": report, "expected": expected}
-    if steps:
-        steady = steps[2:] or steps  # the first ones warm up
-        measured = statistics.median(step.seconds for step in steady)
+    if steps.last:
+        measured = statistics.median(steps.seconds[2:] or steps.seconds)  # without the warm-up
         measured = report.measured_step_seconds if report else measured
-        waits = statistics.fmean(step.data_seconds for step in steady)
-        losses = loss_change([step.loss for step in steps])
+        waits = statistics.fmean(steps.data_seconds[2:] or steps.data_seconds)
+        losses = loss_change(steps.loss)
         view["losses"] = (report.first_loss, report.final_loss) if report else losses
         view |= {"step_seconds": measured, "limit": limit_text(plan, measured, waits)}
     view["verdict"] = adapter_lines(report) if report and report.verdict else []
@@ -276,7 +280,7 @@ def run_view(subject: Subject) -> dict[str, Any]:
         own = expected.process_memory_bytes
         both = (phase_bytes(each, own) for each in (report.phases, report.expected_phases))
         view["phases"] = _bars(plan, *both)
-    view["charts"] = _run_charts(subject) if len(steps) > 1 else []
+    view["charts"] = _run_charts(subject) if len(steps.step) > 1 else []
     view["previews"] = [
         (titles[number] if number < len(titles) else f"prompt {number + 1}", list(pictures))
         for number, pictures in groupby(sorted(subject.previews), lambda each: each[0])
@@ -287,47 +291,45 @@ def run_view(subject: Subject) -> dict[str, Any]:
 
 def _run_charts(subject: Subject) -> list[tuple[str, Part]]:
     steps, frozen = subject.steps, subject.plan.frozen
-    numbers, losses = [float(step.step) for step in steps], [step.loss for step in steps]
-    smooth = list(zip(numbers, smoothed(losses), strict=True))
+    told: Callable[[float], str] = lambda loss: f"smoothed loss {loss_text(loss)}"  # noqa: E731
     lines = [
-        _trace("raw", _thinned(list(zip(numbers, losses, strict=True)))),
-        _trace("smooth", _thinned(smooth, lambda loss: f"smoothed loss {loss_text(loss)}")),
+        _trace("raw", _thinned(steps.step, steps.loss)),
+        _trace("smooth", _thinned(steps.step, smoothed(steps.loss), told)),
     ]
     title = "Loss of each step (thin) and smoothed (thick)."
-    charts = [("Loss", _chart(title, lines, _axis("step"), _axis("loss", losses)))]
+    charts = [("Loss", _chart(title, lines, _axis("step"), _axis("loss", steps.loss)))]
     if held_out := _held_out(steps):
         charts.append(("Held-out images", held_out))
 
     planned = frozen.expected.step_seconds
-    median = statistics.median(step.seconds for step in steps[2:] or steps)
-    hiccups = [step.seconds - median for step in steps if step.seconds > HICCUP * median]
+    median = statistics.median(steps.seconds[2:] or steps.seconds)
+    hiccups = [seconds - median for seconds in steps.seconds if seconds > HICCUP * median]
     number = f"{len(hiccups)} hiccup{'s' * (len(hiccups) != 1)}"
     slow = f"{number} (over {HICCUP:.0f} times the median of {seconds_text(median)})"
     cost = f", {seconds_text(sum(hiccups))} lost to them" if hiccups else ""
-    seconds = [(at, step.seconds) for at, step in zip(numbers, steps, strict=True)]
 
     def took(seconds: float) -> str:
         return f"{seconds_text(seconds)}, {seconds / planned:.3g} times the plan"
 
     times = _chart(
         f"Seconds of each step, the slowest of neighbors. {slow}{cost}.",
-        [_trace("smooth", _thinned(seconds, took, max))],
+        [_trace("smooth", _thinned(steps.step, steps.seconds, took, max))],
         _axis("step"),
         _axis("seconds", suffix=" s", from_zero=True),
         [("y", planned, f"planned {seconds_text(planned)}")],
     )
 
     promise, budget = frozen.expected.run_memory_bytes, frozen.hardware.budget_bytes
-    sizes = [step.memory_bytes for step in steps]
-    unit, suffix = _memory_unit([promise, *sizes])
+    largest = max(promise, *steps.memory_bytes)
+    unit, suffix = _memory_unit([largest])
     rules: list[Rule] = [("y", promise / unit, f"promised {memory_text(promise)}")]
     far = f" The budget, {memory_text(budget)}, is far above."
-    if budget <= SHOWN_BUDGET * max(promise, *sizes):
+    if budget <= SHOWN_BUDGET * largest:
         rules, far = [*rules, ("y", budget / unit, f"budget {memory_text(budget)}")], ""
-    held = list(zip(numbers, (size / unit for size in sizes), strict=True))
+    held = _thinned(steps.step, steps.memory_bytes, lambda size: f"{memory_text(size)} held", max)
     memory = _chart(
         f"Memory that is held between steps, and what is promised for the whole run.{far}",
-        [_trace("smooth", _thinned(held, lambda size: f"{memory_text(size * unit)} held", max))],
+        [_trace("smooth", [(at, size / unit, label) for at, size, label in held])],
         _axis("step"),
         _axis("memory", suffix=suffix),
         rules,
@@ -335,18 +337,20 @@ def _run_charts(subject: Subject) -> list[tuple[str, Part]]:
     return [*charts, ("Step time", times), ("Memory", memory)]
 
 
-def _held_out(steps: Sequence[StepFinished]) -> Part | None:
-    points = [(float(s.step), s.validation_loss) for s in steps if s.validation_loss is not None]
-    bases = [s.base_validation_loss for s in steps if s.base_validation_loss is not None]
-    if not points or not bases:
+def _held_out(steps: Steps) -> Part | None:
+    known = [at for at, loss in enumerate(steps.validation_loss) if not math.isnan(loss)]
+    bases = [base for base in steps.base_validation_loss if not math.isnan(base)]
+    if not known or not bases:
         return None
-    base, lowest = bases[-1], min(points, key=lambda point: point[1])
+    numbers = [steps.step[at] for at in known]
+    losses = [steps.validation_loss[at] for at in known]
+    base, lowest = bases[-1], min(zip(numbers, losses, strict=True), key=lambda each: each[1])
 
     def words(loss: float) -> str:
         return f"{loss_text(loss)}, {change_text(loss / base - 1, 1) if base > 0 else '-'}"
 
-    [best] = _thinned([lowest], words)
-    read = sorted({*_thinned(points, words), best})
+    [best] = _thinned(lowest[:1], lowest[1:], words)
+    read = sorted({*_thinned(numbers, losses, words), best})
     lines = [
         _trace("smooth", [(at, loss, "") for at, loss, _ in read]),
         _trace("measured", [point for point in read if point != best]),
@@ -395,14 +399,15 @@ def _trace(look: str, points: Sequence[Reading], name: str | None = None) -> Par
 
 
 def _thinned(
-    points: Sequence[tuple[float, float]],
+    steps: Sequence[float],
+    values: Sequence[float],
     words: Callable[[float], str] | None = None,
     keep: Callable[[Sequence[float]], float] = lambda values: values[-1],
 ) -> list[Reading]:
     # At most `MAX_POINTS`: the last step of neighbors, and what to keep of their values.
-    size = -(-len(points) // MAX_POINTS)
-    chunks = [points[start : start + size] for start in range(0, len(points), max(1, size))]
-    kept = [(chunk[-1][0], keep([y for _, y in chunk])) for chunk in chunks]
+    size = -(-len(steps) // MAX_POINTS)
+    chunks = [slice(start, start + size) for start in range(0, len(steps), max(1, size))]
+    kept = [(steps[chunk][-1], keep(values[chunk])) for chunk in chunks]
     return [(step, y, f"step {step:.0f}: {words(y)}" if words else "") for step, y in kept]
 
 

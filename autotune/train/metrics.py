@@ -1,17 +1,19 @@
 """Metrics of a run: a line of `metrics.jsonl` per step, and a tracker's curves."""
 
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from autotune.errors import InvalidInput, first_line
 from autotune.events import Event, OnEvent, RunStarted, StepFinished
-from autotune.system.files import open_regular, write_text_atomic
+from autotune.system.files import atomic_write, open_regular
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
@@ -24,6 +26,7 @@ CURVES = (
 
 MAX_LINE_BYTES = 1 << 16
 MAX_NUMBER = 1e100  # far beyond any measurement; sums of smaller numbers are finite
+STEPS = range(1, 10**9)
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Metrics:
         on_warning: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.path = path = folder / METRICS_FILE
-        earlier = [event for event in read_metrics(path) if event.step <= resumed_at]
-        write_text_atomic(path, "".join(_line(event) for event in earlier))
+        with atomic_write(path) as part, part.open("w", encoding="utf-8") as kept:
+            kept.writelines(_line(step) for step in read_metrics(path) if step.step <= resumed_at)
         self._file = path.open("a", encoding="utf-8")
         self._on_warning = on_warning
         self._tracker = Tracker()
@@ -91,26 +94,49 @@ class Metrics:
             self._tracker.log(known, event.step)
 
 
+class Steps(NamedTuple):
+    """The last step of a log, and numbers of all: one may have 200,000, each 1.5 KB as an object.
+    What is unknown is NaN."""
+
+    last: StepFinished | None = None
+    step: Sequence[float] = ()
+    loss: Sequence[float] = ()
+    validation_loss: Sequence[float] = ()
+    base_validation_loss: Sequence[float] = ()
+    seconds: Sequence[float] = ()
+    data_seconds: Sequence[float] = ()
+    memory_bytes: Sequence[float] = ()
+    gpu_utilization: Sequence[float] = ()
+
+    @classmethod
+    def of(cls, events: Iterable[StepFinished]) -> Self:
+        last, columns = None, {name: array("d") for name in cls._fields[1:]}
+        for last in events:
+            for name, column in columns.items():
+                value = getattr(last, name)
+                column.append(math.nan if value is None else value)
+        return cls(last, **columns)
+
+
 def read_metrics(
     path: Path, on_damage: Callable[[str], None] = lambda text: None
-) -> list[StepFinished]:
+) -> Iterator[StepFinished]:
     """Read the steps up to the first damaged line, and tell `on_damage` unless a kill cut it."""
-    events: list[StepFinished] = []
+    number = 1
     try:
         with open_regular(path) as lines:
             while line := lines.readline(MAX_LINE_BYTES):
                 if (event := _step_in(line)) is None:
                     is_part = line.startswith(b"{") and not line.endswith(b"\n")
                     if not is_part or lines.read(1):
-                        where = f"{path.name} is damaged in line {len(events) + 1}"
+                        where = f"{path.name} is damaged in line {number}"
                         on_damage(f"{where}: no step from there on is known.")
                     break
-                events.append(event)
-    except FileNotFoundError:
-        pass
+                yield event
+                number += 1
     except OSError as error:
-        on_damage(f"{path.name} cannot be read: {error.strerror}.")
-    return events
+        if not isinstance(error, FileNotFoundError):
+            on_damage(f"{path.name} cannot be read: {error.strerror}.")
 
 
 def _step_in(line: bytes) -> StepFinished | None:
@@ -119,7 +145,8 @@ def _step_in(line: bytes) -> StepFinished | None:
     except (ValueError, RecursionError):
         return None
     numbers = filter(None, (getattr(event, name) for name in CURVES))
-    return event if max(map(abs, numbers), default=0) <= MAX_NUMBER else None
+    is_possible = event.step in STEPS and event.num_steps in STEPS and event.seconds > 0
+    return event if is_possible and max(map(abs, numbers)) <= MAX_NUMBER else None
 
 
 def _line(event: StepFinished) -> str:

@@ -27,7 +27,7 @@ from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system import files, process
 from autotune.train import folder, sample
 from autotune.train.loop import TrainingLoop
-from autotune.train.metrics import Metrics, read_metrics
+from autotune.train.metrics import Metrics, Steps, read_metrics
 from autotune.train.model import TrainingModel, eager_eval, load_model, save_trained
 from autotune.train.monitor import NUM_WARMUP_STEPS, Monitor
 from autotune.train.prepare import PreparedRun, RunInputs, prepare
@@ -358,17 +358,17 @@ class _Run:
         self, loop: TrainingLoop, verdict: AdapterVerdict | None, kept_step: int, seconds: float
     ) -> RunReport:
         monitor = self.monitor
-        steps = read_metrics(loop.metrics.path) if loop.metrics else []  # memory keeps none of them
-        own = [step for step in steps if step.step > loop.first_step]
-        steady = own[NUM_WARMUP_STEPS:] or own or steps
-        seconds_each = sorted(step.seconds for step in steady) or [0.0]
+        steps = Steps.of(read_metrics(loop.metrics.path) if loop.metrics else ())
+        first = sum(step <= loop.first_step for step in steps.step)
+        steady = first + NUM_WARMUP_STEPS
+        seconds_each = sorted(steps.seconds[steady:] or steps.seconds) or [0.0]
         rare = len(seconds_each) // 20  # outliers; steps of longer captions count as they are
         step_seconds = statistics.fmean(seconds_each[rare : len(seconds_each) - rare])
-        first_loss, final_loss = events.loss_change([step.loss for step in steps])
-        waits = statistics.fmean([step.data_seconds for step in steady] or [0.0])
+        first_loss, final_loss = events.loss_change(steps.loss)
+        waits = statistics.fmean(steps.data_seconds[steady:] or steps.data_seconds or [0.0])
         expected, forecast = self.plan.frozen.expected, self.plan.frozen.forecast
         speed = loop.order.effective_batch_size / step_seconds if step_seconds else 0.0
-        utilization = [step.gpu_utilization for step in own if step.gpu_utilization is not None]
+        utilization = [share for share in steps.gpu_utilization[first:] if not math.isnan(share)]
         return RunReport(
             plan_digest=self.plan.digest,
             num_steps=loop.num_steps,

@@ -189,7 +189,11 @@ def make_readers() -> dict[str, Reader]:  # noqa: PLR0915
         ),
         "model-config": ("config.json", [b'{"num_layers": 4, "axes": [1, 2]}'], read_config),
         "report": ("report.json", [b'{"num_steps": 3}'], lambda path: read_report(path.parent)),
-        "metrics": ("metrics.jsonl", [b'{"step": 1, "loss": 0.5}\n' * 2], read_metrics),
+        "metrics": (
+            "metrics.jsonl",
+            [b'{"step": 1, "loss": 0.5}\n' * 2],
+            lambda path: [*read_metrics(path)],
+        ),
         "captions": (
             "metadata.jsonl", [b'{"file_name": "a.png", "text": "a cat"}\n'], folder_of,
         ),

@@ -2,6 +2,7 @@
 
 import base64
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_run_page_lies_in_its_folder(run):
     text = (run / PAGE_FILE).read_text()
     assert text.count('<img src="data:image/') == 4
     assert len(text) < 8e6
+
+
+def test_long_runs_take_little_more_memory(run):
+    lines = [step.model_dump_json() + "\n" for step in steps_of(6000, 6000)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    tracemalloc.start()
+    page = autotune.report(run)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "step 6000: " in page.read_text()
+    assert peak < 13e6
 
 
 def test_damaged_folder_has_a_page(run):

@@ -67,7 +67,7 @@ def test_retries_are_recorded_and_survived(bench, tmp_path):
     loop = bench.loop(bench.plan(num_steps=2), tmp_path, monitor=monitor)
     (warning,) = loop.warnings
     assert "the allocator ran out of memory and started over" in warning
-    row = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    *_, row = read_metrics(tmp_path / "metrics.jsonl")
     assert (row.step, row.reserved_bytes, row.allocator_retries) == (2, 20 * GIB, 1)
 
 
@@ -263,7 +263,7 @@ def test_unwritable_curves_end_no_run(tmp_path, is_there):
     metrics.close()
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=10)  # what it raises later would be the next test's
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    assert len([*read_metrics(tmp_path / "metrics.jsonl")]) == 2
     assert len(warnings) <= 1
     assert all("no more curves" in warning for warning in warnings)
 
@@ -278,4 +278,4 @@ def test_killed_records_are_continued(tmp_path):
     second = Metrics(tmp_path, resumed_at=2, report_to="none")
     second.add(finished_step(3))
     second.close()
-    assert read_metrics(path) == [finished_step(1), finished_step(2), finished_step(3)]
+    assert [*read_metrics(path)] == [finished_step(1), finished_step(2), finished_step(3)]

@@ -61,7 +61,7 @@ class Nodes:
 
     def wait_for_step(self, step, started):
         deadline = time.monotonic() + 300
-        while len(read_metrics(self.output(0) / "metrics.jsonl")) < step:
+        while len([*read_metrics(self.output(0) / "metrics.jsonl")]) < step:
             assert all(process.is_alive() for process in started), self.log()
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -96,7 +96,7 @@ def test_local_processes_learn_as_one(bench, tmp_path):
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     stopped = subprocess.Popen(command, **pipes)
     deadline = time.monotonic() + 300
-    while len(read_metrics(output / "metrics.jsonl")) < 3:
+    while len([*read_metrics(output / "metrics.jsonl")]) < 3:
         assert stopped.poll() is None, stopped.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -50,7 +50,7 @@ def test_any_kills_end_alike(bench, tmp_path, monkeypatch, schedule):
     job = {"num_steps": STEPS, "lr_scheduler": schedule, "caption_dropout": 0.1}
     job |= {"validation": "40%", "validation_every": 2, "keep_best": True}
     whole = bench.loop(bench.plan(**job, checkpointing_steps=1), tmp_path, held_out=2)
-    expected = read_metrics(tmp_path / "metrics.jsonl")
+    expected = [*read_metrics(tmp_path / "metrics.jsonl")]
     assert [event.validation_loss is not None for event in expected] == [False, True] * 2
 
     @settings(max_examples=3)

@@ -58,7 +58,7 @@ def train(
                    "--steps", str(num_steps), *(["--resume"] * resume)]  # fmt: skip
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
         while process.poll() is None and evidence.left() > 5:
-            if how is not None and len(read_metrics(output / METRICS_FILE)) >= after:
+            if how is not None and len([*read_metrics(output / METRICS_FILE)]) >= after:
                 process.send_signal(how)
                 break
             time.sleep(0.5)
@@ -70,7 +70,7 @@ def train(
     tail = log.read_text()[-300:] if status else ""
     evidence.row("start", resumed=resume, sent=how.name if how else None, status=status, log=tail,
                  seconds=time.monotonic() - started,
-                 recorded_steps=len(read_metrics(output / METRICS_FILE)))  # fmt: skip
+                 recorded_steps=len([*read_metrics(output / METRICS_FILE)]))  # fmt: skip
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     train(evidence, plan_file, output, num_steps, after=third, how=signal.SIGKILL, resume=False)
     train(evidence, plan_file, output, num_steps, after=2 * third, how=signal.SIGTERM, resume=True)
     train(evidence, plan_file, output, num_steps, after=0, how=None, resume=True)
-    steps = read_metrics(output / METRICS_FILE)
+    steps = [*read_metrics(output / METRICS_FILE)]
     evidence.row("steps", seconds=[step.seconds for step in steps],
     losses=[step.loss for step in steps],
                  memory_bytes=[step.memory_bytes for step in steps])  # fmt: skip

@@ -7,6 +7,7 @@ from autotune.events import StepFinished
 from autotune.plan.file import load_plan, with_job
 from autotune.plan.plan import RunReport
 from autotune.report.page import Picture, Subject
+from autotune.train.metrics import Steps
 
 FOLDER = Path(__file__).parents[2] / "search/golden"
 
@@ -67,7 +68,7 @@ def run_subject(*, finished=True, prompt="a red heart"):
         name="first-run",
         is_run=True,
         plan=plan,
-        steps=steps_of(100 if finished else 40),
+        steps=Steps.of(steps_of(100 if finished else 40)),
         report=run_report(plan) if finished else None,
         previews=tuple((0, step, picture) for step in (25, 50)),
         comparisons=((prompt, picture, picture),) if finished else (),

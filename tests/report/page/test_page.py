@@ -34,10 +34,6 @@ class Outline(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
-def page_of(*subjects):
-    return Outline(build_page(subjects, "0.1.0"))
-
-
 def chosen_of(points):
     (chosen,) = [point for point in points if point.is_chosen]
     return chosen
@@ -45,7 +41,7 @@ def chosen_of(points):
 
 @pytest.mark.parametrize("subject", [plan_subject(), run_subject(), run_subject(finished=False)])
 def test_a_page_is_whole_by_itself(subject):
-    text = build_page([subject], "0.1.0")
+    text = b"".join(build_page([subject], "0.1.0")).decode()
     tags = Outline(text).tags
     outside = {"link", "iframe", "object", "embed", "base", "form", "a"}
     assert not outside & {tag for tag, _ in tags}
@@ -84,7 +80,7 @@ def test_texts_become_no_markup():
     run = replace(
         run, name=HOSTILE, notes=(HOSTILE,), report=run.report.changed(warnings=(HOSTILE,))
     )
-    found = page_of(hostile_plan(), run)
+    found = Outline(b"".join(build_page([hostile_plan(), run], "0.1.0")).decode())
     assert [attrs.get("class") for _, attrs in found.tags].count("subject") == 2
     assert sum(tag == "script" for tag, _ in found.tags) == 1
     assert not [attrs for _, attrs in found.tags if any(name.startswith("on") for name in attrs)]
