@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
 from tests.fakegpu.numbers import as_places
@@ -78,6 +78,22 @@ class Counted(TorchFunctionMode):
                 own.copy_(changed)
             return args[0]
         return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, found)
+
+
+def compile_uncounted(*args: Any, **named: Any) -> Callable[..., Any]:
+    """Compile as torch does; within it no mode is on, for which it would compile until it stops."""
+    compiled = COMPILE(*args, **named)
+
+    def call(*inputs: Any) -> Any:
+        if not _len_torch_function_stack():  # as in the thread of the backward pass
+            return compiled(*inputs)
+        with _pop_mode_temporarily():
+            return compiled(*inputs)
+
+    return call
+
+
+COMPILE, torch.compile = torch.compile, compile_uncounted
 
 
 def _converted(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
