@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
 from tests.fakegpu.numbers import as_places
@@ -82,10 +82,11 @@ class Counted(TorchFunctionMode):
 
 def compile_uncounted(*args: Any, **named: Any) -> Callable[..., Any]:
     """Compile as torch does; within it no mode is on, for which it would compile until it stops."""
-    compiled = COMPILE(*args, **named)
+    compiled: Any = COMPILE(*args, **named)
 
     def call(*inputs: Any) -> Any:
-        if not _len_torch_function_stack():  # as in the thread of the backward pass
+        # There is none in the thread of the backward pass.
+        if _get_current_function_mode() is None:  # type: ignore[no-untyped-call]
             return compiled(*inputs)
         with _pop_mode_temporarily():
             return compiled(*inputs)

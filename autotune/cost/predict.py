@@ -25,8 +25,8 @@ from autotune.plan.plan import EncoderGpu, Reason
 from autotune.plan.prediction import Overheads, Prediction, StepTime, SwapPractice
 from autotune.plan.workload import Workload
 
-# What compiled blocks leave of elementwise kernels' time (.14 to .33 of the bytes) and of the host's
-# (.57 to .89): blocks of three models, compiled for sm_80 to sm_120 (benchmarks/kernels.py).
+# What compiled blocks leave of the time of elementwise kernels (.14 to .33 of their bytes) and of
+# the host (.57 to .89): blocks of three models for sm_80 to sm_120 (benchmarks/kernels.py).
 ELEMENTWISE_SHARE, HOST_SHARE = 0.3, 0.65
 # Per adapter parameter and step: gradient cast, clipping, AdamW's states, copy back.
 OPTIMIZER_BYTES_MOVED = 52

@@ -345,7 +345,7 @@ def _pack(modules: Iterable[nn.Module]) -> None:
     held += [(state, "absmax") for state in states if state]  # scales of bitsandbytes
     offsets, num_bytes = region_offsets(getattr(*each).nbytes for each in held)
     if num_bytes:
-        torch.cuda.empty_cache()  # else it may take a part of a segment that no layer fits into then
+        torch.cuda.empty_cache()  # else it splits a segment that layers would arrive in
         region = torch.empty(num_bytes, dtype=torch.uint8, device=held[0][0].device)
     for (holder, name), offset in zip(held, offsets, strict=True):
         tensor = getattr(holder, name)
