@@ -239,7 +239,6 @@ class CostModel:
             self._prepare(group)
 
     def _all_but_depth(self, candidate: Candidate) -> tuple[object, ...]:
-        """Equal for candidates that are composed of the same tables."""
         others = (value for name, value in candidate if name not in BLOCK_COUNTS)
         recomputed = candidate.checkpointed_blocks + candidate.selective_blocks
         kinds = candidate.checkpointed_blocks > 0, candidate.selective_blocks > 0

@@ -22,6 +22,9 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Overheads
 
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
+# In fixed segments a whole model wastes more than a short pass: at most, of 33 at full size
+# (benchmarks/allocator_truth.py).
+FIXED_WASTE = 1.36
 SHARED_BY = 16  # blocks whose small tensors share segments: more would change nothing
 
 Pair = tuple[float, float]
@@ -69,7 +72,6 @@ class PassTables:
 
     @property
     def _sees_pictures(self) -> bool:
-        """Tell if previews encode pictures."""
         return bool(self.workload.num_control_images) or self.model.family.starts_from_picture
 
     def rates_of(self, choice: PassChoice) -> timing.Rates:
@@ -199,7 +201,8 @@ class PassTables:
         traced_size = max(one for one in (1, *TRACED_SIZES) if one <= size)
         traced = choice._replace(micro_batch_size=traced_size)
         fixed_bytes, saved_share = self._waste(traced, allocator, recomputed)
-        return fixed_bytes * size / traced_size + saved_share * saved_bytes
+        wasted = fixed_bytes * size / traced_size + saved_share * saved_bytes
+        return wasted if allocator == "expandable" else FIXED_WASTE * wasted
 
     def _find_waste(self, choice: PassChoice, allocator: str, recomputed: int) -> Pair:
         traced = self._trace(choice, choice.micro_batch_size, recomputed)

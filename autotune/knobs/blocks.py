@@ -53,7 +53,6 @@ def apply_recomputation(
 
 
 def _keep_attention() -> tuple["_OnAttention", "_OnAttention"]:
-    """The two contexts of one block that `torch.utils.checkpoint.checkpoint` takes."""
     kept: deque[tuple[Any, ...]] = deque()  # the results of each attention that ran, in order
 
     def run_and_keep(operation: Any, args: Any, kwargs: Any) -> Any:

@@ -380,7 +380,6 @@ def _spread(numbers: Integers) -> Integers:
 
 
 def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
-    """Mixtures that use the same means, and so have the same terms in calibration."""
     whole, selective, swapped = (mixtures.numbers > 0).T
     means = (whole | selective) + 2 * selective + 4 * swapped
     for value in np.unique(means):
