@@ -24,7 +24,7 @@ from autotune.plan.prediction import Overheads
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
 # In fixed segments a whole model wastes more than a short pass: at most, of 33 at full size
 # (benchmarks/allocator_truth.py).
-FIXED_WASTE = 1.36
+FIXED_WASTE = 1.4
 SHARED_BY = 16  # blocks whose small tensors share segments: more would change nothing
 
 Pair = tuple[float, float]
