@@ -1,11 +1,11 @@
-"""Whole runs of every family on one of the machines that are least alike; slow: on another."""
+"""Whole runs of every family, each on one of the machines (all: benchmarks/every_value.py)."""
 
 import pytest
 
 from autotune.machine.probe import probe
 from autotune.models.registry import FAMILIES, get_family
 from autotune.plan.candidate import Candidate
-from autotune.train import model
+from autotune.train import loop, model
 from autotune.train.run import train
 from tests.fakegpu.numbers import DecisiveNumbers
 from tests.small import shortest_clip
@@ -25,16 +25,13 @@ PHASES = {"caching", "loading", "training", "previews", "saving"}
 
 @pytest.mark.parametrize(
     ("name", "machine"),
-    [
-        pytest.param(name, MACHINES[(number + turn) % len(MACHINES)], marks=marks)
-        for number, name in enumerate(FAMILIES)
-        for turn, marks in ((0, ()), (2, pytest.mark.slow))
-    ],
+    [(name, MACHINES[number % len(MACHINES)]) for number, name in enumerate(FAMILIES)],
 )
 def test_run_ends_and_leaves_nothing_behind(
     name, machine, pipeline, tmp_path, standin, monkeypatch
 ):
     monkeypatch.setattr(model.ErrorMeter, "result", lambda _: None)  # of what no kernel computed
+    monkeypatch.setattr(loop, "EVALUATION_STEPS", 1)
     family, hardware, changes = get_family(name), probe(), dict(SETTINGS[machine])
     if family.modulation is None:
         changes.pop("modulation", None)

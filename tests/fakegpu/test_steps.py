@@ -154,7 +154,7 @@ def test_cudnn_gets_dense_gradients(name, machine, changes, pipeline, monkeypatc
     assert all(are_dense)
 
 
-@pytest.mark.parametrize("machine", ["4090,4090"])
+@pytest.mark.parametrize("machine", ["2080-ti,4090"])
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

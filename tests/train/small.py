@@ -5,7 +5,7 @@ from autotune.data.items import make_options
 from autotune.events import StepFinished
 from autotune.machine.probe import probe
 from autotune.models.resolve import resolve_model
-from autotune.plan.candidate import Candidate
+from autotune.plan.candidate import CachingSettings, Candidate
 from autotune.plan.job import ModelRef
 from autotune.plan.workload import WorkloadRequest
 from autotune.train.workload import describe_workload
@@ -35,12 +35,14 @@ def make_plan(
     settings=SETTINGS,
     num_processes=1,
     strategy=None,
+    caching=None,
     resolution_px=RESOLUTION_PX,
     **job,
 ):
     resolved, num_frames = resolve_model(ModelRef.of(model)), job.get("num_frames", 1)
-    learning = {"num_frames": num_frames, "rank": 2, "effective_batch_size": 4}
-    wishes = WorkloadRequest(resolution=(resolution_px, resolution_px), **learning)
+    learning = {"num_frames": num_frames, "rank": 2, "optimizer": settings.optimizer}
+    size = {"resolution": (resolution_px, resolution_px), "effective_batch_size": 4}
+    wishes = WorkloadRequest(**size, **learning)
     dataset = read_dataset(images, make_options(job, resolved.family, num_frames))
     workload = describe_workload(resolved, dataset, wishes)
     strategy = strategy or ("ddp" if num_processes > 1 else "single")
@@ -61,6 +63,7 @@ def make_plan(
         planned={"num_processes": num_processes, "strategy": strategy},
         expected={"step_seconds": 0.1, "peak_memory_bytes": 2**20, "process_memory_bytes": 2**20},
         search_seconds=0.0,
+        caching=caching or CachingSettings(),
     )
 
 
