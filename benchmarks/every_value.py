@@ -14,11 +14,13 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import autotune.search.preload  # noqa: F401  # before diffusers, as trials do
 from autotune.cost.predict import CostModel, choice_of
@@ -31,16 +33,12 @@ from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate
 from autotune.plan.job import ModelRef
-from autotune.train import loop, model
-from autotune.train.run import train
 from tests.fakegpu import test_steps
 from tests.fakegpu.conftest import StandIn, in_fork
-from tests.fakegpu.numbers import DecisiveNumbers
-from tests.fakegpu.test_families import MACHINES, PHASES, TABLES_BYTES
-from tests.small import shortest_clip, write_small
-from tests.train.small import make_plan
+from tests.fakegpu.test_families import FIRST, MACHINES, judge_nothing, plan_for, run_and_resume
+from tests.small import write_small
 
-FIRST = {"micro_batch_size": 1, "checkpointed_blocks": 1}
+USUAL = Candidate.model_validate(FIRST)
 WAYS_TO_CACHE: tuple[dict[str, Any], ...] = (
     {},
     {"text_encoder_device": "cpu"},
@@ -49,7 +47,14 @@ WAYS_TO_CACHE: tuple[dict[str, Any], ...] = (
     {"text_encoder_streamed": True},
     {"vae_device": "cpu"},
 )
-hardware = cache(probe)  # of the process; another look finds other free memory: another plan
+# Pinned kernels that take no mask, or none of a small pipeline's lengths: runs say so.
+NO_KERNEL = {
+    "kandinsky5-image-lite": "_native_cudnn",
+    "kandinsky5-video-lite": "_native_cudnn",
+    "ltx-2.3": "_native_cudnn",
+    "krea-2": "_native_flash",
+    "minimax-h3": "_native_flash",
+}
 WINDOWS = {"modulation.py", "tensors.py"}  # where modulations ahead wait when one begins
 
 
@@ -59,9 +64,8 @@ def mixtures(context: TuningContext) -> Iterator[Candidate]:
     values = {name: (*each.admitted, *each.pinnable) for name, each in found.items()}
     for name in BLOCK_COUNTS:
         values[name] = tuple({0, 1, max(values[name])})
-    if context.family.name.startswith("kandinsky5"):
-        # Small ones preview a caption of one token, and cuDNN takes none of that length.
-        values["attention"] = tuple(x for x in values["attention"] if x != "_native_cudnn")
+    refusing = NO_KERNEL.get(context.family.name)
+    values["attention"] = tuple(each for each in values["attention"] if each != refusing)
     values |= plain_choices(context)
     # fastsafetensors finds no CUDA runtime here.
     values |= {"optimizer": tuple(OPTIMIZERS), "loader": ("safetensors", "pread")}
@@ -90,62 +94,22 @@ def ways_to_cache(context: TuningContext) -> Iterator[CachingSettings]:
             yield CachingSettings.model_validate(kept)
 
 
-def judge_nothing() -> None:
-    """Let pass what would be judged by numbers that no kernel computed."""
-    model.ErrorMeter.result = lambda _: None  # type: ignore[method-assign, assignment]
-    loop.EVALUATION_STEPS = 1
-
-
-def plan_for(name: str, folder: Path, settings: Candidate, **job: Any) -> Any:
-    family, pipeline = get_family(name), folder / "pipeline"
-    job |= {
-        "num_frames": shortest_clip(family),
-        "preview_prompts": ("a red square",),
-        # The fewest each takes: a second step looks numbers up that no kernel computed.
-        "preview_steps": 2 if name == "minimax-h3" else 1,
-        "checkpointing_steps": 1,
-        "resolution_px": 64,
-        "output": str(folder / "out"),
-    }
-    if family.max_controls:
-        job["control"] = str(pipeline / "control")
-    if settings.optimizer == "prodigy":
-        job["learning_rate"] = 1.0
-    return make_plan(pipeline / "model", pipeline / "images", hardware(), settings=settings, **job)
-
-
-def run_and_resume(name: str, folder: Path, settings: Candidate, caching: Any) -> None:
-    judge_nothing()
-    for num_steps in (2, 3):
-        plan = plan_for(name, folder, settings, num_steps=num_steps, caching=caching)
-        with DecisiveNumbers():
-            report = train(plan, hardware(), folder / "cache", resume=num_steps == 3)
-        assert not report.warnings, report.warnings
-        phases = {phase.name: phase for phase in report.phases}
-        assert phases.keys() == PHASES
-        assert all(phase.device_bytes for phase in phases.values())
-        assert (folder / "out" / report.adapter).exists()
-    on_device, pinned = StandIn().bytes_left()
-    assert on_device <= TABLES_BYTES, f"{on_device} bytes left on the device"
-    assert pinned == 0, f"{pinned} bytes left pinned"
-
-
-def require_one_wait(name: str, folder: Path, settings: Candidate) -> None:
+def require_one_wait(folder: Path, settings: Candidate) -> None:
     judge_nothing()
     settings = settings.changed(optimizer="adamw")  # others wait for their own numbers
     waits = test_steps.waits_in(test_steps.start(folder / "pipeline", **dict(settings)))
     allowed = WINDOWS if settings.modulation == "ahead" else set()
     places = [place for place in waits if place.partition(":")[0] not in allowed]
-    if name not in test_steps.ASKS_THE_DEVICE:
-        assert [place.partition(":")[0] for place in places] == ["step.py"], places
+    assert [place.partition(":")[0] for place in places] == ["step.py"], places
 
 
 def require_foretold_copies(name: str, folder: Path) -> None:
     """Swapped blocks are copied once in each direction, but for those that are still there."""
     judge_nothing()
     pipeline = folder / "pipeline"
-    plan, resolved = plan_for(name, folder, USUAL), resolve_model(ModelRef.of(pipeline / "model"))
-    cost = CostModel.build(hardware(), plan.frozen.workload, resolved.family, resolved.config)
+    work = plan_for(name, probe(), folder, USUAL).frozen.workload
+    resolved = resolve_model(ModelRef.of(pipeline / "model"))
+    cost = CostModel.build(probe(), work, resolved.family, resolved.config)
     *sizes, _ = cost.tables.model_bytes(choice_of(USUAL)).block_weight_bytes  # the last stays
 
     def moved_bytes(swapped: int) -> int:
@@ -159,51 +123,48 @@ def require_foretold_copies(name: str, folder: Path) -> None:
     assert abs(found - foretold) <= 0.01 * foretold, f"{found} bytes for {foretold}"
 
 
-USUAL = Candidate.model_validate(FIRST)
+def checks_of(name: str, machine: str, folder: Path) -> Iterator[tuple[str, Callable[..., None]]]:
+    """Yield what is checked on the pipeline in `folder`, each a function of a folder of its own."""
+
+    def list_runs() -> None:
+        work = plan_for(name, probe(), folder, USUAL).frozen.workload.changed(quality="compact")
+        context = TuningContext(probe(), get_family(name), work)
+        found = mixtures(context), ways_to_cache(context)
+        told = [[each.model_dump() for each in kind] for kind in found]
+        (folder / "runs").write_text(json.dumps(told))
+
+    in_fork(machine, list_runs)
+    found, ways = json.loads((folder / "runs").read_text())
+    is_steady = name not in test_steps.ASKS_THE_DEVICE  # it reads masks for shapes
+    if is_steady:
+        yield "copies of swapped blocks", partial(require_foretold_copies, name)
+    usual = USUAL.model_dump() | {"precision": found[0]["precision"]}
+    for fields, way in zip_longest(found, ways):
+        settings = Candidate.model_validate(fields or usual)
+        caching = CachingSettings.model_validate(way or {})
+        changes = settings.differences(USUAL) | caching.model_dump(exclude_defaults=True)
+        text = ", ".join(f"{key}={value}" for key, value in changes.items()) or "usual"
+        yield text, partial(run_and_resume, name, settings=settings, caching=caching)
+        if is_steady:
+            yield f"one wait: {text}", partial(require_one_wait, settings=settings)
 
 
 def rows_of(name: str, machine: str, known: set[tuple[str, str, str]]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as made:
-        base, runs = Path(made), list[tuple[Candidate, Any]]()
+        base = Path(made)
         in_fork(machine, lambda: write_small(name, base / "pipeline"))
-
-        def list_runs() -> None:
-            work = plan_for(name, base, USUAL).frozen.workload.changed(quality="compact")
-            context = TuningContext(hardware(), get_family(name), work)
-            found = [settings.model_dump() for settings in mixtures(context)]
-            ways = [way.model_dump() for way in ways_to_cache(context)]
-            (base / "runs").write_text(json.dumps([found, ways]))
-
-        in_fork(machine, list_runs)
-        found, ways = json.loads((base / "runs").read_text())
-        for settings, way in zip_longest(map(Candidate.model_validate, found), ways):
-            caching = CachingSettings.model_validate(way or {})
-            runs.append((settings or USUAL.changed(precision=found[0]["precision"]), caching))
-        checks: list[tuple[str, Any]] = [
-            ("copies of swapped blocks", lambda folder: require_foretold_copies(name, folder))
-        ]
-        for settings, caching in runs:
-            changes = settings.differences(USUAL) | caching.model_dump(exclude_defaults=True)
-            text = ", ".join(f"{key}={value}" for key, value in changes.items()) or "usual"
-            run = (settings, caching)
-            checks.append((text, lambda folder, run=run: run_and_resume(name, folder, *run)))
-            wait = f"one wait: {text}"
-            checks.append((wait, lambda folder, run=run: require_one_wait(name, folder, run[0])))
-        for number, (text, check) in enumerate(checks):
+        for number, (text, check) in enumerate(checks_of(name, machine, base)):
             if (name, machine, text) in known:
                 continue
             folder, start = base / str(number), time.monotonic()
             folder.mkdir()
             (folder / "pipeline").symlink_to(base / "pipeline")
-            failure = ""
+            row = {"family": name, "machine": machine, "run": text}
             try:
-                in_fork(machine, lambda check=check, folder=folder: check(folder))
-            except BaseException as error:  # pytest's own is none of Exception
-                failure = str(error)[-600:]
-            seconds = round(time.monotonic() - start, 1)
-            yield {"family": name, "machine": machine, "run": text, "seconds": seconds} | (
-                {"failure": failure} if failure else {}
-            )
+                in_fork(machine, partial(check, folder=folder))
+            except pytest.fail.Exception as error:
+                row["failure"] = str(error)[-600:]
+            yield row | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def main() -> None:

@@ -169,7 +169,6 @@ class Jobs:
 
 
 def _run(folder: Path) -> None:
-    """Run a job's command once its turn has come, and keep its exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below `nohup command &`
     command, status = json.loads((folder / COMMAND).read_text()), INTERRUPTED
     try:

@@ -232,7 +232,6 @@ def _show_plan(site: Site, asked: Asked) -> Response:
 
 
 def _field(one: click.Parameter, value: Any) -> dict[str, Any]:
-    """Describe an option for a form: what the command line knows of it."""
     kind, default = one.type, getattr(one, "default", None)
     many = isinstance(value, tuple | list)
     text = "\n".join(map(_text, value)) if many else "" if value in (None, False) else _text(value)

@@ -124,7 +124,6 @@ def job_view(site: Site, job: Job) -> dict[str, Any]:
 
 
 def _results_of(site: Site, job: Job) -> dict[str, Any]:
-    """Files that a finished job wrote: a plan, pictures, an adapter."""
     given = forms.values_of(job.words)
     found: dict[str, Any] = {"pictures": [], "file": "", "run_folder": given.get("run_folder", "")}
     if job.state not in ("finished", "stopped"):

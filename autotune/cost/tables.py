@@ -22,8 +22,8 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Overheads
 
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
-# In fixed segments a whole model wastes more than a short pass: at most, of 33 at full size
-# (benchmarks/allocator_truth.py).
+# In fixed segments a whole model wastes more than a short pass: at most, of 32 at full size, which
+# a promise of ours must hold (benchmarks/allocator_truth.py).
 FIXED_WASTE = 1.4
 SHARED_BY = 16  # blocks whose small tensors share segments: more would change nothing
 
@@ -202,7 +202,8 @@ class PassTables:
         traced = choice._replace(micro_batch_size=traced_size)
         fixed_bytes, saved_share = self._waste(traced, allocator, recomputed)
         wasted = fixed_bytes * size / traced_size + saved_share * saved_bytes
-        return wasted if allocator == "expandable" else FIXED_WASTE * wasted
+        is_bound = self.overheads is None and allocator != "expandable"
+        return FIXED_WASTE * wasted if is_bound else wasted
 
     def _find_waste(self, choice: PassChoice, allocator: str, recomputed: int) -> Pair:
         traced = self._trace(choice, choice.micro_batch_size, recomputed)

@@ -160,7 +160,7 @@ class Encoders:
         )
         cpu_offload(component, self.device, offload_buffers=True)
         cast_as_loaded(component, dtype)  # on meta: layers' weights turn to what stands there
-        return component
+        return with_device(component, self.device)
 
     def release(self) -> None:
         if self.caching.residency == "release":
@@ -172,6 +172,13 @@ class Encoders:
             for name in self.model.family.text_encoders:
                 setattr(self._pipeline, name, None)
             release_memory()
+
+
+def with_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Let a model on meta tell the device that it computes on, where pipelines put its inputs."""
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (kind,), {"device": property(lambda _: device)})
+    return model
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:

@@ -82,7 +82,7 @@ def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    return torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2))
 
 
 def _eager_forward(streams: Streams, weights: Any, tables: Tables, epsilon: float) -> Tensor:
@@ -134,7 +134,7 @@ def _wide(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _swap_pairs(x: Tensor) -> Tensor:
-    return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    return x.view(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
 
 
 def _wide_forward(streams: Streams, weights: Any, tables: Tables, epsilon: float) -> Tensor:

@@ -360,12 +360,13 @@ class _Run:
         monitor = self.monitor
         steps = Steps.of(read_metrics(loop.metrics.path) if loop.metrics else ())
         first = sum(step <= loop.first_step for step in steps.step)
-        steady = first + NUM_WARMUP_STEPS
-        seconds_each = sorted(steps.seconds[steady:] or steps.seconds) or [0.0]
+        starts = first + NUM_WARMUP_STEPS, first, 0
+        steady = next(start for start in starts if start in range(len(steps.step)) or not start)
+        seconds_each = sorted(steps.seconds[steady:]) or [0.0]
         rare = len(seconds_each) // 20  # outliers; steps of longer captions count as they are
         step_seconds = statistics.fmean(seconds_each[rare : len(seconds_each) - rare])
         first_loss, final_loss = events.loss_change(steps.loss)
-        waits = statistics.fmean(steps.data_seconds[steady:] or steps.data_seconds or [0.0])
+        waits = statistics.fmean(steps.data_seconds[steady:] or [0.0])
         expected, forecast = self.plan.frozen.expected, self.plan.frozen.forecast
         speed = loop.order.effective_batch_size / step_seconds if step_seconds else 0.0
         utilization = [share for share in steps.gpu_utilization[first:] if not math.isnan(share)]

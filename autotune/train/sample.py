@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import nn
 
 from autotune.data.cache import Cache, EncoderIdentity, entry_key, make_prompt_entry
-from autotune.data.encode import Encoders, move_tensors
+from autotune.data.encode import Encoders, move_tensors, with_device
 from autotune.data.pixels import explain_damage, open_picture
 from autotune.errors import AutotuneError, InvalidInput, first_line, is_out_of_memory, reraise_oom
 from autotune.events import Notice, OnEvent, StatusChanged
@@ -241,12 +241,7 @@ class PreviewSampler:
     def _build_stopping_transformer(self) -> nn.Module:
         shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
         shape.register_forward_pre_hook(_stop)
-        return self._with_device(shape)
-
-    def _with_device(self, model: nn.Module) -> nn.Module:
-        kind, device = type(model), property(lambda _: self.device)
-        model.__class__ = type(kind.__name__, (kind,), {"device": device})
-        return model
+        return with_device(shape, self.device)
 
     def attach(self, transformer: nn.Module) -> None:
         """Build the pipeline around `transformer`; other denoisers are streamed."""
@@ -254,8 +249,7 @@ class PreviewSampler:
         parts: dict[str, Any] = dict.fromkeys(family.text_encoders)
         parts[family.denoiser] = transformer
         for name in family.other_denoisers:
-            streamed = encoders.load_streamed(name, encoders.denoiser_dtype)
-            parts[name] = self._with_device(streamed)
+            parts[name] = encoders.load_streamed(name, encoders.denoiser_dtype)
         vae = encoders.load_vae(torch.device("cpu"))
         self.pipeline = encoders.build_pipeline(torch_dtype=self.dtype, vae=vae, **parts)
 
