@@ -157,7 +157,6 @@ def _watched(site: Site, asked: Asked) -> tuple[list[Path], Callable[[], bool]]:
 
 
 def _job_of(site: Site, folder: Path) -> Job | None:
-    """The job that trains into a folder, or the newest that did or will."""
     found = []
     for job in site.jobs:
         output = forms.values_of(job.words).get("output") if job.words[0] == "train" else None
@@ -278,7 +277,6 @@ def _show_results(site: Site, asked: Asked) -> Response:
 
 
 def _samples(site: Site, folder: Path) -> list[dict[str, Any]]:
-    """Pictures that were sampled from a run, in rows of the same prompt and seed."""
     rows: dict[tuple[str, str], list[tuple[float, Path]]] = {}
     for path in filter(site.has, sorted((folder / "samples").glob("*.png"))[:400]):
         try:

@@ -177,7 +177,9 @@ class Encoders:
 def with_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Let a model on meta tell the device that it computes on, where pipelines put its inputs."""
     kind = type(model)
-    model.__class__ = type(kind.__name__, (kind,), {"device": property(lambda _: device)})
+    # transformers looks up by a class's full name what it can record.
+    own = {"device": property(lambda _: device), "__module__": kind.__module__}
+    model.__class__ = type(kind.__name__, (kind,), own)
     return model
 
 
