@@ -5,13 +5,14 @@ It runs on the stand-in for NVIDIA's libraries (CONTRIBUTING, "Without a GPU"):
     tests/fakegpu/run benchmarks/every_value.py ROWS.jsonl [MACHINE...] [--families NAME...]
 
 Each family on each machine caches, loads, trains two steps, previews, saves, and resumes for a
-third. Nothing may be left on the device or pinned, the host waits once a step, and swapped blocks
-move the bytes foretold. A run is a process of its own and gives a line; those that the file has are
-left out. One to three minutes of a core for each pair.
+third. Nothing may be left on the device or pinned, the host waits once a step, swapped blocks move
+the bytes foretold, and attention runs the kernel foretold. A run is a process of its own and gives
+a line; those that the file has are left out. One to three minutes of a core for each pair.
 """
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,14 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotune.search.preload  # noqa: F401  # before diffusers, as trials do
 from autotune.cost.predict import CostModel, choice_of
+from autotune.knobs.attention import cuda_kernel
 from autotune.knobs.caching import PIN, caching_choices, why_not_cast
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
 from autotune.knobs.settings import OPTIMIZERS, plain_choices
 from autotune.machine.probe import probe
+from autotune.machine.sources import cudnn_version
 from autotune.models.registry import FAMILIES, get_family
 from autotune.models.resolve import resolve_model
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate
@@ -55,6 +60,7 @@ NO_KERNEL = {
     "krea-2": "_native_flash",
     "minimax-h3": "_native_flash",
 }
+FEW_TOKENS = 16  # attention over fewer is not looked at
 WINDOWS = {"modulation.py", "tensors.py"}  # where modulations ahead wait when one begins
 
 
@@ -125,6 +131,30 @@ def require_foretold_copies(name: str, folder: Path) -> None:
     assert abs(found - foretold) <= 0.01 * foretold, f"{found} bytes for {foretold}"
 
 
+def require_foretold_kernel(padding: str, folder: Path) -> None:
+    judge_nothing()
+    family = resolve_model(ModelRef.of(folder / "pipeline/model")).family
+    capability = torch.cuda.get_device_capability()
+    how = {"precision": "bf16" if capability >= (8, 0) else "fp16"}
+    runner = test_steps.start(folder / "pipeline", padding=padding, micro_batch_size=2, **how)
+    ran = set()
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = re.search("scaled_dot_product_([a-z]+)_attention", func.name())
+            if found and args[0].shape[2] >= FEW_TOKENS:
+                ran.add(found[1])
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        runner.timed_step()
+    is_masked = family.has_attention_mask(2, padding)
+    foretold = cuda_kernel(
+        "native", masked=is_masked, capability=capability, cudnn=cudnn_version(), **how
+    )
+    assert ran == {foretold}, f"{ran} for {foretold}"
+
+
 def checks_of(name: str, machine: str, folder: Path) -> Iterator[tuple[str, Callable[..., None]]]:
     """Yield what is checked on the pipeline in `folder`, each a function of a folder of its own."""
 
@@ -140,6 +170,9 @@ def checks_of(name: str, machine: str, folder: Path) -> Iterator[tuple[str, Call
     is_steady = name not in test_steps.ASKS_THE_DEVICE  # it reads masks for shapes
     if is_steady:
         yield "copies of swapped blocks", partial(require_foretold_copies, name)
+        for padding in ("exact", "masked"):
+            if padding == "exact" or get_family(name).masks_padding:
+                yield f"attention, {padding}", partial(require_foretold_kernel, padding)
     usual = USUAL.model_dump() | {"precision": found[0]["precision"]}
     for fields, way in zip_longest(found, ways):
         settings = Candidate.model_validate(fields or usual)

@@ -395,8 +395,10 @@ class TracedModel:
             }
 
         text_tokens = work.max_text_tokens
-        others = max(1, text_tokens - 1) if self.masked(size) else text_tokens
-        samples = [sample(tokens) for tokens in (text_tokens, *[others] * (size - 1))]
+        less = self.family.text_multiple if self.masked(size) else 0
+        samples = [
+            sample(tokens) for tokens in (text_tokens, *[max(1, text_tokens - less)] * (size - 1))
+        ]
         batch = self.family.collate(samples, token_multiple)
         if work.base_passes:  # what the base predicted is there, too
             batch[PRIOR] = torch.empty_like(batch["latents"])

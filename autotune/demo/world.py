@@ -168,8 +168,10 @@ class Scene:
         image = Image.new("RGB", (side, side), GROUNDS[self.ground])
         draw = ImageDraw.Draw(image)
         for figure in self.figures:
-            place = (figure.left, figure.top, figure.size)
-            draw.polygon(_scaled(outline(figure.shape), *place), fill=COLORS[figure.color])
+            left, top, size = figure.left, figure.top, figure.size
+            points = [(left + x * size, top + y * size) for x, y in outline(figure.shape)]
+            drawn = [(x * OVERSAMPLING, y * OVERSAMPLING) for x, y in points]
+            draw.polygon(drawn, fill=COLORS[figure.color])
         return image.reduce(OVERSAMPLING)
 
 
@@ -211,7 +213,9 @@ def outline(shape: str) -> Points:
             points = [(0, 0.34), (0.5, 0.34), (0.5, 0), (1, 0.5), (0.5, 1), (0.5, 0.66), (0, 0.66)]
         case _:
             raise KeyError(shape)
-    return _filling(points)
+    xs, ys = zip(*points, strict=True)
+    left, top, width, height = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
+    return [((x - left) / width, (y - top) / height) for x, y in points]
 
 
 def _around(count: int, radii: list[float], phase: float) -> Points:
@@ -220,13 +224,3 @@ def _around(count: int, radii: list[float], phase: float) -> Points:
         radius, angle = radii[step % len(radii)], phase + 2 * math.pi * step / count
         points.append((radius * math.cos(angle), radius * math.sin(angle)))
     return points
-
-
-def _filling(points: Points) -> Points:
-    xs, ys = zip(*points, strict=True)
-    left, top, width, height = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
-    return [((x - left) / width, (y - top) / height) for x, y in points]
-
-
-def _scaled(points: Points, left: float, top: float, size: float) -> Points:
-    return [((left + x * size) * OVERSAMPLING, (top + y * size) * OVERSAMPLING) for x, y in points]

@@ -38,6 +38,7 @@ def apply_recomputation(
     position = {id(block): at for at, block in enumerate(recomputing)}
 
     def run(block: Any, *inputs: Any) -> Any:
+        inputs = *inputs, *getattr(block, "left_out_inputs", ())
         at = position.get(id(block))
         if at is None:
             return block(*inputs)

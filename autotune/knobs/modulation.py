@@ -146,7 +146,10 @@ class ModulationAhead(nn.Module):
         self._embedded, self._inputs = [], []
         if conditioning.is_meta:
             return conditioning.new_empty(len(conditioning), self.width, dtype=self.dtype)
-        keys = _keys_of(inputs, len(conditioning))
+        num_items = len(conditioning)
+        own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
+        numbers = torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1)
+        keys = [row.tobytes() for row in numbers.cpu().numpy()]
         if self._collected is not None:
             self._collected |= dict(zip(keys, conditioning, strict=True))
             return conditioning.new_zeros((), dtype=self.dtype).expand(len(keys), self.width)
@@ -176,12 +179,6 @@ class ModulationAhead(nn.Module):
                     made = nn.functional.linear(activated.to(weights["weight"].dtype), **weights)
                     rows[: len(made), layer.start : layer.stop].copy_(made)
                     del parts, given, weights, made
-
-
-def _keys_of(inputs: Sequence[Tensor], num_items: int) -> list[bytes]:
-    own = [tensor for tensor in inputs if tensor.ndim in (1, 2) and len(tensor) == num_items]
-    numbers = torch.cat([tensor.reshape(num_items, -1).float() for tensor in own], dim=1)
-    return [row.tobytes() for row in numbers.cpu().numpy()]
 
 
 def find_modulation_ahead(transformer: nn.Module) -> ModulationAhead | None:

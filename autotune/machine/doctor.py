@@ -101,21 +101,17 @@ def read_doctor_facts(system: System) -> DoctorFacts:
     count, cuda = (reader.fact(s, integer(0, 64), f"{s}:count") for s in ("nvml", "driver"))
     count = cuda or 0 if count is None else count
     visible = reader.raw("environment:CUDA_VISIBLE_DEVICES")
-    readers = [Reader(system, index) for index in range(count)]
+    devices = [Reader(system, index) for index in range(count)]
+    found = [(each.facts("device", GPU), each.absent.get("device.name")) for each in devices]
     return DoctorFacts(
         host=reader.read_host(),
         versions=reader.read_versions(),
-        gpus=tuple(map(_read_gpu, readers)),
+        gpus=tuple(Gpu(index=i, unreadable=why, **facts) for i, (facts, why) in enumerate(found)),
         visible_devices=visible if isinstance(visible, str) else None,
         nvml_absent=reader.absent.get("nvml"),
         cuda_absent=reader.absent.get("driver"),
         **reader.facts("machine", OTHER),
     )
-
-
-def _read_gpu(reader: Reader) -> Gpu:
-    facts = reader.facts("device", GPU)
-    return Gpu(index=reader.index, unreadable=reader.absent.get("device.name"), **facts)
 
 
 def doctor() -> tuple[Finding, ...]:

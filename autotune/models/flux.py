@@ -154,6 +154,8 @@ class Chroma(Flux1Dev):
         mask = batch.get("prompt_mask")
         if mask is not None:
             mask = torch.nn.functional.pad(mask, (0, num_image_tokens), value=True)
+        for block in family.unwrap_model(transformer).single_transformer_blocks:
+            block.left_out_inputs = (mask,)  # by diffusers' class, where it recomputes
         return {"attention_mask": mask}
 
     def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:

@@ -96,7 +96,10 @@ class LTX2(Family):
     def while_sampling(self, pipeline: Any, bucket: Bucket) -> AbstractContextManager[object]:
         # The pipeline's mask of the text masks nothing, and some attention backends take none.
         model: nn.Module = unwrap_model(pipeline.transformer)
-        return model.register_forward_pre_hook(_without_masks, with_kwargs=True)
+        masks = {"encoder_attention_mask": None, "audio_encoder_attention_mask": None}
+        return model.register_forward_pre_hook(
+            lambda _, args, options: (args, {**options, **masks}), with_kwargs=True
+        )
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         usual = super().call_options(pipeline, prompt, bucket, controls)
@@ -104,10 +107,6 @@ class LTX2(Family):
         is_first = unwrap_model(pipeline.transformer).config.use_prompt_embeddings
         first = {"use_cross_timestep": False, "spatio_temporal_guidance_blocks": [29]}
         return usual | first if is_first else usual
-
-
-def _without_masks(_: Any, args: tuple[Any, ...], options: Options) -> tuple[Any, Options]:
-    return args, {**options, "encoder_attention_mask": None, "audio_encoder_attention_mask": None}
 
 
 class _Passed:

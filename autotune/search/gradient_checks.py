@@ -304,7 +304,7 @@ def adapter_gradients(request: GradientRequest, plain: nn.Module) -> list[Tensor
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
-    lengths = longest_captions(work, candidate.micro_batch_size)
+    lengths = longest_captions(family, work, candidate.micro_batch_size)
     bucket = work.largest_bucket
     samples = synthetic_samples(family, request.config, work, bucket, lengths, torch.bfloat16)
     multiple = token_multiple(find_kernel(candidate, device, masked=True))

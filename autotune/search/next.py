@@ -203,7 +203,9 @@ class ResidualSearch:
             # On shared memory nothing is tried that may not fit; elsewhere it costs a trial.
             needed = required if self.ascending else prediction.run_memory_bytes
             if needed < limit and prediction.host_memory_bytes <= host_limit:
-                found.append(self._score(prediction, required, _chance_to_fit(prediction, limit)))
+                room = math.log(limit / prediction.training.run_memory_bytes)
+                chance = _normal_share(room / max(prediction.memory_uncertainty, 1e-9))
+                found.append(self._score(prediction, required, chance))
                 if wants_fewest:
                     fewest[key] = candidate.swapped_blocks
         if found or results or running or self.ascending:
@@ -365,11 +367,6 @@ def _without_swap(candidate: Candidate) -> tuple[object, ...]:
 
 def _taught_by(candidate: Candidate) -> tuple[str, str, int]:
     return candidate.quantization, candidate.attention, candidate.micro_batch_size
-
-
-def _chance_to_fit(prediction: Prediction, limit: float) -> float:
-    sigma = max(prediction.memory_uncertainty, 1e-9)
-    return _normal_share(math.log(limit / prediction.training.run_memory_bytes) / sigma)
 
 
 def memory_upper_bound(prediction: Prediction) -> float:

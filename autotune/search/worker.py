@@ -144,7 +144,7 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
     resolved = request.model
     model = load_model(resolved, workload, request.candidate, device, seed=0)
     known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
-    longest = longest_captions(workload, size)
+    longest = longest_captions(resolved.family, workload, size)
     if not resolved.family.masks_padding:  # equal ones are computed together, which takes the most
         longest = [workload.max_text_tokens] * size
     largest = synthetic_samples(*known, workload.largest_bucket, longest, model.dtype)
@@ -169,10 +169,11 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
     return LoadedModel(model, largest, typical, initial, windows, seconds, peak_bytes)
 
 
-def longest_captions(workload: Workload, count: int) -> list[int]:
+def longest_captions(family: Family, workload: Workload, count: int) -> list[int]:
     """Give lengths in tokens; with masked padding every second is shorter, for the mask."""
-    longest, is_masked = workload.max_text_tokens, workload.text_padding == "masked"
-    return [max(1, longest - (is_masked and number % 2)) for number in range(count)]
+    longest = workload.max_text_tokens
+    less = family.text_multiple if workload.text_padding == "masked" else 0
+    return [max(1, longest - less * (number % 2)) for number in range(count)]
 
 
 def synthetic_samples(

@@ -250,7 +250,9 @@ class PreviewSampler:
         parts[family.denoiser] = transformer
         for name in family.other_denoisers:
             parts[name] = encoders.load_streamed(name, encoders.denoiser_dtype)
-        vae = encoders.load_vae(torch.device("cpu"))
+        vae: Any = encoders.load_vae(torch.device("cpu"))
+        if self.device.type == "cuda":
+            vae.decode = partial(_decode_apart, vae.decode, self.device)
         self.pipeline = encoders.build_pipeline(torch_dtype=self.dtype, vae=vae, **parts)
 
     def sample(self, preview: Preview) -> list[Image.Image]:
@@ -312,14 +314,14 @@ class PreviewSampler:
         if ahead is None:
             return contextlib.nullcontext()
         vae = self.pipeline.vae
-        vae.decode = _stop
+        decode, vae.decode = vae.decode, _stop
         try:
             with ahead.collecting(self.model.family, self.transformer) as collected:
                 self._run_encoded(preview)
         except _Reached:
             pass
         finally:
-            del vae.decode
+            vae.decode = decode
         return ahead.holding_also(collected)
 
     def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
@@ -406,6 +408,13 @@ class PreviewSampler:
         if not getattr(self.transformer, "peft_config", None):
             bug = "this is a bug in autotune: please report it"
             raise AutotuneError(f"{adapter} could not be loaded back", hint=bug)
+
+
+def _decode_apart(decode: Callable[..., Any], device: torch.device, *args: Any, **how: Any) -> Any:
+    """Decode in a pool of its own: large tensors fit no hole between weights and latents."""
+    torch.cuda.empty_cache()
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
+        return decode(*args, **how)
 
 
 def _stop(*_: object, **__: object) -> None:

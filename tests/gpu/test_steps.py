@@ -31,7 +31,8 @@ def processes(device):
 def take_step(loaded, network, model):
     workload, resolved = work(model), resolve_model(ModelRef.of(model))
     known = (resolved.family, resolved.config, workload, workload.largest_bucket)
-    samples = synthetic_samples(*known, longest_captions(workload, 2), loaded.dtype)
+    lengths = longest_captions(resolved.family, workload, 2)
+    samples = synthetic_samples(*known, lengths, loaded.dtype)
     batches = [to_device(loaded.collate([each]), loaded.device, loaded.dtype) for each in samples]
     options = {"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1.0}
     optimizer = AdapterOptimizer(loaded.adapter, **options)

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from autotune.knobs.blocks import swap_blocks
+from autotune.knobs.blocks import apply_recomputation, swap_blocks
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.models.adapter import add_adapter
 from autotune.models.family import build_on_meta, denoising_loss
@@ -216,10 +216,8 @@ def test_batching_changes_nothing(small):
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.quick(*KINDS)
+@pytest.mark.quick(*KINDS, "chroma")
 def test_checkpointing_gives_equal_gradients(small):
-    from autotune.knobs.blocks import apply_recomputation
-
     batch, noise = batch_and_noise(small)
     found = []
     for count in (0, 2):

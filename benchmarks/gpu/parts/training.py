@@ -63,7 +63,7 @@ class PlainLoop:
         parameters = [p for p in transformer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
         work = self.workload
-        lengths = longest_captions(work, work.effective_batch_size)
+        lengths = longest_captions(family, work, work.effective_batch_size)
         samples = synthetic_samples(family, self.config, work, work.largest_bucket, lengths, dtype)
         batches = [
             {k: v.to(self.device) for k, v in family.collate([sample]).items()}
