@@ -64,8 +64,10 @@ def _write_part(
         else:
             name = kind or config["_class_name"]
             made = getattr(diffusers, name, None) or _class_of_ltx(name)
-            own = changes if changes is not None else {}
-            model = made.from_config({**own})
+            model = made.from_config(dict(changes or {}))
+            if getattr(model.config, "latents_mean", ()) is None:  # that of MiniMax H3's sound
+                latents = model.config.latent_channels
+                model.register_to_config(latents_mean=[0.0] * latents, latents_std=[1.0] * latents)
             model.save_config(folder)
     stored = {
         id(tensor): (name, tensor)

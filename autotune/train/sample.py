@@ -413,7 +413,7 @@ class PreviewSampler:
 def _decode_apart(decode: Callable[..., Any], device: torch.device, *args: Any, **how: Any) -> Any:
     """Decode in a pool of its own: large tensors fit no hole between weights and latents."""
     torch.cuda.empty_cache()
-    with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device):
+    with torch.cuda.device(device), torch.cuda.use_mem_pool(torch.cuda.MemPool()):
         return decode(*args, **how)
 
 
