@@ -226,6 +226,7 @@ LOKR_REFUSED = {
     "minimax-h3": "is a part of",
     "ideogram-4": "is a part of",
     "flux3": "does not know",
+    "qwen-image-2.1": "finds only some layers",
 }
 
 

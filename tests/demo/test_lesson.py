@@ -54,7 +54,7 @@ def test_demo_teaches_the_new_shape(demo):
     taught = {path.read_text().strip() for path in (folder / "images").rglob("*.txt")}
     assert not taught & {prompt["prompt"] for prompt in written["prompts"]}
     assert Image.open(folder / "result" / "concept.png").width > 800
-    assert f"{found.before:.2f} before, {found.after:.2f} after" in printed
+    assert f"{found.before:.2f} before training, {found.after:.2f} after" in printed
 
 
 def test_shipped_weights_are_small_and_whole():
