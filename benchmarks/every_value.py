@@ -60,7 +60,6 @@ NO_KERNEL = {
     "krea-2": "_native_flash",
     "minimax-h3": "_native_flash",
 }
-FEW_TOKENS = 16  # attention over fewer is not looked at
 WINDOWS = {"modulation.py", "tensors.py"}  # where modulations ahead wait when one begins
 
 
@@ -137,13 +136,13 @@ def require_foretold_kernel(padding: str, folder: Path) -> None:
     capability = torch.cuda.get_device_capability()
     how = {"precision": "bf16" if capability >= (8, 0) else "fp16"}
     runner = test_steps.start(folder / "pipeline", padding=padding, micro_batch_size=2, **how)
-    ran = set()
+    ran = dict[int, set[str]]()  # kernels by number of tokens
 
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             found = re.search("scaled_dot_product_([a-z]+)_attention", func.name())
-            if found and args[0].shape[2] >= FEW_TOKENS:
-                ran.add(found[1])
+            if found:
+                ran.setdefault(args[0].shape[2], set()).add(found[1])
             return func(*args, **(kwargs or {}))
 
     with Noting():
@@ -152,7 +151,8 @@ def require_foretold_kernel(padding: str, folder: Path) -> None:
     foretold = cuda_kernel(
         "native", masked=is_masked, capability=capability, cudnn=cudnn_version(), **how
     )
-    assert ran == {foretold}, f"{ran} for {foretold}"
+    # Some families' first blocks see pictures alone, and need no mask.
+    assert ran[max(ran)] == {foretold}, f"{ran} for {foretold}"
 
 
 def checks_of(name: str, machine: str, folder: Path) -> Iterator[tuple[str, Callable[..., None]]]:

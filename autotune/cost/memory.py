@@ -45,7 +45,7 @@ class Resident:
     quantizing_bytes: int
     packing_bytes: int  # the region that a block's weights move into
     encoder_bytes: int  # text encoders on the device in the cache phase
-    caption_bytes: int  # what is there beside them while captions are encoded
+    caption_bytes: tuple[int, int]  # beside these for a caption; and what the allocator leaves free
     encoders_stay: bool  # while images are encoded
     vae: VaeCost
     decoder_bytes: int  # what decodes previews besides the VAE
@@ -66,7 +66,7 @@ def resident_of(
     swapped: int,
     overhead_bytes: int,
     encoder_bytes: int,
-    caption_bytes: int,
+    caption_bytes: tuple[int, int],
     encoders_stay: bool,
 ) -> Resident:
     """Add up traced sizes of the weights; `encoder_bytes` by the caching settings."""
@@ -104,7 +104,7 @@ def resident_of(
         quantizing_bytes=_quantizing_bytes(device, quantization, stored.largest_layer_bytes),
         packing_bytes=stored.packing_bytes if device.kind == "cuda" else 0,
         encoder_bytes=encoder_bytes,
-        caption_bytes=caption_bytes if encoder_bytes else 0,
+        caption_bytes=caption_bytes if encoder_bytes else (0, 0),
         encoders_stay=encoders_stay,
         vae=vae,
         decoder_bytes=model.parts.decoder_parameters * encoder_element_bytes(precision),
@@ -222,7 +222,7 @@ def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseM
     # What a library has taken for a thread stays; another comes with the first backward pass.
     library = r.library_bytes // WORKSPACES if r.encoder_bytes else 0
     beside = r.encoder_bytes if r.encoders_stay else 0
-    captions, images = (r.encoder_bytes, r.caption_bytes, 0), (beside, *r.vae.encode_bytes)
+    captions, images = (r.encoder_bytes, *r.caption_bytes), (beside, *r.vae.encode_bytes)
     stored, encoding, caching_holes = max(captions, images, key=sum)
     decoders = r.vae.weight_bytes + r.decoder_bytes
     # The saved adapter is shown at last, beside the one that learned.

@@ -68,7 +68,10 @@ class PassTables:
         vae = self.model.vae_cost(precision)
         known = self.model.parts, precision, vae.weight_bytes, vae.encode_bytes[0]
         tokens = self.workload.max_text_tokens
-        return size_of(*known, text_tokens=tokens, sees_pictures=self._sees_pictures)
+        picture_bytes = vae.encode_bytes[0] if self._sees_pictures else 0
+        if self.model.family.starts_from_picture:  # there is no item, with its pixels twice in fp32
+            picture_bytes -= 2 * 4 * 3 * self.workload.largest_bucket.num_pixels
+        return size_of(*known, text_tokens=tokens, picture_bytes=picture_bytes)
 
     @property
     def _sees_pictures(self) -> bool:
@@ -224,6 +227,7 @@ class PassTables:
         if key in self._residents:
             return self._residents[key]
         keeps = self.overheads is not None and self.overheads.has("text_encoders", "cache")
+        holes_bytes = self.model.vae_cost(self.usual_choice.precision).encode_bytes[1]
         alone = memory.resident_of(
             self.hardware.device,
             self.model,
@@ -231,7 +235,7 @@ class PassTables:
             swapped=swapped,
             overhead_bytes=self.hardware.process_overhead_bytes,
             encoder_bytes=self.encoder_size.device_bytes(caching),
-            caption_bytes=self.encoder_size.caption_bytes,
+            caption_bytes=(self.encoder_size.caption_bytes, self._sees_pictures * holes_bytes),
             encoders_stay=keeps or caching.residency == "keep",
         )
         if caching.vae_device != "training" and not self._sees_pictures:

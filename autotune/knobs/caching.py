@@ -88,16 +88,16 @@ def size_of(
     vae_working_bytes: int = 0,
     *,
     text_tokens: int = CAPTION_TOKENS,
-    sees_pictures: bool = False,
+    picture_bytes: int = 0,
 ) -> EncoderSize:
     """Return the size of the models around the transformer. If prompts come with pictures, the VAE
-    encodes these while text encoders are there."""
+    takes `picture_bytes` for these while text encoders are there."""
     parameters = sum(parts.text_encoder_parameters)
     element_bytes = encoder_element_bytes(precision)
     longer = max(1, text_tokens / CAPTION_TOKENS)
     working = round(longer * parts.caption_bytes * element_bytes / 2)  # measured in bf16
     working = working or round(WORKING_SHARE * parameters * element_bytes)
-    working = max(working, vae_working_bytes if sees_pictures else 0)
+    working = max(working, picture_bytes)
     return EncoderSize(parameters, element_bytes, vae_bytes, vae_working_bytes, working)
 
 

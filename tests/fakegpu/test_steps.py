@@ -32,7 +32,7 @@ def _any_quality(monkeypatch):
 
 def start(folder, *, device="cuda:0", padding="exact", **changes):
     resolved = resolve_model(ModelRef.of(folder / "model"))
-    sizes = {"resolution": (128, 128), "effective_batch_size": 2, "text_tokens": 16}
+    sizes = {"resolution": (128, 128), "effective_batch_size": 2, "text_tokens": 64}
     work = describe_workload(resolved, None, WorkloadRequest(rank=4, **sizes))
     work = work.changed(quality="compact", text_padding=padding)
     fields = {"micro_batch_size": 1, "checkpointed_blocks": 1, "batch_memory": "pinned", **changes}
