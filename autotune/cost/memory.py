@@ -235,7 +235,7 @@ def _around_training(r: Resident) -> tuple[tuple[PhaseMemory, ...], tuple[PhaseM
     stored += r.vae.weight_bytes
     shown = {**kept, "weight_bytes": weights + decoders, "transient_bytes": forward + beside}
     saving = r.library_bytes + r.adapter_bytes  # a copy in the file's dtype
-    scattered = SCATTERED_BYTES if r.library_bytes else 0  # of a GPU
+    scattered = min(SCATTERED_BYTES, weights) if r.library_bytes else 0  # of a GPU
     return (
         _phase(r, "load", scattered, weight_bytes=weights, transient_bytes=arriving + library),
         _phase(r, "cache", caching_holes, weight_bytes=stored, transient_bytes=encoding + library),

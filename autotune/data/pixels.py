@@ -259,7 +259,7 @@ class _Frame:
             raise UnusableFile(f"it is damaged at {self.seconds:.2f} s")
         # A fifth of the time of `to_image`.
         image = Image.fromarray(self.picture.to_ndarray(format="rgb24"))
-        degrees = int(self.picture.rotation)
+        degrees = _rotation(self.picture)
         return image.rotate(degrees, expand=True) if degrees else image
 
 
@@ -366,6 +366,10 @@ def _animation_frames(path: Path, *, renders: bool = True) -> Generator[_Frame]:
             duration = DEFAULT_DELAY_SECONDS if duration <= 0.01 else duration
             yield _Frame(seconds, duration, to_rgb(image) if renders else None)
             seconds += duration
+
+
+def _rotation(frame: Any) -> int:
+    return int(frame.rotation)
 
 
 def _video_frames(path: Path, start_seconds: float | None) -> Generator[_Frame]:

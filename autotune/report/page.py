@@ -129,7 +129,9 @@ def make_templates() -> Any:
         "rate": "{:.3g}".format,
         "percent": "{:+.0%}".format,
         "time_left": text.time_left_text,
-        "difference": _difference,
+        "difference": lambda promised, measured, digits=1: (
+            change_text(measured / promised - 1, digits) if measured and promised else "-"
+        ),
         "outcomes": words.OUTCOMES,
     }
     return templates
@@ -153,10 +155,6 @@ def build_page(subjects: Sequence[Subject], autotune_version: str) -> list[bytes
     )
     before, tag, after = page.partition("<script>")
     return [f"{before}{tag}".encode(), plotly, own, after.encode()]
-
-
-def _difference(promised: float | None, measured: float | None, digits: int = 1) -> str:
-    return change_text(measured / promised - 1, digits) if measured and promised else "-"
 
 
 def plan_view(subject: Subject) -> dict[str, Any]:

@@ -387,7 +387,9 @@ def serialize_adapter(
         if layer.magnitude is not None:
             tensors[f"{key}.lora_magnitude_vector"] = layer.magnitude
         if to == "kohya":
-            tensors[f"{key}.alpha"] = _to_scalar(layer.alpha)
+            is_short = torch.tensor(layer.alpha, dtype=torch.float32).item() == layer.alpha
+            dtype = torch.float32 if is_short else torch.float64
+            tensors[f"{key}.alpha"] = torch.tensor(layer.alpha, dtype=dtype)
     metadata: dict[str, str] = {}
     if to == "diffusers":
         metadata = _peft_metadata(layers, prefix)
@@ -438,11 +440,6 @@ def _fold_alpha(layer: Layer) -> Layer:
     if isinstance(layer, KroneckerLayer) or layer.alpha == layer.rank:
         return layer
     return replace(layer, up=layer.up * (layer.alpha / layer.rank), alpha=float(layer.rank))
-
-
-def _to_scalar(value: float) -> Tensor:
-    short = torch.tensor(value, dtype=torch.float32)
-    return short if short.item() == value else short.new_tensor(value, dtype=torch.float64)
 
 
 def _peft_metadata(layers: Mapping[str, Layer], prefix: str) -> dict[str, str]:
