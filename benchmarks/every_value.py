@@ -137,18 +137,19 @@ def require_foretold_kernel(padding: TextPadding, folder: Path) -> None:
     capability = torch.cuda.get_device_capability()
     how = {"precision": "bf16" if capability >= (8, 0) else "fp16"}
     runner = test_steps.start(folder / "pipeline", padding=padding, micro_batch_size=2, **how)
-    ran = dict[int, set[str]]()  # kernels by number of tokens
+    ran = dict[int, set[str]]()  # kernels by number of scores
 
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             found = re.search("scaled_dot_product_([a-z]+)_attention", func.name())
             if found:
-                ran.setdefault(args[0].shape[2], set()).add(found[1])
+                ran.setdefault(args[0].shape[2] * args[1].shape[2], set()).add(found[1])
             return func(*args, **(kwargs or {}))
 
     with Noting():
         runner.timed_step()
-    is_masked = family.has_attention_mask(2, padding)
+    always = family.has_attention_mask(1, "exact")  # of the text alone
+    is_masked = family.has_attention_mask(2, padding) and not always
     foretold = cuda_kernel(
         "native", masked=is_masked, capability=capability, cudnn=cudnn_version(), **how
     )
@@ -168,12 +169,10 @@ def checks_of(name: str, machine: str, folder: Path) -> Iterator[tuple[str, Call
 
     in_fork(machine, list_runs)
     found, ways = json.loads((folder / "runs").read_text())
-    is_steady = name not in test_steps.ASKS_THE_DEVICE  # it reads masks for shapes
-    if is_steady:
-        yield "copies of swapped blocks", partial(require_foretold_copies, name)
-        yield "attention, exact", partial(require_foretold_kernel, "exact")
-        if get_family(name).masks_padding:
-            yield "attention, masked", partial(require_foretold_kernel, "masked")
+    yield "copies of swapped blocks", partial(require_foretold_copies, name)
+    yield "attention, exact", partial(require_foretold_kernel, "exact")
+    if get_family(name).masks_padding:
+        yield "attention, masked", partial(require_foretold_kernel, "masked")
     usual = USUAL.model_dump() | {"precision": found[0]["precision"]}
     for fields, way in zip_longest(found, ways):
         settings = Candidate.model_validate(fields or usual)
@@ -181,8 +180,7 @@ def checks_of(name: str, machine: str, folder: Path) -> Iterator[tuple[str, Call
         changes = settings.differences(USUAL) | caching.model_dump(exclude_defaults=True)
         text = ", ".join(f"{key}={value}" for key, value in changes.items()) or "usual"
         yield text, partial(run_and_resume, name, settings=settings, caching=caching)
-        if is_steady:
-            yield f"one wait: {text}", partial(require_one_wait, settings=settings)
+        yield f"one wait: {text}", partial(require_one_wait, settings=settings)
 
 
 def rows_of(name: str, machine: str, known: set[tuple[str, str, str]]) -> Iterator[dict[str, Any]]:

@@ -209,12 +209,13 @@ def traced_model(
     overheads: Overheads | None = None,
 ) -> "TracedModel":
     """Return a `TracedModel` that shares what was traced lately with equal shapes."""
-    known = family, config, workload, rules, parts, overheads
-    key = _key_of(*known)
+    shapes = workload.changed(quality="high", effective_batch_size=1, optimizer=ADAMW)
+    of_vae = family, sorted(config.items()), rules, parts, workload.largest_bucket
+    key = repr(of_vae), repr((shapes, overheads and overheads.traced))
     with TORCH_LOCK:
         model = _remembered.pop(key, None)
         if model is None:
-            model = TracedModel(*known)
+            model = TracedModel(family, config, workload, rules, parts, overheads, key)
             alike = (each for own, each in _remembered.items() if own[0] == key[0])
             model.vae_cost = next(alike, model).vae_cost
         while len(_remembered) >= NUM_REMEMBERED:
@@ -226,42 +227,21 @@ def traced_model(
     return model
 
 
-def _key_of(
-    family: Family,
-    config: Mapping[str, Any],
-    workload: Workload,
-    rules: DeviceRules,
-    parts: Parts,
-    overheads: Overheads | None,
-) -> tuple[str, str]:
-    """What the costs of the VAE depend on, and what else the traces do."""
-    shapes = workload.changed(quality="high", effective_batch_size=1, optimizer=ADAMW)
-    vae = family, sorted(config.items()), rules, parts, workload.largest_bucket
-    return repr(vae), repr((shapes, overheads and overheads.traced))
-
-
+@dataclass(eq=False)
 class TracedModel:
-    """One family's transformer under one workload. Nothing is traced twice.
+    """One family's transformer under one workload. Nothing is traced twice."""
 
-    `overheads` are those of the program that trains; None for autotune's executor.
-    """
+    family: Family
+    config: Mapping[str, Any]
+    workload: Workload
+    rules: DeviceRules
+    parts: Parts
+    overheads: Overheads | None  # of the program that trains; None for autotune's executor
+    key: tuple[str, str]  # equal for equal costs of the VAE, and for equal traces
 
-    def __init__(
-        self,
-        family: Family,
-        config: Mapping[str, Any],
-        workload: Workload,
-        rules: DeviceRules,
-        parts: Parts,
-        overheads: Overheads | None = None,
-    ) -> None:
-        self.family = family
-        self.config = config
-        self.workload = workload
-        self.rules = rules
-        self.parts = parts
-        self.overheads = overheads
-        self._resident = build_on_meta(family, config)
+    def __post_init__(self) -> None:
+        family, workload = self.family, self.workload
+        self._resident = build_on_meta(family, self.config)
         kinds = trace.block_kinds(family, self._resident)
         self.num_blocks = sum(map(len, kinds))  # of the full model
         adapted = block_numbers(workload.adapted_blocks, self.num_blocks)
@@ -270,7 +250,6 @@ class TracedModel:
         self._traced_blocks = "all" if adapted is None else ",".join(map(str, adapted_traced))
         trace.shorten(family, self._resident, self.picked)
         self._template = cache(self._build_template)
-        self.key = _key_of(family, config, workload, rules, parts, overheads)
         self.model = one_at_a_time(self._model)
         self.traced = one_at_a_time(self._traced, "traced", self.key)
         self.model_bytes = one_at_a_time(self._model_bytes, "bytes", self.key)

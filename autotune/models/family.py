@@ -36,6 +36,7 @@ Images: TypeAlias = Sequence[Image.Image]
 Options: TypeAlias = dict[str, Any]
 
 PRIOR = "prior"  # in a sample whose target is the base's prediction, and then that prediction
+PLACES = "image_places"  # in a sample, of control images among its text; the host reads them
 DOWN = "down"  # in a sample from which a slider learns at strength -1
 COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")  # of most pipelines
 

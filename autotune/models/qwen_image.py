@@ -1,6 +1,7 @@
 """Qwen-Image, its editing models, and Qwen-Image 2.1."""
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,6 +9,7 @@ from unittest import mock
 
 from autotune.models import facts, latents
 from autotune.models.family import (
+    PLACES,
     Batch,
     Family,
     Images,
@@ -172,7 +174,6 @@ class QwenImageEditPlus(QwenImageEdit):
 
 
 SLOT = 2  # latents along each side of what Qwen-Image 2.1 counts as one slot of an image
-PLACES = "image_places"  # of control images among a caption's tokens
 PICTURE = "<image{}><|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -241,41 +242,28 @@ class QwenImage21(latents.QwenProcessor, Family):
         return super().encode_pixels(pipeline, opaque)
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
-        prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
-        if len({len(prompt) for prompt in prompts}) > 1:
-            # Padding would count as text, and move the image away from it.
-            shared = {k: each for k, each in batch.items() if not k.startswith("prompt_embeds")}
-            rows = []
-            for at, prompt in enumerate(prompts):
-                own = {name: each[at : at + 1] for name, each in shared.items()}
-                given = noisy[at : at + 1], levels[at : at + 1], {**own, "prompt_embeds_0": prompt}
-                rows.append(self.predict(transformer, *given))
-            return torch.cat(rows)
         target, *controls = latents.with_controls(noisy, batch)
-        images = [*controls, target]
-        slots = [math.prod(each.shape[3:]) // SLOT**2 for each in images]
-        text = torch.stack(prompts)
-        if (missing := sum(slots[:-1]) - text.shape[1]) > 0:  # in trials of short captions
-            text = torch.nn.functional.pad(text, (0, 0, 0, missing))
-        # A trace has no numbers, but the model reads these: they stay on the host, where it does.
-        device = "cpu" if noisy.is_meta else noisy.device
-        is_image = torch.arange(text.shape[1] + slots[-1], device=device) >= text.shape[1]
-        end = 0
-        for number, slot in enumerate(slots[:-1]):
-            place = end if noisy.is_meta else int(batch[PLACES][0, number])
-            # Those of trials are random.
-            start = min(max(place, end), text.shape[1] - sum(slots[number:-1]))
-            end = start + slot
-            is_image[start:end] = True
-        velocity: Tensor = transformer(
-            hidden_states=torch.cat([each.flatten(2).mT for each in images], dim=1),
-            encoder_hidden_states=text,
-            timestep=levels,
-            img_shapes=[[(1, *each.shape[3:]) for each in images]] * len(noisy),
-            img_mask=is_image.expand(len(noisy), -1),
-            return_dict=False,
-        )[0]
-        return velocity[:, -math.prod(noisy.shape[3:]) :].mT.reshape(noisy.shape)
+        images, predicted = [*controls, target], list[Tensor]()
+        shapes = [(1, *each.shape[3:]) for each in images]
+        slots = [math.prod(shape) // SLOT**2 for shape in shapes]
+        packed = torch.cat([each.flatten(2).mT for each in images], dim=1)
+        # Padding would count as text, and move the image away from it: each has a pass.
+        for number, level in enumerate(levels):
+            text = batch[f"prompt_embeds_{number}"][None]
+            if (missing := sum(slots[:-1]) - text.shape[1]) > 0:  # in trials of short captions
+                text = torch.nn.functional.pad(text, (0, 0, 0, missing))
+            is_slot = torch.arange(text.shape[1] + slots[-1]) >= text.shape[1]
+            end = 0
+            for at, slot in enumerate(slots[:-1]):
+                place = end if noisy.is_meta else int(batch[PLACES][number, at])
+                # Those of trials are random.
+                start = min(max(place, end), text.shape[1] - sum(slots[at:-1]))
+                end = start + slot
+                is_slot[start:end] = True
+            given = packed[number : number + 1], text, level[None], shapes, is_slot
+            with mock.patch(f"{MODULE}21.QwenImage21Transformer2DModel.forward", _forward):
+                predicted.append(transformer(*given)[:, -math.prod(shapes[-1]) :])
+        return torch.cat(predicted).mT.reshape(noisy.shape)
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         if not controls:
@@ -285,3 +273,38 @@ class QwenImage21(latents.QwenProcessor, Family):
 
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return True  # of the text, which attends to what comes before
+
+
+def _forward(
+    self: Any, packed: Tensor, text: Tensor, levels: Tensor, shapes: Sequence[Any], is_slot: Tensor
+) -> Tensor:
+    """Predict as the class in diffusers, which waits for the device a dozen times to read where
+    pictures are. `is_slot` (text and the last picture's slots,) stays on the host."""
+    from diffusers.models.transformers.transformer_qwenimage21 import _qwenimage21_prefix_segments
+
+    is_image = is_slot.repeat_interleave(torch.where(is_slot, SLOT**2, 1))
+    image_ids, is_target = self.build_token_metadata(is_image, shapes)
+    segments = _qwenimage21_prefix_segments(image_ids, len(is_image) - math.prod(shapes[-1]))
+    device = text.device if text.is_meta else is_image.device
+    rotary = latents.send(self.pos_embed(shapes, is_image, device), text.device)
+    words = self.txt_in(text)
+    pictures = iter(self.img_in(packed).split([math.prod(shape) for shape in shapes], dim=1))
+    parts, at = list[Tensor](), 0
+    for start, end, is_text in segments:
+        length = end - start
+        parts.append(words[:, at : at + length] if is_text else next(pictures))
+        at += length if is_text else length // SLOT**2
+    hidden = torch.cat([*parts, *pictures], dim=1)
+    levels, target = levels.to(hidden.dtype), None
+    if self.config.causal_condition:
+        levels = torch.cat([levels, levels.new_zeros(1)])
+        target = latents.send(is_target, text.device)
+    embedded = self.time_text_embed(levels, hidden)
+    shared = (self.modulation(embedded), rotary, None, target, None, None, None, segments, None)
+    for block in self.transformer_blocks:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            hidden = self._gradient_checkpointing_func(block, hidden, *shared)
+        else:
+            hidden = block(hidden, *shared)
+    velocity: Tensor = self.proj_out(self.norm_out(hidden, embedded, target))
+    return velocity

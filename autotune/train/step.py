@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from autotune.data import batches, encode
 from autotune.knobs.modulation import ModulationAhead, find_modulation_ahead, window_steps
 from autotune.models.adapter import negated_adapter, without_adapter
-from autotune.models.family import DOWN, PRIOR, Batch, Family, Sample, denoising_loss, unwrap_model
+from autotune.models.family import (
+    DOWN,
+    PLACES,
+    PRIOR,
+    Batch,
+    Family,
+    Sample,
+    denoising_loss,
+    unwrap_model,
+)
 from autotune.models.latents import send
 from autotune.models.noise import FLOW_MATCHING, NoiseProcess
 from autotune.plan import job, workload
@@ -134,7 +143,9 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """Send a batch to `device`, its floating-point tensors in `dtype`; asynchronous if pinned."""
     return {
-        name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+        name: tensor
+        if name == PLACES
+        else tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
         for name, tensor in batch.items()
     }
 

@@ -192,7 +192,7 @@ def test_user_adapters_and_optimizers_are_predicted(predictor, name, changes, k)
         changes = {**changes, "optimizer": OptimizerChoice(**changes["optimizer"])}
     work = plain.workload.changed(**changes)
     own = CostModel.build(cpu(), work, plain.family, TINY[name])
-    candidate = candidate_of("fp32", k=k)
+    candidate = candidate_of("fp32", k=k, size=own.family.max_micro_batch_size or 2)
     assert peaks_agree(own, candidate)
     usual = plain.predict(candidate).allocated_memory_bytes
     assert own.predict(candidate).allocated_memory_bytes != usual
@@ -221,9 +221,9 @@ def test_short_traces_predict_deep_models(name, rules, adapted, monkeypatch):
     config = {**TINY[name], **TABLES["DEPTHS"][name]}
     workload = workload_of(name, config=config).changed(adapted_blocks=adapted)
     rates = Rates(cpu() if rules == "cpu" else gpu("nvidia-l4"), "fp32", "native", "cpu")
-    short = TracedModel(FAMILIES[name], config, workload, rules, Parts())
+    short = TracedModel(FAMILIES[name], config, workload, rules, Parts(), None, ("", name))
     monkeypatch.setattr("autotune.cost.trace.TRACED_BLOCKS", 99)
-    full = TracedModel(FAMILIES[name], config, workload, rules, Parts())
+    full = TracedModel(FAMILIES[name], config, workload, rules, Parts(), None, ("", name))
     kernel = "cpu" if rules == "cpu" else "flash"
 
     def peak(model, k, modes):
@@ -263,7 +263,7 @@ def test_any_order_of_traces_gives_the_same(monkeypatch):
     family = FAMILIES["sdxl"]
     process = DiscreteDiffusion(num_train_timesteps=999)  # whose table no other test has made
     monkeypatch.setattr(type(family), "noise", process)
-    model = TracedModel(family, TINY["sdxl"], workload_of("sdxl"), "cuda", Parts())
+    model = TracedModel(family, TINY["sdxl"], workload_of("sdxl"), "cuda", Parts(), None, ("", ""))
     first, again = (model.traced.__wrapped__("bf16", "none", "flash", 2, 0) for _ in range(2))
     assert first.before.growth_bytes == again.before.growth_bytes
 

@@ -22,8 +22,6 @@ from autotune.train import model
 from autotune.train.processes import set_device
 from autotune.train.workload import describe_workload
 
-ASKS_THE_DEVICE = {"qwen-image-2.1"}  # its class in diffusers reads masks for the shapes of tokens
-
 
 @pytest.fixture(autouse=True)
 def _any_quality(monkeypatch):
@@ -61,7 +59,6 @@ def waits_in(runner):
         (name, padding)
         for name, family in FAMILIES.items()
         for padding in (["exact", "masked"] if family.masks_padding else ["exact"])
-        if name not in ASKS_THE_DEVICE
     ],
 )
 def test_the_host_waits_once(name, padding, pipeline):
