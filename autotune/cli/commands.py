@@ -13,7 +13,14 @@ from click.exceptions import Exit
 
 import autotune
 from autotune.cli.options import Commands, RequestCommand
-from autotune.cli.output import Progress, print_out, print_remark, print_result, show_events
+from autotune.cli.output import (
+    Progress,
+    print_out,
+    print_remark,
+    print_result,
+    run_shown,
+    show_events,
+)
 from autotune.report.text import titled_lines
 from autotune.system.process import is_first_process
 
@@ -65,8 +72,7 @@ def probe(quick: bool, list_catalog: bool, device: int | None, as_json: bool) ->
     if list_catalog:
         print_result(autotune.list_gpus(), as_json, catalog_view)
         return
-    with show_events() as show:
-        profile = autotune.probe(quick=quick, device=device, on_event=show)
+    profile = run_shown(autotune.probe, quick=quick, device=device)
     brief = partial(profile_lines, findings=() if as_json else autotune.doctor())
     print_result(profile, as_json, profile_view if Progress.is_verbose else brief)
 
@@ -122,8 +128,7 @@ def models(hardware: str | None, host_memory: str | None, file: Path | None, as_
     to do with each."""
     from autotune.report.predictions import model_lines
 
-    with show_events() as show:
-        found = autotune.list_models(hardware, file=file, host_memory=host_memory, on_event=show)
+    found = run_shown(autotune.list_models, hardware, file=file, host_memory=host_memory)
     print_result(found, as_json, lambda models: model_lines(models, hardware, host_memory))
     if file is not None and len(found) > 1:
         taken = f"without --base, {file.name} is taken for {found[0].name}"
@@ -137,9 +142,7 @@ def fetch(model: str, as_json: bool) -> None:
     """Download a model and verify its files, so that plan and train need no network."""
     from autotune.report.machine import fetched_lines
 
-    with show_events() as show:
-        fetched = autotune.fetch(model, on_event=show)
-    print_result(fetched, as_json, fetched_lines)
+    print_result(run_shown(autotune.fetch, model), as_json, fetched_lines)
 
 
 @app.command(cls=RequestCommand, request="EstimateRequest")
@@ -148,9 +151,7 @@ def estimate(asked: dict[str, Any], as_json: bool) -> None:
     """Predict memory, time and cost of settings that you name; runs and downloads nothing."""
     from autotune.report.predictions import estimate_lines
 
-    with show_events() as show:
-        answer = autotune.estimate(**asked, on_event=show)
-    print_result(answer, as_json, estimate_lines)
+    print_result(run_shown(autotune.estimate, **asked), as_json, estimate_lines)
 
 
 @app.command(cls=RequestCommand, request="CompareRequest")
@@ -159,9 +160,7 @@ def compare(asked: dict[str, Any], as_json: bool) -> None:
     """Predict one job on several GPUs: settings, speed, hours and cost of the finished adapter."""
     from autotune.report.predictions import comparison_lines
 
-    with show_events() as show:
-        found = autotune.compare(**asked, on_event=show)
-    print_result(found, as_json, comparison_lines)
+    print_result(run_shown(autotune.compare, **asked), as_json, comparison_lines)
 
 
 @app.command(cls=RequestCommand, request="PlanRequest")
@@ -180,9 +179,7 @@ def plan(asked: dict[str, Any], list_knobs: bool, as_json: bool) -> None:
         told = "name a model, or an earlier plan with --from"
         raise click.BadParameter(told, param_hint="--model")
     if list_knobs:
-        with show_events() as show:
-            space = list_choices(**asked, on_event=show)
-        print_out(knob_lines(space))
+        print_out(knob_lines(run_shown(list_choices, **asked)))
         return
     asked.setdefault("path", "plan.yaml")
     try:
@@ -337,8 +334,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
             told = "name a plan, or what to plan for: --model and --data"
             raise click.BadParameter(told, param_hint="PLAN")
         require_gpu(asked["model"])
-    with show_events() as show:
-        report = autotune.train(**asked, on_event=show)
+    report = run_shown(autotune.train, **asked)
     if not is_first_process():
         return
     folder = asked.get("output", Job.model_fields["output"].default)
@@ -384,8 +380,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
 @JSON
 def sample(run_folder: Path, prompt: str, as_json: bool, **asked: Any) -> None:
     """Sample from a trained adapter, or from a plan's model alone, through its stock pipeline."""
-    with show_events() as show:
-        written = autotune.sample(run_folder, prompt, **asked, on_event=show)
+    written = run_shown(autotune.sample, run_folder, prompt, **asked)
     paths = [str(path) for path in written]
     print_result({"paths": paths}, as_json, lambda _: paths)
 
@@ -403,8 +398,7 @@ def check_data(asked: dict[str, Any], strict: bool, as_json: bool) -> None:
     training sees the rest."""
     from autotune.report.machine import data_report_lines
 
-    with show_events() as show:
-        found = autotune.check_data(**asked, on_event=show)
+    found = run_shown(autotune.check_data, **asked)
     print_result(found, as_json, data_report_lines)
     if not (found.is_clean if strict else found.can_train):
         raise Exit(2)
@@ -438,8 +432,7 @@ def caption_data(place: Path, replacements: tuple[str, ...], as_json: bool, **as
     if not all(words and sign for words, sign, _ in pairs):
         raise click.BadParameter("it is not WORDS=OTHERS", param_hint="--replace")
     asked["replacements"] = {words: others for words, _, others in pairs}
-    with show_events() as show:
-        changed = caption_data(place, **asked, on_event=show)
+    changed = run_shown(caption_data, place, **asked)
     lines = [f"{name}: {text}" if text else name for name, text in changed.items()]
     verb = "would change" if asked["dry_run"] else "changed"
     folder = place if place.is_dir() else place.parent

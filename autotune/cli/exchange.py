@@ -10,7 +10,7 @@ from click.exceptions import Exit
 import autotune
 from autotune.cli.commands import JSON, OUTPUT, PATH, PLAN, app
 from autotune.cli.options import Commands
-from autotune.cli.output import Progress, print_remark, print_result, show_events
+from autotune.cli.output import Progress, print_remark, print_result, run_shown
 
 CONFIG = click.argument(
     "config_file", type=PATH, metavar="FILE", help="A configuration of another trainer."
@@ -41,8 +41,7 @@ def import_config(
     print_result(config, as_json, partial(import_lines, tells_all=Progress.is_verbose))
     if path is None:
         return
-    with show_events() as show:
-        made = plan_from_config(config, path=path, hardware=hardware, on_event=show)
+    made = run_shown(plan_from_config, config, path=path, hardware=hardware)
     for remark in made.remarks:
         print_remark(f"note: {remark}")
     print_remark(f"written to {path}; train it with:", f"autotune train {shlex.quote(str(path))}")
@@ -91,8 +90,7 @@ def audit(config_file: Path, hardware: str | None, measure: bool, form: str, as_
     would other settings gain?"""
     from autotune.report.configs import audit_lines, audit_markdown
 
-    with show_events() as show:
-        found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
+    found = run_shown(autotune.audit, config_file, hardware=hardware, measure=measure)
     if form == "markdown":
         click.echo(audit_markdown(found))  # its tables stay as they are
         return
@@ -193,9 +191,7 @@ def inspect(file: Path, quick: bool, as_json: bool) -> None:
     from autotune.report.machine import weights_lines
     from autotune.weights.tensors import inspect_weights
 
-    with show_events() as show:
-        summary = inspect_weights(file, count_values=not quick, on_event=show)
-    print_result(summary, as_json, weights_lines)
+    print_result(run_shown(inspect_weights, file, count_values=not quick), as_json, weights_lines)
 
 
 @weights.command()

@@ -39,6 +39,12 @@ def show_events() -> AbstractContextManager[Callable[["Event"], None]]:
     return terminal.show_events(is_verbose=Progress.is_verbose)
 
 
+def run_shown(function: Callable[..., T], *given: Any, **asked: Any) -> T:
+    """Call what takes long, and show what it tells."""
+    with show_events() as show:
+        return function(*given, **asked, on_event=show)
+
+
 def print_out(view: Any, **style: Any) -> None:
     """Print a text, lines, or what rich renders to stdout."""
     from autotune.cli import terminal
