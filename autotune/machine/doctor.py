@@ -174,11 +174,6 @@ def _check_torch(facts: DoctorFacts) -> Found:
             what = f"{old}: needs {minimum} or newer"
             fix = get if get.startswith("update") else f"update the driver; or {get}"
             yield "blocks", "driver-too-old", what, fix
-        elif cuda.startswith("12.") and not any(
-            gpu.needs_cuda_12 or lacks_code(versions, gpu.compute_capability) for gpu in facts.gpus
-        ):
-            what = f"{built} built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
-            yield "note", "cuda-12", what, "driver 580 or newer runs CUDA 13 builds"
     if versions.torch is not None and not versions.has("torch", "2.11"):
         yield "warning", "old-torch", f"{built} older than autotune is tested with", get
 
@@ -331,10 +326,6 @@ def _check_packages(facts: DoctorFacts) -> Found:
         what = f"DIFFUSERS_ATTN_BACKEND={facts.attention}: {why}"
         fix = "unset DIFFUSERS_ATTN_BACKEND; autotune chooses an attention that trains"
         yield "blocks", "sage-chosen", what, fix
-    elif versions.sageattention is not None:
-        why = "it speeds up sampling and cannot train"
-        what = f"sageattention {versions.sageattention} is installed: {why}"
-        yield "note", "sage-installed", what, "nothing: autotune does not train with it"
     needs, own = facts.torchvision_needs, versions.torch
     if needs is not None and own is not None and own.split("+")[0] != needs.removeprefix("torch=="):
         built = f"the installed torchvision was built for {needs}, this is torch {own}"
