@@ -86,7 +86,7 @@ def job_time(
     parts = {
         "load_seconds": load,
         "cache_seconds": num_images * per_image,
-        "compile_seconds": registry.startup_seconds(candidate, cost.family, cost.workload)
+        "compile_seconds": registry.startup_seconds(candidate, cost.context)
         + plan_seconds(cost, choice, recomputes=candidate.recomputed_blocks > 0),
         "step_seconds": num_steps * prediction.step_seconds,
         "preview_seconds": num_previews * preview,

@@ -18,7 +18,6 @@ from autotune.models.adapter import target_matcher
 from autotune.models.family import Family, build_on_meta
 from autotune.plan.candidate import Candidate, Choice
 from autotune.plan.hardware import DeviceKind, is_at_least
-from autotune.plan.workload import Workload
 
 WHOLE_WEIGHTS = (
     "DoRA takes the norms of whole weights: it needs them on the device, in 16 bits or more"
@@ -241,26 +240,31 @@ class Attention(_TableKnob):
         return super()._why_not_searched(entry, context) or why_not_faster(entry, context)
 
 
-# To compile one kind of block for one shape, until a trial has measured it. A round figure;
-# Qwen-Image's with 8-bit products took 34 s of a CPU's time, and 43 more at the second shape.
-STARTUP_SECONDS = 60.0
-# For a model's kinds of attention: 57 to 73 for three mid-size families on two busy CPU cores.
-NORM_ROPE_STARTUP_SECONDS = 60.0
+# To compile one kind of block for one shape, by the device's kind, until a trial has measured it.
+# Round figures: on an H200's host ten settings of FLUX.1 and Qwen-Image took 10 to 32 s; Qwen-Image
+# with 8-bit products 34 s of a CPU's time, and 43 more at the second shape.
+STARTUP_SECONDS = {"cuda": 20.0, "mps": 60.0, "cpu": 60.0}
+# For a model's kinds of attention: 11 for FLUX.1 on that host; 57 to 73 for three mid-size families
+# on two busy CPU cores.
+NORM_ROPE_STARTUP_SECONDS = {"cuda": 10.0, "mps": 60.0, "cpu": 60.0}
 
 
-def startup_seconds(candidate: Candidate, family: Family, workload: Workload) -> float:
+def startup_seconds(candidate: Candidate, context: TuningContext) -> float:
     """Return the seconds it takes to compile what a candidate compiles."""
     if candidate.compile == "block":
         # One list of blocks has some that recompute and some that do not.
-        is_mixed = 0 < candidate.checkpointed_blocks < workload.model.num_blocks
-        return _seconds_of_blocks(len(family.block_lists) + is_mixed, workload)
-    return NORM_ROPE_STARTUP_SECONDS if candidate.norm_rope == "compiled" else 0.0
+        is_mixed = 0 < candidate.checkpointed_blocks < context.workload.model.num_blocks
+        return _seconds_of_blocks(len(context.family.block_lists) + is_mixed, context)
+    if candidate.norm_rope == "compiled":
+        return NORM_ROPE_STARTUP_SECONDS[context.hardware.device.kind]
+    return 0.0
 
 
-def _seconds_of_blocks(num_kinds: int, workload: Workload) -> float:
+def _seconds_of_blocks(num_kinds: int, context: TuningContext) -> float:
     # Once for the first shape and once for all others.
-    has_one_shape = len(workload.buckets) == 1 and workload.text_padding == "exact"
-    return STARTUP_SECONDS * num_kinds * (1 if has_one_shape else 2)
+    work, seconds = context.workload, STARTUP_SECONDS[context.hardware.device.kind]
+    has_one_shape = len(work.buckets) == 1 and work.text_padding == "exact"
+    return seconds * num_kinds * (1 if has_one_shape else 2)
 
 
 class NormRope(Knob):
@@ -312,7 +316,7 @@ class Compile(Knob):
         capability = context.hardware.capability("compile")
         if not capability.available:
             return Choices(("off",), rejected={"block": capability.reason})
-        startup = _seconds_of_blocks(len(context.family.block_lists), context.workload)
+        startup = _seconds_of_blocks(len(context.family.block_lists), context)
         payback = f"the steps may pay back a start-up of some {startup:.0f} s"
         return Choices(("off",), pinnable={"block": f"the winner is tried compiled if {payback}"})
 

@@ -315,7 +315,7 @@ def predicted_payback(
 ) -> Payback:
     """Compare by the cost model."""
     saved = cost.predict(plain).step_seconds - cost.predict(compiled).step_seconds
-    return Payback(saved, startup_seconds(compiled, cost.family, cost.workload), num_steps)
+    return Payback(saved, startup_seconds(compiled, cost.context), num_steps)
 
 
 def choose_compiled(trials: Trials, problem: PlanningProblem) -> Candidate | None:

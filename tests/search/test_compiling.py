@@ -53,7 +53,7 @@ def reason_of(plan):
 @pytest.fixture(autouse=True)
 def hopeful(monkeypatch):
     """The cost model expects next to nothing of the start-up, so that a trial decides."""
-    monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", 0.001)
+    monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", {"cuda": 0.001, "cpu": 0.001})
 
 
 def test_cached_code_is_tried_again():

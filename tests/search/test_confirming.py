@@ -87,7 +87,7 @@ def test_fallbacks_are_tried_if_needed(case):
 
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
 def test_compiling_must_pay_beside_the_fastest(case, monkeypatch, objective):
-    monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", 100.0)
+    monkeypatch.setattr("autotune.knobs.registry.STARTUP_SECONDS", {"cuda": 100.0})
     by_memory = sorted(case.space.candidates, key=lambda each: answer(each).peak_memory_bytes)
     slow, fast = trials = tuple(answer(each) for each in (by_memory[0], by_memory[-1]))
     cost, compiled = case.cost.with_calibration(trials), winner.compiled_from(fast.candidate, case)
