@@ -344,12 +344,12 @@ def _pack(modules: Iterable[nn.Module]) -> None:
     states = [getattr(parameter, "quant_state", None) for parameter, _ in held]
     held += [(state, "absmax") for state in states if state]  # scales of bitsandbytes
     offsets, num_bytes = region_offsets(getattr(*each).nbytes for each in held)
-    if num_bytes:
+    for _ in range(2 if num_bytes else 0):  # first aside, then where they arrived, without a gap
         torch.cuda.empty_cache()  # else it splits a segment that layers would arrive in
         region = torch.empty(num_bytes, dtype=torch.uint8, device=held[0][0].device)
-    for (holder, name), offset in zip(held, offsets, strict=True):
-        tensor = getattr(holder, name)
-        setattr(holder, name, _placed(tensor, region, offset).data.copy_(tensor))
+        for (holder, name), offset in zip(held, offsets, strict=True):
+            tensor = getattr(holder, name)
+            setattr(holder, name, _placed(tensor, region, offset).data.copy_(tensor))
 
 
 def offload_on_arrival(
