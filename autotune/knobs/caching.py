@@ -137,6 +137,9 @@ def choose_caching(
     ways = [way for way in _text_ways(places) if not _pairs(way.items()) & excluded]
     pins_text, pins_vae = not pins.keys().isdisjoint(TEXT_FIELDS), "vae_device" in pins
     options = [pinned] if pins_text else [pinned.changed(**way) for way in ways]
+    is_small = context.workload.objective == "memory"
+    if is_small:  # on a CPU captions take minutes each
+        options.sort(key=lambda one: (one.text_encoder_device == "cpu", size.captions_bytes(one)))
     captions = {
         one: _unusable_reason(one.text_encoder_quantization, context)
         or _shortage(one.text_encoder_device, size.captions_bytes(one), context)
@@ -153,6 +156,7 @@ def choose_caching(
     others = {one.vae_device: why for one, why in images.items() if one != chosen}
     refused |= {f"VAE on {place}": why for place, why in others.items()}
     rule = "the first that fits: exact before quantized, streamed last"
+    rule = "the smallest" if is_small else rule
     return chosen, Reason(
         knob="caching",
         chosen=words.caching_text(chosen),

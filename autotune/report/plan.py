@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from autotune.search.space import SearchSpace
 
 WORTH_TELLING = 1.05  # gain from more memory that is named
+WITHIN_REACH = 2  # multiple of this memory up to which another card's is
 SAVES_NOTHING: dict[str, Choice] = {**dict.fromkeys(BLOCK_COUNTS, 0), "quantization": "none"}
 DENSITIES = {
     "logit_normal": "Stable Diffusion 3's density",
@@ -129,19 +131,17 @@ def _gains_of_memory(plan: TrainingPlan) -> list[str]:
     beyond = [
         each
         for each in (forecast.alternatives if forecast else ())
-        if each.run_memory_bytes > budget and each.step_seconds < seconds / WORTH_TELLING
+        if budget < each.run_memory_bytes < WITHIN_REACH * budget
+        and each.step_seconds < seconds / WORTH_TELLING
     ]
-    if not beyond:
+    if not beyond or plan.frozen.workload.objective == "memory":
         return []
-    memory = words.MEMORY[plan.frozen.hardware.device_kind]
-    least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
-    best = min(beyond, key=lambda alternative: alternative.step_seconds)
-    gains = [
-        (f"{seconds / each.step_seconds:.2f}x", text.memory_text(each.run_memory_bytes - budget))
-        for each in (least, best)
-    ]
-    further = f", {gains[1][0]} with {gains[1][1]}" * (least != best)
-    return [f"{gains[0][0]} with {gains[0][1]} more {memory}{further}"]
+    ends = (min(beyond, key=attrgetter(key)) for key in ("run_memory_bytes", "step_seconds"))
+    gains = dict.fromkeys(
+        f"{seconds / each.step_seconds:.2f}x with {text.memory_text(each.run_memory_bytes)}"
+        for each in ends
+    )
+    return [f"{', '.join(gains)} of {words.MEMORY[plan.frozen.hardware.device_kind]}"]
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:

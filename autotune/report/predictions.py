@@ -101,7 +101,7 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         f"{title} {text.rough_seconds(took)}" for title, took in around.items() if took
     )
     settings = [setting_text("quantization", candidate.quantization)]
-    settings += unusual_settings(dict(candidate), MAIN, work.model.num_blocks)
+    settings += unusual_settings(dict(candidate), MAIN[1:], work.model.num_blocks)
     facts = [
         (verdict, f"{name} on {estimate.hardware}, {plan.size_text(work)}"),
         ("batch size", f"{batch} = {size} at a time x {batch // size} gradient accumulation"),

@@ -38,7 +38,8 @@ from autotune.system.version import __version__
 from autotune.train.fit import device_misfits
 
 GIB = 2**30
-SMALLER_SIDES = (0.75, 0.5)  # shares of the resolution's side that are tried
+SMALLER = (0.75, 0.5, 0.25)  # shares of the resolution's side and of frames that are tried
+SMALLER_RANKS = (1024, 256, 64, 16, 4)
 LARGER_BATCHES = (2, 4)  # multiples of the effective batch that are tried
 MIN_ADVISED_GAIN = 1.05  # factor of images per second from which a choice of the user is mentioned
 
@@ -118,6 +119,8 @@ class PlanningProblem:
             overheads=request.overheads,
             parallel=parallel if request.num_gpus > 1 else ONE_PROCESS,
         )
+        if request.num_gpus > 1:
+            space = space.drop_block_swap(request.num_gpus)
         untried, whole = space, cost
 
         def look_at(base: Candidate) -> None:
@@ -217,7 +220,7 @@ def _choose_strategy(
         if len(within.candidates) < len(space.candidates):
             _require_host_for_swap(request, space, within, cost)
         return cost, within
-    space = expand_block_counts(space, cost).drop_block_swap(number).drop_beyond_host(cost)
+    space = expand_block_counts(space, cost).drop_beyond_host(cost)
     with contextlib.suppress(NothingFits):
         light, budget = _drop_too_heavy(request, space, cost), cost.budget_bytes
         fitting = [each for each in light.candidates if cost.weight_bytes(each) <= budget]
@@ -303,38 +306,47 @@ def hint_to_fit(request: PlanRequest, space: SearchSpace, cost: CostModel) -> st
     memory = f"a device on which a run may take {_amount(needed)} (--max-memory, if you set one)"
     if found:
         return f"predicted to fit: {', or '.join(found)}; or take {memory}"
-    return f"no smaller quality, resolution, rank or batch is predicted to fit; take {memory}"
+    return f"nothing smaller that was looked at is predicted to fit; take {memory}"
 
 
 def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tuple[str, float]]:
-    work, family = cost.workload, cost.family
-    qualities = get_args(Quality)
-    options: list[tuple[str, Workload]] = [
-        (f"--quality {quality}", work.changed(quality=quality))
-        for quality in qualities[qualities.index(work.quality) + 1 :]
-    ]
-    for share in SMALLER_SIDES:
-        if bucket := _scale(work.largest_bucket, share, family):
+    """Yield the first looser wish of each kind that is predicted to fit, and what it needs."""
+    work, family, largest = cost.workload, cost.family, cost.workload.largest_bucket
+    qualities = get_args(Quality)[get_args(Quality).index(work.quality) + 1 :]
+    kinds = {"quality": {name: work.changed(quality=name) for name in qualities}}
+    if largest.num_frames > 1:
+        fewer = {family.whole_frames(int(share * largest.num_frames)) for share in SMALLER}
+        clips = {number: largest.changed(num_frames=number) for number in sorted(fewer)[::-1]}
+        kinds["frames"] = {f"{n}": work.changed(buckets=(clip,)) for n, clip in clips.items()}
+    kinds["resolution"] = {}
+    for share in SMALLER:
+        if bucket := _scale(largest, share, family):
             side = max(1, round(work.resolution_px * share))
-            smaller = work.changed(buckets=(bucket,), resolution_px=side)
             sides = dict.fromkeys((bucket.width_px, bucket.height_px))
-            options.append((f"--resolution {'x'.join(map(str, sides))}", smaller))
+            smaller = work.changed(buckets=(bucket,), resolution_px=side)
+            kinds["resolution"]["x".join(map(str, sides))] = smaller
     if work.effective_batch_size > 1:
         smallest = work.changed(effective_batch_size=1)
-        options.append((f"--batch-size {cost.parallel.num_processes}", smallest))
-    if work.rank > 4:
-        options.append(("--rank 4", work.changed(rank=4)))
-    relaxed = [(option, request, changed) for option, changed in options]
+        kinds["batch-size"] = {f"{cost.parallel.num_processes}": smallest}
+    ranks = [rank for rank in SMALLER_RANKS if rank < work.rank]
+    kinds["rank"] = {f"{rank}": work.changed(rank=rank) for rank in ranks}
+    relaxed = [
+        [(f"--{kind} {value}", request, changed) for value, changed in values.items()]
+        for kind, values in kinds.items()
+        if values
+    ]
     asked = (("--pin", request.pin_pairs), ("--exclude", request.exclusion_pairs))
     if named := [word for word, pairs in asked if pairs]:
         free = request.changed(pins=(), exclusions=())
-        relaxed.append((f"without {' and '.join(named)}", free, work))
-    with working_ahead([partial(_required_bytes, *each[1:], cost) for each in relaxed]):
-        for option, other, changed in relaxed:
-            with contextlib.suppress(InvalidInput, NothingFits):  # a pin may not go with it
-                needed, budget_bytes = _required_bytes(other, changed, cost)
-                if needed <= budget_bytes:
-                    yield option, needed
+        relaxed.append([(f"without {' and '.join(named)}", free, work)])
+    with working_ahead([partial(_required_bytes, *ways[0][1:], cost) for ways in relaxed]):
+        for ways in relaxed:
+            for option, other, changed in ways:
+                with contextlib.suppress(InvalidInput, NothingFits):  # a pin may not go with it
+                    needed, budget_bytes = _required_bytes(other, changed, cost)
+                    if needed <= budget_bytes:
+                        yield option, needed
+                        break
 
 
 def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -> tuple[float, int]:
@@ -357,10 +369,12 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     smallest = min(candidate.micro_batch_size for candidate in space.candidates)
     sizes = space.choices["micro_batch_size"]
     larger: dict[Choice, str] = {size: "needs more" for size in sizes if size != smallest}
-    space = expand_block_counts(space.drop_values("micro_batch_size", larger), own)
-    ways = {own.parallel: space}
+    space = space.drop_values("micro_batch_size", larger)
     if number > 1:
         space = space.drop_block_swap(number)
+    space = expand_block_counts(space, own)
+    ways = {own.parallel: space}
+    if number > 1:
         together = replace(own.parallel, strategy="ddp")
         ways = {together: space, replace(together, strategy="fsdp2"): space.keep_shardable()}
     needed = []
@@ -420,7 +434,7 @@ def advise_choices(
             option = f"--quality compact: {stored}, less exact"
         found.append(f"{best_gain:.2f}x by {option}")
     step_time = cost.predict(best).step_time
-    if step_time.limited_by(0.0) == "host":
+    if step_time.limited_by(0.0) == "host" and "block" in space.pinnable["compile"]:
         share = step_time.overhead_seconds / step_seconds
         found.append(f"{share:.0%} of a step waits for launches: try --pin compile=block")
     return tuple(found)

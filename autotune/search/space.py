@@ -74,13 +74,13 @@ class SearchSpace:
 
     def drop_block_swap(self, num_processes: int) -> SearchSpace:
         """Keep what several processes can use. Raises InvalidInput if blocks must be swapped."""
-        why = "several processes shard the weights instead"
-        swapped = {number: why for number in self.choices["swapped_blocks"] if number}
-        space = self.drop_values("swapped_blocks", swapped)
-        if not space.candidates:
+        why, numbers = "several processes shard the weights instead", self.choices["swapped_blocks"]
+        if 0 not in numbers:
             what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
             raise InvalidInput(what, hint="leave one of them out")
-        return space
+        candidates = dict.fromkeys(each.changed(swapped_blocks=0) for each in self.candidates)
+        swapped = {number: why for number in numbers if number}
+        return replace(self, candidates=tuple(candidates)).drop_values("swapped_blocks", swapped)
 
     def keep_shardable(self) -> SearchSpace:
         """Keep the weights that several processes can shard; there may be no candidates."""

@@ -119,8 +119,8 @@ def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> l
 
 
 def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
-    """Choose the fastest that runs, or the smallest for `memory`; within `TIE` of it what takes
-    least of the host, by `HOST_TIE_BYTES`, then what is most exact, then simplest, then smallest
+    """Choose the fastest that runs, or the smallest for `memory`; within `TIE` of it what is
+    most exact, then takes least of the host, by `HOST_TIE_BYTES`, then simplest, then smallest
     (for `memory` the fastest, then simplest)."""
     left = [score for score in scores if score.failure is None]
     if not left:
@@ -131,7 +131,7 @@ def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None
     host = (operator.attrgetter("host_memory_bytes"), 0.0, HOST_TIE_BYTES)
     simple = (_complexity, 0.0, 0)
     last = (simple, second) if is_fast else (second, simple)
-    for key, tie, slack in (first, host, (_inexactness, 0.0, 0), *last):
+    for key, tie, slack in (first, (_inexactness, 0.0, 0), host, *last):
         limit = (1 + tie) * min(map(key, left)) + slack
         left = [score for score in left if key(score) <= limit]
     return min(left, key=lambda score: (first[0](score), second[0](score)))
@@ -205,7 +205,7 @@ def _explain_choice(
         why = f"part of the {GOALS[objective]} settings that run"
         limit = own.value(objective)
         if any(score.value(objective) < limit for score in compared if not score.failure):
-            order = "less system RAM, then what is more exact, then simpler"
+            order = "what is more exact, then less system RAM, then simpler"
             why += f", within {TIE:.0%}: such ties go to {order}"
     return Reason(knob=knob, chosen=chosen, why=why, rejected=tuple(rejected))
 
@@ -231,7 +231,7 @@ def _compare(best: Score | None, winner: Score) -> str:
     if best is None:
         return "not tried: it did not promise to be better"
     if best.failure:
-        return best.failure
+        return f"{best.failure} ({label_of(dict(best.candidate))})"
     time = f"{best.step_seconds / winner.step_seconds:.2f}x the step time"
     memory = f"{best.peak_memory_bytes / winner.peak_memory_bytes:.2f}x the memory"
     return f"at best {time} at {memory} ({label_of(dict(best.candidate))})"

@@ -36,15 +36,22 @@ def test_models_are_sharded_if_needed(budget_gib, strategy, monkeypatch):
             whole / (cost.parallel.num_processes if cost.parallel.strategy == "fsdp2" else 1)
         )
 
+    def formula(cost, candidate):  # if blocks could be swapped, it would cost nothing
+        allocated, seconds = plain(cost, candidate)
+        return allocated - GIB * candidate.swapped_blocks / 60, seconds
+
+    plain = FormulaCostModel._formula
+    monkeypatch.setattr(FormulaCostModel, "_formula", formula)
     monkeypatch.setattr(FormulaCostModel, "weight_bytes", weight_bytes)
     capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")
     hardware = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
-    case = PlanningProblem.build(
-        request(effective_batch_size=4, quality="compact", num_gpus=4, hardware="another"),
-        hardware,
-        surroundings(),
+    asked = request(effective_batch_size=4, quality="compact", num_gpus=4, hardware="another")
+    case, pinned = (
+        PlanningProblem.build(each, hardware, surroundings())
+        for each in (asked, asked.changed(pins={"swapped_blocks": "0"}))
     )
     assert case.cost.parallel.strategy == strategy
+    assert case.space.candidates == pinned.space.candidates
 
 
 def test_epochs_without_data_are_steps():
