@@ -21,7 +21,7 @@ WAITING_DOUBT = 2.0
 """A step that waits for the host or copies is so many times as uncertain: no datasheet has them."""
 MEMORY_SIGMAS = (-0.9, 1.8)
 """The same for memory."""
-TIME_EVIDENCE = "4 of 5 published times lay in their ranges"
+TIME_EVIDENCE = "such ranges held 4 of 5 published times"
 
 
 class MemoryBreakdown(Frozen):
