@@ -8,7 +8,6 @@ learned one after the other in plain arithmetic: libraries' last bits differ bet
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from autotune.plan.candidate import MAX_RESIDUAL, Candidate, Residual, TrialResult
 from autotune.plan.prediction import Prediction
@@ -45,51 +44,25 @@ DIGITS = 9  # Decimals that are kept: logarithms' last bits differ between CPUs 
 
 def features_of(candidate: Candidate) -> tuple[tuple[str, float], ...]:
     """List a candidate's terms with their weights: the offset, and choices that change a step."""
-    num_bytes = 2 if candidate.quantization == "none" else 1
-    return _features(
-        candidate.compile != "off",
-        # What arrives in a step, relative to what is computed meanwhile.
-        num_bytes * candidate.swapped_blocks / candidate.micro_batch_size,
-        candidate.selective_blocks > 0,
-        candidate.quantization,
-        candidate.attention,
-        candidate.precision,
-        candidate.modulation,
-        candidate.norm_rope,
-        candidate.recomputed_blocks > 0,
-        (candidate.micro_batch_size - 1).bit_length(),
-    )
-
-
-@lru_cache(maxsize=8192)
-def _features(
-    compiles: bool,
-    arriving: float,
-    keeps_attention: bool,
-    quantization: str,
-    attention: str,
-    precision: str,
-    modulation: str,
-    norm_rope: str,
-    recomputes: bool,
-    doublings: int,
-) -> tuple[tuple[str, float], ...]:
-    rare = {"compiles": compiles, KEEPS_ATTENTION: keeps_attention}
+    rare = {"compiles": candidate.compile != "off", KEEPS_ATTENTION: candidate.selective_blocks > 0}
     names = (
         *(name for name, does in rare.items() if does),
         OFFSET,
-        f"quantization={quantization}",
-        f"attention={attention}",
-        f"precision={precision}",
-        f"modulation={modulation}",
-        f"norm_rope={norm_rope}",
-        f"{IN_PRECISION}{precision},{quantization}",
-        f"{IN_PRECISION}{precision},{attention}",
-        f"recomputes={recomputes}",
+        f"quantization={candidate.quantization}",
+        f"attention={candidate.attention}",
+        f"precision={candidate.precision}",
+        f"modulation={candidate.modulation}",
+        f"norm_rope={candidate.norm_rope}",
+        f"{IN_PRECISION}{candidate.precision},{candidate.quantization}",
+        f"{IN_PRECISION}{candidate.precision},{candidate.attention}",
+        f"recomputes={candidate.recomputed_blocks > 0}",
         # Sizes share the terms of the doublings up to them: all that 4 taught but one
         # term holds for 8, too.
-        *(f"{DOUBLING}{2**number}" for number in range(doublings)),
+        *(f"{DOUBLING}{2**n}" for n in range((candidate.micro_batch_size - 1).bit_length())),
     )
+    # What arrives in a step, relative to what is computed meanwhile.
+    num_bytes = 2 if candidate.quantization == "none" else 1
+    arriving = num_bytes * candidate.swapped_blocks / candidate.micro_batch_size
     swaps = ((SWAPS, math.log1p(arriving / SWAP_UNIT)),) if arriving else ()
     return *((name, 1.0) for name in names), *swaps
 
