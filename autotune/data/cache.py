@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,11 @@ from autotune.data.dataset import OnProgress
 from autotune.data.items import EMPTY_CAPTION, Item, file_digest
 from autotune.data.pixels import CENTERING, ClipSpan, UnusableFile, explain_damage, open_mask
 from autotune.errors import AutotuneError, InvalidInput, require_free_disk, reraise_disk_full
-from autotune.models.family import Family
 from autotune.models.resolve import ResolvedModel
 from autotune.plan.job import Crop
 from autotune.plan.workload import Bucket
 from autotune.system.lazy import Tensor, torch
-from autotune.weights.files import BadWeights, MissingWeights, open_weights, weights_digest
+from autotune.weights.files import BadWeights, MissingWeights
 from autotune.weights.tensors import load_file, save_file
 
 SIZE_LIMIT_BYTES = 50 * 1024**3
@@ -171,31 +169,8 @@ class EncoderIdentity:
     vae: str
 
 
-def identify_encoders(
-    model_folder: Path,
-    family: Family,
-    *,
-    settings: str,
-    text_settings: str,
-    vae_settings: str,
-    files: Mapping[str, Path],
-) -> EncoderIdentity:
-    """Identify encoders by their files, their dtype and what else decides their output."""
-    elsewhere = {name: weights_digest(open_weights(path)) for name, path in files.items()}
-    base = f"{family.name} {settings} diffusers {version('diffusers')}"
-    vae = _digest_components(model_folder, ("vae/",))
-    others = (family.denoiser, *family.other_denoisers, *family.decoders, "scheduler")
-    of_text = (f"{name}/" for name in family.components if name not in others)
-    text = _digest_components(model_folder, tuple(of_text))
-    encoder = f"{base} transformers {version('transformers')} {text} {text_settings}".rstrip()
-    for name, digest in sorted(elsewhere.items()):
-        if name != "vae":
-            encoder += f" {name} {digest}"
-    vae = f"{base} {vae} {elsewhere.get('vae', '')}".rstrip() + vae_settings
-    return EncoderIdentity(text_encoder=encoder, vae=vae)
-
-
-def _digest_components(model_folder: Path, prefixes: tuple[str, ...]) -> str:
+def digest_components(model_folder: Path, prefixes: tuple[str, ...]) -> str:
+    """Compute the SHA-256 of components' files, by their sizes and both ends of each, in hex."""
     digest = hashlib.sha256()
     for path in sorted(model_folder.glob("*/**/*")):
         name = path.relative_to(model_folder).as_posix()

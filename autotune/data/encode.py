@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -23,8 +24,8 @@ from autotune.data.cache import (
     EntryStore,
     ItemEntries,
     Tensors,
+    digest_components,
     find_mask,
-    identify_encoders,
     make_item_entries,
 )
 from autotune.data.dataset import Dataset, OnProgress
@@ -37,7 +38,7 @@ from autotune.models.family import DOWN, PRIOR, Sample
 from autotune.models.resolve import ResolvedModel
 from autotune.plan import candidate, workload
 from autotune.system.memory import map_large_buffers, release_memory
-from autotune.weights.files import DOWNLOAD_AGAIN
+from autotune.weights.files import DOWNLOAD_AGAIN, open_weights, weights_digest
 from autotune.weights.stream import Transform, cast_as_loaded, load_component
 
 
@@ -75,14 +76,22 @@ class Encoders:
 
     @property
     def identity(self) -> EncoderIdentity:
-        return identify_encoders(
-            self.model.weights,
-            self.model.family,
-            settings=str(self.dtype).removeprefix("torch."),
-            text_settings=self.text_settings,
-            vae_settings=self._unusual(self.vae_device),
-            files=self.model.part_files,
-        )
+        model, family = self.model, self.model.family
+        elsewhere = {
+            name: weights_digest(open_weights(path)) for name, path in model.part_files.items()
+        }
+        dtype = str(self.dtype).removeprefix("torch.")
+        base = f"{family.name} {dtype} diffusers {version('diffusers')}"
+        others = (family.denoiser, *family.other_denoisers, *family.decoders, "scheduler")
+        of_text = (f"{name}/" for name in family.components if name not in others)
+        text = f"{digest_components(model.weights, tuple(of_text))} {self.text_settings}"
+        encoder = f"{base} transformers {version('transformers')} {text}".rstrip()
+        for name, digest in sorted(elsewhere.items()):
+            if name != "vae":
+                encoder += f" {name} {digest}"
+        vae = f"{base} {digest_components(model.weights, ('vae/',))} {elsewhere.get('vae', '')}"
+        vae = vae.rstrip() + self._unusual(self.vae_device)
+        return EncoderIdentity(text_encoder=encoder, vae=vae)
 
     def load_pipeline(self, *, with_text: bool = True) -> Any:
         """Load the stock pipeline without transformer, and maybe without text encoders."""
