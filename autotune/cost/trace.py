@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from autotune.cost.kernels import DeviceRules, kernel_for, substitutes, under_au
 from autotune.cost.recorder import Recorder, Segment, summarize
 from autotune.cost.timing import MODULE_CALL, Rates, seconds_by_class
 from autotune.models.family import Batch, Family, denoising_loss
+
+N = TypeVar("N")
 
 TRACED_BLOCKS = 3  # of each row: first, middle, last
 
@@ -292,36 +294,28 @@ def table_of(traced: TracePass, rates: Rates, rank: int) -> PassTable:
 
 
 @dataclass(frozen=True)
-class ComposedPass:
-    """One micro-batch of the full model. Bytes are beyond parameters, optimizer and buffers."""
+class Composed(Generic[N]):
+    """One micro-batch of the full model, or several: one entry or row for each in every field.
 
-    peak_bytes: float
-    saved_bytes: float  # live when the segment of the peak begins, gradients apart
-    transient_bytes: float  # above that, kernel scratch memory apart
-    workspace_bytes: float
-    gradient_bytes: float  # those that exist when the segment of the peak begins
-    visiting_bytes: float  # weights of swapped blocks that are on the device then
+    Bytes are beyond parameters, optimizer and buffers.
+    """
+
+    peak_bytes: N
+    saved_bytes: N  # live when the segment of the peak begins, gradients apart
+    transient_bytes: N  # above that, kernel scratch memory apart
+    workspace_bytes: N
+    gradient_bytes: N  # those that exist when the segment of the peak begins
+    visiting_bytes: N  # weights of swapped blocks that are on the device then
     work: NDArray[np.float64]  # seconds by class, then the host's
     forward: NDArray[np.float64]  # the share of `work` before the blocks run backward
     recompute: NDArray[np.float64]  # the share of `work` that repeats operations
 
+    def __getitem__(self, at: int) -> "ComposedPass":
+        return Composed(**{each.name: getattr(self, each.name)[at] for each in fields(self)})
 
-@dataclass(frozen=True)
-class ComposedPasses:
-    """Several of them: one entry or row for each in every field."""
 
-    peak_bytes: NDArray[np.float64]
-    saved_bytes: NDArray[np.float64]
-    transient_bytes: NDArray[np.float64]
-    workspace_bytes: NDArray[np.float64]
-    gradient_bytes: NDArray[np.float64]
-    visiting_bytes: NDArray[np.float64]
-    work: NDArray[np.float64]
-    forward: NDArray[np.float64]
-    recompute: NDArray[np.float64]
-
-    def __getitem__(self, at: int) -> ComposedPass:
-        return ComposedPass(**{each.name: getattr(self, each.name)[at] for each in fields(self)})
+ComposedPass = Composed[float]
+ComposedPasses = Composed[NDArray[np.float64]]
 
 
 class BlockTables:
