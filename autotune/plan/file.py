@@ -191,21 +191,15 @@ def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise InvalidPlan(
-                f"{path} is not a regular file", hint="name a plan file, or a run's run-plan.yaml"
-            )
-        if not path.is_file():
+        if not path.exists() or path.is_dir():
             raise InvalidPlan(
                 f"there is no plan at {path}",
                 hint="make one with `autotune plan --model MODEL -o plan.yaml`",
             )
-        size = path.stat().st_size
-        if size > MAX_PLAN_BYTES:
-            raise InvalidPlan(f"{path} is {size} bytes, too large for a plan", hint=PLAN_AGAIN)
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, MAX_PLAN_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidPlan(f"cannot read {path}: {error}", hint=PLAN_AGAIN) from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidPlan(f"cannot read {path}: {reason}", hint=PLAN_AGAIN) from error
     if not text.strip():
         raise InvalidPlan(f"{path} is empty", hint=PLAN_AGAIN)
     return text

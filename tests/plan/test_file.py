@@ -186,7 +186,7 @@ def test_unreadable_files_are_refused(tmp_path):
         with pytest.raises(InvalidPlan, match="there is no plan at"):
             file.load_plan(path)
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(InvalidPlan, match=r"pipe\.yaml is not a regular file"):
+    with pytest.raises(InvalidPlan, match=r"pipe\.yaml: not a regular file"):
         file.load_plan(tmp_path / "pipe.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidPlan, match="cannot read"):
