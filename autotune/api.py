@@ -349,7 +349,7 @@ def compare(request: CompareRequest) -> comparison.Comparison:
     on_event(StatusChanged(text="reading model and data"))
     anywhere = complete(PlanRequest(**asked, hardware="any"))
     model = ResolvedRequest.build(anywhere, needs_weights=False).model
-    download = comparison.download_seconds(model, request.download_rate)
+    download = comparison.download_seconds(model)
     for done, gpu in enumerate(gpus):
         on_event(Progressed(name="comparing", done=done, total=len(gpus)))
         price = prices.per_hour.get(gpu.id)
@@ -363,9 +363,7 @@ def compare(request: CompareRequest) -> comparison.Comparison:
         row = comparison.compared_gpu(gpu, made, download_seconds=download, price_per_hour=price)
         found.append(row)
     on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
-    selected = comparison.select_gpus(
-        found, max_cost=request.max_cost, max_hours=request.max_hours, order=request.order
-    )
+    selected = comparison.select_gpus(found, max_cost=request.max_cost, max_hours=request.max_hours)
     return comparison.Comparison(
         model=model.spec.name,
         gpus=selected,

@@ -54,8 +54,6 @@ def check_data(request: CheckDataRequest) -> DataReport:
         resolution_px=request.resolution_px or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
         max_side_px=family.max_side_px,
-        max_upscaling=request.max_upscaling,
-        max_crop=request.max_crop,
         family=family,
         tokenizers=snapshot_in_cache(family.models[0].hub_id),
         on_progress=lambda done, total: request.on_event(

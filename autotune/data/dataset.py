@@ -405,8 +405,6 @@ def check_dataset(
     resolution_px: int,
     multiple_px: int,
     max_side_px: int,
-    max_upscaling: float = MAX_UPSCALING,
-    max_crop: float = MAX_CROP,
     family: Family | None = None,
     tokenizers: Path | None = None,
     on_progress: OnProgress | None = None,
@@ -421,9 +419,9 @@ def check_dataset(
         width, height = buckets[index].width_px, buckets[index].height_px
         scale = max(width / item.width_px, height / item.height_px)
         used = width * height / scale**2 / (item.width_px * item.height_px)
-        if scale > max_upscaling:
+        if scale > MAX_UPSCALING:
             enlarged.append(item.path.name)
-        if 1 - used > max_crop:
+        if 1 - used > MAX_CROP:
             cropped.append(item.path.name)
     words = sorted(len(item.caption.split()) for item in items)
     return DataReport(
@@ -435,8 +433,6 @@ def check_dataset(
         num_with_controls=sum(bool(item.control_paths) for item in items),
         problems=dataset.problems,
         buckets=buckets,
-        max_upscaling=max_upscaling,
-        max_crop=max_crop,
         enlarged=tuple(enlarged),
         cropped=tuple(cropped),
         cut_captions=find_cut_captions(items, family, tokenizers) if family else (),

@@ -194,10 +194,6 @@ class CompareRequest(WorkloadRequest, JobFields):
     """Leave out what costs more."""
     max_hours: Annotated[Hours | None, Option("--within", metavar="TIME")] = None
     """Leave out what takes longer, e.g. 2h or 90min; a number counts hours."""
-    order: Annotated[Literal["cost", "hours", "name"] | None, HIDDEN] = None
-    """Order of rows; by default the cheapest first if there are prices, else the fastest."""
-    download_rate: Annotated[MemoryAmount, HIDDEN] = 100_000_000
-    """Bytes a second at which the model's files arrive; a folder needs no download."""
     pins: Annotated[KnobValues, Option("--pin", metavar="KNOB=VALUE")] = ()
     """Fix a setting; `plan --list` shows its name and values."""
     exclusions: Annotated[KnobValues, Option("--exclude", metavar="KNOB=VALUE")] = ()
@@ -238,10 +234,6 @@ class CheckDataRequest(DataFields, Request):
     """Model whose image sizes count."""
     resolution_px: Annotated[int | None, Option("--resolution")] = Field(default=None, ge=1)
     """Side of a square image, in pixels; by default the family's."""
-    max_upscaling: Annotated[float, HIDDEN] = Field(default=1.5, ge=1)
-    """Count images enlarged by more, per side."""
-    max_crop: Annotated[float, HIDDEN] = Field(default=0.25, ge=0, le=1)
-    """Name images that lose more of their area."""
 
 
 P = ParamSpec("P")

@@ -9,13 +9,13 @@ from typing import Literal
 
 from pydantic import computed_field
 
-from autotune.errors import InvalidInput, NothingFits
+from autotune.errors import NothingFits
 from autotune.machine.catalog import CatalogGpu, load_catalog
 from autotune.models.facts import USUAL_IMAGES, Defaults, Parts, PublishedModel
 from autotune.models.family import Family
 from autotune.models.registry import FAMILIES
 from autotune.models.resolve import ResolvedModel, read_parts
-from autotune.plan.base import Frozen, memory_bytes
+from autotune.plan.base import Frozen
 from autotune.plan.candidate import Candidate
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.prediction import TIME_SIGMAS
@@ -23,7 +23,7 @@ from autotune.plan.words import TITLES, setting_text
 from autotune.system.files import shipped_path
 
 BYTES_PER_PARAMETER = 2  # bytes of a published weight, in bf16
-ComparisonOrder = Literal["cost", "hours", "name"]
+DOWNLOAD_RATE = 100_000_000  # bytes a second at which a model's files arrive
 
 
 class CatalogPrediction(Frozen):
@@ -125,19 +125,14 @@ def compared_gpu(
     )
 
 
-def download_seconds(model: ResolvedModel, bytes_per_second: int | str) -> float:
+def download_seconds(model: ResolvedModel) -> float:
     """Return the seconds until the model's files are here; 0 if they are."""
-    rate = memory_bytes(bytes_per_second)
-    if rate <= 0:
-        raise InvalidInput(
-            "nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB"
-        )
     if model.folder is not None:
         return 0.0
     num_transformers = 1 + len(model.family.other_denoisers)
     encoders = (read_parts(model) or Parts()).text_encoder_parameters  # autoencoders are small
     num_parameters = num_transformers * model.spec.num_parameters + sum(encoders)
-    return BYTES_PER_PARAMETER * num_parameters / rate
+    return BYTES_PER_PARAMETER * num_parameters / DOWNLOAD_RATE
 
 
 def select_gpus(
@@ -145,17 +140,13 @@ def select_gpus(
     *,
     max_cost: float | None = None,
     max_hours: float | None = None,
-    order: ComparisonOrder | None = None,
 ) -> tuple[ComparedGpu, ...]:
-    """Sort those that a job fits within the limits, then those that nothing fits, by name. By
-    default the cheapest come first, if any has a price, else the fastest."""
-    order = order or ("cost" if any(one.cost is not None for one in compared) else "hours")
+    """Sort those that a job fits within the limits, then those that nothing fits, by name. The
+    cheapest come first, then the fastest of those without a price."""
 
-    def rank(one: ComparedGpu) -> tuple[float | str, ...]:
+    def rank(one: ComparedGpu) -> tuple[float, float, str]:
         cost = math.inf if one.cost is None else one.cost
-        seconds = one.total_seconds or 0.0
-        orders = {"cost": (cost, seconds), "hours": (seconds,), "name": ()}
-        return (*orders[order], one.gpu)
+        return cost, one.total_seconds or 0.0, one.gpu
 
     def is_within(one: ComparedGpu) -> bool:
         is_cheap = max_cost is None or (one.cost is not None and one.cost <= max_cost)
