@@ -21,9 +21,9 @@ from autotune.errors import InvalidInput, match_names
 from autotune.knobs.attention import ATTENTION_BACKENDS
 from autotune.machine import capabilities, facts
 from autotune.plan.base import Frozen, first_problem
-from autotune.plan.file import TEXT_TAG, BoundedLoader
+from autotune.plan.file import TEXT_TAG, BoundedLoader, read_listing
 from autotune.plan.hardware import Datasheet, Device, HardwareProfile, Host, MemoryKind, Versions
-from autotune.system.files import read_bounded, shipped_path
+from autotune.system.files import shipped_path
 
 ASSUMED_HOST_BYTES = 64 * 2**30
 ASSUMED_VERSIONS = {
@@ -325,7 +325,6 @@ def _assumed_versions(device: Device) -> Versions:
     return Versions(python=platform.python_version(), **(ASSUMED_VERSIONS | found))
 
 
-MAX_PRICE_FILE_BYTES = 1 << 18
 PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
 
 
@@ -349,14 +348,15 @@ class _Loader(BoundedLoader):
 def read_prices(prices: Mapping[str, float] | str | Path | None) -> PriceList:
     """Read prices from a file or a mapping; names may be a part of those in the catalog."""
     if prices is None or isinstance(prices, Mapping):
-        source, content = "the prices", {"per_hour": dict(prices or {})}
+        source = "the prices"
+        try:
+            listed = PriceList(per_hour=dict(prices or {}))
+        except ValidationError as error:
+            where, why = first_problem(error)
+            raise InvalidInput(f"{source}: {where}: {why}", hint=PRICE_HINT) from error
     else:
-        source, content = str(prices), _read_yaml(Path(prices))
-    try:
-        listed = PriceList.model_validate(content)
-    except ValidationError as error:
-        where, why = first_problem(error)
-        raise InvalidInput(f"{source}: {where or 'the file'}: {why}", hint=PRICE_HINT) from error
+        source = str(prices)
+        listed = read_listing(Path(prices), PriceList, "prices", PRICE_HINT, _Loader)
     by_gpu: dict[str, float] = {}
     for name, price in listed.per_hour.items():
         try:
@@ -368,15 +368,3 @@ def read_prices(prices: Mapping[str, float] | str | Path | None) -> PriceList:
             raise InvalidInput(message, hint="leave one of them out")
         by_gpu[gpu] = price
     return listed.changed(per_hour=by_gpu)
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.load(read_bounded(path, MAX_PRICE_FILE_BYTES), Loader=_Loader)
-    except OSError as error:
-        message = f"{path}: {error.strerror or error}"
-        raise InvalidInput(message, hint="name a YAML file of prices") from error
-    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        message = f"{path} is not YAML that a list of prices may use: {reason}"
-        raise InvalidInput(message, hint=PRICE_HINT) from error

@@ -20,7 +20,7 @@ from autotune.errors import InvalidInput, InvalidPlan, first_line
 from autotune.plan.base import MAX_DEPTH, SCHEMA_VERSION, Frozen, digest_of, first_problem
 from autotune.plan.job import Job
 from autotune.plan.plan import FrozenPart, TrainingPlan
-from autotune.system.files import read_bounded, write_text_atomic
+from autotune.system.files import decode_text, read_bounded, write_text_atomic
 
 MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
@@ -260,10 +260,12 @@ MAX_FILE_BYTES = 1 << 20
 T = TypeVar("T", bound=Frozen)
 
 
-def read_listing(path: Path, kind: type[T], what: str, hint: str) -> T:
+def read_listing(
+    path: Path, kind: type[T], what: str, hint: str, loader: type[BoundedLoader] = BoundedLoader
+) -> T:
     """Read an untrusted YAML file that lists something, `what` in errors. Raises InvalidInput."""
     try:
-        content = yaml.load(read_bounded(path, MAX_FILE_BYTES).decode(), Loader=BoundedLoader)
+        content = yaml.load(decode_text(read_bounded(path, MAX_FILE_BYTES)), Loader=loader)
         return kind.model_validate_json(json.dumps(content))
     except ValidationError as error:
         problem = ": ".join(filter(None, first_problem(error)))
@@ -274,4 +276,5 @@ def read_listing(path: Path, kind: type[T], what: str, hint: str) -> T:
             f"cannot read {path}, which should list {what}: {reason}", hint="check the path"
         ) from error
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise InvalidInput(f"{path} lists no {what}: {first_line(error)}", hint=hint) from error
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInput(f"{path} lists no {what}: {reason}", hint=hint) from error
