@@ -7,8 +7,6 @@ and in `training` and `exchange`.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.events import Notice, OnEvent, Progressed, StatusChanged
 from autotune.interop import exporting
@@ -19,7 +17,7 @@ from autotune.machine import catalog, probe as machine
 from autotune.models.registry import find_published
 from autotune.models.resolve import read_parts, resolve_model
 from autotune.models.single_file import open_single_file, recognize
-from autotune.plan.base import first_problem, log_event, memory_bytes
+from autotune.plan.base import log_event, memory_bytes
 from autotune.plan.candidate import Candidate
 from autotune.plan.file import load_plan, save_plan
 from autotune.plan.hardware import HardwareProfile
@@ -304,18 +302,14 @@ def estimate(request: EstimateRequest) -> Estimate:
     context = knob.TuningContext(profile, family, describe_workload(resolved, None, work))
     total = context.workload.model.num_blocks
     blocks = {"all": total, "none": 0}.get(str(request.checkpointed_blocks))
-    try:
-        candidate = Candidate.model_validate(
-            {
-                **{name: plain_choices(context)[name][0] for name in CHOSEN_BY_MACHINE},
-                **settings,
-                "checkpointed_blocks": request.checkpointed_blocks if blocks is None else blocks,
-                "micro_batch_size": request.micro_batch_size,
-            }
-        )
-    except ValidationError as error:
-        where, why = first_problem(error)
-        raise InvalidInput(f"{where}: {why}", hint="give another value") from error
+    candidate = Candidate.model_validate(
+        {
+            **{name: plain_choices(context)[name][0] for name in CHOSEN_BY_MACHINE},
+            **settings,
+            "checkpointed_blocks": request.checkpointed_blocks if blocks is None else blocks,
+            "micro_batch_size": request.micro_batch_size,
+        }
+    )
     overheads = None
     if request.for_trainer is not None:
         job = Job(model=str(request.model), data=None, num_steps=request.num_steps or 1)

@@ -154,7 +154,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
 
 
 CheckpointedBlocks = Annotated[
-    Annotated[int, Field(ge=0)] | Literal["all", "none"],
+    Annotated[int, Field(ge=0, lt=2**63)] | Literal["all", "none"],
     Option("--checkpointing", metavar="all|none|NUMBER"),
 ]
 

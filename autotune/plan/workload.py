@@ -141,7 +141,7 @@ class WorkloadRequest(Learning, base.Request):
     """Size of images in pixels; images of other shapes get about its area."""
     num_frames: Annotated[int, base.Option("--frames")] = Field(default=1, ge=1)
     """Frames of a clip; above 1, videos and subfolders of images in the data are clips."""
-    text_tokens: Annotated[int | None, base.HIDDEN] = None
+    text_tokens: Annotated[int | None, base.HIDDEN] = Field(default=None, ge=1)
     """Length of captions if there is no data to count it from."""
     optimizer: NamedOptimizer = ADAMW
     """adamw (default), adamw-8bit, adafactor, lion, prodigy, schedule-free; or package:Class, which

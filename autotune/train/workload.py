@@ -90,12 +90,6 @@ def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
     """Return the bucket of the requested or usual size and length; refuse bad numbers."""
     defaults, given = family.defaults, request.given
     num_frames = given.get("num_frames", defaults.num_frames)
-    numbers = {name: given.get(name, 1) for name in ("rank", "effective_batch_size", "text_tokens")}
-    for name, value in {**numbers, "frames": num_frames}.items():
-        if value < 1:
-            words = name.replace("_", " ")
-            hint = f"the nearest valid value is {words} 1"
-            raise InvalidInput(f"{words} must be at least 1, not {value}", hint=hint)
     width, height = request.size_px or (defaults.resolution_px, defaults.resolution_px)
     step, max_px = family.size_multiple_px, family.max_side_px
     for name, side in (("width", width), ("height", height)):
