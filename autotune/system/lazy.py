@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.system.process import collect_rarely
 
-__all__ = ["Tensor", "diffusers", "lazy_module", "nn", "torch"]
+__all__ = ["LazyModule", "Tensor", "diffusers", "nn", "torch"]
 
 
-class _LazyModule(ModuleType):
+class LazyModule(ModuleType):
+    """A stand-in for a library that imports it when something of it is first used."""
+
     def __getattr__(self, name: str) -> object:
         if "_module" not in self.__dict__:
             with collect_rarely():  # another thread that imports it is waited for
@@ -22,17 +24,12 @@ class _LazyModule(ModuleType):
         return getattr(self._module, name)
 
 
-def lazy_module(name: str) -> ModuleType:
-    """Return a stand-in for a library that imports it when something of it is first used."""
-    return _LazyModule(name)
-
-
 if TYPE_CHECKING:
     import diffusers
     import torch
     from torch import Tensor, nn
 else:
-    diffusers = lazy_module("diffusers")
-    torch = lazy_module("torch")
-    nn = lazy_module("torch.nn")
+    diffusers = LazyModule("diffusers")
+    torch = LazyModule("torch")
+    nn = LazyModule("torch.nn")
     Tensor = Any

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from autotune.system import files
-from autotune.system.lazy import lazy_module
+from autotune.system.lazy import LazyModule
 from autotune.system.memory import measure_peak_memory
 
 
@@ -139,7 +139,7 @@ def library(tmp_path, monkeypatch):
 
 
 def test_two_threads_get_whole_of_one(library):
-    named, both, seen = lazy_module(NAME), threading.Barrier(2), []
+    named, both, seen = LazyModule(NAME), threading.Barrier(2), []
 
     def use():
         both.wait()
