@@ -181,7 +181,7 @@ def _resolve_on_hardware(
 ) -> tuple[ResolvedRequest, HardwareProfile]:
     """Resolve the request on the machine that it names. Mistakes are found before a rate is
     measured, and if possible before torch is imported. `tries`: whether trials follow."""
-    on_event, on_sound, profile = request.on_event, lambda: None, None
+    on_event, on_sound, profile = request.on_event, None, None
     if request.hardware is not None:
         profile = machine.hardware_for(
             request.hardware,
@@ -193,7 +193,7 @@ def _resolve_on_hardware(
             assumed = load_plan(request.earlier).frozen.hardware.assumed
             profile = machine.with_earlier_packages(profile, assumed, on_event)
     elif tries:
-        on_sound = process.warm_up  # it imports for seconds, beside this process
+        on_sound = process.fork_server_context  # it imports for seconds, beside this process
     on_event(StatusChanged(text="reading model and data"))
     resolved = ResolvedRequest.build(request, needs_weights=tries, on_sound=on_sound)
     if request.storage is not None:

@@ -216,7 +216,7 @@ def _plan_first(request: TrainRequest) -> TrainingPlan:
         if request.resume:
             return earlier
         check_folder(earlier, resume=False)  # before a search
-    if process.started_by_launcher():
+    if process.current_launch() is not None:
         hint = (
             "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
         )

@@ -65,9 +65,9 @@ def _walk(context: click.Context, output: Path, profiles: bool) -> "ConceptFidel
     )
     from autotune.demo.lesson import judge_lesson, make_demo
     from autotune.events import StatusChanged
-    from autotune.system.process import warm_up
+    from autotune.system.process import fork_server_context
 
-    warm_up()
+    fork_server_context()  # it imports for seconds, beside this process
     with show_events() as show:
         show(StatusChanged(text="writing a small pipeline and drawing images"))
         made = make_demo(output)

@@ -19,7 +19,7 @@ from autotune.plan.words import caching_text, setting_text
 from autotune.search import expected, problem, winner
 from autotune.search.next import search_cost_seconds
 from autotune.search.trials import TrialFunction
-from autotune.system.process import started_by_launcher
+from autotune.system.process import current_launch
 from autotune.train.fit import key_misfits, require_fit, require_model
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
@@ -33,7 +33,7 @@ def load_or_measure(
     if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
         return plan
     known = load_measured(file, plan, hardware) if file else None
-    if known is not None or started_by_launcher():
+    if known is not None or current_launch() is not None:
         return known or plan
     on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
     measured = measure_prediction(plan, hardware)

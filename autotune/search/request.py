@@ -137,7 +137,7 @@ class ResolvedRequest:
         request: PlanRequest,
         *,
         needs_weights: bool = True,
-        on_sound: Callable[[], None] = lambda: None,
+        on_sound: Callable[[], object] | None = None,
     ) -> "ResolvedRequest":
         """Read what the request names; with `needs_weights`, also the headers of local weights.
         `on_sound` is called before torch is imported. Raises InvalidInput or InvalidPlan."""
@@ -167,7 +167,8 @@ class ResolvedRequest:
         require_even_shares(batch, number)
         job = build_job(request, model, training, batch)
         folder.require_separate_output(job)
-        on_sound()
+        if on_sound:
+            on_sound()
         drops_captions = request.caption_dropout > 0
         workload = describe_workload(model, dataset, request, drops_captions=drops_captions)
         if dataset:

@@ -102,7 +102,8 @@ def silence_progress_bars() -> None:
 
 
 def fork_server_context() -> "ForkServerContext":
-    """Start the fork server, whose processes have imported what trials need; return its context."""
+    """Start the fork server, whose processes have imported what trials need; return its context at
+    once, while it imports."""
     from multiprocessing import forkserver, get_context
 
     context = get_context("forkserver")
@@ -118,12 +119,6 @@ def fork_server_context() -> "ForkServerContext":
             else:
                 os.environ["PYTHONSAFEPATH"] = before
     return context
-
-
-def warm_up() -> None:
-    """Let the process that trials are started from import its libraries; returns at once. `plan`
-    does it by itself once it has checked its arguments, the model and the data."""
-    fork_server_context()
 
 
 # New objects between two collections, in place of Python's 700: small ones, some 10 MB.
@@ -285,11 +280,6 @@ class Launch:
 def current_launch() -> Launch | None:
     """Read the launch that this process belongs to, as `Launch.read`."""
     return Launch.read(os.environ)
-
-
-def started_by_launcher() -> bool:
-    """Tell if a launcher, autotune's or another, started this process."""
-    return current_launch() is not None
 
 
 def is_first_process() -> bool:
