@@ -298,7 +298,9 @@ def freeze_plan(
     tried = {trial.candidate: problem.cost.predict(trial.candidate) for trial in trials}
     candidates = dict.fromkeys((*space.candidates, *tried))
     scores += winner.score_trials(warm_start.evidence(trials))  # only what ran here may win
-    reasons = winner.explain_choices(space, scores, best, objective)
+    reasons = tuple(
+        winner.explain_choice(name, space, scores, best, objective) for name in space.rejected
+    )
     reasons = winner.explain_compile(reasons, trials, problem, settings)
     frozen = FrozenPart(
         schema_version=base.SCHEMA_VERSION,

@@ -174,16 +174,10 @@ def choose_fallbacks(scores: Sequence[Score], winner: Score) -> tuple[Candidate,
     return tuple(score.candidate for score in ladder[1 : MAX_FALLBACKS + 1])
 
 
-def explain_choices(
-    space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
-) -> tuple[Reason, ...]:
-    """Give a reason per knob: what was chosen, and what spoke against every other value."""
-    return tuple(_explain_choice(name, space, scores, winner, objective) for name in space.rejected)
-
-
-def _explain_choice(
+def explain_choice(
     knob: str, space: SearchSpace, scores: Sequence[Score], own: Score, objective: Objective
 ) -> Reason:
+    """Give the reason of a knob: what was chosen, and what spoke against every other value."""
     chosen: Choice = getattr(own.candidate, knob)
     others = _others(knob, chosen, space, scores)
     best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
