@@ -112,12 +112,9 @@ class Cache:
 
     def remove_stale(self) -> None:
         for path in self.folder.glob(".*.part"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # a read-only cache works with them
                 if time.time() - path.stat().st_mtime > STALE_SECONDS:
                     path.unlink()
-
-    def require_space(self, needed_bytes: int) -> None:
-        require_free_disk(self.folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
@@ -139,12 +136,6 @@ class MemoryCache(Cache):
 
     def evict(self, keep: Collection[str]) -> int:
         return 0
-
-    def remove_stale(self) -> None:
-        pass
-
-    def require_space(self, needed_bytes: int) -> None:
-        pass
 
 
 def to_plain(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -313,7 +304,9 @@ class EntryStore:
 
     def add(self, key: str, tensors: Mapping[str, Tensor], *, num_left: int) -> None:
         plain = to_plain(tensors)
-        self.cache.require_space(self.cache.write(key, plain) * num_left)
+        if size := self.cache.write(key, plain):  # 0 where nothing is written
+            folder, needed_bytes = self.cache.folder, size * num_left
+            require_free_disk(folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
         self._keep(key, plain)
 
     def _keep(self, key: str, tensors: Tensors) -> None:
