@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from autotune.plan import base, prediction
+from autotune.plan import base
 from autotune.plan.candidate import Candidate, TrialResult
 from autotune.plan.plan import TrainingPlan
 from autotune.plan.workload import Workload
@@ -95,15 +95,6 @@ class TrialFinished(Event):
     """A trial has ended, well or not."""
 
     result: TrialResult
-
-
-class CandidatesPredicted(Event):
-    """All that a plan without trials chooses from."""
-
-    predictions: tuple[prediction.Prediction, ...]
-    budget_bytes: int
-    chosen: Candidate | None = None
-    """Settings of the plan; None if nothing fits."""
 
 
 class StepFinished(Event):

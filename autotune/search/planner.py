@@ -114,15 +114,6 @@ def _predict_all(problem: PlanningProblem, on_event: events.OnEvent) -> list[pre
     for done, candidate in enumerate(candidates):
         on_event(events.Progressed(name="predicting", done=done, total=len(candidates)))
         predictions.append(problem.cost.predict(candidate))
-    shown = tuple(predictions)
-    scores = winner.score_predictions(predictions, problem.budget_bytes)
-    best = winner.choose_winner(scores, problem.workload.objective)
-    chosen = best.candidate if best else None
-    on_event(
-        events.CandidatesPredicted(
-            predictions=shown, budget_bytes=problem.budget_bytes, chosen=chosen
-        )
-    )
     return predictions
 
 

@@ -238,7 +238,6 @@ EVENTS = [
     events.RunStarted(plan=LONG),
     events.TrialStarted(candidate=SETTINGS),
     *(events.TrialFinished(result=trial_of(outcome)) for outcome in OUTCOMES),
-    events.CandidatesPredicted(predictions=(), budget_bytes=SIZE),
     longest(events.StepFinished, **COUNTS, **SHARES, validation_loss=0.1, base_validation_loss=0.2),
     events.PreviewsWritten(step=99_999),
 ]
