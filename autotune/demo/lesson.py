@@ -164,12 +164,11 @@ def show_to_vae(pipeline: Any, images: Sequence[Image.Image]) -> list[Image.Imag
 
 
 def score_images(scenes: Sequence[world.Scene], images: Sequence[Image.Image]) -> list[float]:
-    """Score images made from the captions of scenes of one figure each."""
-    scores = []
-    for scene, image in zip(scenes, images, strict=True):
-        (figure,) = scene.figures
-        scores.append(world.score_image(image, figure.shape, figure.color, scene.ground))
-    return scores
+    """Score images made from the captions of scenes."""
+    return [
+        world.score_image(image, scene.shape, scene.color, scene.ground)
+        for scene, image in zip(scenes, images, strict=True)
+    ]
 
 
 def judge_lesson(model: Path, result: Path) -> ConceptFidelity:

@@ -27,7 +27,6 @@ class Seen:
 
     color: str
     overlaps: dict[str, float]  # intersection over union with each shape
-    center: tuple[float, float]  # across and down, in pixels
     num_pixels: int
 
     @property
@@ -52,7 +51,7 @@ def read_image(image: Image.Image) -> Reading:
     figures = []
     for columns in _runs((contrast > CONTRAST).sum(axis=0) >= 2):
         if (contrast[:, columns] > CONTRAST).sum() >= MIN_PIXELS:
-            figures.append(_read_figure(pixels[:, columns], contrast[:, columns], columns.start))
+            figures.append(_read_figure(pixels[:, columns], contrast[:, columns]))
     return Reading(_nearest(paper, GROUNDS), tuple(figures))
 
 
@@ -70,7 +69,7 @@ def score_image(image: Image.Image, shape: str, color: str, ground: str) -> floa
     return likeness * ((seen.color == color) + (reading.ground == ground)) / 2
 
 
-def _read_figure(pixels: Array, contrast: Array, start: int) -> Seen:
+def _read_figure(pixels: Array, contrast: Array) -> Seen:
     drawn = contrast[contrast > CONTRAST]
     coverage = np.clip(contrast / np.median(drawn[drawn >= np.median(drawn)]), 0, 1)
     rows, columns = (np.flatnonzero((coverage > 0.5).any(axis=axis)) for axis in (1, 0))
@@ -79,7 +78,6 @@ def _read_figure(pixels: Array, contrast: Array, start: int) -> Seen:
     return Seen(
         color=_nearest(ink, COLORS),
         overlaps=_overlaps(coverage, (left, top, right, bottom)),
-        center=(start + (left + right) / 2, (top + bottom) / 2),
         num_pixels=int((coverage > 0.5).sum()),
     )
 
@@ -138,40 +136,28 @@ Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One shape in a scene."""
+class Scene:
+    """One figure on a ground."""
 
     shape: str
     color: str
     left: float
     top: float
     size: float  # of its bounding square; in pixels, like its corner
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One or two figures on a ground; two stand left and right."""
-
-    figures: tuple[Figure, ...]
     ground: str
-    # Where the caption says that a single figure is, e.g. `on the left`.
-    place: str = ""
 
     @property
     def caption(self) -> str:
-        named = (f"{figure.color} {figure.shape}" for figure in self.figures)
-        names = " and ".join(f"{'an' if name.startswith('o') else 'a'} {name}" for name in named)
-        return f"{names} on a {self.ground} background" + (f", {self.place}" if self.place else "")
+        article = "an" if self.color.startswith("o") else "a"
+        return f"{article} {self.color} {self.shape} on a {self.ground} background"
 
     def draw(self) -> Image.Image:
         side = SIZE_PX * OVERSAMPLING
         image = Image.new("RGB", (side, side), GROUNDS[self.ground])
-        draw = ImageDraw.Draw(image)
-        for figure in self.figures:
-            left, top, size = figure.left, figure.top, figure.size
-            points = [(left + x * size, top + y * size) for x, y in outline(figure.shape)]
-            drawn = [(x * OVERSAMPLING, y * OVERSAMPLING) for x, y in points]
-            draw.polygon(drawn, fill=COLORS[figure.color])
+        left, top, size = self.left, self.top, self.size
+        points = [(left + x * size, top + y * size) for x, y in outline(self.shape)]
+        drawn = [(x * OVERSAMPLING, y * OVERSAMPLING) for x, y in points]
+        ImageDraw.Draw(image).polygon(drawn, fill=COLORS[self.color])
         return image.reduce(OVERSAMPLING)
 
 
@@ -179,7 +165,7 @@ def draw_centered(rng: random.Random, shape: str, color: str, ground: str) -> Sc
     """Draw one large figure near the center."""
     size = rng.uniform(38, 46)
     left, top = (SIZE_PX / 2 - size / 2 + rng.uniform(-2, 2) for _ in range(2))
-    return Scene((Figure(shape, color, left, top, size),), ground)
+    return Scene(shape, color, left, top, size, ground)
 
 
 def outline(shape: str) -> Points:

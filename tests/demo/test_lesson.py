@@ -85,10 +85,8 @@ def test_judge_agrees_on_drawn_scenes():
     for truth in truths():
         scene = world.draw_centered(rng, *truth)
         reading = world.read_image(scene.draw())
-        (seen,), (drawn,) = reading.figures, scene.figures
+        (seen,) = reading.figures
         assert (seen.shape, seen.color, reading.ground) == truth
-        middle = (drawn.left + drawn.size / 2, drawn.top + drawn.size / 2)
-        assert seen.center == pytest.approx(middle, abs=2)
 
 
 def test_judge_scores_noise_as_chance():

@@ -10,7 +10,7 @@ from pathlib import Path
 import diffusers
 import torch
 
-from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, Scene, draw_centered
+from autotune.demo.world import COLORS, GROUNDS, KNOWN_SHAPES, draw_centered
 from autotune.models.family import Family
 from autotune.models.registry import get_family
 
@@ -51,16 +51,11 @@ def draw_images(
             name = f"{number:02d}.png" if num_frames == 1 else f"{number:02d}/{frame:02d}.png"
             path = folder / name
             path.parent.mkdir(exist_ok=True)
-            image = _moved(scene, frame).draw()
+            image = replace(scene, left=scene.left + frame).draw()
             (image.convert("L").convert("RGB") if is_control else image).save(path)
         if not is_control:
             (folder / f"{number:02d}.txt").write_text(captions[-1] + "\n", encoding="utf-8")
     return captions
-
-
-def _moved(scene: Scene, across: int) -> Scene:
-    figures = tuple(replace(figure, left=figure.left + across) for figure in scene.figures)
-    return replace(scene, figures=figures)
 
 
 def write_small(name: str, folder: Path) -> list[str]:
