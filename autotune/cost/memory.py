@@ -9,11 +9,10 @@ from autotune.cost.allocator import LARGE_SEGMENT_BYTES, SMALL_REQUEST_BYTES
 from autotune.cost.trace import ComposedPass
 from autotune.cost.traced_model import ModelBytes, ModulationBytes, PassChoice, TracedModel, VaeCost
 from autotune.knobs import formats, modulation
-from autotune.knobs.caching import QUANTIZED_SHARE
 from autotune.knobs.settings import encoder_element_bytes, optimizer_bytes
 from autotune.plan import plan, workload
 from autotune.plan.hardware import Device, shares_host_memory
-from autotune.plan.prediction import MemoryBreakdown, Overheads, PhaseMemory
+from autotune.plan.prediction import MemoryBreakdown, PhaseMemory
 
 FP32_BYTES = 4
 # cuBLAS's default (its documentation, CUBLAS_WORKSPACE_CONFIG), from PyTorch's allocator.
@@ -256,40 +255,6 @@ def _phase(r: Resident, name: str, waste: float = 0.0, **parts: float) -> PhaseM
         allocated_memory_bytes=num_bytes,
         breakdown=breakdown,
     )
-
-
-ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "int8": 2 - QUANTIZED_SHARE}  # embeddings stay in bf16
-KEEP_ON = ("train", "preview", "save")  # what training keeps is there to the end
-VAE_IS_THERE = ("cache", "preview")
-
-
-def kept_part_bytes(
-    overheads: Overheads,
-    resident: Resident,
-    *,
-    vae_parameters: int,
-    encoder_parameters: int,
-    unquantized_bytes: int,
-) -> Mapping[str, int]:
-    """Return the bytes that another trainer's phases need beyond ours, for a transformer of so
-    many bytes before it is quantized."""
-    found: dict[str, int] = {}
-    for one in overheads.kept:
-        for phase in KEEP_ON if one.phase == "train" else (one.phase,):
-            num_bytes, size = 0.0, ELEMENT_BYTES[one.precision]
-            if one.part == "vae":
-                there = resident.vae.weight_bytes if phase in VAE_IS_THERE else 0
-                num_bytes = vae_parameters * size - there
-            elif one.part == "text_encoders" and phase != "cache":
-                num_bytes = encoder_parameters * size
-            elif one.part == "transformer" and phase == "cache":
-                num_bytes = resident.weight_bytes + resident.buffer_bytes
-            elif one.part == "transformer" and phase == "load":
-                num_bytes = unquantized_bytes - resident.weight_bytes
-            before, size = found.get(phase, 0), max(0, round(num_bytes))
-            # encoders are loaded once the transformer is quantized
-            found[phase] = max(before, size) if phase == "load" else before + size
-    return found
 
 
 def with_kept(phases: Sequence[PhaseMemory], kept: Mapping[str, int]) -> tuple[PhaseMemory, ...]:

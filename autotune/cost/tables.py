@@ -12,7 +12,7 @@ from autotune.cost import kernels, memory, timing, trace
 from autotune.cost.allocator import waste_of
 from autotune.cost.traced_model import ModelBytes, PassChoice, TracedModel
 from autotune.knobs.attention import token_multiple
-from autotune.knobs.caching import EncoderSize, size_of
+from autotune.knobs.caching import QUANTIZED_SHARE, EncoderSize, size_of
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.modulation import window_steps
 from autotune.knobs.settings import encoder_element_bytes, plain_choices
@@ -26,6 +26,10 @@ TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations ski
 # a promise of ours must hold (benchmarks/allocator_truth.py).
 FIXED_WASTE = 1.4
 SHARED_BY = 16  # blocks whose small tensors share segments: more would change nothing
+
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "int8": 2 - QUANTIZED_SHARE}  # embeddings stay in bf16
+KEEP_ON = ("train", "preview", "save")  # what training keeps is there to the end
+VAE_IS_THERE = ("cache", "preview")
 
 Pair = tuple[float, float]
 Step = tuple[trace.ComposedPass, float, dict[str, float]]
@@ -249,18 +253,25 @@ class PassTables:
 
     def kept_part_bytes(self, precision: str, resident: memory.Resident) -> Mapping[str, int]:
         """Return what the program that trains keeps in each phase beyond autotune's executor."""
-        if self.overheads is None or not self.overheads.kept:
-            return {}
-        vae = self.model.vae_cost(precision).weight_bytes // encoder_element_bytes(precision)
-        is_whole = self.overheads.has("transformer", "load")
-        whole = self.model.model_bytes(precision, "none").weight_bytes if is_whole else 0
-        return memory.kept_part_bytes(
-            self.overheads,
-            resident,
-            vae_parameters=vae,
-            encoder_parameters=self.encoder_size.num_parameters,
-            unquantized_bytes=whole,
-        )
+        found: dict[str, int] = {}
+        for one in self.overheads.kept if self.overheads else ():
+            for phase in KEEP_ON if one.phase == "train" else (one.phase,):
+                num_bytes, size = 0.0, ELEMENT_BYTES[one.precision]
+                if one.part == "vae":
+                    own_bytes = self.model.vae_cost(precision).weight_bytes
+                    there = resident.vae.weight_bytes if phase in VAE_IS_THERE else 0
+                    num_bytes = own_bytes // encoder_element_bytes(precision) * size - there
+                elif one.part == "text_encoders" and phase != "cache":
+                    num_bytes = self.encoder_size.num_parameters * size
+                elif one.part == "transformer" and phase == "cache":
+                    num_bytes = resident.weight_bytes + resident.buffer_bytes
+                elif one.part == "transformer" and phase == "load":
+                    unquantized = self.model.model_bytes(precision, "none")
+                    num_bytes = unquantized.weight_bytes - resident.weight_bytes
+                before, size = found.get(phase, 0), max(0, round(num_bytes))
+                # encoders are loaded once the transformer is quantized
+                found[phase] = max(before, size) if phase == "load" else before + size
+        return found
 
     @property
     def of_autotune(self) -> "PassTables":

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from autotune.cost.kernels import IN_FP32
-from autotune.cost.memory import kept_part_bytes
 from autotune.cost.predict import CostModel
+from autotune.cost.tables import PassTables
 from autotune.interop.exporting import known_model, overheads_for
 from autotune.interop.trainer import get_trainer
 from autotune.knobs.caching import QUANTIZED_SHARE
+from autotune.models.facts import Parts
 from autotune.models.registry import FAMILIES
 from autotune.plan.candidate import Candidate
 from autotune.plan.prediction import KeptPart
@@ -32,9 +33,9 @@ def overheads_of(trainer):
 BUCKET = Bucket(width_px=512, height_px=512, num_frames=1, num_items=8)
 
 
-def cost_of(overheads=None, name="qwen-image"):
+def cost_of(overheads=None, name="qwen-image", parts=None):
     work, card = workload_of(name, buckets=(BUCKET,)), gpu("nvidia-h100-sxm")
-    return CostModel.build(card, work, FAMILIES[name], TINY[name], overheads=overheads)
+    return CostModel.build(card, work, FAMILIES[name], TINY[name], parts, overheads=overheads)
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +61,26 @@ def test_what_a_file_says_counts():
     assert [one.products["torchao-int8"].gradients for one in named] == [False, True]
 
 
-def test_what_training_keeps_stays(own):
-    known, resident = overheads_of("ai-toolkit"), own.resident_of(SETTINGS)
+def test_what_training_keeps_stays():
+    num_encoder = 2 * 10**5
+    small = {"base_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+    vae = {"vae_class": "AutoencoderKLQwenImage", "vae_config": small}
+    own = cost_of(parts=Parts((num_encoder,), **vae))
+    resident = own.resident_of(SETTINGS.changed(quantization="torchao-int8"))
     named = [("load", "text_encoders"), ("train", "vae"), ("cache", "transformer")]
     named.append(("load", "transformer"))  # before the encoders come
     kept = [KeptPart(phase=phase, part=part, precision="fp32") for phase, part in named]
     kept.append(KeptPart(phase="train", part="text_encoders", precision="int8"))
-    sizes = {"vae_parameters": 10**9, "encoder_parameters": 10**8}
-    sizes["unquantized_bytes"] = resident.weight_bytes + 3 * 10**8
-    found = kept_part_bytes(known.changed(kept=tuple(kept)), resident, **sizes)
+    overheads = overheads_of("ai-toolkit").changed(kept=tuple(kept))
+    found = PassTables(own.model, own.hardware, overheads).kept_part_bytes("bf16", resident)
+    whole, vae_bytes = own.resident_of(SETTINGS).weight_bytes, resident.vae.weight_bytes
+    assert vae_bytes > 0
+    assert 0 < whole - resident.weight_bytes < 4 * num_encoder
     weights = resident.weight_bytes + resident.buffer_bytes
     # One byte a quantized parameter, else two.
-    trained = 4 * 10**9 + round(10**8 * (QUANTIZED_SHARE + 2 * (1 - QUANTIZED_SHARE)))
-    last = {"train": trained, "save": trained, "preview": trained - resident.vae.weight_bytes}
-    assert found == {"load": 4 * 10**8, "cache": weights, **last}
+    trained = 2 * vae_bytes + round(num_encoder * (QUANTIZED_SHARE + 2 * (1 - QUANTIZED_SHARE)))
+    last = {"train": trained, "save": trained, "preview": trained - vae_bytes}
+    assert found == {"load": 4 * num_encoder, "cache": weights, **last}
 
 
 def test_winners_fit_the_trainer_too(own):
