@@ -322,34 +322,46 @@ def packing(blocks: Iterable[nn.Module], transform: Transform | None) -> Iterato
     where they arrived, and were perhaps quantized, they leave holes that nothing fits."""
     block_of = {id(each): at for at, block in enumerate(blocks) for each in block.modules()}
     arrived: list[nn.Module] = []
-    current = -1
+    spare: list[Tensor] = []
+    current, left = -1, len({*block_of.values()})
 
     def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
-        nonlocal current
+        nonlocal current, left
         before, current = current, block_of.get(id(module), -1)
         if before != current:
-            _pack(arrived)
+            left -= before >= 0
+            _pack(arrived, spare, takes_next=left > 1)  # the last needs no room beside all others
             arrived.clear()
         replacement = transform(name, module) if transform else None
         arrived.extend([replacement or module] if current >= 0 else [])
         return replacement
 
     yield on_arrival if block_of else transform
-    _pack(arrived)
+    _pack(arrived, spare, takes_next=False)
+    spare.clear()
 
 
-def _pack(modules: Iterable[nn.Module]) -> None:
+def _pack(modules: Iterable[nn.Module], spare: list[Tensor], *, takes_next: bool) -> None:
+    """Move what is on the device into a region, the `spare` one if it has the size, and take one
+    for the next block before that arrives: behind it, there would be a gap."""
     own = (parameter for module in modules for parameter in module.parameters(recurse=False))
     held: list[tuple[Any, str]] = [(parameter, "data") for parameter in own if parameter.is_cuda]
     states = [getattr(parameter, "quant_state", None) for parameter, _ in held]
     held += [(state, "absmax") for state in states if state]  # scales of bitsandbytes
     offsets, num_bytes = region_offsets(getattr(*each).nbytes for each in held)
-    for _ in range(2 if num_bytes else 0):  # first aside, then where they arrived, without a gap
+    if not num_bytes:
+        return
+    if [each.nbytes for each in spare] != [num_bytes]:
+        spare.clear()
         torch.cuda.empty_cache()  # else it splits a segment that layers would arrive in
-        region = torch.empty(num_bytes, dtype=torch.uint8, device=held[0][0].device)
-        for (holder, name), offset in zip(held, offsets, strict=True):
-            tensor = getattr(holder, name)
-            setattr(holder, name, _placed(tensor, region, offset).data.copy_(tensor))
+        spare.append(torch.empty(num_bytes, dtype=torch.uint8, device=held[0][0].device))
+    region = spare.pop()
+    for (holder, name), offset in zip(held, offsets, strict=True):
+        placed = _placed(getattr(holder, name), region, offset).data
+        setattr(holder, name, placed.copy_(getattr(holder, name)))
+    if takes_next:
+        torch.cuda.empty_cache()
+        spare.append(torch.empty_like(region))
 
 
 def offload_on_arrival(
