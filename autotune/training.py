@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.api import plan
-from autotune.data.captions import Captioned, edit_captions, read_captions, reworded
+from autotune.data.captions import Captioned, edit_captions, read_captions, reworded, tell_unread
 from autotune.data.dataset import DataReport, check_dataset
 from autotune.data.items import make_options
 from autotune.errors import InvalidInput, first_line
@@ -88,9 +88,11 @@ def caption_data(
     items = [one for one in found if place.is_dir() or one.media.name == place.name]
     if not items:
         raise InvalidInput(f"there are no images at {place}", hint="name a folder of images")
+    if left := tell_unread(items):
+        on_event(Notice(text=left, level="warning"))
     describe: Callable[[Captioned], str] = lambda one: caption or one.caption  # noqa: E731
     if model or caption:
-        items = [one for one in items if not one.is_locked and (overwrite or not one.caption)]
+        items = [one for one in items if not one.locked and (overwrite or not one.caption)]
         if not items:
             on_event(Notice(text="every image has a caption; --overwrite writes them anew"))
     elif not any(rewording.values()):

@@ -15,7 +15,14 @@ import autotune
 from autotune.cli import forms, run_pages  # noqa: F401 - the latter adds its routes
 from autotune.cli.commands import app, known_answer
 from autotune.cli.server import Asked, Site, route
-from autotune.data.captions import edit_captions, last_edit, read_captions, reworded, undo_edit
+from autotune.data.captions import (
+    edit_captions,
+    last_edit,
+    read_captions,
+    reworded,
+    tell_unread,
+    undo_edit,
+)
 from autotune.data.media import CAPTION_SUFFIXES
 from autotune.data.pixels import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from autotune.errors import InvalidInput
@@ -110,9 +117,10 @@ def _check_data(site: Site, asked: Asked) -> Response:
 def _edit_caption(site: Site, asked: Asked) -> Response:
     name, folder, text = asked.one("name"), site.inside(asked.one("folder")), asked.one("caption")
     items = read_captions(folder, site.has)
-    own = [item for item in items if item.media.name == name and not item.is_locked]
-    if not own:
-        raise InvalidInput(f"no caption of {name} can be edited", hint="reload the page")
+    own = [item for item in items if item.media.name == name]
+    if not own or own[0].locked:
+        why = own[0].locked if own else "it is not there any more"
+        raise InvalidInput(f"the caption of {name} is not edited: {why}", hint="reload the page")
     edit_captions(folder, own, lambda item: text, f"the caption of {name}")
     words = ["data", "caption", "--overwrite", f"--caption={text}", site.shown(own[0].media.path)]
     return site.render("saved_part.html", **_undo_values(site, folder, forms.command_text(words)))
@@ -126,14 +134,15 @@ def _replace_in_captions(site: Site, asked: Asked) -> Response:
         raise InvalidInput("both fields are empty", hint="fill in one of them")
     pairs = {find: replacement} if find else {}
     what = f"the trigger word {trigger}" if trigger else f"“{find}” by “{replacement}”"
+    items = read_captions(folder, site.has)
     changed = edit_captions(
         folder,
-        read_captions(folder, site.has),
+        items,
         lambda item: reworded(item.caption, trigger=trigger, replacements=pairs),
         what,
     )
     told = f"{len(changed)} caption{'s' * (len(changed) != 1)} changed"
-    return _back_to(folder, told)
+    return _back_to(folder, "; ".join(filter(None, (told, tell_unread(items)))))
 
 
 def _back_to(folder: Path, told: str) -> Response:

@@ -1,29 +1,40 @@
 """Captions of a folder, read as training reads them, and edited so that it can be undone."""
 
+import codecs
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from autotune.data.items import MAX_CAPTION_BYTES, add_trigger
-from autotune.data.media import Media, find_captions, find_media, list_contents
+from autotune.data.media import Captions, Media, find_captions, find_media, list_contents
 from autotune.errors import InvalidInput
-from autotune.system.files import data_path, read_bounded, write_text_atomic
+from autotune.system.files import (
+    UTF16_MARKS,
+    data_path,
+    decode_text,
+    read_bounded,
+    write_bytes_atomic,
+    write_text_atomic,
+)
 
 MAX_UNDO_BYTES = 64 << 20
+IN_METADATA = "it is a line of metadata: edit that file"
+AS_BYTES = ("utf-8", "surrogateescape")  # any bytes become text, and the same bytes again
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Captioned(NamedTuple):
-    """An image with its caption; `is_locked` if that is a line of metadata, or not to be read."""
+    """An image with its caption, and the file of it, or why that is not edited."""
 
     media: Media
     caption: str
-    is_locked: bool
     file: Path
+    was: bytes | None = None  # the file's content, if there is one
+    locked: str = ""
 
 
 def read_captions(
@@ -33,24 +44,45 @@ def read_captions(
     left out, and not read."""
     contents = list_contents(folder)
     media = [one for one in find_media(contents, clips=False) if allow(one.path)]
-    found, items = find_captions(contents, media), []
-    for one in media:
-        line, file = found.lines.find(one.name), found.files.get(one.name)
-        if line and line.captions:
-            items.append(Captioned(one, line.captions[0], True, folder))
-        elif file is not None and not allow(file):
-            items.append(Captioned(one, "", True, folder))
-        else:
-            file = file or folder / f"{one.stem}.txt"
-            items.append(Captioned(one, _read(file) or "", False, file))
-    return items
+    found = find_captions(contents, media)
+    return [_read_caption(one, found, folder, allow) for one in media]
 
 
-def _read(file: Path) -> str | None:
+def _read_caption(
+    one: Media, found: Captions, folder: Path, allow: Callable[[Path], bool]
+) -> Captioned:
+    line, file = found.lines.find(one.name), found.files.get(one.name)
+    if line and line.captions:
+        return Captioned(one, line.captions[0], folder, locked=IN_METADATA)
+    is_read, file = file is not None, file or folder / f"{one.stem}.txt"
+    if not allow(file) if is_read else os.path.lexists(file):
+        return Captioned(one, "", file, locked=f"{file.name} is a link to elsewhere, or no file")
+    file = Path(os.path.realpath(file))  # a link is written through
     try:
-        return read_bounded(file, MAX_CAPTION_BYTES).decode("utf-8-sig", "replace").strip()
-    except OSError:
-        return None
+        was = read_bounded(file, MAX_CAPTION_BYTES)
+        return Captioned(one, decode_text(was).replace("\r\n", "\n").strip(), file, was)
+    except FileNotFoundError:
+        return Captioned(one, "", file)
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError:
+        why = "is not UTF-8 text: save it as UTF-8"
+    return Captioned(one, "", file, locked=f"{file.name} {why}")
+
+
+def tell_unread(items: Iterable[Captioned]) -> str:
+    """Tell, if there are any, which captions no edit changes because they are not to be read."""
+    unread = [one.locked for one in items if one.locked not in ("", IN_METADATA)]
+    more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+    return f"left alone: {'; '.join(unread[:3])}{more}" if unread else ""
+
+
+def _encode(text: str, was: bytes) -> bytes:
+    """Encode a caption with the mark and the line ends of what it replaces."""
+    text = text.replace("\n", "\r\n") if b"\r" in was else text
+    if was.startswith(UTF16_MARKS):
+        return text.encode("utf-16")
+    return text.encode("utf-8-sig" if was.startswith(codecs.BOM_UTF8) else "utf-8")
 
 
 def reworded(
@@ -76,25 +108,26 @@ def edit_captions(
     """Write what `change` makes of each caption that can be edited, and return those that changed
     by the names of their images. Each is written `at_once`, or all at the end if nothing went
     wrong; a `dry_run` writes none."""
-    free = [one for one in items if not one.is_locked]
+    free = [one for one in items if not one.locked]
     if at_once and free:
         _remember(folder, free, what)
     edits = []
     for one in free:
         text = change(one).replace("\r\n", "\n").strip()
         if text != one.caption:
-            edits.append((one, text))
+            edits.append((one, text, _encode(text + "\n", one.was or b"")))
             if at_once:
-                write_text_atomic(one.file, text + "\n")
+                write_bytes_atomic(one.file, edits[-1][2])
     if edits and not (at_once or dry_run):
-        _remember(folder, [one for one, _ in edits], what)
-        for one, text in edits:
-            write_text_atomic(one.file, text + "\n")
-    return {one.media.name: text for one, text in edits}
+        _remember(folder, [one for one, *_ in edits], what)
+        for one, _, content in edits:
+            write_bytes_atomic(one.file, content)
+    return {one.media.name: text for one, text, _ in edits}
 
 
-def _remember(folder: Path, items: Iterable[Captioned], what: str) -> None:
-    entry = {"what": what, "was": [(str(one.file), _read(one.file)) for one in items]}
+def _remember(folder: Path, items: Sequence[Captioned], what: str) -> None:
+    texts = (None if one.was is None else one.was.decode(*AS_BYTES) for one in items)
+    entry = {"what": what, "was": [*zip((str(one.file) for one in items), texts, strict=True)]}
     lines = [json.dumps(entry), *_undo_lines(folder)]
     while sum(map(len, lines)) > MAX_UNDO_BYTES and len(lines) > 1:
         lines.pop()
@@ -135,6 +168,6 @@ def undo_edit(folder: Path, allow: Callable[[str], Path] = Path) -> str:
         if was is None:
             file.unlink(missing_ok=True)
         else:
-            write_text_atomic(file, was + "\n")
+            write_bytes_atomic(file, was.encode(*AS_BYTES))
     write_text_atomic(_undo_file(folder), "".join(f"{line}\n" for line in lines[1:]))
     return str(entry["what"])

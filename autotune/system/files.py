@@ -3,6 +3,7 @@
 import codecs
 import errno
 import fcntl
+import mmap
 import os
 import platform
 import re
@@ -25,33 +26,45 @@ import yaml
 
 from autotune.errors import InvalidInput
 
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Pattern for files that `atomic_write` was writing when its process was killed.
 PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; it replaces `path` if nothing failed. The bytes
-    are on disk (fsync) before the name changes, and so is the name, if folders can be synced,
-    before this returns."""
+    """Yield a temporary path in the same folder; it replaces `path`, with its mode, if nothing
+    failed. The bytes are on disk (fsync) before the name changes, and so is the name, if folders
+    can be synced, before this returns."""
     part = _new_part(path)
     try:
         yield part
         _sync(part)
+        with suppress(OSError):  # it is new, or others own it
+            part.chmod(stat.S_IMODE(path.stat().st_mode))
         part.replace(path)
         with suppress(OSError):  # some network file systems cannot sync folders
             _sync(path.parent)
     except BaseException as error:
         part.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename == str(part):
+        if isinstance(error, OSError) and (error.filename == str(part) or _is_full(error)):
             raise OSError(error.errno, error.strerror, str(path)) from error  # the user's name
         raise
 
 
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
+
+
+def write_bytes_atomic(path: Path, content: bytes) -> None:
+    """Write `content` atomically."""
+    with atomic_write(path) as part:
+        part.write_bytes(content)
+
+
 def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
-    with atomic_write(path) as part:
-        part.write_text(text, encoding="utf-8")
+    write_bytes_atomic(path, text.encode())
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -73,8 +86,7 @@ def is_inside(folder: Path, name: str) -> bool:
 
 def decode_text(content: bytes) -> str:
     """Decode UTF-8, or UTF-16 with its mark, as Windows writes it. Raises UnicodeDecodeError."""
-    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return content.decode("utf-16" if is_utf16 else "utf-8-sig")
+    return content.decode("utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig")
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
@@ -114,6 +126,19 @@ def _new_part(path: Path) -> Path:
 def require_writable(path: Path) -> None:
     """Raise OSError before long work if `atomic_write` will not be able to write `path`."""
     _new_part(path).unlink()
+
+
+def require_own(path: Path, *marks: bytes) -> None:
+    """Raise before long work if `path` cannot be written, or is a file without any of the marks of
+    those that the command writes: it would be lost."""
+    require_writable(path)
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        if not file.seek(0, os.SEEK_END):  # as `mktemp` makes
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if all(content.find(mark) < 0 for mark in marks):
+                why = f"{path} is there already, and no earlier file of this command"
+                raise InvalidInput(why, hint="write to another file with -o, or remove that one")
 
 
 def _sync(path: Path) -> None:

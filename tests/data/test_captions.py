@@ -51,6 +51,26 @@ def test_words_change_and_are_taken_back(photos):
         caption_data(photos)
 
 
+def test_edits_lose_no_byte_of_captions(photos):
+    whole = {"a.txt": b"\xef\xbb\xbfa dog\r\non grass", "b.txt": "a dog".encode("utf-16")}
+    whole |= {"c.txt": b"a caf\xe9", "d.txt": b"dog " * 300_000, "words": b"a dog", "e.txt": b""}
+    for name, content in whole.items():
+        (photos / name).write_bytes(content)
+        Image.new("RGB", (64, 64), "red").save((photos / name).with_suffix(".png"))
+    (photos / "words.txt").symlink_to("words")
+    (photos / "a.txt").chmod(0o640)
+    told = []
+    changed = caption_data(photos, trigger="sks", on_event=told.append)
+    assert sorted(changed) == ["a.png", "b.png", "e.png", "words.png"]
+    assert all(name in told[0].text for name in ("c.txt is not UTF-8", "d.txt cannot be read"))
+    assert (photos / "a.txt").read_bytes() == b"\xef\xbb\xbfsks, a dog\r\non grass\r\n"
+    assert (photos / "words").read_text() == "sks, a dog\n"
+    undo_edit(photos)
+    assert {name: (photos / name).read_bytes() for name in whole} == whole
+    assert (photos / "words.txt").is_symlink()
+    assert (photos / "a.txt").stat().st_mode & 0o777 == 0o640
+
+
 def small_blip(folder):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[DEC]", "[ENC]", "a", "dog", "cat"]
     (folder / "vocab.txt").write_text("\n".join(words))
