@@ -19,7 +19,7 @@ from autotune.models.resolve import read_parts, resolve_model
 from autotune.models.single_file import open_single_file, recognize
 from autotune.plan.base import log_event, memory_bytes
 from autotune.plan.candidate import Candidate
-from autotune.plan.file import load_plan, save_plan
+from autotune.plan.file import MARK, load_plan, save_plan
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import Job, ModelRef
 from autotune.plan.plan import CheckResult, TrainingPlan
@@ -149,7 +149,7 @@ def plan(request: PlanRequest) -> TrainingPlan:
     on_event, path = request.on_event, request.path
     request = complete(request)
     if path is not None:
-        files.require_writable(Path(path))
+        files.require_own(Path(path), MARK)
     resolved, profile = _resolve_on_hardware(request)
     from autotune.search.planner import PlanInterrupted, make_plan
 

@@ -32,6 +32,7 @@ HEADER = """\
 # `frozen`, measured or predicted, is covered by `digest`; to change it, run `autotune plan` again.
 """
 
+MARK = b"\ndigest: sha256:"  # of a plan, however it was edited
 RUN_PLAN_FILE = "run-plan.yaml"
 """The plan in a run's output folder; it marks such a folder."""
 

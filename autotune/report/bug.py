@@ -19,12 +19,13 @@ from autotune.plan.file import RUN_PLAN_FILE, load_plan
 from autotune.plan.job import Job
 from autotune.report.run import LOG_FILE
 from autotune.report.text import without_logins
-from autotune.system.files import atomic_write, is_inside, read_bounded
+from autotune.system.files import atomic_write, is_inside, read_bounded, require_own
 from autotune.system.version import __version__
 from autotune.train.folder import REPORT_FILE
 from autotune.train.metrics import METRICS_FILE
 
 LEFT_OUT = "(left out)"
+VERSIONS = "versions.json"  # which a zip archive names in plain letters
 MAX_BYTES = 64 << 20
 DIRECT_URL = "direct_url.json"
 LAST_LINES = 500  # of a log or of metrics
@@ -68,7 +69,8 @@ def bug_report(target: Path | None = None) -> dict[str, str]:
 
 
 def write_archive(texts: dict[str, str], path: Path) -> None:
-    """Write the texts as a zip archive."""
+    """Write the texts as a zip archive, over an earlier one at most."""
+    require_own(path, VERSIONS.encode())
     with atomic_write(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
         for name, text in texts.items():
             file.writestr(name, text)
@@ -79,7 +81,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     # What was installed from a folder may have a name that nobody should know.
     packages = {one.name: one.version for one in distributions() if not one.read_text(DIRECT_URL)}
     own = {"python": platform.python_version(), "system": platform.platform()}
-    yield "versions.json", _json({**own, "autotune": __version__, **packages})
+    yield VERSIONS, _json({**own, "autotune": __version__, **packages})
     yield "machine.json", _json(facts)
     yield "doctor.json", _json(findings(facts))
 

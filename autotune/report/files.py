@@ -31,7 +31,13 @@ from autotune.report.page import Picture, Preview, Subject, build_page, has_plot
 from autotune.report.plan import settings_items
 from autotune.report.run import LOG_FILE, PAGE_FILE, report_lines
 from autotune.report.text import printable, titled_lines
-from autotune.system.files import atomic_write, is_inside, read_bounded, write_text_atomic
+from autotune.system.files import (
+    atomic_write,
+    is_inside,
+    read_bounded,
+    require_own,
+    write_text_atomic,
+)
 from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE, PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
 from autotune.train.metrics import METRICS_FILE, Steps, read_metrics
@@ -69,11 +75,9 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     folder = files[0] if len(subjects) == 1 and files and files[0].is_dir() else Path()
     target = folder / PAGE_FILE if path is None else Path(path)
     hint = "write it elsewhere: -o FILE.html"
-    for file in files:
-        if file.is_file() and target.exists() and target.samefile(file):
-            raise InvalidInput(f"the page would replace {file}, which it shows", hint=hint)
     if target.suffix.lower() not in (".html", ".htm") and (run := _folder_of_run(target)):
         raise InvalidInput(f"{target} is one of the files of the run in {run}", hint=hint)
+    require_own(target, b"<!DOCTYPE html>")
     found = [_read_subject(each, PICTURE_BYTES // len(subjects)) for each in subjects]
     try:
         page = build_page(found, __version__)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from filelock import FileLock
@@ -154,6 +155,8 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> 
     return adapter_bytes * (1 + job.keep_best) + checkpoint_bytes * num_checkpoints
 
 
+# Of the files that `sample` writes, PNG and mp4: the facts in them say what made them.
+MARKS = (b"software\0\0\0\0\0autotune ", b'"software": "autotune ')
 MAX_STRENGTH = 10.0  # of an adapter: with more nothing is left of the picture
 
 
@@ -181,7 +184,7 @@ class SampleInputs:
     plan: TrainingPlan
     model: ResolvedModel
     adapter: Path | None
-    file: Path
+    paths: dict[tuple[int, float], Path]  # of pictures, by their number and strength
 
 
 def read_sample_inputs(
@@ -193,6 +196,7 @@ def read_sample_inputs(
     """Read what sampling takes; `require` may refuse a plan before its model is fetched."""
     if not run.exists():
         raise InvalidInput(f"there is no run and no plan at {run}", hint="check the path")
+    paths: dict[tuple[int, float], Path] = {}
     adapter = None if run.is_file() else run / folder.ADAPTER_FILE
     if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
         hint = "name the output folder of `autotune train`"
@@ -213,7 +217,12 @@ def read_sample_inputs(
         on_event(Notice(text=text, level="warning"))
     suffix = ".mp4" if is_clip and has_video_decoder() else ".png"
     file = request.output or (run if adapter else run.parent) / f"sample-{request.seed}{suffix}"
-    files.require_writable(file)
+    strengths = request.strengths if adapter else (1.0,)
+    for number, strength in product(range(request.count), strengths):
+        name = f"{file.stem}-{number + 1}" if request.count > 1 else file.stem
+        name += f"-at-{strength:g}" if len(strengths) > 1 else ""
+        paths[number, strength] = file.with_stem(name)
+        files.require_own(paths[number, strength], *MARKS)
     if file.suffix == ".mp4" and not has_video_decoder():
         message = "an mp4 is written with PyAV, which is not installed"
         raise InvalidInput(message, hint=INSTALL_VIDEO)
@@ -221,4 +230,4 @@ def read_sample_inputs(
         require(plan)
     model = resolve.fetch_model(plan.job.model_ref)
     model.family.check_prompt(len(request.control_paths))
-    return SampleInputs(request, plan, model, adapter, file)
+    return SampleInputs(request, plan, model, adapter, paths)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def sample_run(
     on_event: OnEvent = base.log_event,
 ) -> list[Path]:
     """Sample from the adapter of a run, or from a plan's model; return the files written."""
-    request, plan, model, file = inputs.request, inputs.plan, inputs.model, inputs.file
+    request, plan, model = inputs.request, inputs.plan, inputs.model
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     settings = frozen.settings
     if frozen.hardware.num_shards > 1:  # one device cannot hold all weights, so blocks are swapped
@@ -132,13 +131,10 @@ def sample_run(
         sampler.load_adapter(inputs.adapter)
     blocks.swap_blocks(transformer, model.family, settings.swapped_blocks)
     written = []
-    strengths = request.strengths if inputs.adapter else (1.0,)
-    every = list(product(enumerate(previews, start=1), strengths))
-    for at, ((number, preview), strength) in enumerate(every, start=1):
-        on_event(StatusChanged(text=f"sampling {at} of {len(every)}"))
-        path = file if request.count == 1 else file.with_stem(f"{file.stem}-{number}")
-        path = path if len(strengths) == 1 else path.with_stem(f"{path.stem}-at-{strength:g}")
-        if inputs.adapter and (strength != 1 or len(strengths) > 1):
+    for at, ((number, strength), path) in enumerate(inputs.paths.items(), start=1):
+        on_event(StatusChanged(text=f"sampling {at} of {len(inputs.paths)}"))
+        preview = previews[number]
+        if inputs.adapter and (strength != 1 or len(request.strengths) > 1):
             names = [*sampler.transformer.peft_config]
             sampler.transformer.set_adapters(names, [strength] * len(names))
         frames = sampler.sample(preview)

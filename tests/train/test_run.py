@@ -133,6 +133,9 @@ def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
     request = SampleRequest(PROMPT, seed=5, output=tmp_path / "x.png", strengths=(0.0, 0.5, 1.0))
     written = sample_run(read_sample_inputs(run[0], request), bench.hardware, bench.cache)
     assert [path.name for path in written] == ["x-at-0.png", "x-at-0.5.png", "x-at-1.png"]
+    read_sample_inputs(run[0], request)  # as often as one likes
+    with pytest.raises(InvalidInput, match="no earlier file of this command"):
+        read_sample_inputs(run[0], SampleRequest(PROMPT, output=run[0] / ADAPTER_FILE))
     none, half, full = (Image.open(path).tobytes() for path in written)
     assert none == plain.tobytes()
     assert full == expected.tobytes() != half
