@@ -366,9 +366,6 @@ def starting_values(path: Path, transformer: nn.Module, family: Family) -> dict[
         if own != planned:
             message = f"{path} is a {own}, the plan trains a {planned}"
             raise InvalidInput(message, hint=f"plan with --adapter {own.lower()}")
-        if not all(tensor.isfinite().all() for tensor in layer.tensors):
-            message = f"{path}: {name} has values that are not finite"
-            raise BadWeights(message, hint="take an earlier checkpoint")
         if isinstance(layer, KroneckerLayer):
             made = {part: getattr(module, part) for part in module.adapter_layer_names}
             sizes = {part: x[ADAPTER_NAME].shape for part, x in made.items() if ADAPTER_NAME in x}

@@ -350,9 +350,6 @@ class TrainingAdapter:
             if not isinstance(layer, names.LoraLayer) or not is_plain:
                 message = f"what {path} has for {name} is no LoRA of a Linear layer"
                 raise InvalidInput(message, hint="a training adapter is a LoRA of Linear layers")
-            if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
-                message = f"{path}: {name} has values that are not finite"
-                raise files.BadWeights(message, hint="download it again")
             scale = layer.alpha / layer.rank
             self.layers[name] = FrozenLayer(layer.down.float(), layer.up.float(), scale)
 

@@ -379,9 +379,6 @@ class PreviewSampler:
         """Load an adapter file by the pipeline's own loader; few have one for LoKr."""
         hint = "name the output folder of `autotune train`, or train again"
         read = read_adapter(adapter)
-        for name, layer in read.layers.items():
-            if not all(tensor.isfinite().all() for tensor in layer.tensors):
-                raise InvalidInput(f"{adapter}: {name} has values that are not finite", hint=hint)
         family = self.model.family
         others = {name: getattr(self.pipeline, name) for name in family.other_denoisers}
         try:

@@ -32,7 +32,7 @@ from autotune.plan.base import Frozen, NaturalInt, PositiveInt
 from autotune.plan.job import AdapterFormat
 from autotune.system.files import read_table
 from autotune.system.lazy import Tensor, torch
-from autotune.weights.files import CorruptFile
+from autotune.weights.files import BadWeights, CorruptFile
 from autotune.weights.names import (
     CHROMA_CLASS,
     FLUX1_CLASS,
@@ -135,10 +135,15 @@ def save_adapter(
 def read_adapter(
     path: Path, module_names: Iterable[str] = (), transformer: str | None = None
 ) -> Adapter:
-    """Read an adapter in any of the formats, else raise InvalidInput. `module_names` are needed for
-    a kohya file of another program, whose underscores do not say where dots were, and
-    `transformer`, the model's class, for names that several models have."""
-    return parse_adapter(*load_file(path), module_names, transformer)
+    """Read an adapter of finite values in any of the formats, else raise InvalidInput.
+    `module_names` are needed for a kohya file of another program, whose underscores do not say
+    where dots were, and `transformer`, the model's class, for names that several models have."""
+    adapter = parse_adapter(*load_file(path), module_names, transformer)
+    for name, layer in adapter.layers.items():
+        if not all(tensor.isfinite().all() for tensor in layer.tensors):
+            message = f"{path}: {name} has values that are not finite"
+            raise BadWeights(message, hint="take an earlier checkpoint, or download it again")
+    return adapter
 
 
 def write_adapter(
