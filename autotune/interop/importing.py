@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from autotune.errors import InvalidInput
 from autotune.interop import files
-from autotune.interop.rules import LOST, ConfigValue, Context, is_knob
+from autotune.interop.rules import LOST, ConfigValue, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.plan import base, candidate
 from autotune.plan.prediction import Estimate, Overheads, SettingWorth
+from autotune.plan.request import PlanRequest
 
 
 class ConfigLine(base.Frozen):
@@ -153,10 +156,14 @@ def read_settings(
         if not present:
             continue
         try:
-            found = dict(rule.read({key: one.value for key, one in by_key.items()}, context))
+            found = _apply(rule, {key: one.value for key, one in by_key.items()}, context)
         except WRONG as error:
-            one = next((one for one in present if one.line), present[0])
-            value, why = (x[: files.MAX_SHOWN] for x in (value_text(one.value), str(error)))
+            reason = str(error)
+            if isinstance(error, ValidationError):
+                reason = base.first_problem(error)[1]
+            given_here = [one for one in present if one.line] or [present[0]]
+            one = next((one for one in given_here if repr(one.value) in str(error)), given_here[0])
+            value, why = (x[: files.MAX_SHOWN] for x in (value_text(one.value), reason))
             what = f"{trainer.title}'s {one.key} cannot be {value}: {why}"
             message = f"{one.file}, line {one.line}: {what}"
             raise InvalidInput(message, hint="correct it in that file") from error
@@ -188,6 +195,17 @@ def read_settings(
             told = [one for one in reported if meaning and one.value is not None]
             lines += [line_for(kind, one, meaning) for one in told]
     return values, lines
+
+
+def _apply(rule: Rule, values: Values, context: Context) -> dict[str, Any]:
+    found = dict(rule.read(values, context))
+    asked = {name: x for name, x in found.items() if name in PlanRequest.model_fields}
+    if asked.get("learning_rate", 0) > 1:  # some optimizers take a factor
+        del asked["learning_rate"]
+    sides = PlanRequest.model_validate(asked).size_px or ()
+    if not all(0 < side <= context.family.max_side_px for side in sides):
+        raise ValueError(f"sides of images are 1 to {context.family.max_side_px} px")
+    return found
 
 
 def line_for(kind: str, setting: ConfigValue, meaning: str) -> Line:

@@ -65,7 +65,10 @@ def is_knob(name: str, value: Any = None) -> bool:
 
 def number(value: Any, kind: str = "number") -> float:
     """Convert to a number, also if it is written as text: YAML 1.1 reads 1e-4 so."""
-    found = float("nan") if isinstance(value, bool) else float(value)
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
     if not abs(found) < 2**63 or (kind == "whole number" and found % 1):
         raise ValueError(f"{value!r} is no {kind} that fits into 64 bits")
     return found
@@ -133,6 +136,9 @@ def value_table(keys_and_names: str, rows: str) -> Rule:
             if way != "<" and (bound := _fit(patterns, theirs)) is not None:
                 found = {n: _fill(v, bound) for n, v in zip(names, own, strict=False) if v != "-"}
                 return {**found, LOST: difference}
+        for column, value in zip(zip(*(row[0] for row in table), strict=True), theirs, strict=True):
+            if "#" in column and {*column} <= {*BOUND, "*", "-"} and value not in (None, ANY):
+                number(value)  # else no row fits for what another column holds
         return {LOST: NO_EQUIVALENT}
 
     def write(ours: Values, context: Context) -> Values:

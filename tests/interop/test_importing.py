@@ -208,6 +208,19 @@ def test_import_knows_what_export_writes(trainer):
     assert [key for key in others if trainer.account(key, None) is None] == []
 
 
+@pytest.mark.parametrize(
+    "wrong", ["linear: 0", "linear: .nan", "steps: 0", "lr: -1", "resolution: [0]"]
+)
+def test_impossible_values_name_their_line(tmp_path, wrong):
+    path, (key, _, value) = tmp_path / "config.yaml", wrong.partition(": ")
+    text = re.sub(rf"\b{key}: .*", wrong, (CONFIGS / "ai_toolkit.yaml").read_text())
+    path.write_text(text)
+    number = text[: text.index(wrong)].count("\n") + 1
+    where = rf"config.yaml, line {number}: .*\b{key} cannot be {re.escape(value.strip('.'))}"
+    with pytest.raises(InvalidInput, match=where):
+        import_config(path)
+
+
 def read(folder, content):
     path = folder / "config.json"
     path.write_text(json.dumps(content))
