@@ -15,14 +15,7 @@ import autotune
 from autotune.cli import forms, run_pages  # noqa: F401 - the latter adds its routes
 from autotune.cli.commands import app, known_answer
 from autotune.cli.server import Asked, Site, route
-from autotune.data.captions import (
-    edit_captions,
-    last_edit,
-    read_captions,
-    reworded,
-    tell_unread,
-    undo_edit,
-)
+from autotune.data import captions
 from autotune.data.media import CAPTION_SUFFIXES
 from autotune.data.pixels import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from autotune.errors import InvalidInput
@@ -78,7 +71,7 @@ def _data_folder(site: Site, asked: Asked) -> Path | None:
 @route("/data")
 def _show_data(site: Site, asked: Asked) -> Response:
     folder = _data_folder(site, asked)
-    items = read_captions(folder, site.has) if folder else []
+    items = captions.read_captions(folder, site.has) if folder else []
     at = min(asked.number("from", 0), max(0, len(items) - 1)) // PAGE_SIZE * PAGE_SIZE
     return site.render(
         "data.html",
@@ -97,7 +90,8 @@ def _show_data(site: Site, asked: Asked) -> Response:
 
 def _undo_values(site: Site, folder: Path, command: str = "") -> dict[str, Any]:
     undo = forms.command_text(["data", "undo", site.shown(folder)])
-    return {"undo": last_edit(folder), "undo_command": undo, "folder": folder, "command": command}
+    last = captions.last_edit(folder)
+    return {"undo": last, "undo_command": undo, "folder": folder, "command": command}
 
 
 @route("/data/check")
@@ -116,12 +110,12 @@ def _check_data(site: Site, asked: Asked) -> Response:
 @route("/data/caption", "POST")
 def _edit_caption(site: Site, asked: Asked) -> Response:
     name, folder, text = asked.one("name"), site.inside(asked.one("folder")), asked.one("caption")
-    items = read_captions(folder, site.has)
+    items = captions.read_captions(folder, site.has)
     own = [item for item in items if item.media.name == name]
     if not own or own[0].locked:
         why = own[0].locked if own else "it is not there any more"
         raise InvalidInput(f"the caption of {name} is not edited: {why}", hint="reload the page")
-    edit_captions(folder, own, lambda item: text, f"the caption of {name}")
+    captions.edit_captions(folder, own, lambda item: text, f"the caption of {name}")
     words = ["data", "caption", "--overwrite", f"--caption={text}", site.shown(own[0].media.path)]
     return site.render("saved_part.html", **_undo_values(site, folder, forms.command_text(words)))
 
@@ -134,15 +128,15 @@ def _replace_in_captions(site: Site, asked: Asked) -> Response:
         raise InvalidInput("both fields are empty", hint="fill in one of them")
     pairs = {find: replacement} if find else {}
     what = f"the trigger word {trigger}" if trigger else f"“{find}” by “{replacement}”"
-    items = read_captions(folder, site.has)
-    changed = edit_captions(
+    items = captions.read_captions(folder, site.has)
+    changed = captions.edit_captions(
         folder,
         items,
-        lambda item: reworded(item.caption, trigger=trigger, replacements=pairs),
+        lambda item: captions.reworded(item.caption, trigger=trigger, replacements=pairs),
         what,
     )
     told = f"{len(changed)} caption{'s' * (len(changed) != 1)} changed"
-    return _back_to(folder, "; ".join(filter(None, (told, tell_unread(items)))))
+    return _back_to(folder, "; ".join(filter(None, (told, captions.tell_unread(items)))))
 
 
 def _back_to(folder: Path, told: str) -> Response:
@@ -157,7 +151,7 @@ def _undo(site: Site, asked: Asked) -> Response:
         return site.inside(name)
 
     folder = site.inside(asked.one("folder"))
-    told = f"taken back: {undo_edit(folder, allow)}"
+    told = f"taken back: {captions.undo_edit(folder, allow)}"
     return _back_to(folder, told)
 
 

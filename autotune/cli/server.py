@@ -4,6 +4,7 @@ It listens to this machine alone, unless told otherwise with a token. A secret a
 token becomes a cookie that no other site's request carries.
 """
 
+import errno
 import hmac
 import os
 import secrets
@@ -29,6 +30,7 @@ from starlette.routing import Route
 from autotune.cli.jobs import Jobs
 from autotune.errors import InvalidInput, explain_error
 from autotune.report.page import make_templates
+from autotune.system.files import atomic_write
 
 MAX_FORM_BYTES = 1 << 20
 MAX_UPLOAD_BYTES = 64 << 20
@@ -243,9 +245,10 @@ def build_app(site: Site, origins: Iterable[str], token: str, cookie: str = "aut
 
 
 def _write_new(target: Path, body: bytes) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("xb") as file:
-        file.write(body)
+    with atomic_write(target) as part:
+        part.write_bytes(body)
+        if os.path.lexists(target):  # another upload came first
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
 
 
 async def _watch(files: list[Path], is_over: Callable[[], bool]) -> AsyncIterator[str]:

@@ -12,14 +12,7 @@ from typing import NamedTuple
 from autotune.data.items import MAX_CAPTION_BYTES, add_trigger
 from autotune.data.media import Captions, Media, find_captions, find_media, list_contents
 from autotune.errors import InvalidInput
-from autotune.system.files import (
-    UTF16_MARKS,
-    data_path,
-    decode_text,
-    read_bounded,
-    write_bytes_atomic,
-    write_text_atomic,
-)
+from autotune.system import files
 
 MAX_UNDO_BYTES = 64 << 20
 IN_METADATA = "it is a line of metadata: edit that file"
@@ -59,8 +52,8 @@ def _read_caption(
         return Captioned(one, "", file, locked=f"{file.name} is a link to elsewhere, or no file")
     file = Path(os.path.realpath(file))  # a link is written through
     try:
-        was = read_bounded(file, MAX_CAPTION_BYTES)
-        return Captioned(one, decode_text(was).replace("\r\n", "\n").strip(), file, was)
+        was = files.read_bounded(file, MAX_CAPTION_BYTES)
+        return Captioned(one, files.decode_text(was).replace("\r\n", "\n").strip(), file, was)
     except FileNotFoundError:
         return Captioned(one, "", file)
     except OSError as error:
@@ -80,7 +73,7 @@ def tell_unread(items: Iterable[Captioned]) -> str:
 def _encode(text: str, was: bytes) -> bytes:
     """Encode a caption with the mark and the line ends of what it replaces."""
     text = text.replace("\n", "\r\n") if b"\r" in was else text
-    if was.startswith(UTF16_MARKS):
+    if was.startswith(files.UTF16_MARKS):
         return text.encode("utf-16")
     return text.encode("utf-8-sig" if was.startswith(codecs.BOM_UTF8) else "utf-8")
 
@@ -117,11 +110,11 @@ def edit_captions(
         if text != one.caption:
             edits.append((one, text, _encode(text + "\n", one.was or b"")))
             if at_once:
-                write_bytes_atomic(one.file, edits[-1][2])
+                files.write_bytes_atomic(one.file, edits[-1][2])
     if edits and not (at_once or dry_run):
         _remember(folder, [one for one, *_ in edits], what)
         for one, _, content in edits:
-            write_bytes_atomic(one.file, content)
+            files.write_bytes_atomic(one.file, content)
     return {one.media.name: text for one, text, _ in edits}
 
 
@@ -132,17 +125,17 @@ def _remember(folder: Path, items: Sequence[Captioned], what: str) -> None:
     while sum(map(len, lines)) > MAX_UNDO_BYTES and len(lines) > 1:
         lines.pop()
     _undo_file(folder).parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(_undo_file(folder), "\n".join(lines) + "\n")
+    files.write_text_atomic(_undo_file(folder), "\n".join(lines) + "\n")
 
 
 def _undo_file(folder: Path) -> Path:
     key = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:16]
-    return data_path("captions", f"{key}.jsonl")
+    return files.data_path("captions", f"{key}.jsonl")
 
 
 def _undo_lines(folder: Path) -> list[str]:
     try:
-        lines = read_bounded(_undo_file(folder), 2 * MAX_UNDO_BYTES).decode().splitlines()
+        lines = files.read_bounded(_undo_file(folder), 2 * MAX_UNDO_BYTES).decode().splitlines()
         last = json.loads(lines[0])
         texts = [last["what"], *(text for name, was in last["was"] for text in (name, was or ""))]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -168,6 +161,6 @@ def undo_edit(folder: Path, allow: Callable[[str], Path] = Path) -> str:
         if was is None:
             file.unlink(missing_ok=True)
         else:
-            write_bytes_atomic(file, was.encode(*AS_BYTES))
-    write_text_atomic(_undo_file(folder), "".join(f"{line}\n" for line in lines[1:]))
+            files.write_bytes_atomic(file, was.encode(*AS_BYTES))
+    files.write_text_atomic(_undo_file(folder), "".join(f"{line}\n" for line in lines[1:]))
     return str(entry["what"])

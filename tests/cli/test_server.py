@@ -1,5 +1,6 @@
 """The page's server: who may ask, which files it reaches, and that what it shows is text."""
 
+import errno
 import json
 import re
 import shutil
@@ -170,7 +171,13 @@ def test_uploads_are_limited(user, site, monkeypatch):
         params = {"folder": "photos", "name": name}
         return int(user.put("/upload", params=params, content=b"x" * size).status_code)
 
-    assert upload("c.txt") == 204
+    def fill_up(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", fill_up)
+        assert upload("c.txt") == 400
+    assert upload("c.txt") == 204, "nothing is left of an upload that failed"
     assert upload("c.txt") == 400, "nothing is replaced"
     assert "none.yaml" not in user.get("/import").text
     assert upload("none.yaml") == 204
