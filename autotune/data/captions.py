@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from autotune.data.items import MAX_CAPTION_BYTES, add_trigger
+from autotune.data.items import add_trigger, read_caption
 from autotune.data.media import Captions, Media, find_captions, find_media, list_contents
 from autotune.errors import InvalidInput
 from autotune.system import files
@@ -51,16 +51,13 @@ def _read_caption(
     if not allow(file) if is_read else os.path.lexists(file):
         return Captioned(one, "", file, locked=f"{file.name} is a link to elsewhere, or no file")
     file = Path(os.path.realpath(file))  # a link is written through
-    try:
-        was = files.read_bounded(file, MAX_CAPTION_BYTES)
-        return Captioned(one, files.decode_text(was).replace("\r\n", "\n").strip(), file, was)
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return Captioned(one, "", file)
-    except OSError as error:
-        why = f"cannot be read: {error.strerror}"
-    except UnicodeDecodeError:
-        why = "is not UTF-8 text: save it as UTF-8"
-    return Captioned(one, "", file, locked=f"{file.name} {why}")
+    try:
+        text, was = read_caption(file)
+    except ValueError as error:
+        return Captioned(one, "", file, locked=str(error))
+    return Captioned(one, text.replace("\r\n", "\n").strip(), file, was)
 
 
 def tell_unread(items: Iterable[Captioned]) -> str:

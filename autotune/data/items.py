@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.data import pixels
-from autotune.data.media import ByName, Captions, Media, Problem
+from autotune.data.media import CONTROLS, ByName, Captions, Media, Problem
 from autotune.models.family import Family
 from autotune.plan.job import ClipChoice, Crop, LossMask
 from autotune.system.files import decode_text, read_bounded
@@ -236,7 +236,8 @@ class ItemReader:
 
     def _make_captions(self, media: Media) -> tuple[str, ...]:
         options = self.options
-        texts = [" ".join(text.split()) for text in self._read_texts(media)]
+        words = (" ".join(text.split()) for text in self._read_texts(media))
+        texts = [text if any(map(str.isprintable, text.replace(" ", ""))) else "" for text in words]
         if any(texts):
             self.captioned.add(media.name)
         orders = (
@@ -255,13 +256,23 @@ class ItemReader:
         if file is None:
             return ("",)
         try:
-            return (decode_text(read_bounded(file, MAX_CAPTION_BYTES)),)
-        except OSError as error:
-            reason = f"cannot be read: {error.strerror}"
-            raise _Unusable("broken", f"its caption {file.name} {reason}") from error
-        except UnicodeDecodeError as error:
-            message = f"its caption {file.name} is not UTF-8 text: save it as UTF-8"
-            raise _Unusable("broken", message) from error
+            return (read_caption(file)[0],)
+        except ValueError as error:
+            raise _Unusable("broken", f"its caption {error}") from error
+
+
+def read_caption(file: Path) -> tuple[str, bytes]:
+    """Return a caption's text, and the bytes of its file. Raises ValueError that says why not."""
+    try:
+        content = read_bounded(file, MAX_CAPTION_BYTES)
+        text = decode_text(content)
+    except OSError as error:
+        raise ValueError(f"{file.name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.name} is not UTF-8 text: save it as UTF-8") from error
+    if CONTROLS.search(text):
+        raise ValueError(f"{file.name} holds control characters: save it as plain UTF-8 text")
+    return text, content
 
 
 def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:

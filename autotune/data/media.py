@@ -33,6 +33,7 @@ METADATA_FILES = (METADATA, "metadata.csv")
 OTHER_TEXTS = {".json", ".jsonl", ".csv", ".tsv", ".parquet"}  # that often hold captions
 TEXTS_OF_ONE = {".cap", ".md", ".prompt", ".tag", ".tags", ".text", ".xml", ".yaml", ".yml"}
 """Endings of what looks like a caption if there is an image of that name."""
+CONTROLS = re.compile(r"[\0-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # that are no white space
 MAX_REPEATS = 1000
 MAX_CAPTIONS = 100
 MAX_METADATA_BYTES = 64 << 20
@@ -360,6 +361,8 @@ def _parse_line(row: bytes | dict[str, Any]) -> tuple[str, MetadataLine]:
         texts = []
     if not all(isinstance(one, str) for one in texts):
         raise ValueError("no `text`")
+    if any(map(CONTROLS.search, texts)):
+        raise ValueError("`text` holds control characters")
     if "repeats" in entry and (type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"`repeats` is not a whole number from 1 to {MAX_REPEATS}")
     return entry["file_name"].removeprefix("./"), MetadataLine(tuple(texts), repeats)

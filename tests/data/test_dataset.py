@@ -32,6 +32,7 @@ def test_metadata_names_captions_and_mistakes(tmp_path):
         json.dumps({"file_name": "b.png", "text": "half a smile: \ud83d"}),
         json.dumps({"file_name": "../../etc/passwd", "text": "elsewhere"}),
         json.dumps({"file_name": "a.png", "text": "again"}),
+        json.dumps({"file_name": "b.png", "text": "a\0dog"}),
     ]
     (tmp_path / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     (tmp_path / "a.txt").write_text("from the text file")
@@ -39,7 +40,7 @@ def test_metadata_names_captions_and_mistakes(tmp_path):
     dataset = read_dataset(tmp_path)
     assert [item.caption for item in dataset.items] == ["from metadata", "two lines"]
     told = [problem.message.split(":")[0] for problem in dataset.problems]
-    assert told == ["line 2", "line 3", "line 4", "no image ../../etc/passwd", "line 6"]
+    assert told == ["line 2", "line 3", "line 4", "no image ../../etc/passwd", "line 6", "line 7"]
 
 
 @given(content=st.binary(max_size=200))
@@ -72,11 +73,13 @@ def test_truncated_images_are_broken(tmp_path, suffix, keep):
 
 
 def test_every_kind_of_problem_is_named(tmp_path):
-    write_pictures(tmp_path, (64, 64), (20, 64), (64, 64), (64, 64))
+    write_pictures(tmp_path, (64, 64), (20, 64), *[(64, 64)] * 4)
     (tmp_path / "copy.png").write_bytes((tmp_path / "000.png").read_bytes())
     (tmp_path / "copy.txt").write_text("the same again")
     (tmp_path / "002.txt").unlink()
     (tmp_path / "003.txt").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "004.txt").write_text("\u200b \ufeff")
+    (tmp_path / "005.txt").write_text("a\0dog")
     (tmp_path / "text.jpg").write_text("not an image")
     (tmp_path / "photo.heic").write_bytes(b"")
     dataset = scan_dataset(tmp_path)
@@ -86,6 +89,8 @@ def test_every_kind_of_problem_is_named(tmp_path):
         "002.png": "captionless",
         "003.png": "broken",
         "copy.png": "duplicate",
+        "004.png": "captionless",
+        "005.png": "broken",
         "text.jpg": "broken",
         "photo.heic": "unsupported",
     }
