@@ -149,7 +149,7 @@ def plan(request: PlanRequest) -> TrainingPlan:
     on_event, path = request.on_event, request.path
     request = complete(request)
     if path is not None:
-        files.require_own(Path(path), MARK)
+        files.require_writable(Path(path), MARK)
     resolved, profile = _resolve_on_hardware(request)
     from autotune.search.planner import PlanInterrupted, make_plan
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from autotune.data.items import add_trigger, read_caption
-from autotune.data.media import Captions, Media, find_captions, find_media, list_contents
+from autotune.data.media import CONTROLS, Captions, Media, find_captions, find_media, list_contents
 from autotune.errors import InvalidInput
 from autotune.system import files
 
@@ -103,15 +103,17 @@ def edit_captions(
         _remember(folder, free, what)
     edits = []
     for one in free:
-        text = change(one).replace("\r\n", "\n").strip()
+        text = CONTROLS.sub("", change(one)).replace("\r\n", "\n").strip()
         if text != one.caption:
             edits.append((one, text, _encode(text + "\n", one.was or b"")))
             if at_once:
-                files.write_bytes_atomic(one.file, edits[-1][2])
+                with files.atomic_write(one.file) as part:
+                    part.write_bytes(edits[-1][2])
     if edits and not (at_once or dry_run):
         _remember(folder, [one for one, *_ in edits], what)
         for one, _, content in edits:
-            files.write_bytes_atomic(one.file, content)
+            with files.atomic_write(one.file) as part:
+                part.write_bytes(content)
     return {one.media.name: text for one, text, _ in edits}
 
 
@@ -158,6 +160,7 @@ def undo_edit(folder: Path, allow: Callable[[str], Path] = Path) -> str:
         if was is None:
             file.unlink(missing_ok=True)
         else:
-            files.write_bytes_atomic(file, was.encode(*AS_BYTES))
+            with files.atomic_write(file) as part:
+                part.write_bytes(was.encode(*AS_BYTES))
     files.write_text_atomic(_undo_file(folder), "".join(f"{line}\n" for line in lines[1:]))
     return str(entry["what"])

@@ -19,7 +19,7 @@ from autotune.plan.file import RUN_PLAN_FILE, load_plan
 from autotune.plan.job import Job
 from autotune.report.run import LOG_FILE
 from autotune.report.text import without_logins
-from autotune.system.files import atomic_write, is_inside, read_bounded, require_own
+from autotune.system.files import atomic_write, is_inside, read_bounded
 from autotune.system.version import __version__
 from autotune.train.folder import REPORT_FILE
 from autotune.train.metrics import METRICS_FILE
@@ -70,8 +70,8 @@ def bug_report(target: Path | None = None) -> dict[str, str]:
 
 def write_archive(texts: dict[str, str], path: Path) -> None:
     """Write the texts as a zip archive, over an earlier one at most."""
-    require_own(path, VERSIONS.encode())
-    with atomic_write(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
+    own = atomic_write(path, VERSIONS.encode())
+    with own as part, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
         for name, text in texts.items():
             file.writestr(name, text)
 

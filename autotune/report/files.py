@@ -31,13 +31,7 @@ from autotune.report.page import Picture, Preview, Subject, build_page, has_plot
 from autotune.report.plan import settings_items
 from autotune.report.run import LOG_FILE, PAGE_FILE, report_lines
 from autotune.report.text import printable, titled_lines
-from autotune.system.files import (
-    atomic_write,
-    is_inside,
-    read_bounded,
-    require_own,
-    write_text_atomic,
-)
+from autotune.system.files import atomic_write, is_inside, read_bounded, write_text_atomic
 from autotune.system.version import __version__
 from autotune.train.folder import ADAPTER_FILE, PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
 from autotune.train.metrics import METRICS_FILE, Steps, read_metrics
@@ -77,7 +71,6 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     hint = "write it elsewhere: -o FILE.html"
     if target.suffix.lower() not in (".html", ".htm") and (run := _folder_of_run(target)):
         raise InvalidInput(f"{target} is one of the files of the run in {run}", hint=hint)
-    require_own(target, b"<!DOCTYPE html>")
     found = [_read_subject(each, PICTURE_BYTES // len(subjects)) for each in subjects]
     try:
         page = build_page(found, __version__)
@@ -87,7 +80,7 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     if sum(map(len, page)) > MAX_PAGE_BYTES:
         raise InvalidInput("the page would be over 8 MiB", hint="show fewer at once")
     try:
-        with atomic_write(target) as part, part.open("wb") as written:
+        with atomic_write(target, b"<!DOCTYPE html>") as part, part.open("wb") as written:
             written.writelines(page)
     except OSError as error:
         raise InvalidInput(f"cannot write {target}: {error.strerror}", hint=hint) from error

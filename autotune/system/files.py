@@ -32,11 +32,12 @@ PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, *marks: bytes) -> Iterator[Path]:
     """Yield a temporary path in the same folder; it replaces `path`, with its mode, if nothing
     failed. The bytes are on disk (fsync) before the name changes, and so is the name, if folders
-    can be synced, before this returns."""
-    part = _new_part(path)
+    can be synced, before this returns. A file with none of the `marks`, if there are any, is not
+    replaced but refused."""
+    part = _new_part(path, *marks)
     try:
         yield part
         _sync(part)
@@ -47,24 +48,15 @@ def atomic_write(path: Path) -> Iterator[Path]:
             _sync(path.parent)
     except BaseException as error:
         part.unlink(missing_ok=True)
-        if isinstance(error, OSError) and (error.filename == str(part) or _is_full(error)):
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(part)):
             raise OSError(error.errno, error.strerror, str(path)) from error  # the user's name
         raise
 
 
-def _is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None
-
-
-def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Write `content` atomically."""
-    with atomic_write(path) as part:
-        part.write_bytes(content)
-
-
 def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
-    write_bytes_atomic(path, text.encode())
+    with atomic_write(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -106,7 +98,7 @@ def read_table(path: str) -> Any:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def _new_part(path: Path) -> Path:
+def _new_part(path: Path, *marks: bytes) -> Path:
     if SCHEME.match(str(path)):  # a folder would be made that is called like it, login and all
         raise InvalidInput(
             "files are written to this machine, not to a URL",
@@ -115,6 +107,9 @@ def _new_part(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a replaced /dev/null would be a file for everyone
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if marks and path.exists() and not _is_own(path, marks):
+        why = f"{path} is there already, and no earlier file of this command"
+        raise InvalidInput(why, hint="write to another file with -o, or remove that one")
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the umask
@@ -123,22 +118,17 @@ def _new_part(path: Path) -> Path:
     return part
 
 
-def require_writable(path: Path) -> None:
-    """Raise OSError before long work if `atomic_write` will not be able to write `path`."""
-    _new_part(path).unlink()
-
-
-def require_own(path: Path, *marks: bytes) -> None:
-    """Raise before long work if `path` cannot be written, or is a file without any of the marks of
-    those that the command writes: it would be lost."""
-    require_writable(path)
-    with suppress(FileNotFoundError), open_regular(path) as file:
+def _is_own(path: Path, marks: tuple[bytes, ...]) -> bool:
+    with open_regular(path) as file:
         if not file.seek(0, os.SEEK_END):  # as `mktemp` makes
-            return
+            return True
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if all(content.find(mark) < 0 for mark in marks):
-                why = f"{path} is there already, and no earlier file of this command"
-                raise InvalidInput(why, hint="write to another file with -o, or remove that one")
+            return any(content.find(mark) >= 0 for mark in marks)
+
+
+def require_writable(path: Path, *marks: bytes) -> None:
+    """Raise before long work if `atomic_write` will refuse to write `path`, or be unable to."""
+    _new_part(path, *marks).unlink()
 
 
 def _sync(path: Path) -> None:

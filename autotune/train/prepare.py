@@ -222,7 +222,7 @@ def read_sample_inputs(
         name = f"{file.stem}-{number + 1}" if request.count > 1 else file.stem
         name += f"-at-{strength:g}" if len(strengths) > 1 else ""
         paths[number, strength] = file.with_stem(name)
-        files.require_own(paths[number, strength], *MARKS)
+        files.require_writable(paths[number, strength], *MARKS)
     if file.suffix == ".mp4" and not has_video_decoder():
         message = "an mp4 is written with PyAV, which is not installed"
         raise InvalidInput(message, hint=INSTALL_VIDEO)

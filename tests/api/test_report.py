@@ -11,9 +11,11 @@ from PIL import Image
 import autotune
 from autotune.errors import InvalidInput
 from autotune.events import Notice, PhaseStarted, PreviewsWritten
-from autotune.plan.file import RUN_PLAN_FILE, save_plan, with_job
+from autotune.plan.file import MARK, RUN_PLAN_FILE, save_plan, with_job
+from autotune.report.bug import VERSIONS, write_archive
 from autotune.report.files import MAX_PREVIEWS, RunPage, read_run
 from autotune.report.run import PAGE_FILE
+from autotune.system.files import require_writable
 from tests.report.page.pages import FOLDER, HOSTILE, golden_plan, run_report, steps_of
 from tests.report.page.test_page import Outline
 
@@ -110,6 +112,21 @@ def test_page_replaces_no_file_of_run(run, name):
         with pytest.raises(InvalidInput, match="one of the files of the run"):
             autotune.report(subject, path=run / name)
     assert ((run / name).read_bytes() if (run / name).exists() else None) == before
+
+
+def test_outputs_replace_only_their_kind(run, tmp_path):
+    (file := tmp_path / "a.txt").write_text("a dog")
+    for write in (
+        lambda: autotune.plan("flux1-dev", hardware="4090", path=file),
+        lambda: autotune.report(run, path=file),
+        lambda: write_archive({}, file),
+    ):
+        with pytest.raises(InvalidInput, match="no earlier file of this command"):
+            write()
+    assert file.read_text() == "a dog"
+    require_writable(run / RUN_PLAN_FILE, MARK)
+    for _ in range(2):
+        write_archive({VERSIONS: "1"}, tmp_path / "bug.zip")
 
 
 def test_a_picture_is_encoded_anew(run):

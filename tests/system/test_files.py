@@ -14,14 +14,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-import autotune
-from autotune.errors import InvalidInput
-from autotune.plan.file import MARK, save_plan
-from autotune.report.bug import VERSIONS, write_archive
 from autotune.system import files
 from autotune.system.lazy import LazyModule
 from autotune.system.memory import measure_peak_memory
-from tests.report.page.pages import golden_plan
 
 
 def test_only_files_are_replaced(tmp_path):
@@ -35,23 +30,6 @@ def test_only_files_are_replaced(tmp_path):
     assert pipe.is_fifo()
     files.require_writable(tmp_path / "plan.yaml")
     assert sorted(tmp_path.iterdir()) == [folder, pipe]
-
-
-def test_outputs_replace_only_their_own_kind(tmp_path):
-    file, plan, archive = (tmp_path / name for name in ("a.txt", "plan.yaml", "bug.zip"))
-    file.write_text("a dog")
-    save_plan(golden_plan(), plan)
-    for _ in range(2):
-        write_archive({VERSIONS: "1"}, archive)
-    for write in (
-        lambda: autotune.plan("flux1-dev", hardware="4090", path=file),
-        lambda: autotune.report(plan, path=plan),
-        lambda: write_archive({}, file),
-    ):
-        with pytest.raises(InvalidInput, match="no earlier file of this command"):
-            write()
-    assert file.read_text() == "a dog"
-    files.require_own(plan, MARK)
 
 
 def test_reading_is_bounded(tmp_path):
