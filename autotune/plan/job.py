@@ -36,6 +36,8 @@ Words = Annotated[str, BeforeValidator(_as_text)]  # which pydantic refuses unle
 PathText = Annotated[Words, AfterValidator(_not_empty), Field(pattern=r"^[^\x00]*$")]
 """A path or a name. No file system takes a NUL. An empty one, such as a shell's unset variable,
 would mean the current folder, which nobody asked to read or to write."""
+Prompt = Annotated[str, Field(max_length=10_000), BeforeValidator(_as_text)]
+"""Text far longer than this is not read by any text encoder, but would be drawn."""
 DataPlace = str | Path | Sequence[str | Path]
 """A folder of images or a YAML file that lists some, or several of these one after the other."""
 PathTexts = Annotated[tuple[PathText, ...], Field(min_length=1, max_length=100)]
@@ -219,7 +221,7 @@ class JobFields(DataFields, ModelFields):
     checkpoints_keep_every: Annotated[int, Option("--keep-every")] = Field(default=0, ge=0)
     """Keep one of every so many checkpoints for good; by default none."""
     preview_prompts: Annotated[
-        tuple[Words, ...] | None, Option("--preview-prompt", metavar="TEXT")
+        tuple[Prompt, ...] | None, Option("--preview-prompt", metavar="TEXT")
     ] = None
     """Prompts of previews, each always from the same noise; the first four are sampled. By default
     the first caption, which no plan or model card then holds."""
