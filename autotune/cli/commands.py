@@ -334,6 +334,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
             told = "name a plan, or what to plan for: --model and --data"
             raise click.BadParameter(told, param_hint="PLAN")
         require_gpu(asked["model"])
+    Progress.after_interrupt = "run it again, with --resume if it had written a checkpoint"
     report = run_shown(autotune.train, **asked)
     if not is_first_process():
         return

@@ -19,7 +19,7 @@ from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import TrainingPlan
 from autotune.report import run as texts
 from autotune.report.plan import job_text
-from autotune.report.text import folded, memory_text, printable_lines, time_left_text
+from autotune.report.text import WIDTH, folded, memory_text, printable_lines, time_left_text
 
 QUIET_SECONDS = 60.0  # longest time between two lines of a training run whose output goes to a file
 
@@ -30,6 +30,7 @@ class PlainConsole(Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.width = self.width or WIDTH  # COLUMNS=0 would print nothing
 
     def print(self, *objects: Any, **style: Any) -> None:
         if self.is_terminal:

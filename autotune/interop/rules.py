@@ -65,10 +65,7 @@ def is_knob(name: str, value: Any = None) -> bool:
 
 def number(value: Any, kind: str = "number") -> float:
     """Convert to a number, also if it is written as text: YAML 1.1 reads 1e-4 so."""
-    try:
-        found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        found = math.nan
+    found = math.nan if isinstance(value, bool | list) else float(value)
     if not abs(found) < 2**63 or (kind == "whole number" and found % 1):
         raise ValueError(f"{value!r} is no {kind} that fits into 64 bits")
     return found

@@ -146,7 +146,8 @@ def _gains_of_memory(plan: TrainingPlan) -> list[str]:
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
     """Tell where the plan was written, and the command that goes on from it."""
-    frozen, command = plan.frozen, ["autotune", "train", str(file)]
+    name = f"./{file}" if str(file).startswith("-") else str(file)  # no option
+    frozen, command = plan.frozen, ["autotune", "train", name]
     command += ["--data", "FOLDER"] if plan.job.data is None and not plan.job.slider else []
     if frozen.workload.num_control_images and plan.job.control is None:
         command += ["--control", "FOLDER"]
@@ -155,7 +156,7 @@ def train_hint(plan: TrainingPlan, file: Path) -> str:
     if frozen.overheads:
         trainer = frozen.overheads.program
         hint = f"write it for {trainer} with:"
-        command = ["autotune", "export-config", str(file), "--to", trainer, "-o", "FOLDER"]
+        command = ["autotune", "export-config", name, "--to", trainer, "-o", "FOLDER"]
     lines = text.with_command(f"written to {file}; {hint}", shlex.join(command))
     if len(lines) > 1:  # file and command stay whole, each on its own line
         lines = [

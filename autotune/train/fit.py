@@ -123,6 +123,8 @@ def memory_misfits(
         return ()
     where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
     sizes = f"the plan needs {_gib(needed)}, a run may take {_gib(budget)} {where}"
+    if needed <= (hardware.device.total_memory_bytes or 0):
+        sizes += "; where other programs hold memory, close them"
     return (f"run memory: {sizes}",)
 
 
