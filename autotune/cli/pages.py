@@ -112,8 +112,7 @@ def _edit_caption(site: Site, asked: Asked) -> Response:
     name, folder, text = asked.one("name"), site.inside(asked.one("folder")), asked.one("caption")
     items = captions.read_captions(folder, site.has)
     own = [item for item in items if item.media.name == name]
-    if not own or own[0].locked:
-        why = own[0].locked if own else "it is not there any more"
+    if why := own[0].locked if own else "it is not there any more":
         raise InvalidInput(f"the caption of {name} is not edited: {why}", hint="reload the page")
     captions.edit_captions(folder, own, lambda item: text, f"the caption of {name}")
     words = ["data", "caption", "--overwrite", f"--caption={text}", site.shown(own[0].media.path)]
@@ -171,7 +170,7 @@ def _upload_target(site: Site, asked: Asked) -> Path:
 @route("/thumb")
 def _show_thumb(site: Site, asked: Asked) -> Response:
     path = site.inside(asked.one("path"))
-    side = asked.number("side", THUMB_PX, 1024)
+    side = asked.number("side", THUMB_PX, 1024) or THUMB_PX
     try:
         kind, content, _ = reports.encode_picture(path, side, path.stat().st_mtime_ns)
     except InvalidInput:

@@ -23,7 +23,9 @@ from autotune.report.page import Subject, plan_view, run_view, trials_chart
 from autotune.report.text import memory_text, seconds_text
 from autotune.train.folder import ADAPTER_FILE, LOCK_FILE, REPORT_FILE
 from autotune.train.metrics import METRICS_FILE
+from autotune.weights.files import read_header
 
+ADAPTED = re.compile(r"[._](?:lora|lokr)_")  # in the names of an adapter's tensors
 FORMATS = {"diffusers": "diffusers", "comfyui": "ComfyUI", "kohya": "Kohya"}
 
 
@@ -307,7 +309,7 @@ def _downloads(site: Site, folder: Path) -> Iterator[tuple[str, str, Path | None
 @route("/download")
 def _download(site: Site, asked: Asked) -> Response:
     path = site.inside(asked.one("path"))
-    if path.suffix != ".safetensors" or not path.is_file():
+    if not any(ADAPTED.search(name) for name in read_header(path).by_name):
         raise InvalidInput("only adapters are downloaded", hint="train one first")
     name = f"{path.parent.name}-{path.name}"
     return FileResponse(path, media_type="application/octet-stream", filename=name)

@@ -32,6 +32,7 @@ from autotune.errors import InvalidInput, explain_error
 from autotune.report.page import make_templates
 from autotune.system.files import atomic_write
 
+MAX_FIELDS = 1000
 MAX_FORM_BYTES = 1 << 20
 MAX_UPLOAD_BYTES = 64 << 20
 WATCH_SECONDS = 1.0
@@ -118,7 +119,10 @@ class Asked(dict[str, list[str]]):
     @classmethod
     def of(cls, text: str) -> "Asked":
         asked = cls()
-        for name, value in parse_qsl(text, keep_blank_values=True, max_num_fields=1000):
+        if text.count("&") >= MAX_FIELDS:
+            raise InvalidInput(f"over {MAX_FIELDS} fields were sent", hint="send less at once")
+        # The name of a file may be of any bytes.
+        for name, value in parse_qsl(text, keep_blank_values=True, errors="surrogateescape"):
             asked.setdefault(name, []).append(value.replace("\x00", ""))
         return asked
 
@@ -175,7 +179,7 @@ class Site:
     def render(self, template: str, code: int = 200, **values: Any) -> Response:
         """Answer with a page."""
         text = self.templates.get_template(template).render(site=self, **values)
-        return Response(text, code, media_type="text/html")
+        return Response(text.encode("utf-8", "replace"), code, media_type="text/html")
 
 
 Handler = Callable[[Site, Asked], Any]
@@ -319,11 +323,6 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
     ways = [one for one in outer if one not in LOOPBACK] if name in ANY else []
     shown = (ways or [name])[0]
     tell(f"open http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={quote(token)}")
-    settings = uvicorn.Config(
-        app,
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=1,
-    )
+    quiet: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False}
+    settings = uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet)
     uvicorn.Server(settings).run(sockets=[listening])

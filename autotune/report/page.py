@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from autotune.errors import InvalidInput
 from autotune.events import loss_change, smoothed
@@ -119,6 +121,7 @@ def make_templates() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters["urlencode"] = lambda name: quote(os.fsencode(name))  # of any bytes
     templates.globals |= {
         "memory": memory_text,
         "seconds": seconds_text,
