@@ -343,6 +343,8 @@ class Store:
             self.fs.invalidate_cache()
             try:
                 found = self.fs.find(f"{self.root}/{architecture}".rstrip("/"), detail=True)
+                if not found:
+                    self.fs.ls(self.root, detail=False)  # tells what cannot be reached
             except FileNotFoundError:
                 return {}
         keys = {path[len(self.root) + 1 :]: info for path, info in sorted(found.items())}
