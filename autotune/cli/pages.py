@@ -150,8 +150,7 @@ def _undo(site: Site, asked: Asked) -> Response:
         return site.inside(name)
 
     folder = site.inside(asked.one("folder"))
-    told = f"taken back: {captions.undo_edit(folder, allow)}"
-    return _back_to(folder, told)
+    return _back_to(folder, f"taken back: {captions.undo_edit(folder, allow)}")
 
 
 @route("/upload", "PUT")
