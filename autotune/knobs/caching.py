@@ -6,6 +6,7 @@ search: the first option that is predicted to fit is taken, exact and fast ones 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -139,7 +140,8 @@ def choose_caching(
     options = [pinned] if pins_text else [pinned.changed(**way) for way in ways]
     is_small = context.workload.objective == "memory"
     if is_small:  # on a CPU captions take minutes each
-        options.sort(key=lambda one: (one.text_encoder_device == "cpu", size.captions_bytes(one)))
+        here = partial(size.bytes_at, "training")
+        options.sort(key=lambda one: (one.text_encoder_device == "cpu", here(one)))
     captions = {
         one: _unusable_reason(one.text_encoder_quantization, context)
         or _shortage(one.text_encoder_device, size.captions_bytes(one), context)

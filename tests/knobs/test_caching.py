@@ -27,6 +27,7 @@ def on(
     kind="discrete",
     quality="high",
     capabilities=CAPABILITIES,
+    objective="throughput",
 ):
     plain = builders.hardware(*capabilities, budget_bytes=int(budget_gib * GIB))
     size = {"total_memory_bytes": 48 * GIB}
@@ -39,13 +40,15 @@ def on(
         device=plain.device.model_copy(update={**device, "others": gpus}),
         host=plain.host.model_copy(update={"available_memory_bytes": int(host_gib * GIB)}),
     )
-    return builders.context(hardware, builders.workload(quality=quality))
+    return builders.context(hardware, builders.workload(quality=quality, objective=objective))
 
 
 @pytest.mark.parametrize(
     ("context", "expected"),
     [
         (on(22), "not quantized"),
+        (on(22, objective="memory"), "streamed"),
+        (on(22, others=(22,), objective="memory"), "not quantized on cuda:1"),
         (on(11), "in int8"),
         (on(11, others=(22,)), "not quantized on cuda:1"),
         (on(11, others=(12,)), "in int8"),  # its own size counts
