@@ -14,7 +14,6 @@ from autotune.knobs.registry import KNOBS
 from autotune.models.registry import FAMILIES
 from autotune.plan.file import load_plan, save_plan, seal
 from autotune.plan.plan import FrozenPart
-from autotune.report.plan import every_reason_lines
 from autotune.report.run import LOG_FILE
 from autotune.search.winner import TIE
 from tests.conftest import autotune, autotune_here
@@ -38,7 +37,7 @@ def test_plan_holds_its_trials(journey):
     assert len({trial.candidate for trial in tried}) == len(tried)
 
 
-def test_plan_chose_fastest_and_says_why(journey):
+def test_plan_chose_the_fastest(journey):
     frozen = journey.plan.frozen
     confirmed = {
         t.candidate: t.median_step_seconds or 0
@@ -48,10 +47,6 @@ def test_plan_chose_fastest_and_says_why(journey):
     assert confirmed[frozen.settings] <= (1 + TIE) * min(confirmed.values())
     assert frozen.expected.step_seconds == confirmed[frozen.settings]
     assert {reason.knob for reason in frozen.reasons} >= {*(knob.name for knob in KNOBS), "caching"}
-    explained = "\n".join(every_reason_lines(journey.plan))
-    for reason in frozen.reasons:
-        assert f"{reason.knob} = {reason.chosen}" in explained
-        assert all(str(rejected.choice) in explained for rejected in reason.rejected)
 
 
 def test_adapter_has_diffusers_keys_and_moved(journey):

@@ -12,8 +12,6 @@ import autotune.records
 from autotune.cli.app import app
 from autotune.errors import AutotuneError
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_commands_have_few_options():
     def names(command):

@@ -221,11 +221,7 @@ def test_no_answer_is_wider_or_cut(screen, monkeypatch, words, answers, value):
     require_whole(screen.getvalue(), value)
 
 
-def trial_of(outcome):
-    known = {"outcome": outcome, "confirms": outcome == "ok", "phases": ()}
-    return longest(TrialResult, candidate=SETTINGS, **known)
-
-
+TRIAL = longest(TrialResult, candidate=SETTINGS, confirms=False, phases=())
 COUNTS = {"step": 99_999, "num_steps": 100_000, "epoch": 12_000, "gradient_spikes": 30}
 SHARES = {"loss": 0.1234, "gradient_norm": 0.1, "gpu_utilization": 0.97, "seconds": 1234.5}
 EVENTS = [
@@ -237,7 +233,8 @@ EVENTS = [
     events.RecordsMatched(kind="near", num_records=10**4, refused=(REASON,) * 9),
     events.RunStarted(plan=LONG),
     events.TrialStarted(candidate=SETTINGS),
-    *(events.TrialFinished(result=trial_of(outcome)) for outcome in OUTCOMES),
+    *(events.TrialFinished(result=TRIAL.changed(outcome=outcome)) for outcome in OUTCOMES),
+    events.TrialFinished(result=TRIAL.changed(outcome="ok", confirms=True)),
     longest(events.StepFinished, **COUNTS, **SHARES, validation_loss=0.1, base_validation_loss=0.2),
     events.PreviewsWritten(step=99_999),
 ]

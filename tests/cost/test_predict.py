@@ -164,13 +164,9 @@ def test_estimates_are_of_whole_jobs(card):
         assert error.value.hint.endswith(f" {nearest}")
 
 
-@pytest.fixture(scope="module")
-def alone(predictor):
-    return predictor("flux1-dev")
-
-
-def test_trials_compare_with_one_process(alone):
+def test_trials_compare_with_one_process(predictor):
     """It has no buckets; what it teaches must not take them off again where there are several."""
+    alone = predictor("flux1-dev")
     two, one = alone.with_parallel(Parallel("ddp", 2)), alone.predict_uncalibrated(CANDIDATE)
     host = 2 * one.allocated_memory_bytes
     ran = trial(CANDIDATE, one.step_seconds, one.allocated_memory_bytes, host_memory_bytes=host)
@@ -184,7 +180,7 @@ def test_trials_compare_with_one_process(alone):
 
 
 def test_trials_teach_what_a_process_takes():
-    name, settings = "qwen-image", Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    name, settings = "qwen-image", CANDIDATE
     own = CostModel.build(cpu(), workload_of(name), FAMILIES[name], TINY[name])
     before = own.predict_uncalibrated(settings)
     assert (before.time_uncertainty, before.memory_uncertainty) == (0.0, 0.0)
@@ -251,10 +247,9 @@ def test_learning_in_two_goes_is_one(first, second):
 
 
 def test_tempering_halves_and_keeps_doubt():
-    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    elsewhere = fit(Posterior(0.25), NOISE["time"], [candidate], [0.4])
+    elsewhere = fit(Posterior(0.25), NOISE["time"], [CANDIDATE], [0.4])
     here = elsewhere.tempered(0.5)
-    assert here.log_factor(candidate) == pytest.approx(elsewhere.log_factor(candidate) / 2)
+    assert here.log_factor(CANDIDATE) == pytest.approx(elsewhere.log_factor(CANDIDATE) / 2)
     at = elsewhere.index[OFFSET]
     variance = 0.25 * elsewhere.covariance[at][at] + 0.75 * 0.25**2
     assert here.covariance[at][at] == pytest.approx(variance)
@@ -280,8 +275,7 @@ def test_terms_count_doublings_and_arrivals():
 
 
 def test_doubt_is_of_differing_terms():
-    one = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-    other = one.changed(quantization="torchao-int8")
+    one, other = CANDIDATE, CANDIDATE.changed(quantization="torchao-int8")
     prior = Posterior(0.35)
     differing = {*dict(features_of(one)).items()} ^ {*dict(features_of(other)).items()}
     assert len(differing) == 4

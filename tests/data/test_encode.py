@@ -325,13 +325,6 @@ def test_entries_come_back_exactly(tmp_path):
     assert names(cache.folder) == ["a.safetensors"]
 
 
-@pytest.fixture(scope="module")
-def whole_entry(tmp_path_factory):
-    cache = Cache(tmp_path_factory.mktemp("whole"))
-    cache.write("a", TENSORS)
-    return (cache.folder / "a.safetensors").read_bytes()
-
-
 def test_renamed_entries_are_not_taken(tmp_path):
     cache = Cache(tmp_path)
     cache.write("a", TENSORS)
@@ -342,14 +335,16 @@ def test_renamed_entries_are_not_taken(tmp_path):
 
 @given(data=st.data())
 @settings(max_examples=150)
-def test_damaged_entries_are_removed(data, whole_entry, tmp_path_factory):
+def test_damaged_entries_are_removed(data, tmp_path_factory):
     cache = Cache(tmp_path_factory.mktemp("damaged"))
+    cache.write("a", TENSORS)
     path = cache.folder / "a.safetensors"
-    position = data.draw(st.integers(0, len(whole_entry) - 1))
+    whole = path.read_bytes()
+    position = data.draw(st.integers(0, len(whole) - 1))
     if data.draw(st.booleans(), label="truncate"):
-        path.write_bytes(whole_entry[:position])
+        path.write_bytes(whole[:position])
     else:
-        content = bytearray(whole_entry)
+        content = bytearray(whole)
         content[position] ^= data.draw(st.integers(1, 255))
         path.write_bytes(content)
     read = cache.read("a")

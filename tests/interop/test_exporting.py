@@ -145,24 +145,16 @@ def test_texts_run_nothing(tmp_path):
     assert result.files["run.sh"].count("touch pwned") == 9
 
 
-def write_config(folder, resolution):
-    model, _ = write_model_and_images(folder)
-    text = (CONFIGS / "ai_toolkit.yaml").read_text()
-    text = text.replace("name_or_path: Qwen/Qwen-Image", f"name_or_path: {model}")
-    text = text.replace("resolution: [512, 768, 1024]", f"resolution: {resolution}")
-    path = folder / "config.yaml"
-    path.write_text(text)
-    return path
-
-
 @pytest.mark.slow
 def test_an_audit_predicts_both(tmp_path):
-    path = write_config(tmp_path, 256)
+    path, (model, _) = tmp_path / "config.yaml", write_model_and_images(tmp_path)
+    text = (CONFIGS / "ai_toolkit.yaml").read_text()
+    text = text.replace("name_or_path: Qwen/Qwen-Image", f"name_or_path: {model}")
+    text = text.replace("resolution: [512, 768, 1024]", "resolution: 256")
     dtype = "dtype: bf16\n        cache"
     attention = dtype.replace("cache", "attention_backend: sage\n        cache")
     swapped = "layer_offloading: true"
     both = f"compile: true\n        block_compile: true\n        {swapped}"
-    text = path.read_text()
     assert swapped in text
     path.write_text(text.replace(dtype, attention).replace(swapped, both))
     found = audit(path, hardware="nvidia-rtx-4090")

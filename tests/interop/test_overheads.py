@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from autotune.cost.kernels import IN_FP32
@@ -38,21 +37,13 @@ def cost_of(overheads=None, name="qwen-image", parts=None):
     return CostModel.build(card, work, FAMILIES[name], TINY[name], parts, overheads=overheads)
 
 
-@pytest.fixture(scope="module")
-def own():
-    return cost_of()
-
-
 def test_what_a_file_says_counts():
     def of(trainer, **written):
         table = get_trainer(trainer)
         return table.overheads_of(written, known_model(table, "qwen-image"))
 
-    kept = {f"{one.part} {one.phase}" for one in of("ai-toolkit").kept}
-    assert kept == {"text_encoders load", "text_encoders train", "vae train"}
     assert of("onetrainer", lora_weight_dtype="BFLOAT_16").adapter.precision == "bf16"
     assert of("simpletuner").adapter.optimizer_bytes == 6  # its own AdamW, its default
-    assert of("simpletuner").adapter.step_operations == 14
     assert of("simpletuner", optimizer="torch-adamw").adapter.optimizer_bytes == 4
     stored = {one.precision for one in of("ai-toolkit", **{"model.quantize_te": True}).kept}
     assert stored == {"bf16", "int8"}  # while it loads, and while it trains
@@ -83,8 +74,8 @@ def test_what_training_keeps_stays():
     assert found == {"load": 4 * num_encoder, "cache": weights, **last}
 
 
-def test_winners_fit_the_trainer_too(own):
-    theirs = cost_of(overheads_of("ai-toolkit"))
+def test_winners_fit_the_trainer_too():
+    own, theirs = cost_of(), cost_of(overheads_of("ai-toolkit"))
     settings = [SETTINGS, SETTINGS.changed(checkpointed_blocks=4)]
     ran = [Score(one, 1.0, own.predict(one).allocated_memory_bytes) for one in settings]
     least, most = sorted(theirs.predict(one).run_memory_bytes for one in settings)

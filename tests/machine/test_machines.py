@@ -121,16 +121,9 @@ def test_the_smallest_limit_decides():
     assert limit_device(device, max_bytes=2 * GIB, reserve_bytes=0).budget_bytes == 2 * GIB
 
 
-KINDS = {
-    "integrated": [(True, True), (True, False), (None, True), (True, None)],  # GB10, Thor; Orin
-    "coherent": [(False, True)],  # GH200, GB200
-    "discrete": [(False, False), (None, None), (False, None)],  # H100, 4090
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_signals_decide(kind):
-    assert {classify_memory(*signals, None)[0] for signals in KINDS[kind]} == {kind}
+def test_unknown_signals_are_taken_safely():
+    for signals, kind in (((None, True), "integrated"), ((None, None), "discrete")):
+        assert classify_memory(*signals, None)[0] == kind
 
 
 def test_memory_kind_can_be_overridden():
@@ -187,17 +180,6 @@ def places(sources):
                 yield from ((source, "devices", index, query) for query in device)
 
 
-def survived(sources):
-    """The profile, or None where the typed error was raised; any other error escapes."""
-    try:
-        findings(read_doctor_facts(FakeSystem(sources)))
-        return store.read_profile(FakeSystem(sources))
-    except AutotuneError as error:
-        if not error.hint:
-            raise
-        return None
-
-
 @settings(max_examples=40)
 @given(st.data())
 def test_nonsense_raises_only_the_typed_error(data):
@@ -208,8 +190,12 @@ def test_nonsense_raises_only_the_typed_error(data):
         for key in path[:-1]:
             target = target[key]
         target[path[-1]] = data.draw(NONSENSE)
-    profile = survived(sources)
-    if profile is None:
+    try:
+        findings(read_doctor_facts(FakeSystem(sources)))
+        profile = store.read_profile(FakeSystem(sources))
+    except AutotuneError as error:
+        if not error.hint:
+            raise
         return
     assert HardwareProfile.model_validate_json(profile.model_dump_json()) == profile
     device = profile.device

@@ -52,9 +52,9 @@ def test_containers_see_themselves_as_root(groups):
     assert query("container_free_bytes") == 7 * GIB
 
 
-@pytest.fixture
-def v1(groups):
-    """A Docker container under cgroup v1, which reads its path as the host sees it."""
+def test_limits_of_cgroup_v1_count_too(groups, monkeypatch):
+    """Of a Docker container, which reads its path as the host sees it."""
+    affinity(monkeypatch, 64)
     sources.OWN_CGROUP.write_text(
         "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"
     )
@@ -64,16 +64,11 @@ def v1(groups):
     (groups / "memory" / "memory.usage_in_bytes").write_text(f"{3 * GIB}\n")
     (groups / "memory" / "memory.stat").write_text(f"inactive_file 5\ntotal_inactive_file {GIB}\n")
     (groups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    return groups
-
-
-def test_limits_of_cgroup_v1_count_too(v1, monkeypatch):
-    affinity(monkeypatch, 64)
     assert query("container_free_bytes") == 2 * GIB
     for quota, cores in (("-1", 64), ("250000", 2)):
-        (v1 / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (groups / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
         assert query("logical_cores") == cores
-    (v1 / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
+    (groups / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
     with pytest.raises(Unavailable, match="no limit"):
         query("container_free_bytes")
 

@@ -35,17 +35,14 @@ def test_names_give_the_published_model(name):
     assert spec == resolve_model(ModelRef.of(MODELS[name].hub_id)).spec
 
 
-def _written_configs(family):
-    with torch.device("meta"):
-        transformer = getattr(diffusers, family.transformer_class)(**family.transformer_config)
-        vae = getattr(diffusers, family.parts.vae_class)(**family.parts.vae_config)
-    return [public_config(json.loads(model.to_json_string())) for model in (transformer, vae)]
-
-
 def published_folder(folder, name):
     family = FAMILIES[name]
     known = [PUBLISHED.get(part) for part in (name, f"{name} vae")]
-    transformer, vae = known if all(known) else _written_configs(family)
+    if not all(known):
+        with torch.device("meta"):
+            made = getattr(diffusers, family.transformer_class)(**family.transformer_config)
+            other = getattr(diffusers, family.parts.vae_class)(**family.parts.vae_config)
+        known = [public_config(json.loads(each.to_json_string())) for each in (made, other)]
     for part in family.components:
         (folder / part).mkdir()
         if part in (*family.text_encoders, *family.decoders[1:]):
@@ -54,7 +51,7 @@ def published_folder(folder, name):
     named = {"_class_name": family.pipeline_class, **family.pipeline_config}
     index = {**named, **{part: ["diffusers", cls] for part, cls in parts.items()}}
     (folder / "model_index.json").write_text(json.dumps(index))
-    for part, config in ((family.denoiser, transformer), ("vae", vae)):
+    for part, config in zip((family.denoiser, "vae"), known, strict=True):
         named = {"_class_name": parts[part], "_diffusers_version": "0.34.0.dev0", **config}
         (folder / part / "config.json").write_text(json.dumps(named))
     return folder

@@ -228,10 +228,11 @@ def test_failed_write_leaves_old_plan(tmp_path, monkeypatch):
 
 def test_words_in_plan_cannot_steer_terminal(tmp_path, capfd):
     frozen = make_plan().frozen
-    evil = frozen.changed(reasons=(frozen.reasons[0].changed(why="\x1b[2J\x9bfast"),))
+    why = "\x1b[2J\x9bfast \u202e:cat: [red]"
+    evil = frozen.changed(reasons=(frozen.reasons[0].changed(why=why),))
     file.save_plan(file.seal(make_plan().job, evil), tmp_path / "plan.yaml")
     told = autotune_here(capfd, "explain", tmp_path / "plan.yaml")
-    assert "?[2J?fast" in told.stdout
+    assert "?[2J?fast ?:cat: [red]" in told.stdout
     missing = autotune_here(capfd, "explain", tmp_path / "\x1b[2Jno\nhint: run this")
     assert missing.stderr.startswith(
         f"error: there is no plan at {tmp_path}/?[2Jno hint: run this\nhint: make one"

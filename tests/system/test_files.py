@@ -123,23 +123,14 @@ def test_no_password_is_shown(marks, scheme):
     assert SECRET not in files.quote_error(OSError(f"cannot reach {SECRET}"), url)
 
 
-NAME = "a_library_of_this_test"
-
-
-@pytest.fixture
-def library(tmp_path, monkeypatch):
-    """Notes each time it is loaded, and takes long enough for a second thread to come."""
-    loads = tmp_path / "loads"
+def test_two_threads_get_whole_of_one(tmp_path, monkeypatch):
+    """Of a library that notes its loads, and takes long enough for a second thread to come."""
+    name, loads = "a_library_of_this_test", tmp_path / "loads"
     text = f"import time\nopen({str(loads)!r}, 'a').write('x')\ntime.sleep(0.1)\nVALUE = object()\n"
-    (tmp_path / f"{NAME}.py").write_text(text)
+    (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
-    yield loads
-    sys.modules.pop(NAME, None)
-
-
-def test_two_threads_get_whole_of_one(library):
-    named, both, seen = LazyModule(NAME), threading.Barrier(2), []
+    sys.modules.pop(name, None)
+    named, both, seen = LazyModule(name), threading.Barrier(2), []
 
     def use():
         both.wait()
@@ -150,8 +141,8 @@ def test_two_threads_get_whole_of_one(library):
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [sys.modules[NAME].VALUE] * 2
-    assert library.read_text() == "x"
+    assert seen == [sys.modules[name].VALUE] * 2
+    assert loads.read_text() == "x"
 
 
 CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -66,13 +67,6 @@ def test_chosen_files_are_no_pickles(files, components):
         return
     assert set(chosen) <= set(files)
     assert not [name for name in chosen if name.endswith((".bin", ".ckpt", ".png"))]
-
-
-def answer(monkeypatch, error):
-    def model_info(self, repo, revision=None):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
 
 
 @pytest.fixture
@@ -159,7 +153,8 @@ def test_unknown_repositories_tell_their_model(hub, small_pipelines):
 def test_complete_caches_serve_offline(hub, repo, monkeypatch, is_offline):
     folder = fetch(repo, components=["vae", "tokenizer"])
     if is_offline:
-        answer(monkeypatch, errors.OfflineModeIsEnabled("offline"))
+        refused = Mock(side_effect=errors.OfflineModeIsEnabled("offline"))
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refused)
     else:
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert fetch(repo, components=["vae", "tokenizer"]) == folder
