@@ -32,7 +32,7 @@ from autotune.plan.job import AdapterFormat, Job
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system.files import PART_FILES
 from autotune.system.lazy import Tensor, nn, torch
-from autotune.weights.adapters import read_adapter, require_layers, write_adapter
+from autotune.weights.adapters import parse_adapter, read_adapter, require_layers, write_adapter
 from autotune.weights.files import BadWeights, read_header
 from autotune.weights.names import KroneckerLayer, Layer
 from autotune.weights.tensors import load_file, save_file
@@ -402,7 +402,7 @@ def export_trained(adapter: Path, to: AdapterFormat) -> Path:
     if to == "diffusers":
         return adapter
     written = adapter.with_name(f"{to}_lora_weights.safetensors")
-    write_adapter(written, read_adapter(adapter), to)
+    write_adapter(written, parse_adapter(*load_file(adapter)), to)
     return written
 
 
@@ -410,7 +410,8 @@ def judge_adapter(
     adapter: Path, *, last_block: str, base_loss: float | None, adapter_loss: float | None
 ) -> AdapterVerdict:
     """Tell which layers of an adapter file moved; those below `last_block` may stay zero."""
-    norms = {name: update_norm(layer) for name, layer in read_adapter(adapter).layers.items()}
+    layers = parse_adapter(*load_file(adapter)).layers  # it is judged if they are not finite, too
+    norms = {name: update_norm(layer) for name, layer in layers.items()}
     unmoved = [name for name, norm in norms.items() if norm == 0]
     return AdapterVerdict(
         num_layers=len(norms),
