@@ -8,7 +8,7 @@ same kernels: gradients are bit for bit those without swapping.
 
 import contextlib
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -317,27 +317,32 @@ def _placed(like: Tensor, region: Tensor, offset: int) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def packing(blocks: Iterable[nn.Module], transform: Transform | None) -> Iterator[Transform | None]:
+def packing(blocks: Sequence[nn.Module], transform: Transform | None) -> Iterator[Transform | None]:
     """Make a transform of modules as they arrive, after which a block's weights lie in one region:
     where they arrived, and were perhaps quantized, they leave holes that nothing fits."""
     block_of = {id(each): at for at, block in enumerate(blocks) for each in block.modules()}
-    arrived: list[nn.Module] = []
+    waiting = {
+        at: {id(each) for each in block.modules() if [*each.parameters(recurse=False)]}
+        for at, block in enumerate(blocks)
+    }
+    arrived = defaultdict[int, list[nn.Module]](list)
     spare: list[Tensor] = []
-    current, left = -1, len({*block_of.values()})
 
     def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
-        nonlocal current, left
-        before, current = current, block_of.get(id(module), -1)
-        if before != current:
-            left -= before >= 0
-            _pack(arrived, spare, takes_next=left > 1)  # the last needs no room beside all others
-            arrived.clear()
         replacement = transform(name, module) if transform else None
-        arrived.extend([replacement or module] if current >= 0 else [])
+        at = block_of.get(id(module))
+        if at is not None:
+            arrived[at].append(replacement or module)
+            waiting[at].discard(id(module))
+            if not waiting[at]:
+                # The last needs no room beside all others.
+                takes_next = sum(map(bool, waiting.values())) > 1
+                _pack(arrived.pop(at), spare, takes_next=takes_next)
         return replacement
 
     yield on_arrival if block_of else transform
-    _pack(arrived, spare, takes_next=False)
+    for modules in arrived.values():
+        _pack(modules, spare, takes_next=False)
     spare.clear()
 
 
