@@ -323,6 +323,11 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
     ways = [one for one in outer if one not in LOOPBACK] if name in ANY else []
     shown = (ways or [name])[0]
     tell(f"open http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={quote(token)}")
-    quiet: dict[str, Any] = {"log_level": "critical", "access_log": False, "server_header": False}
-    settings = uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet)
+    settings = uvicorn.Config(
+        app,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
     uvicorn.Server(settings).run(sockets=[listening])

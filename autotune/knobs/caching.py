@@ -1,7 +1,8 @@
 """Choose how captions and images are encoded before training: where, and how weights are stored.
 
 Qwen-Image's text encoder alone takes 16 GB in bf16, a video model's VAE tens of them for a clip. No
-search: the first option that is predicted to fit is taken, exact and fast ones first.
+search: the first option that is predicted to fit is taken, exact and fast ones first; for
+`--objective memory` the one that takes least of the device that trains.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -138,10 +139,11 @@ def choose_caching(
     ways = [way for way in _text_ways(places) if not _pairs(way.items()) & excluded]
     pins_text, pins_vae = not pins.keys().isdisjoint(TEXT_FIELDS), "vae_device" in pins
     options = [pinned] if pins_text else [pinned.changed(**way) for way in ways]
-    is_small = context.workload.objective == "memory"
-    if is_small:  # on a CPU captions take minutes each
+    rule = "the first that fits: exact before quantized, streamed last"
+    if context.workload.objective == "memory":  # a CPU, which is slow, comes last here, too
         here = partial(size.bytes_at, "training")
         options.sort(key=lambda one: (one.text_encoder_device == "cpu", here(one)))
+        rule = "the smallest that fits, a CPU last"
     captions = {
         one: _unusable_reason(one.text_encoder_quantization, context)
         or _shortage(one.text_encoder_device, size.captions_bytes(one), context)
@@ -157,8 +159,6 @@ def choose_caching(
     refused = {words.caching_text(one): why for one, why in captions.items() if one != way}
     others = {one.vae_device: why for one, why in images.items() if one != chosen}
     refused |= {f"VAE on {place}": why for place, why in others.items()}
-    rule = "the first that fits: exact before quantized, streamed last"
-    rule = "the smallest" if is_small else rule
     return chosen, Reason(
         knob="caching",
         chosen=words.caching_text(chosen),

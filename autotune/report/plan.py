@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autotune.search.space import SearchSpace
 
 WORTH_TELLING = 1.05  # gain from more memory that is named
-WITHIN_REACH = 2  # multiple of this memory up to which another card's is
+WITHIN_REACH = 2  # times the memory that a run may take: few could get a card with more
 SAVES_NOTHING: dict[str, Choice] = {**dict.fromkeys(BLOCK_COUNTS, 0), "quantization": "none"}
 DENSITIES = {
     "logit_normal": "Stable Diffusion 3's density",

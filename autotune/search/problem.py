@@ -119,8 +119,6 @@ class PlanningProblem:
             overheads=request.overheads,
             parallel=parallel if request.num_gpus > 1 else ONE_PROCESS,
         )
-        if request.num_gpus > 1:
-            space = space.drop_block_swap(request.num_gpus)
         untried, whole = space, cost
 
         def look_at(base: Candidate) -> None:
@@ -369,10 +367,7 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     smallest = min(candidate.micro_batch_size for candidate in space.candidates)
     sizes = space.choices["micro_batch_size"]
     larger: dict[Choice, str] = {size: "needs more" for size in sizes if size != smallest}
-    space = space.drop_values("micro_batch_size", larger)
-    if number > 1:
-        space = space.drop_block_swap(number)
-    space = expand_block_counts(space, own)
+    space = expand_block_counts(space.drop_values("micro_batch_size", larger), own)
     ways = {own.parallel: space}
     if number > 1:
         together = replace(own.parallel, strategy="ddp")

@@ -79,7 +79,8 @@ def space_for(request: PlanRequest, context: knob.TuningContext) -> SearchSpace:
     """Return what may be tried for `context`. Raises as `build_search_space` and `parse_pins`."""
     pins, exclusions = split_pins(request.pin_pairs), split_pins(request.exclusion_pairs)
     parse_pins(dict(pins[1]), context)
-    return build_search_space(context, pins[0], exclusions[0])
+    space = build_search_space(context, pins[0], exclusions[0])
+    return space.drop_block_swap(request.num_gpus) if request.num_gpus > 1 else space
 
 
 def build_job(

@@ -196,7 +196,6 @@ def read_sample_inputs(
     """Read what sampling takes; `require` may refuse a plan before its model is fetched."""
     if not run.exists():
         raise InvalidInput(f"there is no run and no plan at {run}", hint="check the path")
-    paths: dict[tuple[int, float], Path] = {}
     adapter = None if run.is_file() else run / folder.ADAPTER_FILE
     if adapter and not (adapter.is_file() and (run / RUN_PLAN_FILE).is_file()):
         hint = "name the output folder of `autotune train`"
@@ -217,6 +216,7 @@ def read_sample_inputs(
         on_event(Notice(text=text, level="warning"))
     suffix = ".mp4" if is_clip and has_video_decoder() else ".png"
     file = request.output or (run if adapter else run.parent) / f"sample-{request.seed}{suffix}"
+    paths = dict[tuple[int, float], Path]()
     strengths = request.strengths if adapter else (1.0,)
     for number, strength in product(range(request.count), strengths):
         name = f"{file.stem}-{number + 1}" if request.count > 1 else file.stem

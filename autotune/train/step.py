@@ -141,13 +141,14 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Send a batch to `device`, its floating-point tensors in `dtype`; asynchronous if pinned."""
-    return {
-        name: tensor
-        if name == PLACES
-        else tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+    """Send a batch to `device`, its floating-point tensors in `dtype`; asynchronous if pinned. What
+    the host reads stays there."""
+    sent = {
+        name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
         for name, tensor in batch.items()
+        if name != PLACES
     }
+    return {**batch, **sent}
 
 
 @dataclass(frozen=True)

@@ -121,9 +121,16 @@ def test_the_smallest_limit_decides():
     assert limit_device(device, max_bytes=2 * GIB, reserve_bytes=0).budget_bytes == 2 * GIB
 
 
-def test_unknown_signals_are_taken_safely():
-    for signals, kind in (((None, True), "integrated"), ((None, None), "discrete")):
-        assert classify_memory(*signals, None)[0] == kind
+KINDS = {
+    "integrated": [(True, True), (True, False), (None, True), (True, None)],  # GB10, Thor; Orin
+    "coherent": [(False, True)],  # GH200, GB200
+    "discrete": [(False, False), (None, None), (False, None)],  # H100, 4090
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_signals_decide(kind):
+    assert {classify_memory(*signals, None)[0] for signals in KINDS[kind]} == {kind}
 
 
 def test_memory_kind_can_be_overridden():

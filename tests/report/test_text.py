@@ -1,11 +1,19 @@
-"""What limits a run, and answers that fit a screen."""
+"""Control characters, what limits a run, and answers that fit a screen."""
 
 import pytest
 
+from autotune.cli.terminal import err, out
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.prediction import StepTime
 from autotune.report.plan import explain_lines, plan_lines
 from tests.report.page.pages import golden_plan
+
+
+def test_control_characters_are_replaced(capfd):
+    for console in (out, err):
+        console.print("one \x1b[2J\x9b2J\u202e\udcff :cat: [red]\ntwo")
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == "one ?[2J?2J?? :cat: [red]\ntwo\n"
 
 
 def test_the_largest_wait_limits_a_run():
