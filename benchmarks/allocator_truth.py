@@ -6,7 +6,8 @@ size need no memory of the host:
     export FAKEGPU=4090 FAKEGPU_COPIES=0
     tests/fakegpu/run benchmarks/allocator_truth.py ROWS.jsonl MODEL SIDE_PX [KNOB=VALUE,...]...
 
-Each setting is a process of its own and gives a line; those that the file has are left out.
+Each setting is a process of its own and gives a line; those that the file has are left out. Lines
+that say `packed` are from before 28 November, when a block's weights moved once the next arrived.
 """
 
 import json

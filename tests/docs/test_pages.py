@@ -14,6 +14,7 @@ import yaml
 
 from autotune.api import list_models
 from autotune.cli.app import app
+from autotune.report.text import memory_text
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -35,6 +36,12 @@ def parse(words):
             return
         name, command, rest = command.resolve_command(context, rest)
         context = command.make_context(name, rest, parent=context)
+
+
+def test_readme_shows_what_is_predicted():
+    (flux,) = (one for one in list_models("4090") if one.name == "flux1-dev")
+    needed = memory_text(flux.prediction.run_memory_bytes)
+    assert f"    VRAM           up to {needed} of " in PAGES[0].read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
