@@ -7,7 +7,7 @@ size need no memory of the host:
     tests/fakegpu/run benchmarks/allocator_truth.py ROWS.jsonl MODEL SIDE_PX [KNOB=VALUE,...]...
 
 Each setting is a process of its own and gives a line; those that the file has are left out. Lines
-that say `packed` are from before 28 November, when a block's weights moved once the next arrived.
+that say `packed` were run while a block's weights still moved together when the next one came.
 """
 
 import json
