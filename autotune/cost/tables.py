@@ -22,7 +22,7 @@ from autotune.plan.hardware import HardwareProfile
 from autotune.plan.prediction import Overheads
 
 TRACED_SIZES = (2, 4)  # for all larger ones; 1 is traced itself: operations skip copies there
-# In fixed segments a whole model wastes more than a short pass: at most, of 32 at full size, which
+# In fixed segments a whole model wastes more than a short pass: at most, of 55 at full size, which
 # a promise of ours must hold (benchmarks/allocator_truth.py).
 FIXED_WASTE = 1.4
 SHARED_BY = 16  # blocks whose small tensors share segments: more would change nothing
@@ -180,7 +180,7 @@ class PassTables:
     ) -> NDArray[np.float64]:
         """Return bytes that the caching allocator reserves beyond the peaks of passes.
 
-        Known for no recomputing block and all but one; between, it goes by the share of blocks.
+        Known for no recomputing block, for all but one, and for all; between, by the share.
         """
         if self.model.rules == "cpu":
             return np.zeros(len(recomputed))
@@ -189,9 +189,11 @@ class PassTables:
         last = max(1, self._num_blocks - 1)
         share = np.minimum(1.0, recomputed / last)
         low, high = (self._waste_bytes(choice, allocator, end) for end in (0, last))
-        own = [self._scaled_waste(choice, allocator, end, saved_bytes) for end in (0, last)]
-        between = (1 - share) * low + share * high
-        return np.where(share == 0.0, own[0], np.where(share == 1.0, own[1], between))
+        wasted = (1 - share) * low + share * high
+        for end in {0, last, self._num_blocks} & set(recomputed.tolist()):
+            own = self._scaled_waste(choice, allocator, end, saved_bytes)
+            wasted = np.where(recomputed == end, own, wasted)
+        return wasted
 
     def _find_waste_bytes(self, choice: PassChoice, allocator: str, checkpointed: int) -> float:
         saved = self.pass_of(choice, (checkpointed, 0, 0), True).saved_bytes
@@ -204,10 +206,11 @@ class PassTables:
         checkpointed: int,
         saved_bytes: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        size, recomputed = choice.micro_batch_size, self._num_traced - 1 if checkpointed else 0
+        plain = self._num_blocks - checkpointed
+        size, recomputed = choice.micro_batch_size, self._num_traced - min(plain, 1)
         traced_size = max(one for one in (1, *TRACED_SIZES) if one <= size)
         traced = choice._replace(micro_batch_size=traced_size)
-        fixed_bytes, saved_share = self._waste(traced, allocator, recomputed)
+        fixed_bytes, saved_share = self._waste(traced, allocator, recomputed if checkpointed else 0)
         wasted = fixed_bytes * size / traced_size + saved_share * saved_bytes
         is_bound = self.overheads is None and allocator != "expandable"
         return FIXED_WASTE * wasted if is_bound else wasted
