@@ -27,6 +27,8 @@ from tests.fakegpu.numbers import as_places
 # What only asks, copies, or moves: its tensors hold what it needs.
 AS_IT_IS = {"__get__", "to", "cpu", "cuda", "item", "tolist", "copy_", "record_stream", "is_pinned"}
 COUNTING = (torch.bool, torch.int32, torch.int64)  # quantized weights have others
+LARGE_BYTES = 1 << 20  # what is smaller may decide shapes
+WRITING = {"copy_", "to", "uniform_", "zeros"}
 COMPARING = {"eq", "__eq__", "ne", "__ne__"}  # as schedulers look levels up
 MASKED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
@@ -44,19 +46,23 @@ class Counted(TorchFunctionMode):
             return tensors.append(value) if isinstance(value, torch.Tensor) else None
 
         tree_map(seen, (args, kwargs))
-        if getattr(function, "__name__", "") in AS_IT_IS:
+        name = getattr(function, "__name__", "")
+        unwritten = _unwritten(name, args, kwargs) if name in WRITING else None
+        if unwritten is not None:
+            return unwritten
+        if name in AS_IT_IS:
             found = function(*args, **kwargs)
             if function is torch.Tensor.to and {args[0].dtype, found.dtype} <= {*COUNTING}:
                 found = found if found.dtype == args[0].dtype else _converted(args[0], found)
             return found
         is_counting = all(t.dtype in COUNTING for t in tensors)
-        is_counting |= getattr(function, "__name__", "") in COMPARING
+        is_counting |= name in COMPARING
         if tensors and is_counting and any(t.is_cuda for t in tensors):
             return self._on_cpu(function, args, kwargs)
         if function in MASKED and any(t.is_cuda and t.dtype == torch.bool for t in tensors[1:]):
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
             return function(args[0], tuple(as_places(places)), *args[2:])
-        if getattr(function, "__name__", "") == "repeat_interleave" and len(tensors) > 1:
+        if name == "repeat_interleave" and len(tensors) > 1:
             kwargs = {**kwargs, "output_size": int(tensors[1].cpu().sum())}
         found = function(*args, **kwargs)
         is_made = isinstance(found, torch.Tensor) and not tensors and "device" in kwargs
@@ -79,6 +85,22 @@ class Counted(TorchFunctionMode):
                 own.copy_(changed)
             return args[0]
         return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, found)
+
+
+def _unwritten(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Give what would be written to the host: pages that nothing wrote take no memory."""
+    if name == "zeros":
+        return torch.empty(*args, **kwargs) if str(kwargs.get("device")) == "cpu" else None
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    if any(each.nbytes < LARGE_BYTES or each.dtype in COUNTING for each in tensors):
+        return None
+    if name != "to":
+        return None if any(each.is_cuda for each in tensors) else args[0]
+    if len(args) != 2 or kwargs:
+        return None
+    asked = {"dtype" if isinstance(args[1], torch.dtype) else "device": args[1]}
+    stays = str(asked.get("device", args[0].device)) == "cpu"
+    return torch.empty_like(args[0], **asked) if stays else None
 
 
 def compile_uncounted(*args: Any, **named: Any) -> Callable[..., Any]:
@@ -118,6 +140,7 @@ def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
     building.require_quality = lambda *_: None  # of what no kernel computed
     pairs = (pair.split("=") for pair in text.split(",") if pair)
     changes = {key: int(value) if value.isdigit() else value for key, value in pairs}
+    batch = changes.pop("effective_batch_size", changes.get("micro_batch_size", 1))
     candidate = Candidate.model_validate(
         {"micro_batch_size": 1, "checkpointed_blocks": 0, **changes}
     )
@@ -128,7 +151,7 @@ def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
         "resolution": (side_px, side_px),
         "text_tokens": min(512, resolved.family.max_text_tokens),
     }
-    asked = WorkloadRequest(rank=16, effective_batch_size=candidate.micro_batch_size, **size)
+    asked = WorkloadRequest(rank=16, effective_batch_size=batch, **size)
     work = describe_workload(resolved, None, asked).changed(quality="compact")
     predicted = CostModel.build(hardware, work, resolved.family, resolved.config).predict(candidate)
     row = {"machine": os.environ["FAKEGPU"], "model": name, "side_px": side_px, "settings": text}
