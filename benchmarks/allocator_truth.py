@@ -140,7 +140,7 @@ def measure(name: str, side_px: int, text: str) -> dict[str, Any]:
     building.require_quality = lambda *_: None  # of what no kernel computed
     pairs = (pair.split("=") for pair in text.split(",") if pair)
     changes = {key: int(value) if value.isdigit() else value for key, value in pairs}
-    batch = changes.pop("effective_batch_size", changes.get("micro_batch_size", 1))
+    batch = int(changes.pop("effective_batch_size", changes.get("micro_batch_size", 1)))
     candidate = Candidate.model_validate(
         {"micro_batch_size": 1, "checkpointed_blocks": 0, **changes}
     )
