@@ -92,7 +92,7 @@ def _unwritten(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
     if name == "zeros":
         return torch.empty(*args, **kwargs) if str(kwargs.get("device")) == "cpu" else None
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
-    if any(each.nbytes < LARGE_BYTES or each.dtype in COUNTING for each in tensors):
+    if not tensors or any(each.nbytes < LARGE_BYTES or each.dtype in COUNTING for each in tensors):
         return None
     if name != "to":
         return None if any(each.is_cuda for each in tensors) else args[0]
