@@ -9,7 +9,7 @@ same kernels: gradients are bit for bit those without swapping.
 import contextlib
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -326,7 +326,8 @@ def packing(blocks: Sequence[nn.Module], transform: Transform | None) -> Iterato
         for at, block in enumerate(blocks)
     }
     arrived = defaultdict[int, list[nn.Module]](list)
-    spare: list[Tensor] = []
+    kinds = [tuple(each.shape for each in block.parameters()) for block in blocks]
+    spare = defaultdict[Hashable, list[Tensor]](list)
 
     def on_arrival(name: str, module: nn.Module) -> nn.Module | None:
         replacement = transform(name, module) if transform else None
@@ -335,20 +336,21 @@ def packing(blocks: Sequence[nn.Module], transform: Transform | None) -> Iterato
             arrived[at].append(replacement or module)
             waiting[at].discard(id(module))
             if not waiting[at]:
-                # The last needs no room beside all others.
-                takes_next = sum(map(bool, waiting.values())) > 1
-                _pack(arrived.pop(at), spare, takes_next=takes_next)
+                awaited = [kinds[other] for other, names in waiting.items() if names]
+                # The last of all needs no room beside all others.
+                num_more = awaited.count(kinds[at]) - (len({*awaited}) == 1)
+                _pack(arrived.pop(at), spare[kinds[at]], num_more)
         return replacement
 
     yield on_arrival if block_of else transform
-    for modules in arrived.values():
-        _pack(modules, spare, takes_next=False)
     spare.clear()
+    for modules in arrived.values():
+        _pack(modules, [], 0)
 
 
-def _pack(modules: Iterable[nn.Module], spare: list[Tensor], *, takes_next: bool) -> None:
-    """Move what is on the device into a region, the `spare` one if it has the size, and take one
-    for the next block before that arrives: behind it, there would be a gap."""
+def _pack(modules: Iterable[nn.Module], spare: list[Tensor], num_more: int) -> None:
+    """Move what is on the device into a region. They are taken side by side for the blocks alike
+    that are awaited: behind what arrives, there would be gaps."""
     own = (parameter for module in modules for parameter in module.parameters(recurse=False))
     held: list[tuple[Any, str]] = [(parameter, "data") for parameter in own if parameter.is_cuda]
     states = [getattr(parameter, "quant_state", None) for parameter, _ in held]
@@ -356,17 +358,15 @@ def _pack(modules: Iterable[nn.Module], spare: list[Tensor], *, takes_next: bool
     offsets, num_bytes = region_offsets(getattr(*each).nbytes for each in held)
     if not num_bytes:
         return
-    if [each.nbytes for each in spare] != [num_bytes]:
+    if {each.nbytes for each in spare} != {num_bytes}:
         spare.clear()
-        torch.cuda.empty_cache()  # else it splits a segment that layers would arrive in
-        spare.append(torch.empty(num_bytes, dtype=torch.uint8, device=held[0][0].device))
+        torch.cuda.empty_cache()  # else they split segments that layers would arrive in
+        room = {"dtype": torch.uint8, "device": held[0][0].device}
+        spare.extend(torch.empty(num_bytes, **room) for _ in range(1 + max(0, num_more)))
     region = spare.pop()
     for (holder, name), offset in zip(held, offsets, strict=True):
         placed = _placed(getattr(holder, name), region, offset).data
         setattr(holder, name, placed.copy_(getattr(holder, name)))
-    if takes_next:
-        torch.cuda.empty_cache()
-        spare.append(torch.empty_like(region))
 
 
 def offload_on_arrival(

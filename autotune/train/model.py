@@ -182,7 +182,8 @@ def load_transformer(
     if frozen:
         transform = frozen.merge_on_arrival(transform)
         transformer.training_adapter = frozen  # type: ignore[assignment]
-    packed = family.blocks(transformer) if device.type == "cuda" and shards == 1 else ()
+    is_whole = device.type == "cuda" and shards == 1
+    packed = family.blocks(transformer)[settings.swapped_blocks :] if is_whole else ()
     with blocks.packing(packed, transform) as transform:
         how: Any = {"device": str(device), "dtype_policy": policy, "transform": transform}
         if source is None:
