@@ -328,6 +328,8 @@ def _kohya(
 def _simpletuner(title: str, values: Values, head: str) -> Mapping[str, str]:
     own = _nest(_in_file(values))
     sections = own.pop("backends")
+    if "video" in sections[0]:
+        sections[0]["dataset_type"] = "video"
     own["resolution"] = sections[0]["resolution"]
     variables = {**values, "env.CONFIG_BACKEND": "json", "env.CONFIG_PATH": "config.json"}
     return {

@@ -412,27 +412,98 @@ def checkpointing(
     return Rule(keys, ("checkpointed_blocks",), read, write)
 
 
-def swapping(key: str, limits: Mapping[str, int]) -> Rule:
+def swapping(key: str, limits: Mapping[str, int] | None = None) -> Rule:
     """Relate swapped blocks by number; more than a family's limit are refused."""
 
     def write(ours: Values, context: Context) -> Values:
         blocks, name = context.blocks(ours["swapped_blocks"]), context.family.name
-        if blocks > limits.get(name, blocks):
+        if limits and blocks > limits.get(name, blocks):
             raise CannotExpress(f"it swaps no more than {limits[name]} blocks of {name}")
         return {key: blocks}
 
     return replace(same(f"swapped_blocks={key}"), write=write)
 
 
+# Of a family's models the blocks of two streams and of one, and what one of two weighs in those.
+TWO_STREAMS: Mapping[str, tuple[float, tuple[tuple[int, int], ...]]] = {
+    "flux1": (2.4, ((19, 38),)),
+    "chroma": (2.0, ((19, 38),)),
+    "flux2-dev": (2.0, ((8, 48),)),
+    "flux2-klein": (2.0, ((5, 20), (8, 24))),
+}
+
+
+def block_weights(context: Context) -> list[float]:
+    """Return what each block of a model with two kinds weighs, in the order that they run."""
+    for name, (weight, sizes) in TWO_STREAMS.items():
+        if context.family.name.startswith(name):
+            own = (size for size in sizes if sum(size) == context.num_blocks)
+            first, others = next(own, sizes[0])
+            return [weight] * first + [1.0] * others
+    return []
+
+
+def _leading(weights: list[float], weight: float) -> int:
+    fitting = (n for n in range(len(weights), 0, -1) if sum(weights[:n]) <= weight + 1e-3)
+    return next(fitting, 0)
+
+
+def _taken(count: int, takes: str, weights: list[float]) -> float:
+    """Return the weight of blocks that a trainer swaps, infinite if it refuses: `last` as
+    SimpleTuner, `halves` as sd-scripts, `balanced` as musubi-tuner."""
+    if takes == "last":
+        return sum(weights[len(weights) - count :])
+    first = sum(weight > 1 for weight in weights)
+    others = len(weights) - first
+    two, one = count // 2, 2 * (count - count // 2)
+    if takes == "balanced":
+        two = round(count / (1 + others / first / 2))
+        one = round(two * others / first) or count
+        while first * 2 < others and two > first - 2:
+            two, one = two - 1, one + 2
+        while first * 2 >= others and one > others - 2:
+            two, one = two + 1, one - 2
+    return two * weights[0] + one if two <= first - 2 and one <= others - 2 else math.inf
+
+
+def by_weight(rule: Rule, takes: str) -> Rule:
+    """Relate swapped blocks by what they weigh where those of a model have two kinds."""
+
+    def read(values: Values, context: Context) -> Values:
+        found = dict(rule.read(values, context))
+        weights, count = block_weights(context), str(found.get("swapped_blocks"))
+        if weights and count.isdigit():
+            taken = _taken(min(int(count), len(weights)), takes, weights)
+            found["swapped_blocks"] = str(_leading(weights, taken))
+        return found
+
+    def write(ours: Values, context: Context) -> Values:
+        count, weights = context.blocks(ours["swapped_blocks"]), block_weights(context)
+        if weights and count:
+            wanted = sum(weights[:count])
+            enough = (n for n in range(len(weights)) if wanted <= _taken(n, takes, weights))
+            counts = (n for n in enough if _taken(n, takes, weights) < math.inf)
+            if (found := next(counts, None)) is None:
+                raise CannotExpress(f"it cannot swap as much as {count} blocks in autotune")
+            ours = {**ours, "swapped_blocks": str(found)}
+        return rule.write(ours, context)
+
+    return replace(rule, read=read, write=write)
+
+
 def share_of_blocks(key: str, switch: str = "") -> Rule:
-    """Relate swapped blocks as a share of all, which a second key may switch off."""
+    """Relate swapped blocks as a share of all weights, which a second key may switch off."""
 
     def read(values: Values, context: Context) -> Values:
         share = number(values[key]) if not switch or boolean(values[switch]) else 0
+        if share and (weights := block_weights(context)):
+            return {"swapped_blocks": str(_leading(weights, share * sum(weights)))}
         return {"swapped_blocks": f"{100 * share:g}%" if share else "0"}
 
     def write(ours: Values, context: Context) -> Values:
-        share = round(context.blocks(ours["swapped_blocks"]) / (context.num_blocks or 1), 5)
+        blocks = context.blocks(ours["swapped_blocks"])
+        weights = block_weights(context) or [1.0] * (context.num_blocks or 1)
+        share = round(sum(weights[:blocks]) / sum(weights), 5)
         return {switch: share > 0, key: share or None} if switch else {key: share}
 
     return Rule((key, switch) if switch else (key,), ("swapped_blocks",), read, write)

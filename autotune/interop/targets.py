@@ -151,7 +151,8 @@ def targets_by_filter(key: str, is_pattern: str, preset: str) -> Rule:
         return {layer for layer in adapter.all_layers(context.family) if way(layer, parts)}
 
     def ways(wanted: frozenset[str], context: Context) -> Iterator[Values]:
-        parts = sorted(set(map(in_block, wanted)))
+        # The first that fits takes a layer, and it refuses a filter that never did.
+        parts = sorted(set(map(in_block, wanted)), key=lambda part: (-len(part), part))
         patterns = [f"^{in_any_block(layer)}$" for layer in sorted(wanted)]
         for written in (parts, patterns):
             yield {key: ",".join(written), is_pattern: written is patterns, preset: "custom"}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from autotune.errors import InvalidInput, suggest_nearest
@@ -200,6 +200,9 @@ def _load(name: str) -> Trainer:
             named = one if isinstance(one, dict) else {}
             listed = one if isinstance(one, list) else [] if named else [one]
             made.append(make(*listed, **named))
+    if takes := data.get("swap_takes"):
+        by_weight = partial(rules.by_weight, takes=takes)
+        made = [by_weight(rule) if "swapped_blocks" in rule.names else rule for rule in made]
     made += map(rules.same, data["same"].split())
     known = data.keys() & {field.name for field in fields(Trainer)}
     read = {key: _as_read(key, data[key]) for key in known}
