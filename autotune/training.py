@@ -27,7 +27,7 @@ from autotune.report.files import RunPage
 from autotune.report.run import missed_promises
 from autotune.system import files, process
 from autotune.train import fit, metrics, prepare
-from autotune.train.folder import check_folder
+from autotune.train.folder import as_begun, check_folder
 from autotune.weights.hub import snapshot_in_cache
 
 ENCODED = "encoded"  # folder of the user's cache that holds encoded captions and images
@@ -170,6 +170,7 @@ def _train_here(
     trace: bool,
 ) -> RunReport:
     on_event(StatusChanged(text="reading model and data"))
+    chosen = as_begun(chosen)
     inputs = prepare.read_inputs(chosen, resume=resume)
     from autotune.train.processes import train_in_processes
     from autotune.train.run import train as run_training
@@ -218,6 +219,9 @@ def _plan_first(request: TrainRequest) -> TrainingPlan:
         if request.resume:
             return earlier
         check_folder(earlier, resume=False)  # before a search
+    elif request.resume:
+        hint = "name the folder that it wrote with --output, or leave --resume out"
+        raise InvalidInput(f"there is no run in {request.output}", hint=hint)
     if process.current_launch() is not None:
         hint = (
             "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"

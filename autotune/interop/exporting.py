@@ -62,15 +62,18 @@ class ExportedConfig(base.Frozen):
 
 def values_of(plan: TrainingPlan) -> dict[str, Any]:
     """Return everything that a plan says, by the names that rules use."""
-    frozen = plan.frozen
+    frozen, job = plan.frozen, plan.job
+    num_images = sum(bucket.num_items for bucket in frozen.workload.buckets)
+    # Where folders count several times, an epoch there is shorter.
+    is_same = job.num_steps == job.steps_on(num_images, frozen.workload.effective_batch_size)
     return {
         **{name: value for name, value in plan.job if name not in ("model", "revision")},
         **_workload_values(frozen.workload),
         **dict(frozen.settings),
         **{PIN + name: value for name, value in frozen.caching},
         "num_gpus": frozen.hardware.num_processes,
-        "num_images": sum(bucket.num_items for bucket in frozen.workload.buckets),
-    }
+        "num_images": num_images,
+    } | ({} if is_same else {"num_train_epochs": None})
 
 
 def _workload_values(workload: Workload) -> dict[str, Any]:

@@ -304,6 +304,8 @@ def _musubi(title: str, values: Values, head: str) -> Mapping[str, str]:
 
 
 def _sd_scripts(title: str, values: Values, head: str) -> Mapping[str, str]:
+    side = max(values["general.resolution"])  # by default no side may be longer than 1024 px
+    values = {**values, "general.max_bucket_reso": -(-2 * side // 64) * 64}
     if values["network_module"] != "networks.lora_flux":
         return _kohya(title, values, head, "sdxl_train_network.py", _in_file(values, of_data=False))
     files = dict.fromkeys(("pretrained_model_name_or_path", "clip_l", "t5xxl", "ae"), FILL_IN)

@@ -211,13 +211,16 @@ def choice(name: str, key: str, pairs: str, otherwise: str = NO_EQUIVALENT) -> R
 
 
 def same(word: str) -> Rule:
-    """Relate a name to keys with the same values, of which the first is written: `ours=a|b`."""
+    """Relate a name to keys with the same values, of which the first is written: `ours=a|b`; one
+    that begins with `^` is read before the others."""
     name, _, written = word.partition("=")
-    keys = tuple(written.split("|"))
+    keys = tuple(key.lstrip("^") for key in written.split("|"))
+    first = tuple(key[1:] for key in written.split("|") if key[0] == "^")
     kind: Callable[[Any], Any] = VALUE_KINDS.get(name, whole)
 
     def read(values: Values, context: Context) -> Values:
-        value = next((values[one] for one in keys if values.get(one) is not None), None)
+        given = (values.get(one) for one in (*first, *keys))
+        value = next((one for one in given if one is not None), None)
         return {} if value is None else {name: kind(value)}
 
     return Rule(keys, (name,), read, lambda ours, _: {keys[0]: ours.get(name)}, synonyms=keys)
@@ -275,26 +278,39 @@ def batch(sizes: str, accumulation: str, processes: str, written: str = "") -> R
 
 
 def duration(
-    steps: str | None, epochs: str, epochs_win: bool = False, no_epochs: int | None = None
+    steps: str | None,
+    epochs: str,
+    epochs_win: bool = False,
+    no_epochs: int | None = None,
+    otherwise: str = "",
+    repeats: str = "",
+    once: int = 1,
 ) -> Rule:
-    """Relate steps or epochs; without a key for steps, the epochs that they take."""
-    keys = (steps, epochs) if steps else (epochs,)
+    """Relate steps or epochs, which a key `otherwise` may give if neither does; without a key for
+    steps, the epochs that they take. Epochs are longer by `repeats`, of which `once` is none."""
+    keys = tuple(key for key in (steps, epochs, otherwise) if key)
+    times = tuple(repeats.split())
 
     def read(values: Values, context: Context) -> Values:
-        num_steps, num_epochs = (whole(values.get(key) or 0) for key in (steps or "", epochs))
+        num_steps, num_epochs, others = (
+            whole(values.get(key) or 0) for key in (steps or "", epochs, otherwise)
+        )
+        num_epochs = num_epochs or (0 if num_steps else others)
         if num_epochs and (epochs_win or not num_steps):
-            return {"num_train_epochs": num_epochs}
+            given = (whole(values[key]) for key in times if values.get(key) is not None)
+            return {"num_train_epochs": num_epochs * max(1, max(given, default=once) + 1 - once)}
         return {"num_steps": num_steps} if num_steps else {}
 
     def write(ours: Values, context: Context) -> Values:
         if num_epochs := ours.get("num_train_epochs"):
-            return {**dict.fromkeys(keys), epochs: num_epochs}
+            return {**dict.fromkeys(keys[:2]), epochs: num_epochs}
         if steps:
             return {epochs: no_epochs, steps: ours["num_steps"]}
         images = max(1, ours.get("num_images", 1))
         return {epochs: -(-ours["num_steps"] * ours["effective_batch_size"] // images)}
 
-    return Rule(keys, ("num_steps", "num_train_epochs"), read, write, synonyms=keys)
+    names = ("num_steps", "num_train_epochs")
+    return Rule((*keys, *times), names, read, write, synonyms=keys)
 
 
 def schedule(key: str, warmup: str, names: str, always: bool = True) -> Rule:

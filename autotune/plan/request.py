@@ -5,7 +5,7 @@ command line, their `--help`, and docs/reference.md.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 
@@ -127,11 +127,14 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
             }
         )
 
-    def over(self, plan: TrainingPlan) -> Self:
-        """Return the request that `plan` answered, with what is given here in its place."""
+    def over(self, plan: TrainingPlan, dropped: Collection[str] = ()) -> Self:
+        """Return the request that `plan` answered, without what is `dropped`, with what is given
+        here in its place."""
         before, now = type(self).of_plan(plan).given, self.given
+        for name in dropped:
+            before.pop(name, None)
         if "rank" in now:
-            before.pop("lora_alpha")  # another rank brings its own
+            before.pop("lora_alpha", None)  # another rank brings its own
         if self.model is not None:
             for name in ("base", "vae", "text_encoders", "revision", "expert"):
                 before.pop(name)
@@ -149,7 +152,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
             now["optimizer_options"] = {**options, **dict(self.optimizer_choice.options)}
             now["optimizer"] = name
             if name != old.name:
-                before.pop("learning_rate")  # it was for the other
+                before.pop("learning_rate", None)  # it was for the other
         return type(self).model_validate({"on_event": self.on_event, **before, **now})
 
 

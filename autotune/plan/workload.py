@@ -139,6 +139,8 @@ class WorkloadRequest(Learning, base.Request):
 
     resolution: Annotated[base.ImageSize | None, base.Option(metavar="SIDE|WIDTHxHEIGHT")] = None
     """Size of images in pixels; images of other shapes get about its area."""
+    side_px: Annotated[int | None, base.HIDDEN] = Field(default=None, ge=1)
+    """Side of a square of the size's area, without a size: it need not be a multiple of any."""
     num_frames: Annotated[int, base.Option("--frames")] = Field(default=1, ge=1)
     """Frames of a clip; above 1, videos and subfolders of images in the data are clips."""
     text_tokens: Annotated[int | None, base.HIDDEN] = Field(default=None, ge=1)
@@ -157,8 +159,7 @@ class WorkloadRequest(Learning, base.Request):
     def again(cls, work: "Workload", *, has_data: bool = True) -> Self:
         """Return the request for `work` on data of its class; without data it names the shape."""
         largest = work.largest_bucket
-        side = (work.resolution_px, work.resolution_px)
-        shape: dict[str, Any] = {"resolution": side}
+        shape: dict[str, Any] = {"side_px": work.resolution_px}
         if not has_data:
             size = (largest.width_px, largest.height_px)
             shape = {"resolution": size, "text_tokens": work.max_text_tokens}

@@ -151,6 +151,8 @@ def train_hint(plan: TrainingPlan, file: Path) -> str:
     command += ["--data", "FOLDER"] if plan.job.data is None and not plan.job.slider else []
     if frozen.workload.num_control_images and plan.job.control is None:
         command += ["--control", "FOLDER"]
+    if ":" in frozen.workload.optimizer.name:  # code of others is loaded only if named
+        command += ["--optimizer", frozen.workload.optimizer.name]
     is_here = frozen.expected.evidence != "predicted"
     hint = "train it with:" if is_here else f"on {frozen.hardware.device_name} train it with:"
     if frozen.overheads:

@@ -159,9 +159,9 @@ def after_training_lines(
         convert = ["cp", adapter, converted]
     lines = [f"{'adapter':<15}{output / report.adapter}"]
     lines += [f"{'report':<15}{output / PAGE_FILE}"] if has_page else []
-    lines += text.titled_command(
-        f"{'more pictures':<15}", ["autotune sample", folder, "--prompt TEXT"]
-    )
+    sample = ["autotune sample", folder, "--prompt TEXT"]
+    sample += ["--control FILE"] if family.min_controls else []
+    lines += text.titled_command(f"{'more pictures':<15}", sample)
     lines += text.titled_command(f"{'for ComfyUI':<15}", convert)
     if work.adapter == "lokr":
         from autotune.train.folder import ADAPTER_FILE

@@ -302,6 +302,8 @@ def adapter_gradients(request: GradientRequest, plain: nn.Module) -> list[Tensor
     apply_knobs(family, transformer, candidate, needs_reload=False)
     generator = torch.Generator().manual_seed(1)
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
+        if parameter.numel() == max(parameter.shape):
+            continue  # norms of weights, by DoRA
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
     lengths = longest_captions(family, work, candidate.micro_batch_size)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from autotune.data.dataset import Dataset, read_split, slider_data
 from autotune.data.items import make_options, tell_cut_captions
@@ -11,12 +13,14 @@ from autotune.interop.trainer import get_trainer
 from autotune.knobs import knob, registry, settings
 from autotune.knobs.caching import PIN, caching_choices, parse_pins
 from autotune.models import facts, resolve
-from autotune.models.registry import find_published
+from autotune.models.family import Family
+from autotune.models.registry import find_published, get_family
 from autotune.plan import hardware
 from autotune.plan.file import job_from, load_plan
 from autotune.plan.job import Job
+from autotune.plan.plan import TrainingPlan
 from autotune.plan.request import Pairs, PlanRequest
-from autotune.plan.workload import ADAMW, Workload
+from autotune.plan.workload import ADAMW, OptimizerChoice, Workload
 from autotune.search.space import SearchSpace, build_search_space
 from autotune.train import folder
 from autotune.train.workload import (
@@ -38,10 +42,10 @@ def complete(request: PlanRequest) -> PlanRequest:
     said = request
     if request.earlier is not None:
         before = load_plan(request.earlier)
-        request = request.over(before)
+        family = resolve.resolve_model(said.model_ref).family if said.model is not None else None
+        request = request.over(before, dropped=_usual_before(before, family))
         expert = before.job.expert
-        is_kept = said.model is not None and expert is not None and "expert" not in said.given
-        if is_kept and expert in resolve.resolve_model(said.model_ref).family.experts:
+        if family and expert in family.experts and "expert" not in said.given:
             request = request.changed(expert=expert)
     added = {"base", "vae", "text_encoders"} & said.given.keys()
     if added and not resolve.is_single_file(request.model_ref):
@@ -69,6 +73,39 @@ def complete(request: PlanRequest) -> PlanRequest:
     return request.changed(targets=possible[0])
 
 
+def _usual_before(plan: TrainingPlan, family: Family | None) -> set[str]:
+    """Name what a plan has by default of its family, if that becomes another's."""
+    work = plan.frozen.workload
+    if family is None or family.name == work.model.family:
+        return set()
+    before = get_family(work.model.family)
+    usual = _usual_job(before, work.optimizer)
+    found = {name for name, value in usual.items() if getattr(plan.job, name) == value}
+    defaults, largest = before.defaults, work.largest_bucket
+    are_usual = {
+        "rank": work.rank == defaults.rank,
+        "lora_alpha": work.rank == defaults.rank,
+        "effective_batch_size": work.effective_batch_size == defaults.effective_batch_size,
+        "resolution": work.resolution_px == defaults.resolution_px,
+        "side_px": work.resolution_px == defaults.resolution_px,
+        "num_frames": largest.num_frames == defaults.num_frames,
+        "text_tokens": True,  # its own tokenizers count
+    }
+    return found | {name for name, is_usual in are_usual.items() if is_usual}
+
+
+def _usual_job(family: Family, optimizer: OptimizerChoice) -> dict[str, Any]:
+    defaults = family.defaults
+    return {
+        "learning_rate": settings.usual_learning_rate(optimizer, defaults.learning_rate),
+        "weight_decay": defaults.weight_decay,
+        "timestep_sampling": defaults.timestep_sampling,
+        "timestep_shift": defaults.timestep_shift,
+        "guidance_scale": defaults.training_guidance,
+        "preview_steps": defaults.preview_steps,
+    }
+
+
 def split_pins(pairs: Pairs) -> tuple[Pairs, Pairs]:
     """Split pins into those of knobs and those of fields of `CachingSettings`."""
     knobs = tuple(pair for pair in pairs if not pair[0].startswith(PIN))
@@ -94,16 +131,9 @@ def build_job(
     usual = {
         "data": None,
         "num_steps": defaults.num_steps(len(dataset.items) if dataset else facts.USUAL_IMAGES),
-        "learning_rate": settings.usual_learning_rate(
-            request.optimizer_choice, defaults.learning_rate
-        ),
-        "weight_decay": defaults.weight_decay,
         "max_grad_norm": 1.0,
-        "timestep_sampling": defaults.timestep_sampling,
-        "timestep_shift": defaults.timestep_shift,
-        "guidance_scale": defaults.training_guidance,
         "seed": 0,
-        "preview_steps": defaults.preview_steps,
+        **_usual_job(model.family, request.optimizer_choice),
     }
     name = request.model_ref.name
     resolved = {
@@ -117,6 +147,9 @@ def build_job(
     epoch_size = dataset.epoch_size if dataset else facts.USUAL_IMAGES
     job = job.changed(num_steps=job.steps_on(epoch_size, effective_batch_size))
     check_job(job, model.family, request.optimizer_choice)
+    for path in filter(None, (job.from_adapter, job.training_adapter)):
+        if request.is_local and not Path(path).is_file():
+            raise InvalidInput(f"there is no adapter {path}", hint="name its safetensors file")
     check_format(job.adapter_format, model, request)
     return job
 

@@ -158,10 +158,10 @@ def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
     return tuple(misfits)
 
 
-def require_fit(misfits: tuple[str, ...]) -> None:
-    """Raise DoesNotFit, naming all, if there are misfits."""
+def require_fit(misfits: tuple[str, ...], options: str = "") -> None:
+    """Raise DoesNotFit, naming all, if there are misfits; the hint names `options`, too."""
     if misfits:
-        hint = "make one for this machine and data: `autotune plan --from` and this plan's file"
+        hint = f"make one for this machine and data: `autotune plan --from PLAN{options}`"
         raise DoesNotFit(f"the plan does not fit: {'; '.join(misfits)}", hint=hint)
 
 

@@ -27,7 +27,7 @@ from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, first_line
 from autotune.models.adapter import ADAPTER_NAME
 from autotune.models.family import Family
 from autotune.plan.base import digest_of
-from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan
+from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan, seal
 from autotune.plan.job import AdapterFormat, Job
 from autotune.plan.plan import AdapterVerdict, RunReport, TrainingPlan
 from autotune.system.files import PART_FILES
@@ -122,6 +122,16 @@ def require_separate_output(job: Job) -> None:
             why = f"so what a run writes would be taken for {source}"
             message = f"the output folder {folder} lies in the {source} folder, {why}"
             raise InvalidInput(message, hint="choose another with --output")
+
+
+def as_begun(plan: TrainingPlan) -> TrainingPlan:
+    """Return what a predicted plan became, measured, when the output folder's run began, else the
+    plan as it is."""
+    with contextlib.suppress(InvalidPlan):
+        begun = load_plan(Path(plan.job.output) / RUN_PLAN_FILE).frozen
+        if begun.predicted_digest == plan.digest and begun.workload == plan.frozen.workload:
+            return seal(plan.job, begun)
+    return plan
 
 
 def check_folder(plan: TrainingPlan, *, resume: bool) -> None:

@@ -1,6 +1,7 @@
 """Checks before long work: a run's plan, machine, model, data and disk; what sampling takes."""
 
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -98,7 +99,9 @@ def prepare(
     check_format(job.adapter_format, model, planned)
     request, drops_captions = WorkloadRequest.again(planned), job.caption_dropout > 0
     workload = describe_workload(model, data.whole, request, drops_captions=drops_captions)
-    fit.require_fit(fit.data_misfits(plan, TuningContext(hardware, model.family, workload)))
+    misfits = fit.data_misfits(plan, TuningContext(hardware, model.family, workload))
+    named = isinstance(job.data, str)
+    fit.require_fit(misfits, f" --data {shlex.quote(str(job.data))}" if named else "")
     weights = weights_digest(open_weights(model.transformer_file))
     if job.training_adapter is not None:  # which is part of what learns
         weights += weights_digest(open_weights(Path(job.training_adapter)))

@@ -90,8 +90,10 @@ def check_overrides(family: Family, request: WorkloadRequest) -> Bucket:
     """Return the bucket of the requested or usual size and length; refuse bad numbers."""
     defaults, given = family.defaults, request.given
     num_frames = given.get("num_frames", defaults.num_frames)
-    width, height = request.size_px or (defaults.resolution_px, defaults.resolution_px)
-    step, max_px = family.size_multiple_px, family.max_side_px
+    width = height = request.side_px or defaults.resolution_px
+    width, height = request.size_px or (width, height)
+    is_free = request.size_px is None and request.side_px is not None
+    step, max_px = 1 if is_free else family.size_multiple_px, family.max_side_px
     for name, side in (("width", width), ("height", height)):
         if side < step or side % step or side > max_px:
             nearest = min(max(step, round(side / step) * step), max_px // step * step)

@@ -38,6 +38,8 @@ def plan_of(model, **changes):
     bucket = Bucket(width_px=side, height_px=side, num_frames=frames, num_items=20)
     sizes = {"resolution_px": side, "buckets": (bucket,), "max_text_tokens": 256}
     workload = builders.workload(model=spec, **{**sizes, **of(Workload)})
+    if "num_train_epochs" in changes and "num_steps" not in changes:
+        job["num_steps"] = -(-20 * changes["num_train_epochs"] // workload.effective_batch_size)
     caching = {name[8:]: value for name, value in changes.items() if name.startswith("caching.")}
     return builders.plan(
         builders.hardware(),

@@ -1,5 +1,6 @@
 """Exact settings come back from other files, others are told; nothing needs more memory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,30 @@ def test_neighbors_need_no_more_memory(trainer, model, blocks, swapped, quantiza
     assert bits[written.get("quantization", quantization)] <= bits[quantization]
     text = "".join(result.files.values())
     assert all(f"{one.name}: {one.planned} in the plan" in text for one in result.differences)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "value"),
+    [
+        ("simpletuner", '"musubi_blocks_to_swap": ', 41),  # 38 light ones and 3 heavy ones
+        ("sd-scripts", "blocks_to_swap = ", 20),  # 10 heavy ones and 20 light ones
+        ("onetrainer", '"offload_fraction": ', 0.51675),
+    ],
+)
+def test_swapped_blocks_weigh_as_much(trainer, key, value):
+    plan = plan_of("flux1-dev", swapped_blocks=18, targets="attention+mlp")
+    text = "".join(export_plan(plan, get_trainer(trainer)).files.values())
+    assert f"{key}{value}" in text
+
+
+def test_data_files_are_ones_that_load():
+    clips = export_plan(plan_of("wan-2.1", num_frames=81), get_trainer("simpletuner"))
+    first, _ = json.loads(clips.files["multidatabackend.json"])
+    assert (first["dataset_type"], first["crop_aspect"]) == ("video", "preserve")
+    large = export_plan(
+        plan_of("sdxl", resolution=1280, targets="attention+mlp+proj"), get_trainer("sd-scripts")
+    )
+    assert "max_bucket_reso = 2560" in large.files["data.toml"]
 
 
 def test_strict_refuses_differences():

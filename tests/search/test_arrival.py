@@ -7,10 +7,15 @@ import pytest
 from autotune.errors import DoesNotFit
 from autotune.knobs.knob import gradient_capability
 from autotune.machine.probe import hardware_named
+from autotune.models.registry import get_family
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import save_plan, seal, with_job
 from autotune.plan.hardware import Capability
+from autotune.plan.request import PlanRequest
+from autotune.plan.workload import WorkloadRequest
 from autotune.search.arrival import load_measured, measure_prediction, measured_path
+from autotune.search.request import complete
+from autotune.train.workload import check_overrides
 from tests import builders
 from tests.search.formula import KEPT_BYTES
 from tests.search.machines import answer, make_plan, request, surroundings
@@ -52,6 +57,15 @@ def test_next_start_finds_the_measured_plan(predicted, tmp_path):
     assert load_measured(path, predicted, other) is None
     measured_path(path).write_text("damaged")
     assert load_measured(path, predicted, HERE) is None
+
+
+def test_the_same_work_is_asked_for_again(predicted):
+    work = predicted.frozen.workload.changed(resolution_px=78)  # of 96x64
+    bucket = check_overrides(get_family("sdxl"), WorkloadRequest.again(work))
+    assert (bucket.width_px, bucket.height_px) == (78, 78)
+    other = complete(PlanRequest(earlier=predicted, model="sdxl")).given
+    assert (other["effective_batch_size"], other["resolution"]) == (2, (256, 256))
+    assert other.keys().isdisjoint({"guidance_scale", "timestep_shift", "learning_rate", "rank"})
 
 
 def test_failing_settings_give_way(predicted):

@@ -69,6 +69,12 @@ def test_choices_agree_on_every_family(family):
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
 
 
+def test_norms_of_dora_stay_in_scale():
+    rule, request = precision_tolerance("bf16"), request_of("flux1-dev", precision="bf16")
+    request = replace(request, workload=request.workload.changed(adapter="dora"))
+    assert request.perform(ChildState()) <= rule.tolerance
+
+
 def test_changed_results_are_an_error(monkeypatch):
     plain, functional = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional
     changed = lambda *args, **named: plain(*args, **named).add_(0)  # noqa: E731

@@ -16,9 +16,15 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
-from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan
+from autotune.plan.file import RUN_PLAN_FILE, load_plan, save_plan, seal
 from autotune.train import folder as folder_module, validation
-from autotune.train.folder import ADAPTER_FILE, Checkpoints, claim_folder, list_checkpoints
+from autotune.train.folder import (
+    ADAPTER_FILE,
+    Checkpoints,
+    as_begun,
+    claim_folder,
+    list_checkpoints,
+)
 from autotune.train.metrics import read_metrics
 from autotune.train.prepare import prepare
 from autotune.weights.files import find_weights, open_weights, read_header, weights_digest
@@ -167,6 +173,15 @@ def test_constant_rates_can_go_longer(bench, tmp_path):
     longer = bench.loop(bench.plan(num_steps=2), tmp_path / "longer")
     assert longer.first_step == 1
     assert same(longer, bench.loop(bench.plan(num_steps=2), tmp_path / "whole"))
+
+
+def test_predicted_plans_resume_what_they_became(bench, tmp_path):
+    predicted = bench.plan(num_steps=1, output=str(tmp_path))
+    assert as_begun(predicted) == predicted
+    frozen = predicted.frozen.changed(predicted_digest=predicted.digest)
+    save_plan(seal(predicted.job, frozen), tmp_path / RUN_PLAN_FILE)
+    longer = as_begun(bench.plan(num_steps=2, output=str(tmp_path)))
+    assert (longer.job.num_steps, longer.frozen) == (2, frozen)
 
 
 def test_signal_finishes_step_and_writes_checkpoint(bench, tmp_path):
