@@ -71,7 +71,7 @@ def readings() -> Iterator[Reading]:
         if "allocated_bytes" not in row:  # it ran out, as predicted
             continue
         sizes = row["allocated_bytes"] / GIB, row["predicted_bytes"] / GIB
-        card = row["machine"], "its stand-in", "allocator_truth.py"
+        card = "4090, 5090, h100", "its stand-in", "allocator_truth.py"
         yield Reading("memory", "", row["model"], *card, *sizes)
     for folder in sorted(RESULTS.glob("gpu/*")):  # DATE-CARD
         card = folder.name.rpartition("-")[2], "autotune", "gpu/compare.py"
