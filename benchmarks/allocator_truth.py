@@ -6,8 +6,7 @@ size need no memory of the host:
     export FAKEGPU=4090 FAKEGPU_COPIES=0
     tests/fakegpu/run benchmarks/allocator_truth.py ROWS.jsonl MODEL SIDE_PX [KNOB=VALUE,...]...
 
-Each setting is a process of its own and gives a line; those that the file has are left out. Lines
-that say `packed` were run while a block's weights still moved together when the next one came.
+Each setting is a process of its own and gives a line; those that the file has are left out.
 """
 
 import json
