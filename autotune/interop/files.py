@@ -310,6 +310,8 @@ def _sd_scripts(title: str, values: Values, head: str) -> Mapping[str, str]:
         return _kohya(title, values, head, "sdxl_train_network.py", _in_file(values, of_data=False))
     files = dict.fromkeys(("pretrained_model_name_or_path", "clip_l", "t5xxl", "ae"), FILL_IN)
     train = {**files, **_in_file(values, of_data=False), **files}
+    if values.get("model_type") == "chroma":  # which takes none; by default it is 3.5
+        train["guidance_scale"] = 0.0
     return _kohya(title, values, head, "flux_train_network.py", train)
 
 

@@ -124,6 +124,9 @@ def test_data_files_are_ones_that_load():
         plan_of("sdxl", resolution=1280, targets="attention+mlp+proj"), get_trainer("sd-scripts")
     )
     assert "max_bucket_reso = 2560" in large.files["data.toml"]
+    chroma = export_plan(plan_of("chroma", targets="attention+mlp"), get_trainer("sd-scripts"))
+    assert "apply_t5_attn_mask = true" in chroma.files["train.toml"]
+    assert "guidance_scale = 0.0" in chroma.files["train.toml"]
 
 
 def test_strict_refuses_differences():
