@@ -337,9 +337,8 @@ def packing(blocks: Sequence[nn.Module], transform: Transform | None) -> Iterato
             waiting[at].discard(id(module))
             if not waiting[at]:
                 awaited = [kinds[other] for other, names in waiting.items() if names]
-                # The last of all needs no room beside all others.
-                num_more = awaited.count(kinds[at]) - (len({*awaited}) == 1)
-                _pack(arrived.pop(at), spare[kinds[at]], num_more)
+                # The last of a kind needs no room beside all others.
+                _pack(arrived.pop(at), spare[kinds[at]], awaited.count(kinds[at]) - 1)
         return replacement
 
     yield on_arrival if block_of else transform
