@@ -272,14 +272,12 @@ def with_earlier_packages(
 
 def limit_memory(profile: HardwareProfile, request: PlanRequest) -> HardwareProfile:
     """Return the profile with what a run may use: the least of the devices that train together."""
-    asked = (request.max_memory, request.reserve_memory)
-    limits = [None if amount is None else memory_bytes(amount) for amount in asked]
     own = profile.device
     devices = [own]
     if request.is_local and request.num_gpus > 1 and own.kind == "cuda":
         others = set(range(min(request.num_gpus, own.count))) - {own.index}
         devices += [probe(index=index).device for index in sorted(others)]
-    limited = [capabilities.limit_device(device, *limits) for device in devices]
+    limited = [capabilities.limit_device(device, *request.memory_limits) for device in devices]
     smallest = min(limited, key=lambda device: device.budget_bytes)
     budget = {name: value for name, value in smallest if name.startswith("budget_")}
     return profile.changed(device=own.changed(**budget))

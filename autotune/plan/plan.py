@@ -141,8 +141,14 @@ class FrozenPart(Frozen):
     """(knob, value) pairs that the user fixed."""
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs that the user ruled out."""
+    max_memory_bytes: int | None = Field(default=None, ge=0)
+    """The most memory that a run may take; None if the user set no limit."""
+    reserve_memory_bytes: int | None = Field(default=None, ge=0)
+    """Memory that the user leaves to others; None for the usual reserve."""
+    trainer: str | None = None
+    """Name of the program that will train; None for autotune's own executor."""
     overheads: prediction.Overheads | None = None
-    """Overheads assumed for the program that will train; None for autotune's own executor."""
+    """Overheads assumed for that program."""
     forecast: prediction.Forecast | None = None
     """Predictions of the settings and of other candidates."""
     advice: tuple[str, ...] = ()

@@ -13,7 +13,15 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from autotune.errors import InvalidInput, InvalidPlan, suggest_nearest
 from autotune.plan import candidate, prediction
-from autotune.plan.base import HIDDEN, Hours, MemoryAmount, Option, Request, first_problem
+from autotune.plan.base import (
+    HIDDEN,
+    Hours,
+    MemoryAmount,
+    Option,
+    Request,
+    first_problem,
+    memory_bytes,
+)
 from autotune.plan.hardware import HardwareProfile
 from autotune.plan.job import MAX_STEPS, DataFields, JobFields, PathText, as_job_data
 from autotune.plan.plan import TrainingPlan
@@ -92,6 +100,8 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     """Share the study: postgresql+psycopg://user:password@host/database."""
     overheads: Annotated[prediction.Overheads | None, HIDDEN] = None
     """Overheads of the program that will train; None for autotune's own executor."""
+    lacking: Annotated[Pairs, HIDDEN] = ()
+    """(knob, value) pairs that this program cannot do."""
     interrupted: Annotated[Literal["ignored", "resumed", "forgotten"], HIDDEN] = "ignored"
     """Use of an interrupted search without a name. `ignored` keeps trials in memory."""
 
@@ -101,6 +111,13 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
         return self.hardware is None
 
     @property
+    def memory_limits(self) -> tuple[int | None, int | None]:
+        """Bytes of `max_memory` and `reserve_memory`."""
+        asked = (self.max_memory, self.reserve_memory)
+        most, reserve = (None if amount is None else memory_bytes(amount) for amount in asked)
+        return most, reserve
+
+    @property
     def pin_pairs(self) -> Pairs:
         """(knob, value) pairs: only this value may be chosen."""
         return _as_pairs(self.pins)
@@ -108,7 +125,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
     @property
     def exclusion_pairs(self) -> Pairs:
         """(knob, value) pairs: this value may not be chosen."""
-        return _as_pairs(self.exclusions)
+        return (*_as_pairs(self.exclusions), *self.lacking)
 
     @classmethod
     def of_plan(cls, plan: TrainingPlan) -> Self:
@@ -123,7 +140,9 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
                 "price_per_hour": frozen.expected.price_per_hour,
                 "pins": frozen.pins,
                 "exclusions": frozen.exclusions,
-                "overheads": frozen.overheads,
+                "max_memory": frozen.max_memory_bytes,
+                "reserve_memory": frozen.reserve_memory_bytes,
+                "for_trainer": frozen.trainer,
             }
         )
 

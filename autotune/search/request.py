@@ -227,8 +227,7 @@ class ResolvedRequest:
         every = {**possible, **caching_choices(context)}
         lacking = exporting.inexpressible(trainer, spec.family, spec.num_blocks, every)
         overheads = exporting.overheads_for(trainer, self.job, self.workload, possible)
-        exclusions = (*self.request.exclusion_pairs, *lacking)
-        request = self.request.changed(exclusions=exclusions, overheads=overheads)
+        request = self.request.changed(lacking=tuple(lacking), overheads=overheads)
         return replace(self, request=request)
 
 

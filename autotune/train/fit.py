@@ -5,6 +5,7 @@ from autotune.knobs.caching import why_not_cast
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS, NAMES, why_not_on
+from autotune.machine.capabilities import limit_device
 from autotune.machine.probe import probe
 from autotune.models import registry, resolve
 from autotune.plan.hardware import KEY_NAMES, Device, HardwareProfile
@@ -115,10 +116,10 @@ def memory_misfits(
     plan: TrainingPlan, hardware: HardwareProfile, num_processes: int
 ) -> tuple[str, ...]:
     """List why this device has too little memory; a CPU's is shared by `num_processes`."""
-    needed = plan.frozen.expected.run_memory_bytes
+    needed, reserve = plan.frozen.expected.run_memory_bytes, plan.frozen.reserve_memory_bytes
     if plan.frozen.hardware.device_kind == "cpu":
         needed *= num_processes
-    budget = hardware.device.budget_bytes
+    budget = limit_device(hardware.device, reserve_bytes=reserve).budget_bytes
     if needed <= budget:
         return ()
     where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"

@@ -68,6 +68,17 @@ def test_the_same_work_is_asked_for_again(predicted):
     assert other.keys().isdisjoint({"guidance_scale", "timestep_shift", "learning_rate", "rank"})
 
 
+def test_what_a_plan_was_asked_stays(predicted):
+    asked = {"max_memory": 20 * 2**30, "reserve_memory": 2**30, "for_trainer": "musubi"}
+    frozen = predicted.frozen.changed(
+        max_memory_bytes=20 * 2**30, reserve_memory_bytes=2**30, trainer="musubi"
+    )
+    again = complete(PlanRequest(earlier=seal(predicted.job, frozen)))
+    assert asked.items() <= again.given.items()
+    other = complete(PlanRequest(earlier=seal(predicted.job, frozen), for_trainer="simpletuner"))
+    assert other.for_trainer == "simpletuner"
+
+
 def test_failing_settings_give_way(predicted):
     assert predicted.frozen.fallbacks
     bad = predicted.frozen.settings

@@ -2,6 +2,7 @@
 
 import pytest
 
+from autotune.machine.capabilities import limit_device
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import seal
 from autotune.plan.hardware import Capability, OtherGpu
@@ -108,3 +109,14 @@ def test_short_hosts_do_not_fit():
     poor = here.changed(device=here.device.changed(budget_bytes=1))
     kinds = [misfit.partition(":")[0] for misfit in hardware_misfits(plan, poor, 8)]
     assert kinds == ["system RAM", "run memory"]
+
+
+def test_plan_keeps_its_own_reserve():
+    here, plan = builders.hardware(), planned()
+    device = here.device.changed(total_memory_bytes=24 * 2**30)
+    here = here.changed(device=limit_device(device, reserve_bytes=2**30))
+    needed = limit_device(here.device, reserve_bytes=0).budget_bytes
+    expected = plan.frozen.expected.changed(process_memory_bytes=0, peak_memory_bytes=needed)
+    for reserve, fits in ((None, False), (0, True), (2**30, False)):
+        frozen = plan.frozen.changed(expected=expected, reserve_memory_bytes=reserve)
+        assert (hardware_misfits(seal(plan.job, frozen), here) == ()) == fits
