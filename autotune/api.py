@@ -189,7 +189,7 @@ def _resolve_on_hardware(
             assume=request.assume,
             on_event=on_event,
         )
-        if not request.assume and profile.origin == "catalog" and request.earlier is not None:
+        if not request.assume and request.earlier is not None:
             assumed = load_plan(request.earlier).frozen.hardware.assumed
             profile = machine.with_earlier_packages(profile, assumed, on_event)
     elif tries:
@@ -254,7 +254,9 @@ def check(
     """
     chosen = load_plan(plan)
     if hardware is not None:
-        misfits = fit.hardware_misfits(chosen, machine.hardware_for(hardware))
+        profile, assumed = machine.hardware_for(hardware), chosen.frozen.hardware.assumed
+        profile = machine.with_earlier_packages(profile, assumed, log_event)
+        misfits = fit.hardware_misfits(chosen, profile)
     else:
         profile = machine.probe()
         misfits = fit.hardware_misfits(chosen, profile) + fit.card_misfits(chosen, profile)

@@ -18,6 +18,7 @@ from autotune.machine.lock import lock_for_run
 from autotune.machine.probe import probe as read_machine
 from autotune.models.family import TORCH_LOCK
 from autotune.models.registry import get_family
+from autotune.models.resolve import refuse_parts
 from autotune.plan.base import log_event
 from autotune.plan.file import RUN_PLAN_FILE, load_plan, with_job
 from autotune.plan.job import Job
@@ -50,11 +51,10 @@ def check_data(request: CheckDataRequest) -> DataReport:
     family.check_num_frames(num_frames)
     return check_dataset(
         request.data,
+        family,
         make_options(request.given, family, num_frames),
-        resolution_px=request.resolution_px or family.defaults.resolution_px,
-        multiple_px=family.size_multiple_px,
-        max_side_px=family.max_side_px,
-        family=family,
+        resolution_px=request.resolution_px,
+        has_any_controls="model" not in request.given,
         tokenizers=snapshot_in_cache(family.models[0].hub_id),
         on_progress=lambda done, total: request.on_event(
             Progressed(name="reading", done=done, total=total)
@@ -149,6 +149,7 @@ def train(request: TrainRequest) -> RunReport:
     if request.optimizer is not None and ":" in request.optimizer:
         allow_optimizer(request.optimizer)
     chosen = with_job(given, **request.given_of(Job))
+    refuse_parts(chosen.job.model_ref, request.given)
     launch = process.adopt_launch(chosen.frozen.hardware.num_processes)
     is_first = launch is None or launch.rank == 0
     on_event = on_event if is_first else ignore_event

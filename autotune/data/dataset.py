@@ -388,8 +388,9 @@ class DataReport(Frozen):
 
     @property
     def can_train(self) -> bool:
-        """Tell if `read_dataset` would accept the folder."""
-        return self.num_usable > 0 and all(one.kind != "captionless" for one in self.problems)
+        """Tell if `read_dataset`, and the model if one was named, would accept the folder."""
+        kinds = {problem.kind for problem in self.problems}
+        return self.num_usable > 0 and kinds.isdisjoint(("captionless", "model"))
 
     @property
     def is_clean(self) -> bool:
@@ -400,20 +401,27 @@ class DataReport(Frozen):
 
 def check_dataset(
     data: DataPlace,
+    family: Family,
     options: DatasetOptions = DEFAULT_OPTIONS,
     *,
-    resolution_px: int,
-    multiple_px: int,
-    max_side_px: int,
-    family: Family | None = None,
+    resolution_px: int | None = None,
+    has_any_controls: bool = False,
     tokenizers: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
-    """Check every file as training would read it, and with a `family` the lengths of captions, by
-    the model's folder of `tokenizers` if there is one. Raises InvalidInput as `scan_dataset`."""
+    """Check every file as training would read it, the lengths of captions, by the model's folder of
+    `tokenizers` if there is one, and unless any will do, the number of control images. Raises
+    InvalidInput as `scan_dataset`."""
     dataset = scan_dataset(data, options, on_progress)
-    items = dataset.items
-    buckets = batches.make_buckets(items, resolution_px, multiple_px, max_side_px)
+    items, problems = dataset.items, [*dataset.problems]
+    for item in () if has_any_controls else items:
+        try:
+            family.check_num_controls(len(item.control_paths), "it")
+        except InvalidInput as error:
+            problems.append(Problem(file=item.path.name, kind="model", message=error.message))
+    resolution_px = resolution_px or family.defaults.resolution_px
+    sides = family.size_multiple_px, family.max_side_px
+    buckets = batches.make_buckets(items, resolution_px, *sides)
     enlarged, cropped = [], []
     for item, index in zip(items, batches.assign_buckets(items, buckets), strict=True):
         width, height = buckets[index].width_px, buckets[index].height_px
@@ -431,11 +439,11 @@ def check_dataset(
         epoch_size=dataset.epoch_size,
         num_unverified=dataset.num_unverified,
         num_with_controls=sum(bool(item.control_paths) for item in items),
-        problems=dataset.problems,
+        problems=tuple(problems),
         buckets=buckets,
         enlarged=tuple(enlarged),
         cropped=tuple(cropped),
-        cut_captions=find_cut_captions(items, family, tokenizers) if family else (),
-        max_caption_tokens=caption_limit(family) if family else None,
+        cut_captions=find_cut_captions(items, family, tokenizers),
+        max_caption_tokens=caption_limit(family),
         caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )

@@ -40,7 +40,7 @@ MAX_METADATA_BYTES = 64 << 20
 
 LeftOut = Literal["broken", "tiny", "duplicate", "captionless", "control", "short", "mask"]
 ProblemKind = Literal[
-    LeftOut, "metadata", "unsupported", "unread", "link", "run", "variable", "black"
+    LeftOut, "model", "metadata", "unsupported", "unread", "link", "run", "variable", "black"
 ]
 REMARKS = frozenset({"variable", "black"})
 PrintableStr = Annotated[

@@ -259,14 +259,14 @@ def hardware_for(
 def with_earlier_packages(
     profile: HardwareProfile, assumed: Collection[str], on_event: OnEvent
 ) -> HardwareProfile:
-    """Return a card with those packages of an earlier plan's card that it can run."""
+    """Return a card of the catalog with those packages of a plan's card that it can run."""
     kept = []
-    for name in assumed:
+    for name in assumed if profile.origin == "catalog" else ():
         try:
             catalog.with_assumed_packages(profile, (name,))
             kept.append(name)
         except InvalidInput as error:
-            on_event(Notice(text=f"the earlier plan assumed {name}: {error.message}"))
+            on_event(Notice(text=f"the plan assumed {name}: {error.message}"))
     return catalog.with_assumed_packages(profile, kept) if kept else profile
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,6 +109,15 @@ class ResolvedModel:
         """Open the transformer's weights under the names of its class."""
         source = files.open_weights(self.transformer_file)
         return view_as(source, build_on_meta(self.family, self.config)) if self.file else source
+
+
+def refuse_parts(ref: ModelRef, given: Collection[str]) -> None:
+    """Raise InvalidInput if parts are among the fields that are `given` for a whole model."""
+    if {"base", "vae", "text_encoders"} & set(given) and not is_single_file(ref):
+        raise InvalidInput(
+            f"{ref.name} is not a single file, so it takes no base, VAE or text encoders",
+            hint="leave them out: a folder has them all",
+        )
 
 
 def resolve_model(ref: ModelRef) -> ResolvedModel:

@@ -33,6 +33,7 @@ ABOUT_LISTING = "bf16 -: trains in fp16, some models in fp32. A part of the name
 MAX_NAMED = 20
 PROBLEMS = {
     "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",
+    "model": "that the model does not take",
     "broken": "broken, left out",
     "tiny": "too small, left out",
     "duplicate": "the same as another, left out",

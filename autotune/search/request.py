@@ -47,13 +47,7 @@ def complete(request: PlanRequest) -> PlanRequest:
         expert = before.job.expert
         if family and expert in family.experts and "expert" not in said.given:
             request = request.changed(expert=expert)
-    added = {"base", "vae", "text_encoders"} & said.given.keys()
-    if added and not resolve.is_single_file(request.model_ref):
-        raise InvalidInput(
-            f"{request.model_ref.name} is not a single file, so it takes no base, VAE or text "
-            "encoders",
-            hint="leave them out: a folder has them all",
-        )
+    resolve.refuse_parts(request.model_ref, said.given)
     request = request.changed(
         study=request.study or ("search" if request.storage else None),
         interrupted="forgotten" if request.fresh else "resumed",

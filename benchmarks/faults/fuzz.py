@@ -94,6 +94,7 @@ def make_readers() -> dict[str, Reader]:  # noqa: PLR0915
     from autotune.interop.importing import import_config
     from autotune.machine.catalog import read_prices
     from autotune.machine.probe import load_profile
+    from autotune.models.registry import get_family
     from autotune.models.single_file import open_single_file, recognize
     from autotune.plan.file import load_plan, parse_plan, plan_text
     from autotune.report.plan import explain_lines, plan_lines
@@ -147,7 +148,7 @@ def make_readers() -> dict[str, Reader]:  # noqa: PLR0915
             checkpoints.newest()
 
     def folder_of(path: Path) -> None:
-        check_dataset(path.parent, resolution_px=64, multiple_px=16, max_side_px=4096)
+        check_dataset(path.parent, get_family("flux1-dev"), resolution_px=64)
 
     def pictures(path: Path) -> None:
         for read in (partial(read_size, decode=True), lambda path: open_pixels([path], 16, 16)):

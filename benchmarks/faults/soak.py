@@ -84,6 +84,7 @@ def soak_pictures(scratch: Path, number: int) -> None:
     from autotune.data.cache import Cache
     from autotune.data.dataset import check_dataset, read_dataset
     from autotune.data.encode import Encoders, encode_dataset
+    from autotune.models.registry import get_family
     from autotune.plan.candidate import CachingSettings
     from tests.train.conftest import CPU, make_bench
 
@@ -94,7 +95,7 @@ def soak_pictures(scratch: Path, number: int) -> None:
         Image.new("RGB", (32, 32), color).save(folder / f"{at:06}.png")
         (folder / f"{at:06}.txt").write_text(f"a red circle {at % MAX_NAMED}")
     began = time.monotonic()
-    report = check_dataset(folder, resolution_px=32, multiple_px=16, max_side_px=64)
+    report = check_dataset(folder, get_family("flux1-dev"), resolution_px=32)
     checked = time.monotonic()
     plan = bench.plan()
     encoders = Encoders(bench.resolved, CachingSettings(), CPU, plan.frozen.settings.precision)

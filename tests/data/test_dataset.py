@@ -15,8 +15,6 @@ from autotune.models.registry import get_family
 from autotune.report.machine import data_report_lines
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
-SIZES = {"resolution_px": 64, "multiple_px": 16, "max_side_px": 8192}
-
 
 def kinds(dataset):
     return {problem.file: problem.kind for problem in dataset.problems}
@@ -161,7 +159,7 @@ def test_kohya_folders_tell_repeats(tmp_path):
     (tmp_path / "metadata.jsonl").write_text(json.dumps(line))
     found = {item.path.parent.name: item.repeats for item in read_dataset(tmp_path).items}
     assert found == {"more": 10, "0_none": 1, "2024_holiday": 1, "3_cat": 7}
-    report = check_dataset(tmp_path, **SIZES)
+    report = check_dataset(tmp_path, get_family("flux1-dev"), resolution_px=64)
     assert (report.num_usable, report.epoch_size) == (4, 19)
     assert any("an epoch shows 19" in line for line in data_report_lines(report))
 
@@ -259,8 +257,11 @@ def test_linked_data_sets_are_read(tmp_path):
 
 def test_a_good_folder(tmp_path):
     write_pictures(tmp_path, (640, 640), (64, 64), (80, 48), (300, 40), (32, 32))
-    report = check_dataset(tmp_path, **SIZES)
+    report = check_dataset(tmp_path, get_family("flux1-dev"), resolution_px=64)
     assert report.can_train
+    edited = check_dataset(tmp_path, get_family("flux1-kontext"), resolution_px=64)
+    assert not edited.can_train
+    assert [each.kind for each in edited.problems] == ["model"] * 5
     found = [(bucket.width_px, bucket.height_px, bucket.num_items) for bucket in report.buckets]
     assert found == [(64, 64, 3), (80, 48, 1), (128, 32, 1)]
     assert (report.enlarged, report.cropped, report.num_unverified) == (
@@ -326,7 +327,7 @@ def test_cut_captions_are_named(tmp_path, has_tokenizer):
 
         folder = tmp_path / ".model"
         clip_tokenizer(CAPTIONS).save_pretrained(folder / "tokenizer")
-    report = check_dataset(tmp_path, family=get_family("sdxl"), tokenizers=folder, **SIZES)
+    report = check_dataset(tmp_path, get_family("sdxl"), resolution_px=64, tokenizers=folder)
     assert [name.partition(" ")[0] for name in report.cut_captions] == ["000.png"]
     assert any("77 tokens" in line for line in data_report_lines(report))
     assert not report.is_clean

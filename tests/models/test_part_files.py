@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from autotune.errors import InvalidInput
-from autotune.models.resolve import check_weights, read_parts, resolve_model
+from autotune.models.resolve import check_weights, read_parts, refuse_parts, resolve_model
 from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights
 from autotune.weights.stream import load_component
@@ -78,6 +78,9 @@ def test_parts_come_from_own_files(small_pipelines, tmp_path):
     model = resolve_model(ref)
     assert model.part_files == {"vae": vae, "text_encoder_2": second, "text_encoder": first}
     check_same(model, whole)
+    refuse_parts(ref, {"vae"})
+    with pytest.raises(InvalidInput, match="takes no base"):
+        refuse_parts(ModelRef(name=str(base)), {"vae"})
     with pytest.raises(InvalidInput, match="the same text encoder"):
         resolve_model(ref.changed(text_encoders=(str(second),) * 2))
     with pytest.raises(BadWeights):
