@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -81,10 +82,10 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     if expected.time_uncertainty is not None:
         facts.append(("uncertain", f"{prediction.TIME_EVIDENCE}; `train` measures it"))
     if is_measured:
+        counts = Counter("rehearsal" if t.confirms else "trial" for t in frozen.trials)
+        runs = [f"{number} {kind}{'s' * (number > 1)}" for kind, number in counts.items()]
         took = text.seconds_text(frozen.search_seconds)
-        facts.append(
-            ("measured", f"in {len(frozen.trials)} trial{'s' * (len(frozen.trials) > 1)}, {took}")
-        )
+        facts.append(("measured", f"in {' and '.join(runs)}, {took}"))
     facts += [("assumed", line.removeprefix("assumed: ")) for line in assumption_text(plan)]
     faster = [*_gains_of_memory(plan), *frozen.advice]
     facts += zip(("likely faster", *[""] * len(faster)), faster, strict=False)
