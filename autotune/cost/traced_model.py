@@ -470,14 +470,17 @@ class TracedModel:
         )
 
     def _packing_bytes(self, model: nn.Module, stored_bytes: int) -> int:
-        blocks, names, late = self.family.blocks(model), self.family.block_lists, 0
-        last = self.index[-1]
+        names, late, last = self.family.block_lists, 0, self.index[-1]
+        sizes = [region_offsets(_frozen_sizes(block))[1] for block in self.family.blocks(model)]
         if stored_bytes <= FILE_BYTES and names:  # by name, "9" after "10"; else as they are made
             at, first = names.index(max(names)), max(names)
             traced = range(sum(map(len, self.picked[:at])), sum(map(len, self.picked[: at + 1])))
             last = max((str(n), i) for n, i in enumerate(filter(traced.count, self.index)))[1]
             late = sum(sum(_frozen_sizes(m)) for name, m in model.named_children() if name > first)
-        return max(0, region_offsets(_frozen_sizes(blocks[last]))[1] - late)
+        elif names and names[0] == max(names):  # read last of the file that two lists share, when
+            # a block cut by its end lies there twice: half of it, in the mean
+            return max(sizes[last], sizes[self.index[0]] - sizes[last] // 2)
+        return max(0, sizes[last] - late)
 
 
 def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:
