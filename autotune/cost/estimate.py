@@ -148,10 +148,8 @@ def require_sound(candidate: Candidate, context: TuningContext) -> None:
         registry.require_choice(name, value)
     number, blocks = candidate.checkpointed_blocks, workload.model.num_blocks
     if number > blocks:
-        hint = f"the nearest valid value is {blocks}, or `all`"
-        raise InvalidInput(
-            f"{number} checkpointed blocks are more than the model's {blocks}", hint=hint
-        )
+        what = f"{number} checkpointed blocks are more than the model's {blocks}"
+        raise InvalidInput(what, hint=f"the nearest valid value is {blocks}, or `all`")
     require_divisor(candidate.micro_batch_size, workload.effective_batch_size)
     for knob in registry.KNOBS:
         if conflict := knob.why_not(candidate, context):

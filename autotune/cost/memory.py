@@ -76,9 +76,9 @@ def resident_of(
     visitors = stored.block_pinned_bytes[:swapped]
     average = stored.adapter_parameters * FP32_BYTES
     vae = model.vae_cost(precision)
-    window_bytes, preview_bytes, computing_bytes = _modulation_bytes(
-        stored.modulation, model, is_pinned=device.kind == "cuda"
-    )
+    is_cuda = device.kind == "cuda"
+    modulation_bytes = _modulation_bytes(stored.modulation, model, is_pinned=is_cuda)
+    window_bytes, preview_bytes, computing_bytes = modulation_bytes
     forward_bytes = [
         # A window is computed when nothing but what previews keep is there, too.
         computing_bytes,
@@ -87,6 +87,8 @@ def resident_of(
     if model.family.other_denoisers:  # unquantized: its layers come to the device one by one
         plain = model.forward_bytes(precision, "none")
         forward_bytes.append(plain + stored.largest_layer_bytes)
+    is_hopper = (device.compute_capability or (0, 0)) >= (9, 0)  # or newer
+    workspace_bytes = HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES
     shares_host = shares_host_memory(device.memory_kind)
     on_device = stored.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
     sets_aside = work.ema_decay or work.optimizer.name == "schedule-free"
@@ -101,7 +103,7 @@ def resident_of(
         small_pool_bytes=_small_pool_bytes(device, stored, working_bytes),
         set_aside_bytes=average if sets_aside else 0,
         quantizing_bytes=_quantizing_bytes(device, quantization, stored.largest_layer_bytes),
-        packing_bytes=stored.packing_bytes if device.kind == "cuda" else 0,
+        packing_bytes=stored.packing_bytes if is_cuda else 0,
         encoder_bytes=encoder_bytes,
         caption_bytes=caption_bytes if encoder_bytes else (0, 0),
         encoders_stay=encoders_stay,
@@ -109,7 +111,7 @@ def resident_of(
         decoder_bytes=model.parts.decoder_parameters * encoder_element_bytes(precision),
         room_bytes=device.budget_bytes - overhead_bytes,
         preview_transient_bytes=max(forward_bytes) + (preview_bytes if shares_host else 0),
-        library_bytes=_library_bytes(device),
+        library_bytes=WORKSPACES * workspace_bytes if is_cuda else 0,
         overhead_bytes=overhead_bytes,
         host_memory_bytes=HOST_PROCESS_BYTES
         + stored.largest_block_bytes
@@ -168,13 +170,6 @@ def _quantizing_bytes(device: Device, quantization: str, layer_bytes: int) -> in
         return 0
     slice_bytes = formats.CPU_SLICE_BYTES if device.kind == "cpu" else formats.SLICE_BYTES
     return layer_bytes + round(weight_format.quantizing_slices * min(slice_bytes, layer_bytes))
-
-
-def _library_bytes(device: Device) -> int:
-    if device.kind != "cuda":
-        return 0
-    major = (device.compute_capability or (0, 0))[0]
-    return WORKSPACES * (HOPPER_WORKSPACE_BYTES if major >= 9 else WORKSPACE_BYTES)
 
 
 def phases_of(

@@ -79,9 +79,8 @@ class CostModel:
         an impossible pin.
         """
         if parts is None:
-            parts = next(
-                (each.parts for each in family.models if dict(config) == dict(each.config)), Parts()
-            )
+            published = (each.parts for each in family.models if dict(each.config) == dict(config))
+            parts = next(published, Parts())
         rules: DeviceRules = "cuda" if hardware.device.kind == "cuda" else "cpu"
         model = traced_model(family, config, workload, rules, parts, overheads)
         tables = PassTables(model, hardware, overheads)
@@ -133,9 +132,8 @@ class CostModel:
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
     ) -> Self:
         """Return the same cost model, corrected by all of `trials` and by `priors` alone."""
-        pairs = [
-            (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
-        ]
+        residuals = ((trial.candidate, self.residual(trial)) for trial in trials)
+        pairs = [(candidate, residual) for candidate, residual in residuals if residual]
         tried = [candidate for candidate, _ in pairs]
         choices = list(map(choice_of, tried)) or [self.tables.usual_choice]
         measured = all(self.tables.rates_of(each).measured for each in choices)
@@ -195,9 +193,8 @@ class CostModel:
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Predict memory of every phase and the time of one optimizer step."""
-        calibration = self.calibration or Calibration.of(
-            (), rates_measured=self.tables.rates_of(choice_of(candidate)).measured
-        )
+        measured = self.tables.rates_of(choice_of(candidate)).measured
+        calibration = self.calibration or Calibration.of((), rates_measured=measured)
         return self._predict(candidate, calibration)
 
     def predict_uncalibrated(self, candidate: Candidate) -> Prediction:
@@ -288,9 +285,9 @@ class CostModel:
         # Forward passes through the base alone, in micro-batches. Processes that hold the weights
         # together all make one with each.
         share = self.workload.base_passes
-        prior = accumulation * (
-            max(1.0, share) if share and self.parallel.num_shards > 1 else share
-        )
+        if share and self.parallel.num_shards > 1:
+            share = max(1.0, share)
+        prior = accumulation * share
         base = prior * shares * composed.forward[:, :-1] * (np.array(CLASSES) != "adapter")
         forward = accumulation * shares * composed.forward[:, :-1]
         whole = accumulation * shares * composed.work[:, :-1] + base

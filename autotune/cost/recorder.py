@@ -357,9 +357,8 @@ def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
         return False
     storage = item.untyped_storage()
     inputs = (tensor.untyped_storage()._cdata for tensor in tensors_in(args))
-    dense = 1 + sum(
-        (size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True)
-    )
+    strides = zip(item.shape, item.stride(), strict=True)
+    dense = 1 + sum((size - 1) * stride for size, stride in strides)
     return storage.nbytes() == dense * item.element_size() and storage._cdata not in inputs
 
 

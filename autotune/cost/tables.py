@@ -62,9 +62,8 @@ class PassTables:
     def usual_choice(self) -> PassChoice:
         """Choices that any machine of this kind has."""
         context = TuningContext(self.hardware, self.model.family, self.workload)
-        return PassChoice(
-            str(plain_choices(context)["precision"][0]), "none", "native", 1, "resident", "stock"
-        )
+        precision = str(plain_choices(context)["precision"][0])
+        return PassChoice(precision, "none", "native", 1, "resident", "stock")
 
     @cached_property
     def encoder_size(self) -> EncoderSize:
@@ -167,9 +166,8 @@ class PassTables:
     def forward_seconds(self, choice: PassChoice) -> float:
         """Return the time of one item's forward pass, as a preview's denoising step makes it."""
         table = self._table(choice._replace(micro_batch_size=1), trace.PLAIN, 0)
-        return float(
-            table.before[trace.SECONDS : -1].sum() + table.forward[:, trace.SECONDS : -1].sum()
-        )
+        columns = slice(trace.SECONDS, -1)
+        return float(table.before[columns].sum() + table.forward[:, columns].sum())
 
     def waste_bytes(
         self,
@@ -322,9 +320,8 @@ class PassTables:
         multiple = self.padded_to(choice)
         image_tokens = self.model.image_tokens(workload.typical_bucket(work))
         end = workload.pad_text(longest, image_tokens, multiple)
-        padded = (workload.padded_text_tokens(work, size, image_tokens, multiple) - mean) / (
-            end - mean
-        )
+        length = workload.padded_text_tokens(work, size, image_tokens, multiple)
+        padded = (length - mean) / (end - mean)
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
 
     def padded_to(self, choice: PassChoice) -> int:

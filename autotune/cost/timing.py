@@ -105,9 +105,8 @@ class Rates:
         bus = sheet.pcie_bytes_per_second if sheet is not None else None
         pinned = hardware.rate("host_to_device.pinned")
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
-        self.from_pageable = hardware.rate("host_to_device.pageable") or min(
-            PAGEABLE_SHARE * self.host_to_device, MAX_PAGEABLE_BANDWIDTH
-        )
+        pageable = min(PAGEABLE_SHARE * self.host_to_device, MAX_PAGEABLE_BANDWIDTH)
+        self.from_pageable = hardware.rate("host_to_device.pageable") or pageable
         kind, on_gpu = hardware.device.kind, hardware.device.kind == "cuda"
         owned = "RTX" in hardware.device.name or hardware.device.memory_kind == "integrated"
         usual = RENTED_LAUNCH_SECONDS if on_gpu and not owned else LAUNCH_SECONDS[kind]

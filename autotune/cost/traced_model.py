@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -362,16 +362,11 @@ class TracedModel:
 
     def _batch(self, size: int, dtype: torch.dtype, token_multiple: int = 1) -> Batch:
         """A batch on the meta device; if it needs a mask, captions differ in length."""
-        work = self.workload
+        work, empty = self.workload, partial(torch.empty, dtype=dtype, device="meta")
 
         def sample(tokens: int) -> dict[str, torch.Tensor]:
-            shapes = self.family.sample_shapes(
-                self.config, work.largest_bucket, tokens, work.num_control_images
-            )
-            return {
-                name: torch.empty(shape, dtype=dtype, device="meta")
-                for name, shape in shapes.items()
-            }
+            known = self.config, work.largest_bucket, tokens, work.num_control_images
+            return {name: empty(shape) for name, shape in self.family.sample_shapes(*known).items()}
 
         text_tokens = work.max_text_tokens
         less = self.family.text_multiple if self.masked(size) else 0
@@ -386,9 +381,8 @@ class TracedModel:
     def forward_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> int:
         """Return the most that one item's forward pass takes without gradients."""
         kernel = kernel_for("native", self.rules, self.masked(1))
-        passed = self.traced(
-            precision, quantization, kernel, 1, 0, modulation=modulation, train=False
-        )
+        known = precision, quantization, kernel, 1, 0
+        passed = self.traced(*known, modulation=modulation, train=False)
         level = peak = 0
         for segment in (passed.before, *passed.forward, passed.between):
             peak = max(peak, level + segment.peak_bytes)

@@ -277,9 +277,8 @@ class BatchLoader:
             yield from map(self._time, tasks)
             return
         with ThreadPoolExecutor(self.num_workers, thread_name_prefix="autotune-data") as threads:
-            queue = deque(
-                threads.submit(task) for task in islice(tasks, self.num_workers + EXTRA_BATCHES)
-            )
+            first = islice(tasks, self.num_workers + EXTRA_BATCHES)
+            queue = deque(threads.submit(task) for task in first)
             try:
                 while queue:
                     batch = self._time(queue.popleft().result)

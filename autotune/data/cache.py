@@ -233,14 +233,12 @@ def make_item_entries(
         tuple(make_prompt_entry(one, item.control_paths, bucket, identity) for one in captions)
         for captions in (item.captions, *others)
     )
-    latents = {"latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item)}
+    own = item.pixel_paths, bucket, identity, digest, item
+    latents = {"latents": _make_latents_entry(*own)}
     for number, path in enumerate(item.control_paths, start=1):
         name = f"control_latents_{number}"
         latents[name] = _make_latents_entry((path,), bucket, identity, digest)
-    flipped = {}
-    if with_flipped:
-        own = (item.pixel_paths, bucket, identity, digest, item)
-        flipped["latents"] = _make_latents_entry(*own, flipped=True)
+    flipped = {"latents": _make_latents_entry(*own, flipped=True)} if with_flipped else {}
     return ItemEntries(prompts, next(iter(empty), None), priors, latents, flipped)
 
 

@@ -190,9 +190,8 @@ def _drop_duplicates(
         if original == name:
             unique.append((name, item))
         else:
-            message = (
-                f"the same image as {original}: `repeats` in {media.METADATA} shows it more often"
-            )
+            more = f"`repeats` in {media.METADATA} shows it more often"
+            message = f"the same image as {original}: {more}"
             problems.append(Problem(file=name, kind="duplicate", message=message))
     return sorted(unique, key=lambda one: one[0]), problems
 

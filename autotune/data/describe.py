@@ -86,9 +86,7 @@ class Describer:
     def find(cls, name: str) -> "Describer":
         """Find a known pipeline, a folder or a hub id on this machine. Raises InvalidInput if it is
         not there, or describes no pictures."""
-        from transformers.models.auto.modeling_auto import (
-            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        )
+        from transformers.models.auto import modeling_auto
 
         folder = Path(name).expanduser()
         if not folder.is_dir():
@@ -104,7 +102,7 @@ class Describer:
         encoder = folder / "text_encoder" if (folder / "text_encoder").is_dir() else folder
         config = read_config(encoder / "config.json")
         kind = str(config.get("model_type"))
-        if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        if kind not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise InvalidInput(
                 f"{name} describes no pictures: it is a {kind}",
                 hint="name a pipeline with Qwen2.5-VL or Qwen3-VL (qwen-image, qwen-image-2.1), or "

@@ -5,7 +5,7 @@ only if something is missing.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
@@ -130,10 +130,8 @@ class Encoders:
 
     def load_vae(self, device: torch.device) -> nn.Module:
         """Return the pipeline's VAE if it is loaded, or else a new one on `device`."""
-        loaded = getattr(self._pipeline, "vae", None)
-        if loaded is not None:
-            return loaded  # type: ignore[no-any-return]
-        return self._load("vae", device)
+        loaded: nn.Module | None = getattr(self._pipeline, "vae", None)
+        return self._load("vae", device) if loaded is None else loaded
 
     def _load_text_encoder(self, name: str) -> nn.Module:
         if self.caching.text_encoder_streamed:
@@ -227,19 +225,14 @@ class EncodedDataset:
 
     @cached_property
     def _is_weighted(self) -> bool:
-        return any(entries.mask_key for entries in self.entries) or any(
-            item.weight != 1 for item in self.items
-        )
+        has_masks = any(entries.mask_key for entries in self.entries)
+        return has_masks or any(item.weight != 1 for item in self.items)
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
         """For each item a number, equal for pixels of equal shapes, which can share a batch."""
-        shapes = [
-            (bucket, len(entries.latents), item.slides)
-            for item, bucket, entries in zip(
-                self.items, self.bucket_indices, self.entries, strict=True
-            )
-        ]
+        parts = zip(self.items, self.bucket_indices, self.entries, strict=True)
+        shapes = [(bucket, len(entries.latents), item.slides) for item, bucket, entries in parts]
         numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
         return tuple(numbers[shape] for shape in shapes)
 
@@ -324,7 +317,12 @@ def encode_dataset(
     planned, masks, failures = _plan_entries(encoders, dataset.items, of_items, cache, *drawn)
     needed = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
     store = EntryStore(cache, len(needed), on_progress)
-    unreadable = _encode_missing(encoders, store, needed.values())
+    missing = [entry for entry in needed.values() if not store.find(entry, encoders.model)]
+    captions = [entry for entry in missing if entry.caption is not None]
+    unreadable = _encode_each(encoders, store, captions)
+    encoders.release_text()
+    pixels = [entry for entry in missing if entry.caption is None]
+    unreadable |= _encode_each(encoders, store, pixels)
     for index, of_item in planned.items():
         if keys := of_item.keys & unreadable.keys():
             failures[index] = unreadable[min(keys)]
@@ -397,17 +395,6 @@ def _plan_entries(
         else:
             planned[index] = entries
     return planned, masks, failures
-
-
-def _encode_missing(
-    encoders: Encoders, store: EntryStore, entries: Iterable[CacheEntry]
-) -> dict[str, str]:
-    missing = [entry for entry in entries if not store.find(entry, encoders.model)]
-    captions = [entry for entry in missing if entry.caption is not None]
-    pixels = [entry for entry in missing if entry.caption is None]
-    unreadable = _encode_each(encoders, store, captions)
-    encoders.release_text()
-    return unreadable | _encode_each(encoders, store, pixels)
 
 
 class _Unreadable(Exception):

@@ -179,12 +179,10 @@ def find_media(contents: Contents, *, clips: bool) -> tuple[Media, ...]:
 
 
 def _readable_suffixes(*, clips: bool) -> frozenset[str]:
+    if not clips:
+        return pixels.IMAGE_SUFFIXES
     videos = pixels.VIDEO_SUFFIXES if pixels.has_video_decoder() else frozenset[str]()
-    return (
-        pixels.IMAGE_SUFFIXES | pixels.ANIMATION_SUFFIXES | videos
-        if clips
-        else pixels.IMAGE_SUFFIXES
-    )
+    return pixels.IMAGE_SUFFIXES | pixels.ANIMATION_SUFFIXES | videos
 
 
 def _is_mask(path: Path) -> bool:
@@ -198,9 +196,8 @@ def _natural_sort_key(path: Path) -> tuple[tuple[int, int | str], ...]:
 
 def find_unsupported(contents: Contents, *, clips: bool) -> Iterator[Problem]:
     """Find media files that are not read, with what to do about each."""
-    suffixes = (pixels.VIDEO_SUFFIXES | OTHER_VIDEOS | OTHER_IMAGES) - _readable_suffixes(
-        clips=clips
-    )
+    known = pixels.VIDEO_SUFFIXES | OTHER_VIDEOS | OTHER_IMAGES
+    suffixes = known - _readable_suffixes(clips=clips)
     for path in contents.files:
         if path.suffix.lower() in suffixes:
             message = _explain_unsupported(path, clips=clips)

@@ -230,7 +230,10 @@ def why_not_faster(backend: AttentionBackend, context: TuningContext) -> str | N
     hardware, name = context.hardware, backend.name
     if name == DEFAULT or hardware.device.kind != "cuda":
         return None
-    cases = [False, True] if _takes_masks(backend, context) else [False]
+    work, family = context.workload, context.family
+    has_some = family.has_attention_mask(work.effective_batch_size, work.text_padding)
+    always = family.has_attention_mask(1, "exact")  # of the text alone
+    cases = [False, True] if has_some and not always and not backend.refuses_masks else [False]
     if hardware.origin == "catalog" and backend.needs.library:
         what = "published for its kernel is"
         speed = max(_assumed_speed(name, hardware, masked) for masked in cases)
@@ -241,13 +244,6 @@ def why_not_faster(backend: AttentionBackend, context: TuningContext) -> str | N
             return f"not measured with {DEFAULT}, which takes {best}"
         what, speed = "the probe measured", max(each or 0.0 for each in found)
     return None if speed >= MIN_SPEED else f"{what} {speed:.2f} times the speed of {DEFAULT}"
-
-
-def _takes_masks(backend: AttentionBackend, context: TuningContext) -> bool:
-    work, family = context.workload, context.family
-    has_some = family.has_attention_mask(work.effective_batch_size, work.text_padding)
-    always = family.has_attention_mask(1, "exact")  # of the text alone
-    return has_some and not always and not backend.refuses_masks
 
 
 def _kernel(name: str, hardware: HardwareProfile, masked: bool) -> Kernel:

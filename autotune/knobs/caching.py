@@ -73,14 +73,12 @@ class EncoderSize:
         return max(captions, self.images_bytes(caching) if caching.vae_device == place else 0)
 
     def _encoder_bytes(self, caching: CachingSettings) -> int:
-        return round(self._stored_share(caching) * self.plain_bytes)
-
-    def _stored_share(self, caching: CachingSettings) -> float:
         if caching.text_encoder_streamed:
-            return PASSING_SHARE
+            return round(PASSING_SHARE * self.plain_bytes)
         weight_format = WEIGHT_FORMATS[caching.text_encoder_quantization]
         quantized = QUANTIZED_SHARE if weight_format.quantize else 0.0
-        return 1 - quantized + quantized * weight_format.bytes_per_parameter / self.element_bytes
+        share = 1 - quantized + quantized * weight_format.bytes_per_parameter / self.element_bytes
+        return round(share * self.plain_bytes)
 
 
 def size_of(
