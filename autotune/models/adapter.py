@@ -89,9 +89,8 @@ def adapter_shapes(
     family: Family, transformer: nn.Module, workload: Workload
 ) -> Counter[tuple[int, ...]]:
     """Count the parameters of each shape that `add_adapter` would add, at once."""
-    is_chosen = _peft_rule(
-        choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
-    )
+    chosen = choose_layers(family, transformer, workload.targets, workload.adapted_blocks)
+    is_chosen = _peft_rule(chosen)
     shapes: Counter[tuple[int, ...]] = Counter()
     for name, module in transformer.named_modules():
         if is_chosen(name):

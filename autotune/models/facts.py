@@ -68,15 +68,14 @@ class ModulationLayers:
     embedders: tuple[str, ...]  # whose outputs (items, features) add up to the conditioning
     inputs: tuple[str, ...] = ()  # tensors of a sample besides noise level and guidance
 
-    def layer_names(self, owner: str, module: nn.Module) -> tuple[str, str]:
-        kinds = {type(child): f"{owner}.{name}" for name, child in module.named_children()}
-        return kinds[nn.SiLU], kinds[nn.Linear]
-
     def find(self, transformer: nn.Module) -> list[tuple[str, str]]:
         """Name every activation and its modulation layer."""
-        modules = transformer.named_modules()
-        owners = ((name, module) for name, module in modules if re.fullmatch(self.owners, name))
-        return [self.layer_names(name, module) for name, module in owners]
+        found = []
+        for owner, module in transformer.named_modules():
+            if re.fullmatch(self.owners, owner):
+                names = {type(child): f"{owner}.{name}" for name, child in module.named_children()}
+                found.append((names[nn.SiLU], names[nn.Linear]))
+        return found
 
 
 # 20 images make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples.

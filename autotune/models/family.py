@@ -235,9 +235,8 @@ class Family(ABC):
         if self.max_controls:
             allowed = " to ".join(map(str, sorted({self.min_controls, self.max_controls})))
             hint = "give the images that belong to each with --control"
-        raise InvalidInput(
-            f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint
-        )
+        what = f"{of} has {number} control image(s); {self.name} takes {allowed}"
+        raise InvalidInput(what, hint=hint)
 
     def check_prompt(self, num_pictures: int) -> None:
         """Raise InvalidInput if a prompt cannot come with that many pictures."""
@@ -408,11 +407,8 @@ class Family(ABC):
 
 def unwrap_model(transformer: nn.Module) -> Any:
     """Return the diffusers model itself, without what wraps or compiles it."""
-    while (
-        inner := getattr(transformer, "module", getattr(transformer, "_orig_mod", None))
-    ) is not None:
-        transformer = inner
-    return transformer
+    inner = getattr(transformer, "module", getattr(transformer, "_orig_mod", None))
+    return transformer if inner is None else unwrap_model(inner)
 
 
 CHECK_CONFIG = "check the config.json of what is trained, or update diffusers"

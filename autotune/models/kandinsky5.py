@@ -70,9 +70,8 @@ class Kandinsky5(latents.QwenProcessor, family.Family):
         texts = [stock.prompt_template.format(prompt_clean(caption)) for caption in captions]
         start = stock.prompt_template_encode_start_idx
         # The pipeline cuts characters of a long prompt, so a token or two fewer may remain.
-        return [
-            min(length - start, MAX_TEXT_TOKENS) for length in latents.count_tokens(folder, texts)
-        ]
+        lengths = latents.count_tokens(folder, texts)
+        return [min(length - start, MAX_TEXT_TOKENS) for length in lengths]
 
     def predict(
         self, transformer: Any, noisy: Tensor, levels: Tensor, batch: family.Batch

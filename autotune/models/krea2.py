@@ -47,9 +47,8 @@ class Krea2(Family):
         texts = [stock.prompt_template_encode_prefix + caption for caption in captions]
         suffix = stock.prompt_template_encode_num_suffix_tokens
         added = suffix - stock.prompt_template_encode_start_idx
-        return [
-            min(length + added, MAX_TEXT_TOKENS) for length in latents.count_tokens(folder, texts)
-        ]
+        lengths = latents.count_tokens(folder, texts)
+        return [min(length + added, MAX_TEXT_TOKENS) for length in lengths]
 
     def predict(self, transformer: Any, noisy: Tensor, levels: Tensor, batch: Batch) -> Tensor:
         from diffusers import Krea2Pipeline

@@ -52,9 +52,8 @@ class Families(Mapping[str, Family]):
             raise TypeError(f"not a Family: {family!r}")
         name, index = family.name, {**family.pipeline_config, "_class_name": family.pipeline_class}
         if any(name == other.name or other.is_pipeline(index) for other in self._families.values()):
-            raise ValueError(
-                f"there is already a family {name}, or one with a {family.pipeline_class}"
-            )
+            what = f"a family {name}, or one with a {family.pipeline_class}"
+            raise ValueError(f"there is already {what}")
         self._families[name] = family
 
     def _all(self) -> Mapping[str, Family]:

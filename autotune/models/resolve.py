@@ -86,9 +86,8 @@ class ResolvedModel:
         path = self.config_folder / "scheduler" / "scheduler_config.json"
         if not os.path.lexists(path):  # whoever has no weights yet may lack it, too
             return self.family.noise
-        return self.family.noise_of(
-            files.read_config(path), files.read_model_index(self.config_folder)
-        )
+        scheduler = files.read_config(path)
+        return self.family.noise_of(scheduler, files.read_model_index(self.config_folder))
 
     @property
     def weights(self) -> Path:
@@ -196,9 +195,8 @@ def fetch(model: str, *, on_event: OnEvent = log_event) -> FetchedModel:
     """
     ref = ModelRef.of(model)
     if not is_on_hub(ref):
-        raise InvalidInput(
-            f"{model} is on this machine: there is nothing to fetch", hint="name a model of the hub"
-        )
+        what = f"{model} is on this machine: there is nothing to fetch"
+        raise InvalidInput(what, hint="name a model of the hub")
     on_event(StatusChanged(text=f"fetching {model}"))
     found = fetch_model(ref)
     if found.revision is None:  # neither known nor a repository's name
@@ -374,9 +372,8 @@ def _resolve_single_file(
     elif known:
         family = known[0]
     else:
-        raise InvalidInput(
-            f"the base {base.name} is neither a folder nor on this machine", hint=NAME_BASE
-        )
+        what = f"the base {base.name} is neither a folder nor on this machine"
+        raise InvalidInput(what, hint=NAME_BASE)
     family = family.with_expert(ref.expert or single_file.named_expert(file.stem, family))
     configs = [published.config for published in family.models]
     if folder and (path := folder / family.denoiser / "config.json").is_file():

@@ -87,10 +87,8 @@ class Wan22HighNoise(Wan):
         if not isinstance(boundary, float) or not 0 < boundary < 1:
             hint = "it must be a share of noise such as 0.875: download the model again"
             raise InvalidInput(f"model_index.json has the boundary_ratio {boundary!r}", hint=hint)
-        return self._noise_beside(boundary)
-
-    def _noise_beside(self, boundary: float) -> NoiseProcess:
-        return FlowMatching(lowest_share=boundary)
+        end = "lowest_share" if self.expert == "high-noise" else "highest_share"
+        return FlowMatching(**{end: boundary})
 
     def call_options(self, pipeline: Any, prompt: str, bucket: Bucket, controls: Images) -> Options:
         usual = super().call_options(pipeline, prompt, bucket, controls)
@@ -110,9 +108,6 @@ class Wan22LowNoise(Wan22HighNoise):
     @property
     def adapter_component(self) -> str:
         return "transformer"  # diffusers names the layers of both like the first's
-
-    def _noise_beside(self, boundary: float) -> NoiseProcess:
-        return FlowMatching(highest_share=boundary)
 
 
 class Wan22ImageHighNoise(Wan22HighNoise):

@@ -122,9 +122,8 @@ def save_adapter(
     """Save what `get_peft_model_state_dict` returns for `load_lora_weights`, atomically."""
     bare = {name.removeprefix(f"{component}."): tensor for name, tensor in state.items()}
     names = _module_names(bare)
-    layers = _collect_layers(
-        bare, dict.fromkeys(names, info.alpha), dict.fromkeys(names, info.rank)
-    )
+    alphas, ranks = (dict.fromkeys(names, value) for value in (info.alpha, float(info.rank)))
+    layers = _collect_layers(bare, alphas, ranks)
     for name, layer in layers.items():
         if isinstance(layer, LoraLayer) and layer.rank != info.rank:
             message = f"{name} has rank {layer.rank}, not {info.rank}"
@@ -434,9 +433,8 @@ def _find_layout(adapter: Adapter, to: AdapterFormat, transformer: str | None) -
     program, layers, better = READ_IN_PART.get(to, {}).get(found, ("", "(?!)", ""))
     if any(re.search(layers, name) for name in adapter.layers):
         message = f"in the format {to}, {program} finds only some layers of a {found}"
-        raise InvalidInput(
-            message, hint=f"choose the format {better}, which ComfyUI and diffusers read whole"
-        )
+        hint = f"choose the format {better}, which ComfyUI and diffusers read whole"
+        raise InvalidInput(message, hint=hint)
     layout = LAYOUTS.get(found)
     return layout if layout and (layout.kohya_has_own_names or to != "kohya") else None
 

@@ -139,10 +139,8 @@ def read_header(path: Path) -> WeightFile:
     header_bytes = _check_header_size(path, size)
     try:
         with safe_open(path, framework="np") as file:
-            tensors = [(name, file.get_slice(name)) for name in file.offset_keys()]
-            described = [
-                (name, tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in tensors
-            ]
+            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            described = [(name, it.get_dtype(), tuple(it.get_shape())) for name, it in slices]
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise _explain(error, path, size, header_bytes) from error
@@ -174,9 +172,8 @@ def _check_header_size(path: Path, file_bytes: int) -> int:
         reason = f"it claims a header of {header_bytes} bytes; {MAX_HEADER_BYTES} are allowed"
         raise _corrupt(path, reason)
     if 8 + header_bytes > file_bytes:
-        raise TruncatedFile(
-            f"{path} ends inside its header: it has {file_bytes} bytes", hint=CHECK_FILE_SIZE
-        )
+        what = f"{path} ends inside its header: it has {file_bytes} bytes"
+        raise TruncatedFile(what, hint=CHECK_FILE_SIZE)
     return header_bytes
 
 

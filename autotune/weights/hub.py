@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import huggingface_hub
@@ -77,10 +78,9 @@ def fetch(
             if weights:
                 huggingface_hub.HfApi().auth_check(repo)
                 _require_room(repo, revision, wanted)
-            found = huggingface_hub.snapshot_download(
-                repo, revision=revision, allow_patterns=wanted
+            return Path(
+                huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=wanted)
             )
-            return Path(found)
     except UNREACHABLE as error:
         first = str(error).splitlines()[0]
         is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -141,9 +141,8 @@ def select_files(
                 f"the repository has no {component}/",
                 hint=f"it has these folders: {', '.join(folders) or 'none'}",
             )
-        names = [
-            path.name for path in own if path.suffix in TEXT_SUFFIXES and ".index." not in path.name
-        ]
+        texts = [path.name for path in own if path.suffix in TEXT_SUFFIXES]
+        names = [name for name in texts if ".index." not in name]
         names += _select_weights([path.name for path in own], component) if weights else []
         selected += [f"{component}/{name}" for name in names]
     return tuple(selected)
@@ -182,10 +181,8 @@ def snapshot_in_cache(
 ) -> Path | None:
     """Find that revision's folder in the hub's cache, complete or not, without the network."""
     try:
-        found = [
-            huggingface_hub.try_to_load_from_cache(repo, index, revision=revision)
-            for index in indices
-        ]
+        find = partial(huggingface_hub.try_to_load_from_cache, repo, revision=revision)
+        found = list(map(find, indices))
     except errors.HFValidationError:
         return None
     return next((Path(index).parent for index in found if isinstance(index, str)), None)
@@ -236,12 +233,9 @@ def _translate_refusals(repo: str, revision: str) -> Iterator[None]:
     try:
         yield
     except tuple(kind for kind, _, _ in REFUSALS) as error:
-        reason, hint = next(
-            (reason, hint) for kind, reason, hint in REFUSALS if isinstance(error, kind)
-        )
-        raise files.HubError(
-            f"{repo} cannot be fetched: {reason.format(revision)}", hint=hint
-        ) from error
+        reason, hint = next(texts for kind, *texts in REFUSALS if isinstance(error, kind))
+        what = f"{repo} cannot be fetched: {reason.format(revision)}"
+        raise files.HubError(what, hint=hint) from error
 
 
 def require_hub(repo: str) -> None:
@@ -253,9 +247,8 @@ def require_hub(repo: str) -> None:
 
 def upload(repo: str, paths: Mapping[str, Path]) -> str:
     """Write files by name in one commit, else raise HubError; return the (private) address."""
-    additions = [
-        huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in paths.items()
-    ]
+    add = huggingface_hub.CommitOperationAdd
+    additions = [add(name, str(path)) for name, path in paths.items()]
     api = huggingface_hub.HfApi()
     with _translate_errors(repo):
         address = api.create_repo(repo, private=True, exist_ok=True)

@@ -57,11 +57,9 @@ class Layout:
 
     def has_widths(self, widths: Mapping[str, tuple[int, int]]) -> bool:
         """Return whether a layer has the outputs that this model's has."""
-        for name, (inputs, outputs) in widths.items():
-            ratio = self.width_ratios.get(split_number(name)[0].partition("#.")[2], 0)
-            if outputs == inputs * ratio:
-                return True
-        return False
+        ends = [split_number(name)[0].partition("#.")[2] for name in widths]
+        pairs = zip(ends, widths.values(), strict=True)
+        return any(size[1] == size[0] * self.width_ratios.get(end, 0) for end, size in pairs)
 
 
 def split_number(name: str) -> tuple[str, str]:

@@ -73,12 +73,10 @@ def transformers_renaming(model: nn.Module) -> Rename:
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if not isinstance(step, WeightRenaming)]
-    state = model.state_dict()
+    known = renamings, converters, model.base_model_prefix, model.state_dict()
 
     def rename(name: str) -> str:
-        renamed, converter = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, state
-        )
+        renamed, converter = rename_source_key(name, *known)
         if converter is not None:
             message = f"transformers does not only rename {name}, it converts it"
             raise files.BadWeights(message, hint="load this component with from_pretrained")
@@ -220,9 +218,8 @@ class _Filler:
         self.by_name = {name: slot for slot in self.slots for name in slot.names}
         self.filled: set[str] = set()
         self.holders = {slot.name: self._find_holders(slot) for slot in self.slots}
-        self.num_missing = Counter(
-            module for holders in self.holders.values() for module, _ in holders
-        )
+        modules = [module for holders in self.holders.values() for module, _ in holders]
+        self.num_missing = Counter(modules)
         self.module_names = {module: name for name, module in model.named_modules()}
 
     def _find_holders(self, slot: _Slot) -> list[tuple[nn.Module, str]]:
@@ -264,9 +261,8 @@ class _Filler:
                     setattr(module, leaf, value.to(device))  # or each pass would fetch it
                 if getattr(value, "is_meta", False):
                     message = f"{name}.{leaf} has no values: it is in no file and was built on meta"
-                    raise files.BadWeights(
-                        message, hint="build the model with autotune.weights.empty.build_empty"
-                    )
+                    hint = "build the model with autotune.weights.empty.build_empty"
+                    raise files.BadWeights(message, hint=hint)
         self.model.eval()
         if device.type == "cuda":
             # Or the allocator would return it in the middle of a step, which looks like a spill.

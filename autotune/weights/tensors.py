@@ -225,15 +225,11 @@ LOADERS: Mapping[str, Loader] = {
 def get_loader(name: str, device: torch.device) -> Loader:
     """Return a loader by its name. Raises InvalidInput if it cannot read to `device`."""
     if name not in LOADERS:
-        raise InvalidInput(
-            f"there is no loader called {name!r}", hint=f"choose one of {', '.join(LOADERS)}"
-        )
-    reason = LOADERS[name].why_not(device)
-    if reason:
-        raise InvalidInput(
-            f"the loader {name} cannot be used on this machine: {reason}",
-            hint="choose the loader safetensors",
-        )
+        hint = f"choose one of {', '.join(LOADERS)}"
+        raise InvalidInput(f"there is no loader called {name!r}", hint=hint)
+    if reason := LOADERS[name].why_not(device):
+        what = f"the loader {name} cannot be used on this machine: {reason}"
+        raise InvalidInput(what, hint="choose the loader safetensors")
     return LOADERS[name]
 
 
