@@ -31,10 +31,8 @@ def classify_memory(
         for kind in OVERRIDES:
             if override == kind:
                 return kind, f"set by AUTOTUNE_MEMORY_KIND={override}; measured signals ignored"
-        known = ", ".join(OVERRIDES)
-        raise InvalidInput(
-            f"AUTOTUNE_MEMORY_KIND is {override!r}", hint=f"use one of: {known}; or unset it"
-        )
+        hint = f"use one of: {', '.join(OVERRIDES)}; or unset it"
+        raise InvalidInput(f"AUTOTUNE_MEMORY_KIND is {override!r}", hint=hint)
     if integrated is None and host_page_tables is None:
         return "discrete", "neither signal is known: assumed to be a card with its own memory"
     values = ["unknown" if each is None else int(each) for each in (integrated, host_page_tables)]

@@ -270,9 +270,8 @@ def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> H
     if profile.origin != "catalog":
         raise InvalidInput("what is installed on this machine is known", hint="leave --assume out")
     names = (names,) if isinstance(names, str) else names
-    backends = [
-        each for each in ATTENTION_BACKENDS.values() if each.needs.library and not each.why_not
-    ]
+    trainable = [each for each in ATTENTION_BACKENDS.values() if not each.why_not]
+    backends = [each for each in trainable if each.needs.library]
     told = profile
     for name in names:
         own = [each.needs for each in backends if each.needs.library == name.replace("-", "_")]
@@ -288,9 +287,8 @@ def with_assumed_packages(profile: HardwareProfile, names: Collection[str]) -> H
             hint = "leave --assume out, or plan for another card"
             raise InvalidInput(f"{name} does not run on {profile.device.name}: {reason}", hint=hint)
     note = f"assumed: {', '.join(names)} installed, and its attention as fast as is published"
-    return capabilities.with_capabilities(
-        told.changed(assumed=tuple(names), notes=(*told.notes, note))
-    )
+    told = told.changed(assumed=tuple(names), notes=(*told.notes, note))
+    return capabilities.with_capabilities(told)
 
 
 def _device(gpu: CatalogGpu) -> Device:

@@ -101,9 +101,8 @@ class Reader:
 
     def read_versions(self) -> Versions:
         """Read the versions of what decides how a step runs."""
-        return Versions(
-            **({"python": platform.python_version()} | self.facts("versions", VERSIONS))
-        )
+        known = {"python": platform.python_version()} | self.facts("versions", VERSIONS)
+        return Versions(**known)
 
 
 NO_PACKAGES = frozenset({"python", "cuda_runtime", "cuda_driver", "driver", "cudnn"})

@@ -44,9 +44,8 @@ def read_profile(system: System, index: int | None = None) -> HardwareProfile:
     host = reader.read_host()
     versions = reader.read_versions()
     device = read_device(reader, host)
-    known = (
-        catalog.find_gpu(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
-    )
+    is_cuda = device.kind == "cuda"
+    known = catalog.find_gpu(device.name, device.total_memory_bytes) if is_cuda else None
     profile = HardwareProfile(
         device=device,
         host=host,

@@ -131,11 +131,8 @@ def collect_rarely() -> Iterator[None]:
     torch and transformers and traces of models make a million objects that stay: a plan takes an
     eighth less time. Not for what holds large tensors, which a cycle would keep alive."""
     with _lock:
-        if not _before:
-            usual = gc.get_threshold()
-            gc.set_threshold(RARELY, *usual[1:])
-        else:
-            usual = _before[0]
+        usual = _before[0] if _before else gc.get_threshold()
+        gc.set_threshold(RARELY, *usual[1:])
         _before.append(usual)
     try:
         yield
