@@ -63,9 +63,8 @@ def convert_weights(
     """
     source, target = Path(source), Path(target)
     if to not in get_args(AdapterFormat):
-        raise InvalidInput(
-            f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat))
-        )
+        hint = suggest_nearest(to, get_args(AdapterFormat))
+        raise InvalidInput(f"there is no format {to!r}", hint=hint)
     if not overwrite:
         _require_absent(target, "file")
     read_header(source)
@@ -111,18 +110,16 @@ def plan_from_config(
     asked: dict[str, Any] = {**config.options, **options}
     data, remarks = _folder_here(config.data), []
     if data is None and config.data is not None:
-        remarks.append(
-            f"there is no folder {config.data} here: name the data with `autotune train --data`"
-        )
+        fix = "name the data with `autotune train --data`"
+        remarks.append(f"there is no folder {config.data} here: {fix}")
     without_pins = {name: value for name, value in asked.items() if name not in NOT_OF_PINS}
     num_blocks = resolve_model(ModelRef.of(config.model)).spec.num_blocks
     choices_of = partial(list_choices, config.model, None, **without_pins)
     pins, impossible = _possible_pins(config.pins, num_blocks, choices_of)
     asked["pins"] = {**pins, **dict(asked.get("pins", {}))}
     made = plan(config.model, data, on_event=on_event, **asked)
-    remarks += [
-        f"{name} is not {value} as in the file: {why}" for name, (value, why) in impossible.items()
-    ]
+    for name, (value, why) in impossible.items():
+        remarks.append(f"{name} is not {value} as in the file: {why}")
     return PlanFromConfig(made, tuple(remarks))
 
 
@@ -144,9 +141,8 @@ def audit(
         >>> found.as_written.fits, found.fastest.step_seconds, found.worth[0].knob
     """
     if measure and hardware is not None:
-        raise InvalidInput(
-            "only this machine can be measured", hint="leave out --measure, or --hardware"
-        )
+        hint = "leave out --measure, or --hardware"
+        raise InvalidInput("only this machine can be measured", hint=hint)
     read = config if isinstance(config, ImportedConfig) else import_config(config)
     from autotune.cost.estimate import estimate as estimate_candidate
     from autotune.cost.predict import CostModel
@@ -197,9 +193,8 @@ def audit(
         return found
     on_event(StatusChanged(text="running a few steps of both"))
     with PlannerBackend().trials(resolved.model, cost) as run:
-        return found.changed(
-            measured_as_written=run(settings), measured_fastest=None if made is None else run(made)
-        )
+        found = found.changed(measured_as_written=run(settings))
+        return found if made is None else found.changed(measured_fastest=run(made))
 
 
 def export_config(

@@ -267,5 +267,5 @@ def _find_useless(store: Store) -> Iterator[tuple[str, str]]:
 
 
 def _best_seconds(record: Record) -> float:
-    ran = (trial.median_step_seconds or 0.0 for trial in record.trials if trial.outcome == "ok")
-    return min(ran)
+    ran = (trial for trial in record.trials if trial.outcome == "ok")
+    return min(trial.median_step_seconds or 0.0 for trial in ran)

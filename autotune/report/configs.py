@@ -69,7 +69,6 @@ def _group(group: Sequence[ConfigLine]) -> list[str]:
 
 def export_lines(exported: ExportedConfig) -> list[str]:
     """Tell what the files of another trainer do otherwise than the plan."""
-
     lines = [f"files     {', '.join(exported.files)}"]
     for kind, title in DIFFERENCE_KINDS.items():
         these = [one for one in exported.differences if one.kind == kind]
@@ -121,10 +120,9 @@ def _sections(audit: Audit) -> Iterator[tuple[str, list[list[str]], list[tuple[s
     if audit.worth:
         rows = _worth(audit)
         remarks = [SWAP] * any(row[0] == TITLES["swapped_blocks"] for row in rows)
-        is_short = (
-            audit.fastest and audit.fastest.job.total_seconds > audit.as_written.job.total_seconds
-        )
-        remarks += [SHORT] * bool(is_short)
+        fastest, written = audit.fastest, audit.as_written
+        if fastest and fastest.job.total_seconds > written.job.total_seconds:
+            remarks.append(SHORT)
         yield "what each change is worth alone", rows, [("", one) for one in remarks]
     own = (one for one in config.not_carried if one.line)
     if lost := [(one.key, f" (line {one.line}): {one.meaning}") for one in own]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -89,7 +90,8 @@ def profile_lines(profile: HardwareProfile, findings: Sequence[Finding]) -> list
     memory = f"{total}, {free} free; a run may take {memory_text(device.budget_bytes)}"
     software = {"driver": versions.driver, "CUDA": versions.cuda_runtime, "torch": versions.torch}
     system = f", {MEMORY['cpu']} {memory_text(host.memory_bytes)}" * (device.kind != "cpu")
-    ours = [name for name in ABILITIES if any(map(_can(profile), ABILITIES[name]))]
+    available = {one.name for one in profile.capabilities if one.available}
+    ours = [name for name, ways in ABILITIES.items() if available.intersection(ways)]
     facts = [
         ("GPU" if device.kind == "cuda" else "device", device.name),
         (MEMORY[device.kind], memory),
@@ -104,10 +106,6 @@ def profile_lines(profile: HardwareProfile, findings: Sequence[Finding]) -> list
     more = f" (and {len(hurting) - 1} more)" if len(hurting) > 1 else ""
     facts += [("warning", f"{hurting[0]}{more}: autotune doctor")] if hurting else []
     return titled_lines([*facts, ("more", "each ability and speed: autotune probe --verbose")])
-
-
-def _can(profile: HardwareProfile) -> Callable[[str], bool]:
-    return lambda name: profile.capability(name).available
 
 
 def _speed_text(profile: HardwareProfile) -> str:
@@ -129,11 +127,8 @@ def _speed_text(profile: HardwareProfile) -> str:
 
 def findings_lines(findings: Sequence[Finding]) -> list[str]:
     """Tell the doctor's findings, worst first."""
-    facts = ((one.severity, one.what, one.fix) for one in findings)
-    lines = titled_lines(
-        pair for title, *told in facts for pair in zip((title, "fix:"), told, strict=True)
-    )
-    return lines or ["Nothing is wrong with this machine."]
+    pairs = (((one.severity, one.what), ("fix:", one.fix)) for one in findings)
+    return titled_lines(chain(*pairs)) or ["Nothing is wrong with this machine."]
 
 
 def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:

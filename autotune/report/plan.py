@@ -62,10 +62,14 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     left = hardware.budget_bytes - expected.run_memory_bytes
     sizes = (expected.run_memory_bytes, hardware.budget_bytes)
     needed, budget = map(text.memory_text, sizes)
+    settings = [words.setting_text("quantization", frozen.settings.quantization)]
+    settings += words.unusual_settings(dict(frozen.settings), words.MAIN[1:], work.model.num_blocks)
+    if frozen.caching != CachingSettings():
+        settings.append(words.setting_text("caching", words.caching_text(frozen.caching)))
     facts = [
         ("fits" if is_measured else "should fit", f"{subject}, {size_text(work)}"),
         ("batch size", f"{batch} = {size} at a time x {passes} gradient accumulation{shared}"),
-        ("settings", "; ".join(_main_settings(plan))),
+        ("settings", "; ".join(settings)),
         (
             words.MEMORY[hardware.device_kind],
             f"up to {needed} of {budget}, {text.memory_text(left)} stay free",
@@ -117,15 +121,6 @@ def speed_text(step_seconds: float, doubt: float | None, work: workload.Workload
     return f"{step} a step, {item} {'a clip' if work.has_clips else 'an image'}"
 
 
-def _main_settings(plan: TrainingPlan) -> list[str]:
-    settings, num_blocks = plan.frozen.settings, plan.frozen.workload.model.num_blocks
-    told = [words.setting_text("quantization", settings.quantization)]
-    told += words.unusual_settings(dict(settings), words.MAIN[1:], num_blocks)
-    if plan.frozen.caching != CachingSettings():
-        told.append(words.setting_text("caching", words.caching_text(plan.frozen.caching)))
-    return told
-
-
 def _gains_of_memory(plan: TrainingPlan) -> list[str]:
     forecast, seconds = plan.frozen.forecast, plan.frozen.expected.step_seconds
     budget = plan.frozen.hardware.budget_bytes
@@ -162,10 +157,8 @@ def train_hint(plan: TrainingPlan, file: Path) -> str:
         command = ["autotune", "export-config", name, "--to", trainer, "-o", "FOLDER"]
     lines = text.with_command(f"written to {file}; {hint}", shlex.join(command))
     if len(lines) > 1:  # file and command stay whole, each on its own line
-        lines = [
-            f"written to {text.printable(str(file))}",
-            *text.with_command(hint, shlex.join(command)),
-        ]
+        where = f"written to {text.printable(str(file))}"
+        lines = [where, *text.with_command(hint, shlex.join(command))]
     return "\n".join(lines)
 
 

@@ -97,9 +97,7 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         "validation": job.validation_seconds,
         "saving": job.save_seconds,
     }
-    besides = ", ".join(
-        f"{title} {text.rough_seconds(took)}" for title, took in around.items() if took
-    )
+    besides = [f"{title} {text.rough_seconds(took)}" for title, took in around.items() if took]
     settings = [setting_text("quantization", candidate.quantization)]
     settings += unusual_settings(dict(candidate), MAIN[1:], work.model.num_blocks)
     facts = [
@@ -112,7 +110,7 @@ def estimate_lines(estimate: Estimate) -> list[str]:
         ("speed", plan.speed_text(prediction.step_seconds, doubt, work)),
         ("limited by", prediction.step_time.limited_by(0.0)),
         ("the run", f"{estimate.num_steps} steps, {total} in all{cost}"),
-        ("in it", besides),
+        ("in it", ", ".join(besides)),
         ("uncertain", f"{TIME_EVIDENCE}; nothing has run"),
     ]
     if not estimate.fits:

@@ -51,12 +51,10 @@ def _against_base(loss: float, base_loss: float) -> str:
 def result_lines(report: RunReport) -> list[str]:
     """Tell in a few lines what the run took, what it learned, and what went wrong."""
     taken, verdict = report.num_steps - report.resumed_at, report.verdict
-    step, planned = map(
-        text.seconds_text, (report.measured_step_seconds, report.expected_step_seconds)
-    )
-    size, promised = map(
-        text.memory_text, (report.run_memory_bytes, report.expected_run_memory_bytes)
-    )
+    times = report.measured_step_seconds, report.expected_step_seconds
+    sizes = report.run_memory_bytes, report.expected_run_memory_bytes
+    step, planned = map(text.seconds_text, times)
+    size, promised = map(text.memory_text, sizes)
     image = text.seconds_text(1 / report.images_per_second if report.images_per_second else None)
     loss = f"{text.loss_text(report.first_loss)} -> {text.loss_text(report.final_loss)}"
     facts = [

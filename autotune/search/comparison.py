@@ -195,9 +195,7 @@ def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
     """Read the predictions for the cards that have some, the fastest first; cached."""
     known = json.loads(shipped_path(FILE).read_text())["models"].get(model, {})
     predictions = [
-        CatalogPrediction.model_validate(
-            {"gpu": gpu.id, "memory_gb": gpu.memory_nominal_gb, **(known[gpu.id] or {})}
-        )
+        CatalogPrediction(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, **(known[gpu.id] or {}))
         for gpu in load_catalog()
         if gpu.id in known
     ]

@@ -227,10 +227,8 @@ class ResidualSearch:
         if self.objective == "memory":
             expected = prediction.allocated_memory_bytes
             uncertainty = prediction.memory_uncertainty
-        logarithm, fits = math.log(expected), chance_to_fit
-        return ScoredCandidate(
-            prediction.candidate, logarithm, uncertainty, seconds, required_bytes, fits
-        )
+        known = math.log(expected), uncertainty, seconds, required_bytes
+        return ScoredCandidate(prediction.candidate, *known, chance_to_fit)
 
     def is_settled(self, results: Results) -> bool:
         """Tell if `results` alone, whatever records say of them, make all other trials needless."""

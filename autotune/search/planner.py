@@ -235,9 +235,8 @@ class _Search:
         def rehearse(candidate: Candidate) -> TrialResult | None:
             return self.backend.rehearse(problem.model, problem.cost, candidate, seconds)
 
-        return winner.confirm_winner(
-            trials, problem, lambda candidate: self.try_once("rehearsal", candidate, rehearse)
-        )
+        try_phases = partial(self.try_once, "rehearsal", run=rehearse)
+        return winner.confirm_winner(trials, problem, try_phases)
 
     def try_once(
         self,

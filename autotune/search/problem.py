@@ -15,7 +15,6 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.formats import WEIGHT_FORMATS
 from autotune.knobs.knob import TuningContext
 from autotune.knobs.registry import KNOBS
-from autotune.models.family import Family
 from autotune.models.registry import find_published
 from autotune.models.resolve import ResolvedModel, read_parts
 from autotune.plan.base import digest_of
@@ -25,7 +24,7 @@ from autotune.plan.job import Job
 from autotune.plan.prediction import Prediction
 from autotune.plan.request import PlanRequest
 from autotune.plan.words import setting_text
-from autotune.plan.workload import Bucket, Quality, Workload
+from autotune.plan.workload import Quality, Workload
 from autotune.search import comparison
 from autotune.search.gradient_checks import check_gradients
 from autotune.search.next import SearchLimits, memory_upper_bound
@@ -262,9 +261,8 @@ def min_required_bytes(
     # Memory grows with the micro-batch and with every block that keeps its activations.
     smallest = min(candidate.micro_batch_size for candidate in candidates)
     deepest = max(candidate.checkpointed_blocks for candidate in candidates)
-    safest = [
-        c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == (smallest, deepest)
-    ]
+    least = smallest, deepest
+    safest = [c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == least]
     predictions = [cost.predict(candidate) for candidate in safest or candidates]
     if cautious:
         return min(map(memory_upper_bound, predictions))
@@ -317,12 +315,15 @@ def _fitting_relaxations(request: PlanRequest, cost: CostModel) -> Iterator[tupl
         clips = {number: largest.changed(num_frames=number) for number in sorted(fewer)[::-1]}
         kinds["frames"] = {f"{n}": work.changed(buckets=(clip,)) for n, clip in clips.items()}
     kinds["resolution"] = {}
+    step = family.size_multiple_px
     for share in SMALLER:
-        if bucket := _scale(largest, share, family):
+        sides = (largest.width_px, largest.height_px)
+        width, height = (int(side * share) // step * step for side in sides)
+        if min(width, height) > 0:
+            bucket = largest.changed(width_px=width, height_px=height)
             side = max(1, round(work.resolution_px * share))
-            sides = dict.fromkeys((bucket.width_px, bucket.height_px))
             smaller = work.changed(buckets=(bucket,), resolution_px=side)
-            kinds["resolution"]["x".join(map(str, sides))] = smaller
+            kinds["resolution"]["x".join(map(str, dict.fromkeys((width, height))))] = smaller
     if work.effective_batch_size > 1:
         smallest = work.changed(effective_batch_size=1)
         kinds["batch-size"] = {f"{cost.parallel.num_processes}": smallest}
@@ -379,13 +380,6 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
             within = admitted.drop_beyond_host(alone).candidates
             needed.append(min_required_bytes(within, alone, cautious=request.is_local))
     return min(needed), own.budget_bytes
-
-
-def _scale(bucket: Bucket, share: float, family: Family) -> Bucket | None:
-    step = family.size_multiple_px
-    sides = (bucket.width_px, bucket.height_px)
-    width, height = (int(side * share) // step * step for side in sides)
-    return bucket.changed(width_px=width, height_px=height) if min(width, height) > 0 else None
 
 
 def _amount(num_bytes: float) -> str:

@@ -238,9 +238,8 @@ def _choose_setting(
     if left:
         return left[0]
     if pinned:
-        raise InvalidInput(
-            f"{name} cannot be {pinned[0]} here", hint=f"values: {', '.join(map(str, values))}"
-        )
+        hint = f"values: {', '.join(map(str, values))}"
+        raise InvalidInput(f"{name} cannot be {pinned[0]} here", hint=hint)
     reasons = "; ".join(f"{value}: {why}" for value, why in wrong.items()) or "excluded"
     raise NothingFits(
         f"no value of {name} can be used here ({reasons})",
@@ -272,18 +271,16 @@ def _right_choices(knob: Knob, context: TuningContext) -> Choices:
 def _require_value(name: str, value: str, choices: Choices) -> Choices:
     values = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.pinnable)}
     if value not in values:
-        raise InvalidInput(
-            f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(values))}"
-        )
+        hint = f"values: {', '.join(sorted(values))}"
+        raise InvalidInput(f"{name} has no value {value!r} here", hint=hint)
     return choices
 
 
 def _pin(name: str, value: str, choices: Choices) -> Choices:
     refused = next((why for choice, why in choices.rejected.items() if str(choice) == value), None)
     if refused:
-        raise InvalidInput(
-            f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list`"
-        )
+        what = f"{name} cannot be {value} here: {refused}"
+        raise InvalidInput(what, hint="see `autotune plan --list`")
     usable = (*choices.admitted, *choices.pinnable)
     pinned = tuple(choice for choice in usable if str(choice) == value)
     others = {choice: f"{name} is pinned to {value}" for choice in usable if choice not in pinned}
@@ -355,9 +352,8 @@ def _without_conflict(
     deep = {"checkpointed_blocks": context.workload.model.num_blocks - 1}
     tried = base.changed(**{**dict.fromkeys(BLOCK_COUNTS, 0), **deep, name: 1})
     is_barred = any(knob.why_not(tried, context) for knob in KNOBS)
-    return np.array(
-        [number for number in sorted(numbers) if not (number and is_barred)], dtype=np.int64
-    )
+    kept = [number for number in sorted(numbers) if not (number and is_barred)]
+    return np.array(kept, dtype=np.int64)
 
 
 def _passes(admitted: Mapping[str, Integers], num_blocks: int) -> Integers:

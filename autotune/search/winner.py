@@ -71,17 +71,13 @@ def mark_disturbed(trials: Trials) -> Trials:
     for trial in filter(_is_short, trials):
         seconds = trial.median_step_seconds or math.inf
         fastest[trial.candidate] = min(seconds, fastest.get(trial.candidate, math.inf))
-
-    def is_slow(trial: TrialResult) -> bool:
-        return (trial.median_step_seconds or math.inf) > fastest[trial.candidate]
-
-    message = "the same settings were faster in another trial"
-    return tuple(
-        trial.changed(outcome="disturbed", message=message)
-        if _is_short(trial) and is_slow(trial)
-        else trial
-        for trial in trials
-    )
+    changes = {"outcome": "disturbed", "message": "the same settings were faster in another trial"}
+    marked = []
+    for trial in trials:
+        seconds = trial.median_step_seconds or math.inf
+        is_slow = _is_short(trial) and seconds > fastest[trial.candidate]
+        marked.append(trial.changed(**changes) if is_slow else trial)
+    return tuple(marked)
 
 
 def _is_short(trial: TrialResult) -> bool:

@@ -334,11 +334,10 @@ class StepRunner:
         last = set(map(id, self.model.family.blocks(self.model.transformer)[-1].parameters()))
         pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
         state = self.optimizer.inner.state
-        unmoved = sum(
-            id(parameter) not in last and not state.get(master) for parameter, master in pairs
-        )
-        if not any(state.values()):  # as of plain SGD, which has none at all
-            unmoved = 0
+        unmoved = 0
+        if any(state.values()):  # plain SGD has none at all
+            tried = (master for parameter, master in pairs if id(parameter) not in last)
+            unmoved = sum(not state.get(master) for master in tried)
         if outcome.gradient_norm == 0 or unmoved:
             return f"no gradient reached {unmoved or 'any'} adapter tensors"
         return None

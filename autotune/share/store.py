@@ -169,6 +169,10 @@ def build_record(
             hint="make one with `autotune plan` on this machine",
         )
     work = frozen.process_workload
+    # Not the folder's name, nor the shape of the data beyond its largest bucket.
+    known = FAMILIES.get(work.model.family)
+    model = work.model.changed(name=known.models[0].hub_id if known else work.model.family)
+    buckets = (work.largest_bucket.changed(num_items=1),)
     images = work.effective_batch_size / frozen.expected.step_seconds
     expected = {name: getattr(frozen.expected, name) for name in EXPECTED_FIELDS}
     num_tried = sum(not trial.confirms for trial in frozen.trials)
@@ -180,7 +184,7 @@ def build_record(
         autotune_version=frozen.autotune_version,
         measured_on=datetime.now(UTC).date(),
         machine=shareable_machine(hardware, frozen.hardware.budget_bytes),
-        workload=_shareable_workload(work),
+        workload=work.changed(model=model, buckets=buckets),
         settings=frozen.settings,
         expected=Expected(images_per_second=images, **expected),
         trials=tuple(map(shareable_trial, frozen.trials)),
@@ -218,14 +222,6 @@ def shareable_machine(hardware: HardwareProfile, budget_bytes: int | None = None
 def _public_versions(versions: dict[str, str | None]) -> dict[str, str | None]:
     """Without local parts, which a builder may have named after a host or a person."""
     return {name: version and version.split("+")[0] for name, version in versions.items()}
-
-
-def _shareable_workload(workload: Workload) -> Workload:
-    """Without the folder's name and the shape of the data beyond its largest bucket."""
-    known = FAMILIES.get(workload.model.family)
-    name = known.models[0].hub_id if known else workload.model.family
-    buckets = (workload.largest_bucket.changed(num_items=1),)
-    return workload.changed(model=workload.model.changed(name=name), buckets=buckets)
 
 
 def record_folder(workload: Workload) -> str:

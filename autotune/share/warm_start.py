@@ -350,13 +350,9 @@ class WarmStart:
 
     def evidence(self, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
         """Return the trials of a reproduced record: they explain why other settings lost."""
-        source, local = self.find_reproduced(results), {result.candidate for result in results}
-        others = source.trials if source else ()
-        untried = (trial for trial in others if trial.candidate not in local)
-        return tuple(trial for trial in untried if self._admits(trial.candidate))
-
-    def find_reproduced(self, results: Sequence[TrialResult]) -> MatchedRecord | None:
-        """Find an exact record that `results` reproduce, so that nothing else need be tried."""
         local = {result.candidate: result for result in results}
         tried = (one for one in self.sources if one.winner and one.winner.candidate in local)
-        return next((one for one in tried if not self._find_mismatch(one, local)), None)
+        reproduced = next((one for one in tried if not self._find_mismatch(one, local)), None)
+        others = reproduced.trials if reproduced else ()
+        untried = (trial for trial in others if trial.candidate not in local)
+        return tuple(trial for trial in untried if self._admits(trial.candidate))
