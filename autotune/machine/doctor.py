@@ -258,9 +258,8 @@ def _check_link_and_power(facts: DoctorFacts) -> Found:
     for gpu in facts.gpus:
         which, limit = f"GPU {gpu.index} ({gpu.name})", gpu.power_limit_watts
         sheet = find_gpu(gpu.name, gpu.total_memory_bytes)
-        usual = gpu.default_power_limit_watts or (
-            (sheet.min_power_watts or sheet.power_watts) if sheet else None
-        )
+        published = (sheet.min_power_watts or sheet.power_watts) if sheet else None
+        usual = gpu.default_power_limit_watts or published
         if limit is not None and usual is not None and limit < 0.95 * usual:
             what = f"{which} is limited to {limit:.0f} of {usual:.0f} W: long runs are slower"
             fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"

@@ -129,9 +129,8 @@ class ProcessTrialRunner:
         ran = (result for result, _ in self._ran)
         best = min(ran, key=lambda result: result.median_step_seconds or 0.0, default=None)
         limit = pruning_threshold(best) if best else None
-        request = worker.TrialRequest(
-            self.model, self.workload, candidate, self.device, self.num_steps, limit
-        )
+        common = (self.model, self.workload, candidate, self.device, self.num_steps)
+        request = worker.TrialRequest(*common, limit)
         result = self.classify(candidate, self.send(request, reload_key(candidate)))
         return result.changed(wall_seconds=round(time.monotonic() - started, 3))
 
@@ -372,9 +371,8 @@ def _perform(request: Any, state: worker.ChildState, limits: MemoryLimits, is_ca
     except BaseException as error:
         traceback.print_exc()
         message = f"{type(error).__name__}: {worker.first_line_with_notes(error)}"
-        return worker.Failure(
-            worker.classify_error(error), message, host_memory_bytes=memory.host_peak_bytes()
-        )
+        kind, host_bytes = worker.classify_error(error), memory.host_peak_bytes()
+        return worker.Failure(kind, message, host_memory_bytes=host_bytes)
 
 
 def _exit_with_parent(scratch_folder: Path) -> None:
