@@ -70,9 +70,9 @@ class Small:
         values = (self.pipeline.pixel_mean, self.pipeline.pixel_std)[which]
         return torch.tensor(values).view(-1, 1, 1, 1)
 
-    def controls(self, bucket, count=None):
-        count = self.family.max_controls if count is None else count
-        return [self.pixels(bucket, seed=10 + number)[:, :1] for number in range(count)]
+    def controls(self, bucket):
+        seeds = range(10, 10 + self.family.max_controls)
+        return [self.pixels(bucket, seed)[:, :1] for seed in seeds]
 
     @torch.no_grad()
     def sample(self, caption=CAPTIONS[0], bucket=None):

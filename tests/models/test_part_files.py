@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from autotune.errors import InvalidInput
 from autotune.models.resolve import check_weights, read_parts, refuse_parts, resolve_model
@@ -13,7 +13,7 @@ from autotune.plan.job import ModelRef
 from autotune.weights.files import BadWeights
 from autotune.weights.stream import load_component
 from tests.models.test_single_file import in_one_file
-from tests.weights.original_layouts import ldm_vae, open_clip, within
+from tests.weights.original_layouts import ldm_vae, open_clip, within, write
 
 WEIGHTS = {"vae": "diffusion_pytorch_model.safetensors"}
 SDXL = {
@@ -28,11 +28,6 @@ def take(folder, part):
     state = load_file(file)
     file.unlink()
     return dict(state)
-
-
-def write(state, file):
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
-    return file
 
 
 def check_same(model, whole):

@@ -22,7 +22,7 @@ from autotune.weights.files import BadWeights, HubError
 from autotune.weights.stream import load_component
 from tests.train.small import SETTINGS
 from tests.weights.fake_hub import COMMIT, hub_in_this_process
-from tests.weights.original_layouts import LAYOUTS
+from tests.weights.original_layouts import LAYOUTS, write
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -30,8 +30,7 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 def in_one_file(family, folder, file):
     """Move the transformer's weights out of a pipeline's folder, in the authors' layout."""
     weights = folder / FAMILIES[family].denoiser / "diffusion_pytorch_model.safetensors"
-    state = LAYOUTS[family](load_file(weights))
-    save_file({name: each.contiguous() for name, each in state.items()}, file)
+    write(LAYOUTS[family](load_file(weights)), file)
     weights.unlink()
     return file
 

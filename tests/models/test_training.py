@@ -106,12 +106,6 @@ def test_discrete_process_is_the_schedulers(prediction):
     velocity = scheduler.get_velocity(CLEAN, NOISE, steps)
     expected = NOISE if prediction == "epsilon" else velocity
     torch.testing.assert_close(process.target(CLEAN, NOISE, LEVELS), expected, **close)
-
-
-@pytest.mark.parametrize("prediction", SCHEDULERS)
-def test_min_snr_limits_clean_images(prediction):
-    scheduler = DDPMScheduler(**SCHEDULERS[prediction], prediction_type=prediction)
-    process = DiscreteDiffusion.from_scheduler(scheduler.config)
-    ratio = compute_snr(scheduler, LEVELS[:2].long())
-    expected = ratio.clamp(max=5.0) / (ratio if prediction == "epsilon" else ratio + 1)
-    torch.testing.assert_close(process.weights(LEVELS[:2], "min_snr"), expected)
+    ratio = compute_snr(scheduler, steps[:2])
+    limited = ratio.clamp(max=5.0) / (ratio if prediction == "epsilon" else ratio + 1)
+    torch.testing.assert_close(process.weights(LEVELS[:2], "min_snr"), limited)

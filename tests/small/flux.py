@@ -53,15 +53,13 @@ def _build_chroma(captions):
 def _build_flux2(family, captions):
     is_dev = family.name == "flux2-dev"
     if is_dev:  # the pipelines take the outputs of layers 10, 20 and 30, or 9, 18 and 27
-        tokenizer = parts.qwen_tokenizer(
-            [*captions, SYSTEM_MESSAGE], parts.MISTRAL_CHAT, chat=parts.MISTRAL_CHAT
-        )
+        chat = parts.MISTRAL_CHAT
+        tokenizer = parts.qwen_tokenizer([*captions, SYSTEM_MESSAGE], chat, chat=chat)
         text_encoder = parts.mistral3(tokenizer, TEXT_WIDTH, num_layers=31)
     else:
         tokenizer = parts.qwen_tokenizer(captions, parts.QWEN_CHAT)
-        text_encoder = parts.qwen3(
-            transformers.Qwen3ForCausalLM, tokenizer, TEXT_WIDTH, num_layers=28
-        )
+        kind = transformers.Qwen3ForCausalLM
+        text_encoder = parts.qwen3(kind, tokenizer, TEXT_WIDTH, num_layers=28)
     sizes = parts.SIZES["flux2"]
     transformer = diffusers.Flux2Transformer2DModel(**sizes, guidance_embeds=is_dev)
     parts.invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)

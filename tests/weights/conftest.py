@@ -26,15 +26,12 @@ def every_dtype():
     return tensors
 
 
-def save_model(folder, tensors, max_shard_bytes, stem="diffusion_pytorch_model"):
+def save_model(folder, tensors, max_shard_bytes):
     from huggingface_hub import save_torch_state_dict
 
-    folder.mkdir(parents=True, exist_ok=True)
-    pattern = f"{stem}{{suffix}}.safetensors"
-    save_torch_state_dict(
-        dict(tensors), folder, filename_pattern=pattern, max_shard_size=max_shard_bytes
-    )
-    return sorted(folder.glob(f"{stem}*.safetensors"))
+    pattern = "diffusion_pytorch_model{suffix}.safetensors"
+    names = {"filename_pattern": pattern, "max_shard_size": max_shard_bytes}
+    save_torch_state_dict(dict(tensors), folder, **names)
 
 
 def raw_file(header, data=b"", *, length=None):

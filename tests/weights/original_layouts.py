@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch import Tensor
 
 State = dict[str, Tensor]
@@ -85,9 +86,8 @@ def sdxl_unet(state):
             places[f"up_blocks.{stage}.resnets.{layer}"] = f"output_blocks.{number}.0"
             places[f"up_blocks.{stage}.attentions.{layer}"] = f"output_blocks.{number}.1"
         attends = any(name.startswith(f"up_blocks.{stage}.attentions.") for name in state)
-        places[f"up_blocks.{stage}.upsamplers.0.conv"] = (
-            f"output_blocks.{number}.{2 if attends else 1}.conv"
-        )
+        last = f"output_blocks.{number}.{1 + attends}"
+        places[f"up_blocks.{stage}.upsamplers.0.conv"] = f"{last}.conv"
     return {_place(name, places): tensor for name, tensor in state.items()}
 
 
@@ -156,12 +156,11 @@ def scaled_fp8(state, *, newer=False):
         scale = tensor.float().abs().max() / 448
         module = name.removesuffix(".weight")
         made[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-        made[f"{module}.{'weight_scale' if newer else 'scale_weight'}"] = (
-            scale if newer else scale.reshape(1)
-        )
         if newer:
             quant = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
-            made[f"{module}.comfy_quant"] = quant
+            made |= {f"{module}.weight_scale": scale, f"{module}.comfy_quant": quant}
+        else:
+            made[f"{module}.scale_weight"] = scale.reshape(1)
     return made
 
 
@@ -176,9 +175,7 @@ WAN22_STAGE = re.compile(
 
 def wan22_vae(state):
     """Each stage holds its residual blocks and then the one that changes the size, by number."""
-    return {
-        _renamed(_nested(name, state), NAMES["WAN_VAE"]): tensor for name, tensor in state.items()
-    }
+    return wan_vae({_nested(name, state): tensor for name, tensor in state.items()})
 
 
 def _nested(name, state):
@@ -218,15 +215,19 @@ def open_clip(state):
     """Of `CLIPTextModelWithProjection`: q, k and v are one, and the projection is turned."""
     made = {"logit_scale": torch.tensor(1.0), "text_projection": state["text_projection.weight"].T}
     for name, tensor in state.items():
+        place = _renamed(name, NAMES["OPEN_CLIP"])
         if ".q_proj." in name:
             parts = [state[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
-            made[_renamed(name, NAMES["OPEN_CLIP"]).replace(".q_proj.", ".in_proj_")] = torch.cat(
-                parts
-            )
+            made[place.replace(".q_proj.", ".in_proj_")] = torch.cat(parts)
         elif not re.search(r"\.[kv]_proj\.|^text_projection", name):
-            made[_renamed(name, NAMES["OPEN_CLIP"])] = tensor
+            made[place] = tensor
     return made
 
 
 def within(state, prefix):
     return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def write(state, file):
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
+    return file

@@ -98,9 +98,8 @@ def test_mixed_ranks_load_into_pipelines(trained, tmp_path, format):
     save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
     layers = dict(read_adapter(tmp_path / "a.safetensors").layers)
     for name in list(layers)[::3]:
-        layers[name] = layouts.LoraLayer(
-            layers[name].down[:2].clone(), layers[name].up[:, :2].clone(), 1.5
-        )
+        down, up = layers[name].down[:2].clone(), layers[name].up[:, :2].clone()
+        layers[name] = layouts.LoraLayer(down, up, 1.5)
     write_adapter(tmp_path / "odd.safetensors", Adapter(layers, {}), format)
     pipeline, merged = pipeline_of(cls, base), copy.deepcopy(base)
     pipeline.load_lora_weights(tmp_path, weight_name="odd.safetensors")
@@ -110,11 +109,8 @@ def test_mixed_ranks_load_into_pipelines(trained, tmp_path, format):
     assert torch.allclose(outputs(pipeline.transformer, inputs), outputs(merged, inputs), atol=1e-5)
 
 
-names = st.lists(
-    st.sampled_from(["blocks", "0", "1", "to_q", "to_out", "proj_out", "ff", "net"]),
-    min_size=1,
-    max_size=4,
-).map(".".join)
+words = st.sampled_from(["blocks", "0", "1", "to_q", "to_out", "proj_out", "ff", "net"])
+names = st.lists(words, min_size=1, max_size=4).map(".".join)
 kinds = st.sampled_from([torch.float32, torch.bfloat16])
 parts = st.tuples(st.integers(1, 3), st.floats(1e-3, 1e4), kinds)
 layers = st.dictionaries(names, parts, min_size=1, max_size=5).filter(
@@ -386,9 +382,8 @@ QKV = tuple(f"attn.to_{letter}" for letter in "qkv")
 
 
 def layer(rank, inputs, outputs, alpha=None):
-    return layouts.LoraLayer(
-        torch.randn(rank, inputs), torch.randn(outputs, rank), float(alpha or rank)
-    )
+    down, up = torch.randn(rank, inputs), torch.randn(outputs, rank)
+    return layouts.LoraLayer(down, up, float(alpha or rank))
 
 
 def assert_same(found, expected):

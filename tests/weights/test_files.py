@@ -99,9 +99,8 @@ def test_a_file_cut_anywhere_is_truncated(tmp_path, length):
 
 
 def test_long_headers_are_not_read(tmp_path):
-    path = write_raw(
-        tmp_path, "huge.safetensors", raw_file(b"{}", length=files.MAX_HEADER_BYTES + 1)
-    )
+    content = raw_file(b"{}", length=files.MAX_HEADER_BYTES + 1)
+    path = write_raw(tmp_path, "huge.safetensors", content)
     with pytest.raises(files.CorruptFile):
         files.read_header(path)
 

@@ -3,7 +3,6 @@
 import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from autotune.models.registry import FAMILIES
 from autotune.weights.empty import build_empty
@@ -17,17 +16,13 @@ from tests.weights.conftest import raw_file, write_raw
 FLOAT8_STEP = 2.0**-3  # of e4m3's mantissa; half of it is the most that rounding changes a value
 
 
-def saved(path, state):
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
-    return path
-
-
-def loaded(file, family, like, *, loader="safetensors"):
-    config = dict(like.config)
-    model = build_empty(lambda: FAMILIES[family].build_transformer(config))
+def loaded(state, family, like, folder):
+    """What a file of `state` gives a model of the configuration of `like`."""
+    file = original_layouts.write(state, folder / "model.safetensors")
+    model = build_empty(lambda: FAMILIES[family].build_transformer(dict(like.config)))
     source = view_as(open_weights(file), model)
     check_source(model, source)
-    load_into(model, source, loader=loader)
+    load_into(model, source)
     return model.state_dict()
 
 
@@ -41,7 +36,7 @@ def test_authors_layouts_load_exactly(family, place, small_pipelines, tmp_path):
     if place == "in a checkpoint":
         stored = original_layouts.within(stored, "model.diffusion_model.")
         stored["first_stage_model.decoder.conv_in.weight"] = torch.ones(4, 4)
-    got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
+    got = loaded(stored, family, transformer, tmp_path)
     assert got.keys() == state.keys()
     assert [name for name in state if not torch.equal(got[name], state[name])] == []
 
@@ -51,7 +46,7 @@ def test_norms_have_two_names(family, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
     state = transformer.state_dict()
     stored = original_layouts.with_plain_norms(original_layouts.LAYOUTS[family](state))
-    got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
+    got = loaded(stored, family, transformer, tmp_path)
     assert [name for name in state if not torch.equal(got[name], state[name])] == []
 
 
@@ -59,10 +54,9 @@ def test_norms_have_two_names(family, small_pipelines, tmp_path):
 @pytest.mark.parametrize("family", ["flux1-dev", "chroma", "qwen-image"])
 def test_scaled_fp8_loads_with_scales(family, newer, small_pipelines, tmp_path):
     transformer = small_pipelines(family).transformer
-    stored = original_layouts.scaled_fp8(
-        original_layouts.LAYOUTS[family](transformer.state_dict()), newer=newer
-    )
-    got = loaded(saved(tmp_path / "model.safetensors", stored), family, transformer)
+    state = original_layouts.LAYOUTS[family](transformer.state_dict())
+    stored = original_layouts.scaled_fp8(state, newer=newer)
+    got = loaded(stored, family, transformer, tmp_path)
     for name, tensor in transformer.state_dict().items():
         if tensor.ndim != 2:
             assert torch.equal(got[name], tensor)
@@ -76,35 +70,29 @@ def test_scaled_fp8_loads_with_scales(family, newer, small_pipelines, tmp_path):
 
 FUSED, NORM = "layers.0.attention.qkv.weight", "layers.0.attention.q_norm.weight"
 SCALE = "layers.0.attention.qkv.weight_scale"
+
+
+def quantize(dtype, scale):
+    return lambda state: state.update({FUSED: state[FUSED].to(dtype), SCALE: scale})
+
+
 CHANGES = {
     "lacks": (lambda state: state.pop(NORM), r"lacks layers\.0\.attention\.norm_q\.weight"),
     "extra": (lambda state: state.update({"more.weight": torch.ones(2)}), "unlike the model, more"),
     "narrow": (lambda state: state.update({FUSED: state[FUSED][:, :-1]}), "has shape"),
     "uneven": (lambda state: state.update({FUSED: state[FUSED][:-1]}), "has shape"),
-    "int8": (
-        lambda state: state.update({FUSED: state[FUSED].to(torch.int8), SCALE: torch.ones(1)}),
-        "quantized in a way",
-    ),
-    "blocks": (
-        lambda state: state.update(
-            {FUSED: state[FUSED].to(torch.float8_e4m3fn), SCALE: torch.ones(2, 2)}
-        ),
-        "quantized in a way",
-    ),
+    "int8": (quantize(torch.int8, torch.ones(1)), "quantized in a way"),
+    "blocks": (quantize(torch.float8_e4m3fn, torch.ones(2, 2)), "quantized in a way"),
 }
 
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_other_models_are_refused(how, small_pipelines, tmp_path):
     transformer = small_pipelines("z-image").transformer
-    state, (change, words) = (
-        original_layouts.LAYOUTS["z-image"](transformer.state_dict()),
-        CHANGES[how],
-    )
+    state, (change, words) = original_layouts.z_image(transformer.state_dict()), CHANGES[how]
     change(state)
-    file = saved(tmp_path / "model.safetensors", state)
     with pytest.raises(BadWeights, match=words) as caught:
-        loaded(file, "z-image", transformer)
+        loaded(state, "z-image", transformer, tmp_path)
     assert caught.value.hint
 
 
@@ -146,7 +134,7 @@ def test_authors_vaes_load_exactly(of, prefix, tmp_path):
     model, empty = make(of, 0), make(of, 1)
     state = original_layouts.within(VAES[of][2](model.state_dict()), prefix)
     others = {"model.diffusion_model.input_blocks.0.weight": torch.ones(2, 2)} if prefix else {}
-    source = open_weights(saved(tmp_path / "vae.safetensors", state | others))
+    source = open_weights(original_layouts.write(state | others, tmp_path / "vae.safetensors"))
     assert has_part(source, "vae") is bool(prefix)
     load_into(empty, view_part(source, "vae", empty))
     for name, tensor in model.state_dict().items():

@@ -96,9 +96,8 @@ def test_shrinking_files_are_truncated(tmp_path, reader):
 
 
 def test_one_tensor_is_held(tmp_path, monkeypatch):
-    save_file(
-        tmp_path / "a.safetensors", {f"t{i}": torch.full((10_000,), float(i)) for i in range(20)}
-    )
+    tensors = {f"t{i}": torch.full((10_000,), float(i)) for i in range(20)}
+    save_file(tmp_path / "a.safetensors", tensors)
     monkeypatch.setattr(loaders, "PIECE_BYTES", 3000)
     allocate, known, peak = loaders._allocate, [], 0
 
