@@ -101,11 +101,8 @@ def test_packages_can_be_assumed():
     assert any("flash-attn installed" in note for note in told.notes)
     assert told.match_keys == hardware_for("4090").match_keys
     probed = told.changed(origin="probe")
-    for where, package in (
-        ("v100-sxm2-16gb", "flash-attn"),
-        ("4090", "sage"),
-        (probed, "xformers"),
-    ):
+    wrong = ("v100-sxm2-16gb", "flash-attn"), ("4090", "sage"), (probed, "xformers")
+    for where, package in wrong:
         with pytest.raises(InvalidInput):
             hardware_for(where, assume=[package])
     with pytest.raises(InvalidInput, match="known"):

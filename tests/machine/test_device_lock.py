@@ -16,15 +16,9 @@ from tests.builders import hardware
 FORK = multiprocessing.get_context("fork")
 
 
-def _hold(path, pipe, for_training, marker):
+def _hold(path, pipe, for_training):
     waits = []
-
-    def on_wait(message):
-        waits.append(message)
-        if marker is not None:
-            marker.touch()
-
-    lock = DeviceLock(path, on_wait, for_training=for_training)
+    lock = DeviceLock(path, waits.append, for_training=for_training)
     pipe.recv()
     lock.acquire()
     pipe.send(waits)
@@ -32,13 +26,11 @@ def _hold(path, pipe, for_training, marker):
     lock.release()
 
 
-def _holder(path, *, for_training=False, marker=None):
-    """A process that takes the lock when it is sent a word, and keeps it until the next.
-
-    It is forked, so this process must hold no lock yet. `marker` appears when it begins to wait.
-    """
+def _holder(path, *, for_training=False):
+    """A process that takes the lock when it is sent a word, and keeps it until the next. It is
+    forked, so this process must hold no lock yet."""
     ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=_hold, args=(path, theirs, for_training, marker), daemon=True)
+    process = FORK.Process(target=_hold, args=(path, theirs, for_training), daemon=True)
     process.start()
     return process, ours
 

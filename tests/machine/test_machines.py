@@ -53,9 +53,8 @@ def test_profile_and_findings_are_true(name):
 
 def test_changed_hardware_is_another_machine():
     card = store.read_profile(machine("rtx-4090"))
-    gpus = [
-        one for one in map(store.read_profile, map(machine, MACHINES)) if one.device.kind != "cpu"
-    ]
+    profiles = [store.read_profile(machine(name)) for name in MACHINES]
+    gpus = [profile for profile in profiles if profile.device.kind != "cpu"]
     newer = store.read_profile(changed("rtx-4090", nvml={"driver": "595.10"}))
     others = [
         newer,
@@ -97,10 +96,8 @@ def unequal(*sizes_gib):
     torch, nvml = SOURCES["two-gpus"]["torch"]["devices"], SOURCES["two-gpus"]["nvml"]["devices"]
     cards = [{**torch[0], "name": f"card of {n}", "total_bytes": n * GIB} for n in sizes_gib]
     seen = [{**nvml[0], "free_bytes": n * GIB - GIB} for n in sizes_gib]
-    sources = {"torch": cards, "nvml": seen}
-    return changed(
-        "two-gpus", **{s: {"count": len(each), "devices": each} for s, each in sources.items()}
-    )
+    count = {"count": len(sizes_gib)}
+    return changed("two-gpus", torch={**count, "devices": cards}, nvml={**count, "devices": seen})
 
 
 def test_largest_gpu_trains():
@@ -216,9 +213,8 @@ def test_first_source_that_makes_sense_wins():
     reader = Reader(FakeSystem({"torch": {"x": -1}, "nvml": {"x": 7}}))
     assert reader.fact("fact", SIZE, "torch:x", "nvml:x") == 7
     assert reader.fact("other", SIZE, "torch:x", "driver:x") is None
-    assert reader.absent["other"] == (
-        "CUDA runtime: reports -1, which is invalid; CUDA driver API: not reported"
-    )
+    told = "CUDA runtime: reports -1, which is invalid; CUDA driver API: not reported"
+    assert reader.absent["other"] == told
 
 
 @pytest.mark.parametrize(("name", "status"), [("cpu-only-torch", 1), ("gb10", 0), ("h200", 0)])
@@ -311,9 +307,8 @@ def test_other_stacks_are_measured_again(probes):
     probes["machine"] = "rtx-5090"
     store.cached_profile()
     assert probes["measured"] == 2
-    store.save_profile(
-        measured("wsl2-4090"), store.profile_path(store.read_profile(machine("rtx-4090")))
-    )
+    path = store.profile_path(store.read_profile(machine("rtx-4090")))
+    store.save_profile(measured("wsl2-4090"), path)
     probes["machine"] = "rtx-4090"
     store.cached_profile()
     assert probes["measured"] == 3

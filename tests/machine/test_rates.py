@@ -48,9 +48,8 @@ def test_first_calls_warm_up():
         now += next(durations)
         order.append("call")
 
-    seconds = time_calls(
-        call, limit_seconds=3.0, setup=lambda: order.append("ready"), clock=lambda: now
-    )
+    options = {"setup": lambda: order.append("ready"), "clock": lambda: now}
+    seconds = time_calls(call, limit_seconds=3.0, **options)
     assert median(seconds) == 1.0
     assert order == ["ready", "call"] * (len(order) // 2)
 
@@ -67,15 +66,15 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setitem(BENCHMARK_SIZES, "cpu", sizes)
 
 
-def reports_of(profile=CPU):
+def reports_of_cpu():
     reports = []
-    rates.measure(profile, machine("no-gpu"), lambda *report: reports.append(report))
+    rates.measure(CPU, machine("no-gpu"), lambda *report: reports.append(report))
     return reports
 
 
 @OLD_TORCH
 def test_a_cpu_is_measured_whole(small):
-    reports = reports_of()
+    reports = reports_of_cpu()
     found = [Rate.model_validate_json(value) for kind, value in reports if kind == "rate"]
     assert [value for kind, value in reports if kind == "note"] == []
     assert reports[-1] == ("measuring", "done")
@@ -100,7 +99,7 @@ def test_failing_kernels_cost_one_rate(small, monkeypatch):
 
     monkeypatch.setattr(Meter, "bandwidth", broken)
     monkeypatch.setattr(BackgroundLoad, "share", lambda self: 0.4)
-    reports = reports_of()
+    reports = reports_of_cpu()
     assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
     assert ("noisy", "other processes took 40% of the CPU") in reports
     assert sum(kind == "rate" for kind, _ in reports) == 32

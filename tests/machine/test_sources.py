@@ -55,9 +55,8 @@ def test_containers_see_themselves_as_root(groups):
 def test_limits_of_cgroup_v1_count_too(groups, monkeypatch):
     """Of a Docker container, which reads its path as the host sees it."""
     affinity(monkeypatch, 64)
-    sources.OWN_CGROUP.write_text(
-        "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"
-    )
+    own = "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"
+    sources.OWN_CGROUP.write_text(own)
     for controller in ("memory", "cpu"):
         (groups / controller).mkdir()
     (groups / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")

@@ -76,8 +76,8 @@ class FormulaCostModel:
         return TuningContext(self.hardware, self.family, self.workload, self.budget_bytes)
 
     def weight_bytes(self, candidate):
-        shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1
-        return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55)) // shards
+        whole = int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55))
+        return whole // self.parallel.num_shards
 
     def activation_bytes(self, candidate):
         return float(self._formula(candidate)[0] - self.weight_bytes(candidate))
@@ -86,9 +86,8 @@ class FormulaCostModel:
         return GIB * (1 + candidate.swapped_blocks)
 
     def with_calibration(self, trials, priors=()):
-        pairs = [
-            (trial.candidate, residual) for trial in trials if (residual := self.residual(trial))
-        ]
+        residuals = ((trial.candidate, self.residual(trial)) for trial in trials)
+        pairs = [(candidate, residual) for candidate, residual in residuals if residual]
         return replace(self, calibration=Calibration.of(pairs, rates_measured=False, priors=priors))
 
     def with_parallel(self, parallel):
@@ -153,18 +152,16 @@ class FormulaCostModel:
 
 
 @contextmanager
-def by_formula(num_blocks=50, cost_model=FormulaCostModel, sizes=None):
-    """Planning that predicts by formula and builds no model: torch is never imported. `sizes` are
-    parameters and blocks by family."""
+def by_formula(num_blocks=50):
+    """Planning that predicts by formula and builds no model: torch is never imported."""
 
     def resolve(named):
         model, family = named.name, get_family(named.name)
-        parameters, blocks = (sizes or {}).get(model, (6e9, num_blocks))
         spec = ModelSpec(
             family=model,
             architecture="sha256:0",
-            num_parameters=int(parameters),
-            num_blocks=blocks,
+            num_parameters=6_000_000_000,
+            num_blocks=num_blocks,
             name=model,
         )
         found = ResolvedModel(family, family.transformer_config, model, None)
@@ -174,7 +171,7 @@ def by_formula(num_blocks=50, cost_model=FormulaCostModel, sizes=None):
     around = SimpleNamespace(total_seconds=100.0)
     with pytest.MonkeyPatch.context() as patch:
         for module in (problem, arrival):
-            patch.setattr(module, "CostModel", cost_model)
+            patch.setattr(module, "CostModel", FormulaCostModel)
         for module in ("autotune.models.resolve", "autotune.search.arrival"):
             patch.setattr(f"{module}.resolve_model", resolve)
         patch.setattr(problem, "read_parts", lambda model: None)

@@ -48,10 +48,8 @@ def request(study=None, **changes):
 def answer(candidate):
     seconds = 1.0 + 0.01 * candidate.checkpointed_blocks - 0.2 * (candidate.micro_batch_size == 2)
     seconds *= 0.9 if candidate.attention == "_native_cudnn" else 1.0
-    memory = int(
-        builders.GIB * (20 - 0.05 * candidate.checkpointed_blocks + candidate.micro_batch_size)
-    )
-    return builders.trial(candidate, seconds, memory, wall_seconds=2.5)
+    gib = 20 - 0.05 * candidate.checkpointed_blocks + candidate.micro_batch_size
+    return builders.trial(candidate, seconds, int(builders.GIB * gib), wall_seconds=2.5)
 
 
 def surroundings(run=answer):
@@ -70,20 +68,17 @@ def surroundings(run=answer):
 
 
 def matches_of(records, here, workload):
-    found = (
-        MatchedRecord(
-            record.name, record, compare(record, here, workload), usable_trials(record, here)
-        )
-        for record in records
-    )
-    return StoreMatches(tuple(found), ())
+    def match(record):
+        known = compare(record, here, workload), usable_trials(record, here)
+        return MatchedRecord(record.name, record, *known)
+
+    return StoreMatches(tuple(map(match, records)), ())
 
 
 def replay(asked, hardware, trials, records=(), version="0.0"):
     problem = PlanningProblem.build(asked, hardware, surroundings())
-    found = matches_of(
-        records, shareable_machine(problem.hardware, problem.budget_bytes), problem.workload
-    )
+    here = shareable_machine(problem.hardware, problem.budget_bytes)
+    found = matches_of(records, here, problem.workload)
     warm_start = planner.start_from(problem, found.records)
     return planner.freeze_plan(problem, version, (), tuple(trials), warm_start)
 
@@ -145,8 +140,8 @@ def logged(log, what):
     return [Candidate.model_validate(line[what]) for line in lines if what in line]
 
 
-def wait_until(true, seconds=60.0):
-    deadline = time.monotonic() + seconds
+def wait_until(true):
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, "it never came to pass"
         time.sleep(0.02)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.events import TrialFinished
+from autotune.plan.base import log_event
 from autotune.plan.hardware import Capability
 from tests import builders
 from tests.events import events_of
@@ -29,21 +30,16 @@ def machine(saved_seconds, *startup_seconds):
             return plain
         tried.append(candidate)
         startup = startup_seconds[min(len(tried), len(startup_seconds)) - 1]
-        best = answer(candidate.changed(compile="off")).median_step_seconds or 0.0
-        seconds = best - saved_seconds
-        return builders.trial(
-            candidate,
-            seconds,
-            plain.peak_memory_bytes or 0,
-            warmup_seconds=(seconds + startup, seconds),
-        )
+        seconds = plain.median_step_seconds - saved_seconds
+        warmup = seconds + startup, seconds
+        return builders.trial(candidate, seconds, plain.peak_memory_bytes, warmup_seconds=warmup)
 
     return run, tried
 
 
-def plan_on(run, **changes):
+def plan_on(run, on_event=log_event, **changes):
     asked = request(num_steps=STEPS, max_trials=3, pins=PLAIN + FEW)
-    return make_plan(asked, COMPILING, backend=replace(surroundings(run), **changes))
+    return make_plan(asked, COMPILING, on_event, replace(surroundings(run), **changes))
 
 
 def reason_of(plan):
@@ -59,14 +55,11 @@ def hopeful(monkeypatch):
 def test_cached_code_is_tried_again():
     run, tried = machine(0.3, 400.0, 50.0)
     told = []
-    asked = request(num_steps=STEPS, max_trials=3, pins=PLAIN + FEW)
-    listen = events_of(TrialFinished, lambda event: told.append(event.result))
-    plan = make_plan(asked, COMPILING, listen, surroundings(run))
+    plan = plan_on(run, events_of(TrialFinished, lambda event: told.append(event.result)))
     assert plan.frozen.trials == tuple(told), "the plan holds what was shown"
     assert plan.frozen.settings.compile == "block"
-    assert [
-        trial.outcome for trial in plan.frozen.trials if trial.candidate.compile == "block"
-    ] == ["unpaid", "ok"]
+    compiled = [trial for trial in plan.frozen.trials if trial.candidate.compile == "block"]
+    assert [trial.outcome for trial in compiled] == ["unpaid", "ok"]
     assert "50 s to start" in reason_of(plan).why
     assert len(tried) == 2
 
@@ -84,9 +77,8 @@ def test_wrong_gradients_compile_nothing():
     run, tried = machine(0.3, 1.0)
 
     def check(context, choices, model):
-        verdict = Capability(
-            name="parity.compile.block", available=False, reason="gradients differ by 3"
-        )
+        told = {"available": False, "reason": "gradients differ by 3"}
+        verdict = Capability(name="parity.compile.block", **told)
         assert choices["precision"], "what compiled code is compared with"
         return () if "off" in choices["compile"] else (verdict,)
 

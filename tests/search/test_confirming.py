@@ -119,9 +119,8 @@ def test_plans_promise_the_longer_trial():
     def rehearse(model, cost, candidate, max_seconds):
         return longer(candidate, 5.0, memory=GIB, phases=(phase,))
 
-    plan = make_plan(
-        request(pins=FEW), HARDWARE, backend=replace(surroundings(), rehearse=rehearse)
-    )
+    backend = replace(surroundings(), rehearse=rehearse)
+    plan = make_plan(request(pins=FEW), HARDWARE, backend=backend)
     expected = plan.frozen.expected
     assert plan.frozen.trials[-1].confirms
     assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster

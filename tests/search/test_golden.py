@@ -18,10 +18,9 @@ from autotune.search.problem import PlanningProblem
 from autotune.share.store import Record, build_record
 from tests import builders
 from tests.search.formula import by_formula
-from tests.search.machines import make_plan, matches_of, replay, surroundings
+from tests.search.machines import CAPABILITIES, make_plan, matches_of, replay, surroundings
 
 FOLDER = Path(__file__).parent / "golden"
-CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ class Golden:
         )
         plan = load_plan(FOLDER / f"{self.name}.yaml")
         with by_formula(self.num_blocks):
-            return plan_text(
-                replay(self.request, hardware, plan.frozen.trials, records, version="0.1.0")
-            )
+            again = replay(self.request, hardware, plan.frozen.trials, records, version="0.1.0")
+        return plan_text(again)
 
 
 def plain(family, keep, exclusions=(), **workload):
@@ -87,13 +85,12 @@ def test_trials_give_their_plan_again(golden, seed, monkeypatch):
     between CPUs."""
     if seed is not None:
         rng = random.Random(seed)
+
+        def inexact(exact):
+            return lambda *asked: exact(*asked) * (1 + rng.uniform(-1, 1) * 2**-48)
+
         for name in ("log_factor", "uncertainty"):
-            exact = getattr(Posterior, name)
-            monkeypatch.setattr(
-                Posterior,
-                name,
-                lambda *asked, exact=exact: exact(*asked) * (1 + rng.uniform(-1, 1) * 2**-48),
-            )
+            monkeypatch.setattr(Posterior, name, inexact(getattr(Posterior, name)))
     expected = (FOLDER / f"{golden.name}.yaml").read_text()
     assert golden.replayed() == expected, "deliberate? then: python -m tests.search.test_golden"
 
@@ -108,10 +105,8 @@ def _simulate(golden):
         predicted = problem.cost.predict(candidate)
         memory = int(predicted.allocated_memory_bytes * 1.04)
         time = predicted.step_seconds * slow[candidate.attention] * rng.gauss(1, 0.03)
-        fits = memory < (golden.wall_gib or 0) * 2**30
-        trials[candidate] = builders.trial(
-            candidate, round(time, 4) if fits else None, memory, wall_seconds=30.0
-        )
+        seconds = round(time, 4) if memory < (golden.wall_gib or 0) * 2**30 else None
+        trials[candidate] = builders.trial(candidate, seconds, memory, wall_seconds=30.0)
 
     def plan(*records):
         backend = replace(

@@ -149,19 +149,16 @@ def test_compiled_blocks_agree(monkeypatch):
     """With graphs that are not turned into code: that takes a minute on a CPU."""
     monkeypatch.setattr(CompiledBlock, "backend", "aot_eager")
     rule = GRADIENT_TOLERANCES["compile"]("block")
-    request = request_of(
-        "qwen-image", precision="fp32", compile=rule.checked_choice, **rule.other_choices
-    )
+    settings = {"precision": "fp32", "compile": rule.checked_choice, **rule.other_choices}
+    request = request_of("qwen-image", **settings)
     assert request.perform(ChildState()) <= rule.tolerance
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_updates_agree_with_plain_adamw(precision):
     rule = optimizer_tolerance("adamw")
-    asked = UpdateRequest(
-        Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu"
-    )
-    assert asked.perform(ChildState()) <= rule.tolerance
+    settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision)
+    assert UpdateRequest(settings, "cpu").perform(ChildState()) <= rule.tolerance
 
 
 def test_backend_that_loses_gradients_is_told(monkeypatch):

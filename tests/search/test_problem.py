@@ -32,9 +32,7 @@ def test_models_are_sharded_if_needed(budget_gib, strategy, monkeypatch):
 
     def weight_bytes(cost, candidate):
         whole = 6 * GIB * WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
-        return int(
-            whole / (cost.parallel.num_processes if cost.parallel.strategy == "fsdp2" else 1)
-        )
+        return int(whole / cost.parallel.num_shards)
 
     def formula(cost, candidate):  # if blocks could be swapped, it would cost nothing
         allocated, seconds = plain(cost, candidate)

@@ -19,14 +19,10 @@ from autotune.search.space import Mixtures, build_search_space, expand_block_cou
 from autotune.search.study import run_search
 from autotune.search.winner import Score, choose_winner, require_winner, score_trials
 from tests import builders
+from tests.search import machines
 
 GIB = 2**30
-CAPABILITIES = (
-    "attention.native",
-    "attention._native_cudnn",
-    "precision.bf16",
-    "quantization.torchao-int8",
-)
+CAPABILITIES = (*machines.CAPABILITIES, "quantization.torchao-int8")
 GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
 ON_DEVICE = (

@@ -39,13 +39,10 @@ def rate(name, value):
 def plan(here=None, work=None, trials=TRIALS, **job):
     here, work = here or machine(), work or workload()
     best = min((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0.0)
-    expected = {
-        "step_seconds": best.median_step_seconds,
-        "peak_memory_bytes": best.peak_memory_bytes,
-    }
-    return builders.plan(
-        here, work, best.candidate, {"data": None, **job}, expected=expected, trials=trials
-    )
+    seconds, peak_bytes = best.median_step_seconds, best.peak_memory_bytes
+    expected = {"step_seconds": seconds, "peak_memory_bytes": peak_bytes}
+    job = {"data": None, **job}
+    return builders.plan(here, work, best.candidate, job, expected=expected, trials=trials)
 
 
 def record(here=None, work=None, **changes):
