@@ -61,9 +61,8 @@ def autotune_forked(*arguments, environment=None, timeout=600):
         if process.exitcode is None:
             process.kill()
             raise TimeoutError(f"autotune {arguments}: {errors.read_text()}")
-        return subprocess.CompletedProcess(
-            arguments, process.exitcode, output.read_text(), errors.read_text()
-        )
+        told = output.read_text(), errors.read_text()
+        return subprocess.CompletedProcess(arguments, process.exitcode, *told)
 
 
 def _run(words, environment, folder, output, errors, step_wait_seconds):
@@ -77,9 +76,8 @@ def _run(words, environment, folder, output, errors, step_wait_seconds):
 
     torch.set_num_threads(1)
     if step_wait_seconds:
-        importlib.import_module("autotune.train.processes").MAX_STEP_WAIT = timedelta(
-            seconds=step_wait_seconds
-        )
+        processes = importlib.import_module("autotune.train.processes")
+        processes.MAX_STEP_WAIT = timedelta(seconds=step_wait_seconds)
     sys.argv = ["autotune", *words]
     from autotune.cli.app import main
 

@@ -24,9 +24,8 @@ def test_every_room_has_a_layer():
     rooms = {file.parent.name for file in (ROOT / "autotune").glob("*/__init__.py")}
     modules = {file.stem for file in (ROOT / "autotune").glob("*.py")} - {"__init__"}
     lines = [line for each in tools["importlinter"]["contracts"] for line in each.get("layers", ())]
-    assert {name for line in lines for name in line.split(" | ")} == {
-        f"autotune.{name}" for name in rooms | modules
-    }
+    layers = {name for line in lines for name in line.split(" | ")}
+    assert layers == {f"autotune.{name}" for name in rooms | modules}
 
 
 def test_every_folder_of_modules_is_package():

@@ -28,7 +28,7 @@ def noise(path, side_px=64):
     Image.frombytes("RGB", (side_px, side_px), pixels).save(path, format="PNG")
 
 
-def run_folder(folder, plan=None, *, finished=True):
+def run_folder(folder, plan=None):
     plan = plan or with_job(golden_plan(), preview_prompts=("a red heart",))
     folder.mkdir()
     save_plan(plan, folder / RUN_PLAN_FILE)
@@ -36,10 +36,9 @@ def run_folder(folder, plan=None, *, finished=True):
     (folder / "metrics.jsonl").write_text("".join(lines))
     for step in (25, 50):
         noise(folder / f"previews/step-{step:06}-0.png")
-    if finished:
-        (folder / "report.json").write_text(run_report(plan).model_dump_json())
-        for adapter in ("with", "without"):
-            noise(folder / f"sample_{adapter}_adapter.png")
+    (folder / "report.json").write_text(run_report(plan).model_dump_json())
+    for adapter in ("with", "without"):
+        noise(folder / f"sample_{adapter}_adapter.png")
     return folder
 
 

@@ -26,8 +26,8 @@ def golden_plan(name="wall"):
     return load_plan(FOLDER / f"{name}.yaml")
 
 
-def plan_subject(name="wall"):
-    return Subject(f"{name}.yaml", golden_plan(name))
+def plan_subject():
+    return Subject("wall.yaml", golden_plan())
 
 
 def steps_of(number, num_steps=100):
