@@ -229,9 +229,8 @@ def _plan_first(request: TrainRequest) -> TrainingPlan:
         )
         raise InvalidInput("processes that train together need a plan file", hint=hint)
     if request.data is None and not request.slider:
-        raise InvalidInput(
-            "there is no data to train on", hint="name a folder with --data, or a plan that has one"
-        )
+        hint = "name a folder with --data, or a plan that has one"
+        raise InvalidInput("there is no data to train on", hint=hint)
     asked = {**request.given_of(Job), "optimizer": request.optimizer, "on_event": request.on_event}
     made: TrainingPlan = plan(**asked)
     return made

@@ -277,12 +277,9 @@ class HardwareProfile(Frozen):
 
     def capability(self, name: str) -> Capability:
         """Find the capability called `name`; one that is not listed is unavailable."""
-        found = next(
-            (capability for capability in self.capabilities if capability.name == name), None
-        )
-        return found or Capability(
-            name=name, available=False, reason=f"this profile says nothing about {name}"
-        )
+        found = next((each for each in self.capabilities if each.name == name), None)
+        unknown = f"this profile says nothing about {name}"
+        return found or Capability(name=name, available=False, reason=unknown)
 
     @property
     def lacks(self) -> dict[str, str]:

@@ -116,9 +116,8 @@ class ModelFields(Frozen):
     def model_ref(self) -> ModelRef:
         """The model with its parts. Raises InvalidInput if none is named."""
         if self.model is None:
-            raise InvalidInput(
-                "no model is named", hint="name a model, or an earlier plan: earlier=, --from"
-            )
+            hint = "name a model, or an earlier plan: earlier=, --from"
+            raise InvalidInput("no model is named", hint=hint)
         return ModelRef(
             name=self.model,
             revision=self.revision,

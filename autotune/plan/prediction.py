@@ -240,9 +240,7 @@ class AdapterPractice(Frozen):
     def text(self) -> str:
         """In words for people."""
         products = ", under autocast" if self.autocasts else ""
-        inputs = (
-            ", with a copy of each input" if self.precision == "fp32" and not self.autocasts else ""
-        )
+        inputs = ", with a copy of each input" if self.precision == "fp32" else ""
         state = f"with AdamW {self.optimizer_bytes} bytes of its state a parameter"
         return f"the adapter in {self.precision}{products or inputs}, {state}"
 

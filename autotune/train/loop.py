@@ -203,9 +203,8 @@ class TrainingLoop:
         self.monitor.num_nonfinite += 1
         kinds = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SAFE_ATTENTION}
         safe = (name for name, of in kinds.items() if not of or self.model.device.type in of)
-        self._change_settings(
-            self.settings.changed(attention=next(safe)), "a gradient was not finite"
-        )
+        settings = self.settings.changed(attention=next(safe))
+        self._change_settings(settings, "a gradient was not finite")
 
     def _change_settings(self, settings: candidate.Candidate, why: str) -> None:
         self.optimizer.discard_step()

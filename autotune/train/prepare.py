@@ -46,9 +46,8 @@ def read_inputs(plan: TrainingPlan, *, resume: bool) -> RunInputs:
     """Check the job, the output folder and a local model, and read the data."""
     job, workload = plan.job, plan.frozen.workload
     if job.data is None and not job.slider:
-        raise InvalidInput(
-            "the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER"
-        )
+        hint = "name one: autotune train plan.yaml --data FOLDER"
+        raise InvalidInput("the plan names no data folder", hint=hint)
     require_even_shares(workload.effective_batch_size, plan.frozen.hardware.num_processes)
     metrics.require_tracker(job.report_to)
     family = registry.get_family(workload.model.family)

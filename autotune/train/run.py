@@ -331,9 +331,8 @@ class _Run:
             verdict = folder.judge_adapter(adapter, last_block=last_block, **losses)
         report = self._report(loop, verdict, kept_step, time.monotonic() - started)
         if self.processes.is_first:
-            files.write_text_atomic(
-                self.output / folder.REPORT_FILE, report.model_dump_json(indent=1) + "\n"
-            )
+            text = report.model_dump_json(indent=1) + "\n"
+            files.write_text_atomic(self.output / folder.REPORT_FILE, text)
         return report
 
     def _known(self, loss: float, which: str) -> float | None:
@@ -350,9 +349,8 @@ class _Run:
         if not self.processes.is_first or not pairs:
             return
         facts = self.previews[0].facts(self.plan, adapter="both")
-        sample.save_image(
-            sample.make_sheet(self.previews, pairs), self.output / "samples.png", facts
-        )
+        sheet = sample.make_sheet(self.previews, pairs)
+        sample.save_image(sheet, self.output / "samples.png", facts)
 
     def _report(
         self, loop: TrainingLoop, verdict: AdapterVerdict | None, kept_step: int, seconds: float

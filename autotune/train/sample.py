@@ -215,7 +215,9 @@ class PreviewSampler:
     def _encode(self, previews: Sequence[Preview]) -> None:
         pipeline, family = self.encoders.load_pipeline(), self.model.family
         for name in (family.denoiser, *family.other_denoisers):
-            setattr(pipeline, name, self._build_stopping_transformer())
+            shape = build_on_meta(family, self.model.config).to(self.dtype)
+            shape.register_forward_pre_hook(_stop)
+            setattr(pipeline, name, with_device(shape, self.device))
         encode = pipeline.encode_prompt
         for preview in previews:
             encoded: list[Any] = []
@@ -233,11 +235,6 @@ class PreviewSampler:
                 pipeline.encode_prompt = encode
         for name in (family.denoiser, *family.other_denoisers):
             setattr(pipeline, name, None)
-
-    def _build_stopping_transformer(self) -> nn.Module:
-        shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
-        shape.register_forward_pre_hook(_stop)
-        return with_device(shape, self.device)
 
     def attach(self, transformer: nn.Module) -> None:
         """Build the pipeline around `transformer`; other denoisers are streamed."""

@@ -53,9 +53,8 @@ def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
         hint = f"give a number: --timestep-shift {family.defaults.timestep_shift}"
         raise InvalidInput(f"{family.name} has no timestep shift by resolution", hint=hint)
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
-        raise InvalidInput(
-            f"{family.name} takes no guidance in training", hint="leave --guidance out"
-        )
+        what = f"{family.name} takes no guidance in training"
+        raise InvalidInput(what, hint="leave --guidance out")
     if job.keep_best and job.validation is None:
         hint = "hold some out: --validation 10%"
         raise InvalidInput("without held-out images nothing shows which adapter is best", hint=hint)
