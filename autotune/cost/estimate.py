@@ -39,7 +39,8 @@ def estimate(
     require_sound(candidate, cost.context)
     prediction = cost.predict(candidate)
     images = max(1, sum(bucket.num_items for bucket in workload.buckets))
-    steps = num_steps if num_steps is not None else cost.family.defaults.num_steps(images)
+    usual = cost.family.defaults.num_steps(images, workload.effective_batch_size)
+    steps = usual if num_steps is None else num_steps
     counts = {"num_steps": steps, "num_images": images, "num_previews": num_previews(steps)}
     job = job_time(cost, prediction, **counts)
     hours = job.total_seconds / 3600

@@ -117,13 +117,12 @@ class Defaults:
         """Return the effective batch, made larger if so many processes cannot share it evenly."""
         return -(-self.effective_batch_size // num_processes) * num_processes
 
-    def num_steps(self, num_images: int) -> int:
-        """Return the optimizer steps for a data set of this size."""
+    def num_steps(self, num_images: int, effective_batch_size: int | None = None) -> int:
+        """Return the optimizer steps for a data set of this size, of the usual batch or another."""
         # 500 views and 4,000 steps are the ends of what ai-toolkit's example configurations call a
-        # good range; the upper one in steps of our effective batch, since it is images that a
-        # large set is short of.
+        # good range; the upper one in steps, since it is images that a large set is short of.
         views = max(500, VIEWS_PER_IMAGE * num_images)
-        return min(4000, math.ceil(views / self.effective_batch_size))
+        return min(4000, math.ceil(views / (effective_batch_size or self.effective_batch_size)))
 
 
 @dataclass(frozen=True)

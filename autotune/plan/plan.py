@@ -113,9 +113,8 @@ class PlannedHardware(Frozen):
     @model_validator(mode="after")
     def _strategy_suits(self) -> Self:
         if (self.num_processes == 1) != (self.strategy == "single"):
-            raise ValueError(
-                f"{self.num_processes} process(es) cannot train by the strategy {self.strategy!r}"
-            )
+            number = self.num_processes
+            raise ValueError(f"{number} process(es) cannot train by the strategy {self.strategy!r}")
         return self
 
 

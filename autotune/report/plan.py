@@ -84,7 +84,8 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         ("the run", job_text(plan)),
     ]
     if expected.time_uncertainty is not None:
-        facts.append(("uncertain", f"{prediction.TIME_EVIDENCE}; `train` measures it"))
+        measures = "" if frozen.overheads else "; `train` measures it"
+        facts.append(("uncertain", f"{prediction.TIME_EVIDENCE}{measures}"))
     if is_measured:
         counts = Counter("rehearsal" if t.confirms else "trial" for t in frozen.trials)
         runs = [f"{number} {kind}{'s' * (number > 1)}" for kind, number in counts.items()]
@@ -95,7 +96,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     facts += zip(("likely faster", *[""] * len(faster)), faster, strict=False)
     notes = []
     if theirs := frozen.overheads:
-        notes.append(f"memory as {theirs.program} takes it, by its source; time as autotune")
+        notes.append(f"memory and time as {theirs.program} takes them, by its source")
     confirmed = [trial for trial in frozen.trials if trial.confirms and trial.outcome == "ok"]
     if confirmed and confirmed[-1].message:
         notes.append(f"not all of a run could be rehearsed: {confirmed[-1].message}")
@@ -269,7 +270,8 @@ def _user_or_default(plan: TrainingPlan, *, ours: bool) -> list[str]:
 
     job, work, optimizer = plan.job, plan.frozen.workload, plan.frozen.workload.optimizer
     usual = get_family(work.model.family).defaults
-    steps = usual.num_steps(sum(bucket.num_items for bucket in work.buckets))
+    num_images = sum(bucket.num_items for bucket in work.buckets)
+    steps = usual.num_steps(num_images, work.effective_batch_size)
     named = " ".join([optimizer.name, *(f"{n}={v}" for n, v in optimizer.options)])
     rate = usual_learning_rate(optimizer, usual.learning_rate)
     is_adamw, scripts = optimizer.name == "adamw", "diffusers' scripts"

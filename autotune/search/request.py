@@ -122,9 +122,10 @@ def build_job(
 ) -> Job:
     """Build the job: the user's words, else the earlier plan's, else the family's defaults."""
     defaults = model.family.defaults
+    num_images = len(dataset.items) if dataset else facts.USUAL_IMAGES
     usual = {
         "data": None,
-        "num_steps": defaults.num_steps(len(dataset.items) if dataset else facts.USUAL_IMAGES),
+        "num_steps": defaults.num_steps(num_images, effective_batch_size),
         "max_grad_norm": 1.0,
         "seed": 0,
         **_usual_job(model.family, request.optimizer_choice),
@@ -220,6 +221,9 @@ class ResolvedRequest:
         }
         every = {**possible, **caching_choices(context)}
         lacking = exporting.inexpressible(trainer, spec.family, spec.num_blocks, every)
+        if ("optimizer", self.workload.optimizer.name) in lacking:
+            what = f"{self.workload.optimizer.name} cannot be written for {trainer.title}"
+            raise InvalidInput(what, hint="name another --optimizer, or leave --for out")
         overheads = exporting.overheads_for(trainer, self.job, self.workload, possible)
         request = self.request.changed(lacking=tuple(lacking), overheads=overheads)
         return replace(self, request=request)

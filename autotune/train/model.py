@@ -74,9 +74,8 @@ def load_model(
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     blocks.swap_blocks(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, model.noise, error)
-    compiles_products = (
-        device.type in formats.WEIGHT_FORMATS[settings.quantization].needs.compiles_on
-    )
+    needs = formats.WEIGHT_FORMATS[settings.quantization].needs
+    compiles_products = device.type in needs.compiles_on
     if settings.compile != "off" or settings.norm_rope == "compiled" or compiles_products:
         _prepare_compiler()
     apply_settings(loaded, settings)

@@ -178,9 +178,8 @@ def _require_alike(family: Family, transformer: Any, targets: str) -> None:
         number += len(blocks)
         if any(len(each) > 1 for each in chosen.values()):
             hint = f"name the blocks by an option of their own: --blocks 0-{number - 1}"
-            raise InvalidInput(
-                f"{targets!r} names different layers in different blocks of {name}", hint=hint
-            )
+            what = f"{targets!r} names different layers in different blocks of {name}"
+            raise InvalidInput(what, hint=hint)
 
 
 def _num_controls(family: Family, dataset: Dataset | None) -> int:

@@ -157,7 +157,7 @@ def test_estimates_are_of_whole_jobs(card):
         own = CostModel.build(card.hardware.changed(device=device), *known)
         usual = estimate(own, CANDIDATE)
         assert (usual.fits, usual.cost) == (fits, None)
-        assert usual.num_steps == card.family.defaults.num_steps(1)
+        assert usual.num_steps == 500 // work.effective_batch_size == 250
     for size, effective, nearest in ((2, 5, 1), (3, 4, 2), (9, 8, 8)):
         with pytest.raises(InvalidInput) as error:
             require_divisor(size, effective)
