@@ -77,8 +77,8 @@ def caption_data(
     images' names. `rewording` has the arguments of `reworded`; alone, it edits without a model.
 
     A `model` of this machine describes images without a caption, or `caption` becomes theirs;
-    with `overwrite` all get it. A `dry_run` changes nothing; it tells what a model takes, and
-    returns empty captions.
+    with `overwrite` all get it, and every caption is reworded. A `dry_run` changes nothing; it
+    tells what a model takes, and returns empty captions for what it would write.
     Raises InvalidInput for no images or no such model, NothingFits if it needs more memory than is
     free.
     """
@@ -90,27 +90,27 @@ def caption_data(
         raise InvalidInput(f"there are no images at {place}", hint="name a folder of images")
     if left := tell_unread(items):
         on_event(Notice(text=left, level="warning"))
-    describe: Callable[[Captioned], str] = lambda one: caption or one.caption  # noqa: E731
-    if model or caption:
-        items = [one for one in items if not one.locked and (overwrite or not one.caption)]
-        if not items:
-            on_event(Notice(text="every image has a caption; --overwrite writes them anew"))
-    elif not any(rewording.values()):
+    if not (model or caption or any(rewording.values())):
         hint = "give --model, --caption, --trigger, --prefix or --replace"
         raise InvalidInput("nothing is to be changed", hint=hint)
-    if model and items:
+    bare = [one for one in items if not one.locked and (overwrite or not one.caption)]
+    made = {one.media.name: "" for one in bare} if model or caption else {}
+    if (model or caption) and not made:
+        on_event(Notice(text="every image has a caption; --overwrite writes them anew"))
+    describe: Callable[[Captioned], str] = lambda one: caption or ""  # noqa: E731
+    if model and made:
         from autotune.data.describe import find_describer
 
-        load = find_describer(model, len(items), on_event)
-        if dry_run:
-            return {one.media.name: "" for one in items}
-        describe = load(prompt)
-    return edit_captions(
+        load = find_describer(model, len(made), on_event)
+        describe = describe if dry_run else load(prompt)
+    items = items if any(rewording.values()) else bare
+    untold = made if model and dry_run else {}
+    return untold | edit_captions(
         folder,
-        items,
-        lambda one: reworded(describe(one), **rewording),
+        [one for one in items if one.media.name not in untold],
+        lambda one: reworded(describe(one) if one.media.name in made else one.caption, **rewording),
         f"captions by {model}" if model else "captions",
-        at_once=bool(model),
+        at_once=bool(model) and not dry_run,
         dry_run=dry_run,
     )
 

@@ -47,6 +47,8 @@ def test_words_change_and_are_taken_back(photos):
     undo_edit(photos)
     undo_edit(photos)
     assert captions(photos) == before
+    caption_data(photos, caption="a puppy", replacements={"dog": "cat", "puppy": "kitten"})
+    assert captions(photos) == {"a": "a cat on grass", "b": "a kitten", "c": "a kitten"}
     with pytest.raises(InvalidInput):
         caption_data(photos)
 
@@ -117,8 +119,10 @@ def test_models_describe_what_has_no_caption(photos, tmp_path, monkeypatch, kind
     with pytest.raises(KeyboardInterrupt):
         caption_data(photos, model=model, on_event=told_events.append)
     assert "GiB" in str(told_events[0])
-    caption_data(photos, model=model, trigger="sks")
-    assert captions(photos) == {"a": "a dog on grass", "b": "picture 1", "c": "sks, picture 3"}
+    words = {"model": model, "replacements": {"picture": "photo"}}
+    assert caption_data(photos, **words, dry_run=True) == {"b.png": "photo 1", "c.png": ""}
+    caption_data(photos, **words)
+    assert captions(photos) == {"a": "a dog on grass", "b": "photo 1", "c": "photo 3"}
     undo_edit(photos)
     undo_edit(photos)
     assert captions(photos) == {"a": "a dog on grass"}
