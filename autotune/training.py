@@ -252,8 +252,9 @@ def sample(
 
     `run` is a run's folder; or a plan, whose model is shown without an adapter (for prior
     preservation). Picture N has the seed `seed` + N, at each of the adapter's `strengths`. `path`
-    gets a number added if there are several, and the strength. A video model writes an mp4; to a
-    name that ends otherwise, its first frame as a PNG.
+    gets a number added if there are several, and the strength; without it free names are found in
+    the run's `samples`, or beside the plan. A video model writes an mp4; to a name that ends
+    otherwise, its first frame as a PNG.
 
     Raises:
         InvalidInput: the folder holds no trained adapter, or control images do not suit the model.

@@ -1,10 +1,11 @@
 """Checks before long work: a run's plan, machine, model, data and disk; what sampling takes."""
 
 import math
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, count, product
 from pathlib import Path
 
 from filelock import FileLock
@@ -171,11 +172,16 @@ class SampleRequest:
     seed: int = 0
     num_steps: int | None = None  # None for the job's
     control_paths: tuple[Path, ...] = ()
-    # None for a file in the run's folder or beside the plan; several get numbers. A clip is an
-    # .mp4; any other name gets its first frame as a PNG.
+    # None for free names in the run's `samples` or beside the plan; several get numbers. A clip is
+    # an .mp4; any other name gets its first frame as a PNG.
     output: Path | None = None
     # Factors of the adapter's effect: 0 is the model as it is, 1 what was trained.
     strengths: tuple[float, ...] = (1.0,)
+
+    def free(self, path: Path) -> Path:
+        """Return where a picture is written: no name but a given one has a picture replaced."""
+        names = chain([path], (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
+        return next(name for name in names if self.output or not os.path.lexists(name))
 
 
 @dataclass(frozen=True)
@@ -217,14 +223,15 @@ def read_sample_inputs(
         text = f"only a clip's first frame is written without PyAV: {INSTALL_VIDEO}"
         on_event(Notice(text=text, level="warning"))
     suffix = ".mp4" if is_clip and has_video_decoder() else ".png"
-    file = request.output or (run if adapter else run.parent) / f"sample-{request.seed}{suffix}"
+    file = request.output or (run / "samples" if adapter else run.parent) / f"sample{suffix}"
     paths = dict[tuple[int, float], Path]()
     strengths = request.strengths if adapter else (1.0,)
+    first, is_numbered = (1, request.count > 1) if request.output else (request.seed, True)
     for number, strength in product(range(request.count), strengths):
-        name = f"{file.stem}-{number + 1}" if request.count > 1 else file.stem
+        name = f"{file.stem}-{first + number}" if is_numbered else file.stem
         name += f"-at-{strength:g}" if len(strengths) > 1 else ""
         paths[number, strength] = file.with_stem(name)
-        files.require_writable(paths[number, strength], *MARKS)
+        files.require_writable(request.free(paths[number, strength]), *MARKS)
     if file.suffix == ".mp4" and not has_video_decoder():
         message = "an mp4 is written with PyAV, which is not installed"
         raise InvalidInput(message, hint=INSTALL_VIDEO)

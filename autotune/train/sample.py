@@ -131,7 +131,7 @@ def sample_run(
         sampler.load_adapter(inputs.adapter)
     blocks.swap_blocks(transformer, model.family, settings.swapped_blocks)
     written = []
-    for at, ((number, strength), path) in enumerate(inputs.paths.items(), start=1):
+    for at, ((number, strength), named) in enumerate(inputs.paths.items(), start=1):
         on_event(StatusChanged(text=f"sampling {at} of {len(inputs.paths)}"))
         preview = previews[number]
         if inputs.adapter and (strength != 1 or len(request.strengths) > 1):
@@ -140,6 +140,7 @@ def sample_run(
         frames = sampler.sample(preview)
         facts = preview.facts(plan, adapter="with" if inputs.adapter else "without")
         facts |= {"strength": f"{strength:g}"}
+        path = request.free(named)  # looked for as late as now: another process may sample, too
         if path.suffix == ".mp4":
             save_clip(frames, path, facts, model.family.defaults.frames_per_second)
         else:

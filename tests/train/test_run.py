@@ -129,7 +129,9 @@ def test_samples_are_the_stock_pipelines(bench, run, tmp_path):
     assert (written.parent, Image.open(written).tobytes()) == (tmp_path, plain.tobytes())
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
     expected = family.sample(stock, PROMPT, bucket, num_steps=2, seed=5)[0]
-    assert Image.open(bench.sample(run[0])).tobytes() == expected.tobytes()
+    written = [bench.sample(run[0]), bench.sample(run[0])]
+    assert written == [run[0] / "samples" / name for name in ("sample-5.png", "sample-5-2.png")]
+    assert {Image.open(path).tobytes() for path in written} == {expected.tobytes()}
     request = SampleRequest(PROMPT, seed=5, output=tmp_path / "x.png", strengths=(0.0, 0.5, 1.0))
     written = sample_run(read_sample_inputs(run[0], request), bench.hardware, bench.cache)
     assert [path.name for path in written] == ["x-at-0.png", "x-at-0.5.png", "x-at-1.png"]
