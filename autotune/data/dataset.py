@@ -94,6 +94,20 @@ def read_dataset(data: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> 
     return dataset
 
 
+def _require_masks(dataset: Dataset, data: DataPlace, options: DatasetOptions) -> None:
+    """Raise InvalidInput if masks are asked for and no image has one: each would count whole."""
+    is_masked = any(item.mask_path for item in dataset.items)
+    if options.loss_mask == "none" or is_masked or not dataset.items:
+        return
+    hint = f"save the mask of NAME.jpg as NAME{media.MASK_SUFFIX} next to it"
+    if options.loss_mask == "alpha":
+        hint = "save pictures as png with a transparent background"
+    unused = [problem for problem in dataset.problems if problem.kind == "mask"][:2]
+    reasons = "".join(f"; {problem.file}: {problem.message}" for problem in unused)
+    what = f"no image in {data_text(data)} has a loss mask{reasons}"
+    raise InvalidInput(what, hint=f"{hint}, or leave --loss-mask out")
+
+
 def scan_dataset(
     data: DataPlace,
     options: DatasetOptions = DEFAULT_OPTIONS,
@@ -295,6 +309,7 @@ def read_split(
     `validation` is a share such as `10%`, or a folder, whose images, and equal files elsewhere, are
     not trained on."""
     dataset = read_dataset(data, options)
+    _require_masks(dataset, data, options)
     if validation is None:
         return SplitDataset(dataset)
     place, candidates, share = data, dataset.items, 1.0
@@ -410,8 +425,9 @@ def check_dataset(
 ) -> DataReport:
     """Check every file as training would read it, the lengths of captions, by the model's folder of
     `tokenizers` if there is one, and unless any will do, the number of control images. Raises
-    InvalidInput as `scan_dataset`."""
+    InvalidInput as `scan_dataset`, and for masks that are asked for where there are none."""
     dataset = scan_dataset(data, options, on_progress)
+    _require_masks(dataset, data, options)
     items, problems = dataset.items, [*dataset.problems]
     for item in () if has_any_controls else items:
         try:

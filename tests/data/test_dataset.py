@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from autotune.data.captions import last_edit
 from autotune.data.dataset import DataReport, check_dataset, read_dataset, read_split, scan_dataset
 from autotune.data.items import DatasetOptions
+from autotune.errors import InvalidInput
 from autotune.models.registry import get_family
 from autotune.report.machine import data_report_lines
 from tests.data.pictures import CAPTIONS, picture, write_pictures
@@ -228,6 +230,12 @@ def test_masks_match_in_another_case(tmp_path):
     (item,) = read_dataset(data, options).items
     assert item.mask_path is not None
     assert len(item.control_paths) == 1
+    (data / "E\u0301.MASK.png").rename(data / "E\u0301_mask.bmp")
+    for unmasked in (options, replace(options, loss_mask="alpha")):
+        with pytest.raises(InvalidInput):
+            read_split(data, unmasked, None, 0)
+        with pytest.raises(InvalidInput):
+            check_dataset(data, get_family("flux1-kontext"), unmasked)
 
 
 def test_links_out_bring_nothing(tmp_path):
