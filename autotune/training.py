@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,11 +25,13 @@ from autotune.plan.file import RUN_PLAN_FILE, load_plan, with_job
 from autotune.plan.job import Job
 from autotune.plan.plan import RunReport, TrainingPlan
 from autotune.plan.request import CheckDataRequest, TrainRequest, takes
+from autotune.plan.workload import WorkloadRequest
 from autotune.report.files import RunPage
 from autotune.report.run import missed_promises
 from autotune.system import files, process
 from autotune.train import fit, metrics, prepare
 from autotune.train.folder import as_begun, check_folder
+from autotune.train.workload import check_overrides
 from autotune.weights.hub import snapshot_in_cache
 
 ENCODED = "encoded"  # folder of the user's cache that holds encoded captions and images
@@ -40,20 +43,22 @@ def check_data(request: CheckDataRequest) -> DataReport:
     duplicate or captionless.
 
     Raises:
-        InvalidInput: there is no such folder or family.
+        InvalidInput: there is no such folder or family, or the size does not suit it.
 
     Examples:
         >>> report = autotune.check_data("photos")
         >>> report.can_train, report.problems
     """
-    family = get_family(request.model)
-    num_frames = request.given.get("num_frames", family.defaults.num_frames)
-    family.check_num_frames(num_frames)
+    family, asked = get_family(request.model), request.given_of(WorkloadRequest)
+    size = asked.get("resolution")
+    if size and min(size) > 0 and "model" not in request.given:  # it may be any model's size
+        asked |= {"resolution": None, "side_px": math.isqrt(math.prod(size))}
+    bucket = check_overrides(family, WorkloadRequest(**asked))
     return check_dataset(
         request.data,
         family,
-        make_options(request.given, family, num_frames),
-        resolution_px=request.resolution_px,
+        make_options(request.given, family, bucket.num_frames),
+        resolution_px=math.isqrt(bucket.width_px * bucket.height_px),
         has_any_controls="model" not in request.given,
         tokenizers=snapshot_in_cache(family.models[0].hub_id),
         on_progress=lambda done, total: request.on_event(

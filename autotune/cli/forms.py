@@ -41,7 +41,7 @@ FIELDS = {  # of each command, those that the page's forms may fill in
     "sample": ("run_folder", "prompt", "count", "seed", "num_steps", "strengths", "path"),
     "compare": (*FIRST[:2], *FIRST[3:6], "max_cost", "max_hours", "prices"),
     "audit": ("config_file", "hardware"),
-    "data check": ("data", "resolution_px"),
+    "data check": ("data", "resolution"),
     "data caption": ("place", "trigger", "replacements"),
     "weights convert": ("source", "target", "to", "overwrite"),
 }

@@ -97,10 +97,9 @@ def _undo_values(site: Site, folder: Path, command: str = "") -> dict[str, Any]:
 @route("/data/check")
 def _check_data(site: Site, asked: Asked) -> Response:
     folder = _data_folder(site, asked)
-    side = asked.number("resolution", 0)
-    asked |= {"data": [str(folder)], "resolution_px": [str(side or "")]}
+    asked |= {"data": [str(folder)]}
     words = forms.build_words(site, "data check", asked)
-    report = autotune.check_data(str(folder), resolution_px=side or None)
+    report = autotune.check_data(str(folder), resolution=asked.one("resolution") or None)
     ordered = sorted(report.problems, key=lambda one: SEVERITIES.get(one.kind, 3))
     kinds = {name: text.partition(" (")[0] for name, text in machine.PROBLEMS.items()}
     values: dict[str, Any] = {"report": report, "problems": ordered[:200], "kinds": kinds}

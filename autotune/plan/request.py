@@ -16,6 +16,7 @@ from autotune.plan import candidate, prediction
 from autotune.plan.base import (
     HIDDEN,
     Hours,
+    ImageSize,
     MemoryAmount,
     Option,
     Request,
@@ -254,8 +255,8 @@ class CheckDataRequest(DataFields, Request):
     """Folder of images with same-stem .txt captions, or a YAML file that lists such folders."""
     model: str = "qwen-image"
     """Model whose image sizes count."""
-    resolution_px: Annotated[int | None, Option("--resolution")] = Field(default=None, ge=1)
-    """Side of a square image, in pixels; by default the family's."""
+    resolution: Annotated[ImageSize | None, Option(metavar="SIDE|WIDTHxHEIGHT")] = None
+    """Size of images in pixels, as for plan; by default the family's."""
 
 
 P = ParamSpec("P")

@@ -258,8 +258,8 @@ def _data_texts(report: DataReport) -> Iterator[str]:
     verdict = "" if report.can_train else f", cannot be trained on{why}"
     yield f"{report.folder}: {report.num_usable} usable image(s){verdict}"
     if report.epoch_size != report.num_usable:
-        repeats = "repeats of folders such as 10_dog, or of metadata.jsonl"
-        yield f"  an epoch shows {report.epoch_size}: {repeats}"
+        told = "a folder such as 10_dog, metadata or a data.yaml"
+        yield f"  an epoch shows {report.epoch_size}: {told} repeats images"
     if report.num_with_controls:
         yield f"  {report.num_with_controls} with control images"
     if report.caption_words:

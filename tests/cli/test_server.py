@@ -300,6 +300,7 @@ def test_odd_jobs_and_numbers_are_harmless(user, site):
     assert job.words == ["?"]
     asked = f"folder=photos&resolution={'1' * 5000}"
     assert "bug in autotune" not in user.get(f"/data/check?{asked}").text
+    assert "608×608" in user.get("/data/check?folder=photos&resolution=512x768").text
 
 
 def test_only_plans_are_shown(user, site):

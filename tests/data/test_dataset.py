@@ -15,6 +15,7 @@ from autotune.data.items import DatasetOptions
 from autotune.errors import InvalidInput
 from autotune.models.registry import get_family
 from autotune.report.machine import data_report_lines
+from autotune.training import check_data
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
 
@@ -265,7 +266,7 @@ def test_linked_data_sets_are_read(tmp_path):
 
 def test_a_good_folder(tmp_path):
     write_pictures(tmp_path, (640, 640), (64, 64), (80, 48), (300, 40), (32, 32))
-    report = check_dataset(tmp_path, get_family("flux1-dev"), resolution_px=64)
+    report = check_data(tmp_path, model="flux1-dev", resolution="128x32")  # plan's, in any form
     assert report.can_train
     edited = check_dataset(tmp_path, get_family("flux1-kontext"), resolution_px=64)
     assert not edited.can_train
