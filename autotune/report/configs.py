@@ -1,6 +1,8 @@
 """Text about other trainers' configurations: imported, exported, audited."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from autotune.interop.exporting import DIFFERENCE_KINDS, ExportedConfig
 from autotune.interop.importing import Audit, ConfigLine, ImportedConfig
@@ -16,6 +18,7 @@ from autotune.plan.words import (
     setting_text,
     value_text,
 )
+from autotune.report import text as texts
 from autotune.report.text import memory_text, range_text, rough_seconds, seconds_text, wrapped
 
 MAX_VALUE = 40  # characters
@@ -82,11 +85,20 @@ def audit_lines(audit: Audit) -> list[str]:
     config = audit.config
     lines = [f"{config.path} ({config.trainer}) on {audit.as_written.hardware}", _evidence(audit)]
     for title, rows, items in _sections(audit):
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        padded = ([f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)] for row in rows)
-        lines += ["", *filter(None, [title]), *("  " + "  ".join(row).rstrip() for row in padded)]
+        lines += ["", *filter(None, [title]), *table_lines(rows)]
         lines += [f"  {name}{text}" for name, text in items]
     return [part for line in lines for part in wrapped(line, 4)]
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lay out a table that fits a terminal: cells of its widest columns are broken."""
+    widths = [max(1, *map(len, column)) for column in zip(*rows, strict=True)]
+    while sum(widths) + 2 * len(widths) > texts.WIDTH:
+        widths[widths.index(max(widths))] -= 1
+    for row in rows:
+        cells = map(textwrap.wrap, row, widths)
+        for parts in zip_longest(*cells, fillvalue=""):
+            yield "".join(f"  {part:<{w}}" for part, w in zip(parts, widths, strict=True)).rstrip()
 
 
 def audit_markdown(audit: Audit) -> str:
@@ -206,7 +218,7 @@ def _memory_text(one: SettingWorth) -> str:
 
     if one.run_memory_saved_bytes or not one.training_memory_saved_bytes:
         return text(one.run_memory_saved_bytes)
-    return f"same ({text(one.training_memory_saved_bytes)} in training)"
+    return f"{text(one.training_memory_saved_bytes)} in training"
 
 
 def _saved_text(seconds: float) -> str:

@@ -5,6 +5,7 @@ import pytest
 from autotune.cli.terminal import err, out
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.prediction import StepTime
+from autotune.report.configs import table_lines
 from autotune.report.plan import explain_lines, plan_lines
 from tests.report.page.pages import golden_plan
 
@@ -14,6 +15,14 @@ def test_control_characters_are_replaced(capfd):
         console.print("one \x1b[2J\x9b2J\u202e\udcff :cat: [red]\ntwo")
     printed = capfd.readouterr()
     assert printed.out == printed.err == "one ?[2J?2J?? :cat: [red]\ntwo\n"
+
+
+def test_tables_break_cells_that_are_too_long():
+    rows = [["a setting", "written", "memory"], ["x" * 50, "as before", "-1 GiB in training"]]
+    first, second, *_ = lines = [*table_lines([*rows, ["", "y " * 50, ""]])]
+    assert max(map(len, lines)) <= 80
+    assert first.index("written") == second.index("as before") == lines[-1].index("y")
+    assert first.index("memory") == second.index("-1 GiB in training")
 
 
 def test_the_largest_wait_limits_a_run():
