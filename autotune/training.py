@@ -61,9 +61,7 @@ def check_data(request: CheckDataRequest) -> DataReport:
         resolution_px=math.isqrt(bucket.width_px * bucket.height_px),
         has_any_controls="model" not in request.given,
         tokenizers=snapshot_in_cache(family.models[0].hub_id),
-        on_progress=lambda done, total: request.on_event(
-            Progressed(name="reading", done=done, total=total)
-        ),
+        on_progress=lambda n, of: request.on_event(Progressed(name="reading", done=n, total=of)),
     )
 
 
@@ -147,10 +145,9 @@ def train(request: TrainRequest) -> RunReport:
     file = None if named is None or isinstance(named, TrainingPlan) else Path(named)
     planned = given.frozen.workload.optimizer
     if request.optimizer not in (None, planned.name):
-        raise InvalidInput(
-            f"the plan was made for the optimizer {planned.name}, not for {request.optimizer}",
-            hint=f"plan for it: autotune plan --from PLAN --optimizer {request.optimizer}",
-        )
+        what = f"the plan was made for the optimizer {planned.name}, not for {request.optimizer}"
+        hint = f"plan for it: autotune plan --from PLAN --optimizer {request.optimizer}"
+        raise InvalidInput(what, hint=hint)
     if request.optimizer is not None and ":" in request.optimizer:
         allow_optimizer(request.optimizer)
     chosen = with_job(given, **request.given_of(Job))
@@ -229,9 +226,7 @@ def _plan_first(request: TrainRequest) -> TrainingPlan:
         hint = "name the folder that it wrote with --output, or leave --resume out"
         raise InvalidInput(f"there is no run in {request.output}", hint=hint)
     if process.current_launch() is not None:
-        hint = (
-            "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
-        )
+        hint = "plan once, start all with its file: autotune plan ..., autotune train plan.yaml"
         raise InvalidInput("processes that train together need a plan file", hint=hint)
     if request.data is None and not request.slider:
         hint = "name a folder with --data, or a plan that has one"
@@ -272,11 +267,8 @@ def sample(
         >>> autotune.sample("plan.yaml", "a photo of a dog", count=100, path="class-images/dog.png")
     """
     on_event(StatusChanged(text="sampling"))
-    target = None if path is None else Path(path)
-    controls = tuple(map(Path, control))
-    wanted = prepare.SampleRequest(
-        prompt, count, seed, num_steps, controls, target, tuple(strengths)
-    )
+    places = tuple(map(Path, control)), None if path is None else Path(path)
+    wanted = prepare.SampleRequest(prompt, count, seed, num_steps, *places, tuple(strengths))
     machine = cache(read_machine)
 
     def require(plan: TrainingPlan) -> None:

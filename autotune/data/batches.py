@@ -191,10 +191,8 @@ def list_bucket_sizes(
     For each width the greatest height that fits, in portrait orientation as well, and the greatest
     square. Raises InvalidInput if the resolution is smaller than one multiple."""
     if resolution_px < multiple_px:
-        raise InvalidInput(
-            f"a resolution of {resolution_px} px is too small for this model",
-            hint=f"use at least {multiple_px} px",
-        )
+        what = f"a resolution of {resolution_px} px is too small for this model"
+        raise InvalidInput(what, hint=f"use at least {multiple_px} px")
     step = multiple_px * max(1, resolution_px // (STEPS_PER_SIDE * multiple_px))
     square = resolution_px // step * step
     sizes = {(square, square)}
@@ -249,10 +247,8 @@ def assign_buckets(items: Sequence[Item], buckets: Sequence[Bucket]) -> tuple[in
             if bucket.num_frames == item.num_frames
         }
         if not distances:
-            raise InvalidInput(
-                f"{item.path.name} has {item.num_frames} frame(s), no planned shape has so many",
-                hint="plan again with this data: autotune plan --data DIR",
-            )
+            what = f"{item.path.name} has {item.num_frames} frame(s), no planned shape has so many"
+            raise InvalidInput(what, hint="plan again with this data: autotune plan --data DIR")
         chosen.append(min(distances, key=distances.__getitem__))
     return tuple(chosen)
 

@@ -104,11 +104,9 @@ class Cache:
         """Raise InvalidInput if pickled caches lie here: reading one can run any code."""
         found = next(iter(sorted(self.folder.glob("*.pt"))), None)
         if found is not None:
-            raise InvalidInput(
-                f"{found} is a pickled cache, which autotune does not read: it could run any code",
-                hint="delete the .pt files there and run again: captions and images are encoded "
-                "anew, as safetensors",
-            )
+            what = f"{found} is a pickled cache, which is not read: it could run any code"
+            hint = "delete the .pt files there and run again: all is encoded anew, as safetensors"
+            raise InvalidInput(what, hint=hint)
 
     def remove_stale(self) -> None:
         for path in self.folder.glob(".*.part"):
@@ -248,9 +246,8 @@ def make_prompt_entry(
     """Make the entry of a caption alone, or with control images in the shape of `bucket`."""
     size = (bucket.width_px, bucket.height_px) if control_paths else None
     digests = tuple(map(file_digest, control_paths))
-    key = entry_key(
-        "prompt", text=caption, controls=digests, size=size, encoder=identity.text_encoder
-    )
+    encoded = {"text": caption, "controls": digests, "size": size}
+    key = entry_key("prompt", **encoded, encoder=identity.text_encoder)
     return CacheEntry(key, control_paths, digests, bucket, caption)
 
 
@@ -340,8 +337,7 @@ def find_mask(
     shape, (height, width) = (bucket.width_px, bucket.height_px), size
     is_alpha, digest = path == item.path, file_digest(path)
     key = entry_key("mask", file=digest, alpha=is_alpha, size=shape, latents=size, crop=item.crop)
-    stored = cache.read(key)
-    if stored is not None:
+    if (stored := cache.read(key)) is not None:
         return key, stored["mask"]
     try:
         image = open_mask(path, is_alpha=is_alpha)

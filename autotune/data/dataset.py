@@ -81,16 +81,13 @@ def read_dataset(data: DataPlace, options: DatasetOptions = DEFAULT_OPTIONS) -> 
     captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
     if captionless:
         named = ", ".join(captionless[:3]) + (", ..." if len(captionless) > 3 else "")
-        raise InvalidInput(
-            f"{len(captionless)} image(s) in {data_text(data)} have no caption: {named}",
-            hint="write NAME.txt next to each, or give --caption TEXT or --trigger WORD",
-        )
+        what = f"{len(captionless)} image(s) in {data_text(data)} have no caption: {named}"
+        hint = "write NAME.txt next to each, or give --caption TEXT or --trigger WORD"
+        raise InvalidInput(what, hint=hint)
     if not dataset.items:
         reasons = "".join(f"; {line}" for line in dataset.problem_summary[:2])
-        raise InvalidInput(
-            f"no usable image in {data_text(data)}{reasons}",
-            hint="put png, jpeg or webp files there; `autotune data check` names what is wrong",
-        )
+        hint = "put png, jpeg or webp files there; `autotune data check` names what is wrong"
+        raise InvalidInput(f"no usable image in {data_text(data)}{reasons}", hint=hint)
     return dataset
 
 
@@ -139,10 +136,8 @@ def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress 
             raise InvalidInput(f"there is no {kind} folder {place}", hint="check the path")
     control = media.locate_control(folder, options.control) if options.control else None
     if control and (options.flip or options.crop != "center"):
-        raise InvalidInput(
-            "pairs for editing are neither flipped nor cropped at the top",
-            hint="leave --flip and --crop out",
-        )
+        what = "pairs for editing are neither flipped nor cropped at the top"
+        raise InvalidInput(what, hint="leave --flip and --crop out")
     contents = media.list_contents(folder, exclude=control)
     found = media.find_media(contents, clips=options.num_frames > 1)
     captions, masks = media.find_captions(contents, found), media.find_masks(contents)
@@ -254,21 +249,15 @@ def list_folders(data: DataPlace) -> tuple[DataFolder, ...]:
     for folder in folders:
         real = Path(os.path.realpath(folder.path))
         if real in by_real:
-            raise InvalidInput(
-                f"the data names {by_real[real]} twice",
-                hint="name it once; `repeats` in a data.yaml shows its images more often "
-                "(docs/data.md)",
-            )
+            hint = "name it once; `repeats` in a data.yaml shows its images more often"
+            raise InvalidInput(f"the data names {by_real[real]} twice", hint=hint)
         by_real[real] = folder.path
     for inner, path in by_real.items():
         for parent in inner.parents:
             if parent in by_real:
-                raise InvalidInput(
-                    f"the data folder {path} lies in {by_real[parent]}, so its images would be "
-                    "trained twice",
-                    hint="name the outer folder alone; `repeats` in its metadata.jsonl, or a name "
-                    "such as 3_portraits, shows some images more often",
-                )
+                what = f"the data folder {path} lies in {by_real[parent]}: it would count twice"
+                hint = "name the outer folder alone; a name such as 3_dogs shows images more often"
+                raise InvalidInput(what, hint=hint)
     return folders
 
 
@@ -323,11 +312,9 @@ def read_split(
     held_out = [item for item in candidates if _name(item, place) in names]
     training = tuple(item for item in dataset.items if item not in held_out)
     if not training:
-        raise InvalidInput(
-            f"validation holds out all images of {data_text(data)}: none is left to train",
-            hint="add images, hold out a smaller share, or name a folder of others: "
-            "--validation FOLDER",
-        )
+        what = f"validation holds out all images of {data_text(data)}: none is left to train"
+        hint = "add images, hold out a smaller share, or name others: --validation FOLDER"
+        raise InvalidInput(what, hint=hint)
     return SplitDataset(replace(dataset, items=training), tuple(held_out))
 
 

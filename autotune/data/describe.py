@@ -143,10 +143,8 @@ class Describer:
             self.folder, dtype="auto", device_map={"": device}, output_loading_info=True, **local
         )
         if report["missing_keys"]:
-            raise InvalidInput(
-                f"{self.name} lacks weights that write text: {min(report['missing_keys'])}",
-                hint="name a model whose text encoder is whole, as qwen-image's",
-            )
+            what = f"{self.name} lacks weights that write text: {min(report['missing_keys'])}"
+            raise InvalidInput(what, hint="name one whose text encoder is whole, as qwen-image's")
         is_qwen = self.config["model_type"] in QWEN
         stock = AutoProcessor.from_pretrained
         processor = self._qwen_processor() if is_qwen else stock(self.folder, **local)

@@ -287,10 +287,9 @@ class EncodedDataset:
     def _read(self, key: str) -> Tensors:
         tensors = self.in_memory.get(key) or self.cache.read(key)
         if tensors is None:
-            raise AutotuneError(
-                f"the cache in {self.cache.folder} lost an entry during the run",
-                hint="run again with --resume: what is missing is encoded again",
-            )
+            what = f"the cache in {self.cache.folder} lost an entry during the run"
+            hint = "run again with --resume: what is missing is encoded again"
+            raise AutotuneError(what, hint=hint)
         return tensors
 
 
@@ -328,10 +327,9 @@ def encode_dataset(
             failures[index] = unreadable[min(keys)]
     usable = [index for index in planned if index not in failures]
     if not usable:
-        raise InvalidInput(
-            f"none of {len(dataset.items)} images could be read: {next(iter(failures.values()))}",
-            hint="`autotune data check DIR` names what is wrong",
-        )
+        why = next(iter(failures.values()))
+        what = f"none of {len(dataset.items)} images could be read: {why}"
+        raise InvalidInput(what, hint="`autotune data check DIR` names what is wrong")
     cache.evict(keep={key for index in usable for key in planned[index].keys})
     problems = [
         Problem(file=dataset.items[index].path.name, kind="broken", message=failures[index])
@@ -438,15 +436,13 @@ def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
         else:
             encoded = family.encode_caption(pipeline, entry.caption, pixels)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise InvalidInput(
-            f"the model cannot encode the {entry}: {first_line(error)}",
-            hint="download the model again: its configurations may differ from the published ones",
-        ) from error
+        what = f"the model cannot encode the {entry}: {first_line(error)}"
+        hint = "download the model again: its configurations may differ from the published ones"
+        raise InvalidInput(what, hint=hint) from error
     if not all(tensor.isfinite().all() for tensor in encoded.values()):
-        raise AutotuneError(
-            f"the model encodes the {entry} into numbers that are not finite",
-            hint="download its VAE and text encoders again, or plan with --pin precision=fp32",
-        )
+        what = f"the model encodes the {entry} into numbers that are not finite"
+        hint = "download its VAE and text encoders again, or plan with --pin precision=fp32"
+        raise AutotuneError(what, hint=hint)
     return encoded
 
 
@@ -461,8 +457,6 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
     except Exception as error:  # decoders raise anything for damaged files
         raise _Unreadable(explain_damage(error)) from error
     if has_changed:
-        raise AutotuneError(
-            f"{entry.paths[0]} changed while the data was encoded",
-            hint="run again once nothing writes there: what is cached is kept",
-        )
+        what = f"{entry.paths[0]} changed while the data was encoded"
+        raise AutotuneError(what, hint="run again once nothing writes there: the cache is kept")
     return pixels

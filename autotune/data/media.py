@@ -369,8 +369,6 @@ def locate_control(folder: Path, control: Path) -> Path:
     """Spell the control folder below the data folder if it lies there: it holds no data."""
     data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
     if data.is_relative_to(inside):
-        raise InvalidInput(
-            f"the control folder {control} holds the data folder {folder}",
-            hint="put control images into a folder of their own",
-        )
+        what = f"the control folder {control} holds the data folder {folder}"
+        raise InvalidInput(what, hint="put control images into a folder of their own")
     return folder / inside.relative_to(data) if inside.is_relative_to(data) else control

@@ -258,8 +258,7 @@ def _data_texts(report: DataReport) -> Iterator[str]:
     verdict = "" if report.can_train else f", cannot be trained on{why}"
     yield f"{report.folder}: {report.num_usable} usable image(s){verdict}"
     if report.epoch_size != report.num_usable:
-        told = "a folder such as 10_dog, metadata or a data.yaml"
-        yield f"  an epoch shows {report.epoch_size}: {told} repeats images"
+        yield f"  an epoch shows {report.epoch_size}: folders, metadata or a data.yaml repeat some"
     if report.num_with_controls:
         yield f"  {report.num_with_controls} with control images"
     if report.caption_words:

@@ -211,8 +211,7 @@ def read_sample_inputs(
     if not request.strengths or not all(abs(one) <= MAX_STRENGTH for one in request.strengths):
         hint = f"give one or more from 0 to {MAX_STRENGTH:g}: 1 is the adapter as it was trained"
         raise InvalidInput("there is no such strength of an adapter", hint=hint)
-    missing = [path for path in request.control_paths if not path.is_file()]
-    if missing:
+    if missing := [path for path in request.control_paths if not path.is_file()]:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     if adapter:
         read_header(adapter)
@@ -233,8 +232,7 @@ def read_sample_inputs(
         paths[number, strength] = file.with_stem(name)
         files.require_writable(request.free(paths[number, strength]), *MARKS)
     if file.suffix == ".mp4" and not has_video_decoder():
-        message = "an mp4 is written with PyAV, which is not installed"
-        raise InvalidInput(message, hint=INSTALL_VIDEO)
+        raise InvalidInput("an mp4 needs PyAV, which is not installed", hint=INSTALL_VIDEO)
     if not adapter:
         require(plan)
     model = resolve.fetch_model(plan.job.model_ref)

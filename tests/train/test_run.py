@@ -61,7 +61,7 @@ def test_a_bad_adapter_is_refused(bench, run, tmp_path, damage):
     words = r"cut off|not finite|not an adapter of this model|claims a header|no JSON"
     with pytest.raises(InvalidInput, match=words):
         bench.sample(tmp_path)
-    assert not list(tmp_path.glob("*.png"))
+    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_curves_previews_and_sheets_are_written(run):
