@@ -377,7 +377,7 @@ def train(asked: dict[str, Any], as_json: bool) -> None:
     default=[1.0],
     help="Strength of the adapter; repeat for more.",
 )
-@OUTPUT(help="File, .mp4 for a clip; in RUN or next to PLAN by default.")
+@OUTPUT(help="File, .mp4 for a clip; in RUN/samples or next to PLAN by default.")
 @JSON
 def sample(run_folder: Path, prompt: str, as_json: bool, **asked: Any) -> None:
     """Sample from a trained adapter, or from a plan's model alone, through its stock pipeline."""

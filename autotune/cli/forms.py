@@ -1,7 +1,6 @@
 """Forms of the pages: what they offer to choose from, and the commands that they ask for."""
 
 import os
-import re
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ FIELDS = {  # of each command, those that the page's forms may fill in
     "probe": (),
     "plan": (*FIRST, *MORE, "path", "output"),
     "train": ("plan", "output", "num_steps", "preview_prompts", "preview_every", "resume"),
-    "sample": ("run_folder", "prompt", "count", "seed", "num_steps", "strengths", "path"),
+    "sample": ("run_folder", "prompt", "count", "seed", "num_steps", "strengths"),
     "compare": (*FIRST[:2], *FIRST[3:6], "max_cost", "max_hours", "prices"),
     "audit": ("config_file", "hardware"),
     "data check": ("data", "resolution"),
@@ -174,10 +173,6 @@ def _complete(site: Site, name: str, asked: Asked) -> None:
         asked["path"] = [_unused(site, "plan", ".yaml")]
     if name == "train" and not asked.one("output"):
         asked["output"] = [_unused(site, f"runs/{Path(asked.one('plan', 'run')).stem}", "")]
-    if name == "sample":
-        run, texts = asked.one("run_folder"), [asked.one(n) for n in ("prompt", "seed")]
-        named = "-".join(re.sub(r"[^a-z0-9]+", "-", text.lower())[:40] for text in texts)
-        asked["path"] = [f"{run}/samples/{named.strip('-') or 'sample'}.png"]
     if name == "data caption":
         asked["place"], find = [asked.one("folder")], asked.one("find")
         asked["replacements"] = [f"{find}={asked.one('replacement')}"] * bool(find)
