@@ -1,5 +1,6 @@
 """Exchange with other programs: their configurations, and their names of weights."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from autotune.api import list_choices, plan
+from autotune.data import media
 from autotune.data.dataset import data_text, is_list
 from autotune.errors import InvalidInput, NothingFits, suggest_nearest
 from autotune.events import OnEvent, StatusChanged
@@ -25,7 +27,7 @@ from autotune.plan import base, words
 from autotune.plan.candidate import BLOCK_COUNTS, Candidate, Choice, count_blocks
 from autotune.plan.file import load_plan, with_job
 from autotune.plan.hardware import HardwareProfile
-from autotune.plan.job import AdapterFormat, ModelRef
+from autotune.plan.job import AdapterFormat, Job, ModelRef
 from autotune.plan.plan import Reason, TrainingPlan
 from autotune.plan.prediction import Estimate, SettingWorth
 from autotune.plan.request import PlanRequest, make_request
@@ -234,7 +236,9 @@ def export_config(
         for name, one in folders.items()
         if one is not None
     }
-    exported = exporting.export_plan(with_job(made, **places), get_trainer(to), strict=strict)
+    folder = Path(places.get("data", ""))
+    found = _count_images(folder, made.job) if "data" in places and folder.is_dir() else {}
+    exported = exporting.export_plan(with_job(made, **places), get_trainer(to), found, strict)
     if output is not None:
         folder = Path(output)
         for name in () if overwrite else exported.files:
@@ -242,6 +246,21 @@ def export_config(
         for name, text in exported.files.items():
             write_text_atomic(folder / name, text)
     return exported
+
+
+def _count_images(folder: Path, job: Job) -> dict[str, int]:
+    control = media.locate_control(folder, Path(job.control)) if job.control else None
+    contents = media.list_contents(folder, exclude=control)
+    images = media.find_media(contents, clips=job.num_frames > 1)
+    captions = media.find_captions(contents, images)
+    counts = Counter(num_images=len(images))
+    for one in images:
+        line, file = captions.lines.find(one.name), captions.files.get(one.name)
+        counts["images_below"] += "/" in one.name
+        counts["repeats"] += ((line and line.repeats) or one.folder_repeats) > 1
+        is_text = file is None or file.suffix.lower() == ".txt"
+        counts["captions"] += not is_text or bool(line and line.captions)
+    return counts
 
 
 def _require_absent(path: Path, kind: str) -> None:

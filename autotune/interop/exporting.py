@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from autotune.errors import InvalidInput
@@ -18,6 +19,7 @@ from autotune.plan import base, prediction, words
 from autotune.plan.candidate import BLOCK_COUNTS, CachingSettings, Candidate, count_blocks
 from autotune.plan.job import DataFields, Job
 from autotune.plan.plan import TrainingPlan
+from autotune.plan.request import PlanRequest
 from autotune.plan.workload import Learning, ModelSpec, Workload
 
 OF_WORKLOAD = tuple(name for name in Learning.model_fields if name not in ("quality", "objective"))
@@ -27,7 +29,8 @@ LEARNING = (
     *("num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps", "weight_decay"),
     *("max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale"),
     *("weighting_scheme", "caption_dropout", "mask_floor"),
-    *("expert", "from_adapter", "training_adapter"),
+    *("expert", "from_adapter", "training_adapter", "validation", "keep_best"),
+    *("optimizer", "optimizer_options"),
 )
 # Knobs of how files and batches are read: they change neither learning nor the device's memory.
 LOADING = ("loader", "data_workers", "batch_memory")
@@ -70,6 +73,7 @@ def values_of(plan: TrainingPlan) -> dict[str, Any]:
         **{name: value for name, value in plan.job if name not in ("model", "revision")},
         **_workload_values(frozen.workload),
         **dict(frozen.settings),
+        "optimizer_options": dict(frozen.workload.optimizer.options),
         **{PIN + name: value for name, value in frozen.caching},
         "num_gpus": frozen.hardware.num_processes,
         "num_images": num_images,
@@ -82,13 +86,16 @@ def _workload_values(workload: Workload) -> dict[str, Any]:
     return {name: getattr(workload, name) for name in OF_WORKLOAD} | sizes
 
 
-def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -> ExportedConfig:
-    """Write files of another trainer that do what the plan says, as nearly as it can. Raises
-    InvalidInput if it would need more memory; if `strict`, also if learning or memory differed."""
+def export_plan(
+    plan: TrainingPlan, trainer: Trainer, found: Values = MappingProxyType({}), strict: bool = False
+) -> ExportedConfig:
+    """Write files of another trainer that do what the plan says, as nearly as it can. `found` are
+    numbers of images in its folder: all, and by names of `unread`. Raises InvalidInput if it would
+    need more memory; if `strict`, also if learning or memory differed."""
     spec = plan.frozen.workload.model
     known = known_model(trainer, spec.family, spec)
     trainer, context = trainer.for_model(known), Context(known.family, spec.num_blocks)
-    planned = values_of(plan)
+    planned = {**values_of(plan), **found}
     # blocks that keep what attention computed recompute everything there: less memory
     recomputed = planned["checkpointed_blocks"] + planned["selective_blocks"]
     needed = {**planned, "checkpointed_blocks": recomputed, "selective_blocks": 0}
@@ -106,15 +113,27 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     except CannotExpress as error:
         message = f"{trainer.title} cannot do what the plan says: {error}"
         raise InvalidInput(message, hint=hint) from error
-    differences = compare(planned, read, context)
+    unread = [
+        Difference(name=name, kind="learning", planned=f"{found[name]} {where}", written=there)
+        for name, (where, there) in trainer.unread.items()
+        if found.get(name)
+    ]
+    differences = (*unread, *compare(planned, read, context))
     lost = [f"{x.key}: {x.meaning}" for kind, x in lines if kind == "not_carried" and x.line]
     stored = str(read.get("quantization", "none"))
     overheads = trainer.overheads_of(written, known).text(stored)
-    remarks = tuple(dict.fromkeys((*lost, *trainer.notes, overheads)))
+    notes = trainer.holding(trainer.notes, written)
+    remarks = tuple(dict.fromkeys((*lost, *notes, overheads)))
     binding = [one for one in differences if one.kind != "loading"]
     if strict and binding:
         first = f"{binding[0].name} is {binding[0].planned} in the plan, {binding[0].written} there"
         message = f"{trainer.title} would differ: {first} ({len(binding)} in all)"
+        learned = {one.name for one in binding if one.kind == "learning"}
+        if asked := learned & PlanRequest.model_fields.keys():  # `--from` keeps them
+            options = ", ".join(sorted(map(_option_of, asked)))
+            hint = f"plan anew without {options}, or with the value there"
+        elif learned:
+            hint = "make one folder that holds each image once, with its NAME.txt"
         raise InvalidInput(message, hint=f"leave --strict out, or {hint}")
     if known.prefix:
         own, usual = known.prefix
@@ -127,6 +146,12 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
         differences=differences,
         remarks=remarks,
     )
+
+
+def _option_of(name: str) -> str:
+    metadata = PlanRequest.model_fields[name].metadata
+    flags = (one.flag for one in metadata if isinstance(one, base.Option) and one.flag)
+    return next(flags, f"--{name.replace('_', '-')}")
 
 
 def _find_needs(planned: Values, read: Values, num_blocks: int) -> Iterator[str]:
@@ -194,10 +219,11 @@ def _as_settings(written: Values) -> dict[str, ConfigValue]:
 def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
     """List differences of what is read back from the plan, those of learning first."""
     assumed, found = _assumed(context.family), []
-    for name in dict.fromkeys((*LEARNING, *filter(is_knob, planned))):
+    for name in dict.fromkeys((*LEARNING, "save_dtype", *filter(is_knob, planned))):
         own, other = planned.get(name), read.get(name, assumed.get(name))
         if name == "num_steps" and (epochs := read.get("num_train_epochs")) is not None:
-            other = own if planned.get("num_train_epochs") == epochs else f"{epochs} epochs"
+            steps = -(-epochs * planned.get("num_images", 1) // planned["effective_batch_size"])
+            other = own if planned.get("num_train_epochs") == epochs else steps
         if not is_equal(name, own, other, context):
             ours: Kind = "loading" if name in LOADING else "settings"
             kind: Kind = "learning" if name in LEARNING else ours
@@ -215,6 +241,7 @@ def _assumed(family: Family) -> dict[str, Any]:
         **{PIN + name: value for name, value in CachingSettings()},
         **{"adapted_blocks": "all", "adapter": "lora"},
         **dict.fromkeys(("lora_dropout", "ema_decay", "preserve_prior", "lokr_factor"), 0),
+        "optimizer_options": {},
         "guidance_scale": family.defaults.training_guidance,
     }
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from autotune.interop import files
 from autotune.interop.rules import LOST, ConfigValue, Context, Rule, Values, is_knob
 from autotune.interop.trainer import KnownModel, Trainer, get_trainer, trainers
 from autotune.knobs.formats import WEIGHT_FORMATS
+from autotune.models.single_file import SUFFIXES
 from autotune.plan import base, candidate
 from autotune.plan.prediction import Estimate, Overheads, SettingWorth
 from autotune.plan.request import PlanRequest
@@ -97,7 +99,13 @@ def import_config(
         raise InvalidInput(message, hint=f"known: {names}")
     written = [replace(one, key=one.key.removeprefix(table.root)) for one in written]
     written, missing = files.with_references(written, path.parent, table.references, allow)
-    settings = _by_key(written, table)
+    kept, settings = table.sections_kept, dict[str, ConfigValue]()
+    for one in written:
+        key = one.key if kept is None or one.key.startswith(kept) else one.key.rpartition(".")[2]
+        settings[table.aliases.get(key, key)] = replace(one, key=key)
+    for key in settings.keys() & set(table.gathered):
+        texts = [x.value for x in settings.values() if re.sub(r"\[\d+\]", "[]", x.key) == key]
+        settings[key] = replace(settings[key], value=texts)
     if what := table.find_refusal(settings):
         message = f"{path}, which is for {table.title}, cannot be taken over: {what}"
         raise InvalidInput(message, hint="take one for a LoRA of a model in `autotune models`")
@@ -118,6 +126,11 @@ def import_config(
     model, named = _model_of(table, known, settings)
     lines += [*named, *read, *_other_lines(table, known, settings, missing)]
     lines.sort(key=lambda one: (one[1].line == 0, one[1].file, one[1].line))
+    for mark in table.trigger_marks if "trigger" in values else ():
+        fill = partial(re.sub, re.escape(mark), lambda _: values["trigger"])
+        for name in values.keys() & {"caption", "preview_prompts"}:
+            own = values[name]
+            values[name] = fill(own) if isinstance(own, str) else tuple(map(fill, own))
     data = values.pop("data", None)
     pins = {name: str(value) for name, value in values.items() if is_knob(name, value)}
     options = {name: value for name, value in values.items() if name not in pins}
@@ -125,6 +138,7 @@ def import_config(
     if chosen and chosen.quality == "compact":
         options["quality"] = "compact"
     kinds = ("carried", "pinned", "decided", "not_carried")
+    written_values = {key: one.value for key, one in settings.items()}
     return ImportedConfig(
         path=str(path),
         trainer=table.name,
@@ -134,8 +148,8 @@ def import_config(
         data=None if data == files.FILL_IN else data,
         options=options,
         pins=pins,
-        notes=table.notes,
-        overheads=table.overheads_of({key: one.value for key, one in settings.items()}, known),
+        notes=tuple(table.holding(table.notes, written_values)),
+        overheads=table.overheads_of(written_values, known),
         **{kind: tuple(line for its, line in lines if its == kind) for kind in kinds},
     )
 
@@ -220,18 +234,9 @@ def value_text(value: Any, none: str = "null") -> str:
         return {True: "true", False: "false", None: none}[value]
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={value_text(own)}" for name, own in value.items()) or none
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _by_key(written: Iterable[ConfigValue], trainer: Trainer) -> dict[str, ConfigValue]:
-    kept, settings = trainer.sections_kept, dict[str, ConfigValue]()
-    for one in written:
-        key = one.key if kept is None or one.key.startswith(kept) else one.key.rpartition(".")[2]
-        settings[trainer.aliases.get(key, key)] = replace(one, key=key)
-    for key in settings.keys() & set(trainer.gathered):
-        values = [x.value for x in settings.values() if re.sub(r"\[\d+\]", "[]", x.key) == key]
-        settings[key] = replace(settings[key], value=values)
-    return settings
 
 
 def _find_model(trainer: Trainer, settings: Settings, path: Path) -> KnownModel:
@@ -272,8 +277,10 @@ def _model_of(trainer: Trainer, known: KnownModel, settings: Settings) -> tuple[
     is_folder = files.is_file(Path(name) / "model_index.json")
     if (own := hub_ids.get(name.lower(), name if is_folder else None)) is not None:
         return own, [*lines, line_for("carried", weights, f"model {own}")]
-    advice = "to train these weights, name their diffusers folder as the job's model"
-    meaning = f"planned as {known.name}; {advice}"
+    advice = "name their diffusers folder as the job's model"
+    if name.lower().endswith(SUFFIXES):
+        advice = f"plan with --model FILE --base {known.published.hub_id}"
+    meaning = f"planned as {known.name}; to train these weights, {advice}"
     return known.name, [*lines, line_for("not_carried", weights, meaning)]
 
 

@@ -21,6 +21,7 @@ LOST = "lost"  # under which `read` reports, in a sentence's words, what autotun
 MAX_STRIDE = 8
 MIN_SNR_NAMES = ("timestep_sampling", "timestep_shift", "weighting_scheme")
 NO_ARGUMENT = "autotune has no such argument"
+NO_OPTION = "not carried; if autotune's optimizer has it, give it as --optimizer-option NAME=VALUE"
 NO_EQUIVALENT = "autotune has no equivalent"
 
 
@@ -207,6 +208,8 @@ def choice(name: str, key: str, pairs: str, otherwise: str = NO_EQUIVALENT) -> R
     """Relate a name to a key by words `theirs=ours`, or the same; any other is `otherwise`."""
     rows = [word.partition("=") for word in pairs.split()]
     table = [f"{theirs} = {own or theirs}" for theirs, _, own in rows]
+    if name == "optimizer":
+        table.append("adafactor > adafactor | torch's Adafactor, whose steps are others")
     return value_table(f"{key} -> {name}", "\n".join([*table, "- < *", f"* > - | {otherwise}"]))
 
 
@@ -350,26 +353,45 @@ def min_snr(key: str, off: str = "-") -> Rule:
     return value_table(f"{key} -> {' '.join(MIN_SNR_NAMES)}", rows)
 
 
+# Options of Prodigy that other trainers name alike, with what it takes without them.
+PRODIGY: Values = {"d_coef": 1.0, "decouple": True} | dict.fromkeys(
+    ("use_bias_correction", "safeguard_warmup"), False
+)
+
+
 def weight_decay(key: str, optimizer: str, none_in: str, form: str = "number") -> Rule:
-    """Relate the weight decay: a number, or among an optimizer's arguments in a `list` or a `text`.
-    Without it, optimizers that begin as the words of `none_in` have none, others 0.01."""
+    """Relate the weight decay and Prodigy's options: keys that begin alike, or an optimizer's
+    arguments in a `list` or a `text`. Without a weight decay, optimizers that begin as the words of
+    `none_in` have none, others 0.01."""
+    start, has_keys = key.removesuffix("weight_decay"), form == "number"
+    keys = tuple(start + one for one in PRODIGY if has_keys)
 
     def read(values: Values, context: Context) -> Values:
-        has_none = str(values.get(optimizer)).lower().startswith(tuple(none_in.split()))
-        given = values.get(key)
-        found = {"weight_decay": given} if form == "number" else named_arguments(given)
+        kind = str(values.get(optimizer)).lower()
+        found = {one.removeprefix(start): values[one] for one in (key, *keys) if one in values}
+        found = found if has_keys else named_arguments(values.get(key))
         decay = found.pop("weight_decay", None)
-        others = ", ".join(f"{name}={value}" for name, value in found.items())
-        usual = 0.0 if has_none else 0.01
-        own = {"weight_decay": usual if decay is None else number(decay)}
-        return {**own, LOST: f"{others}: {NO_ARGUMENT}" if others else ""}
+        usual = PRODIGY if kind == "prodigy" else {}
+        given = {one: _parse(str(found.pop(one, x)).lower()) for one, x in usual.items()}
+        others = ", ".join(f"{one}={value}" for one, value in found.items() if not has_keys)
+        options = {one: x for one, x in given.items() if x != usual[one]}
+        least = 0.0 if kind.startswith(tuple(none_in.split())) else 0.01
+        return {
+            "weight_decay": least if decay is None else number(decay),
+            **({"optimizer_options": options} if options else {}),
+            LOST: f"{others}: {NO_OPTION}" if others else "",
+        }
 
     def write(ours: Values, context: Context) -> Values:
-        decay = ours["weight_decay"]
-        written = f"weight_decay={decay}"
-        return {key: {"number": decay, "text": written, "list": [written]}[form]}
+        is_prodigy = ours.get("optimizer") == "prodigy" and form != "text"
+        options = {**PRODIGY, **ours.get("optimizer_options", {})} if is_prodigy else {}
+        written = {"weight_decay": ours["weight_decay"], **options}
+        if has_keys:
+            return {start + one: value for one, value in written.items()}
+        arguments = [f"{one}={value}" for one, value in written.items()]
+        return {key: arguments if form == "list" else arguments[0]}
 
-    return Rule((key, optimizer), ("weight_decay",), read, write)
+    return Rule((key, optimizer, *keys), ("weight_decay", "optimizer_options"), read, write)
 
 
 def learning_rate(keys: str, optimizer: str) -> Rule:

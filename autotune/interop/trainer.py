@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -62,7 +62,11 @@ class Trainer:
     # keys that name another file, and the prefix of that file's keys
     references: Mapping[str, str] = field(default_factory=dict)
     sections_kept: tuple[str, ...] | None = None  # beginnings of keys, if others mean nothing
-    notes: tuple[str, ...] = ()  # what it computes differently whatever its settings are
+    # what it computes differently; with conditions as in `overheads_of`, with such settings alone
+    notes: tuple[str, ...] = ()
+    # images of a folder that it reads otherwise, by what `export_config` counts, and how
+    unread: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    trigger_marks: tuple[str, ...] = ()  # which it replaces by the trigger in captions and prompts
     constants: Values = field(default_factory=dict)  # learned so, by our names
     # By what a file is if no plan can be made of it: `KEY=PATTERN|PATTERN`, with `!=` for any other
     # value that is there, or `!KEY` for a file without such a key.
@@ -75,6 +79,9 @@ class Trainer:
                 if key[0] == "!" and not any(fnmatchcase(one, key[1:]) for one in settings):
                     return f"{why} (no {key[1:]})"
                 found = settings.get(key.removesuffix("!"))
+                if key[-1] == "!" and found and not isinstance(found.value, str | None):
+                    shown = str(found.value)[:200]
+                    return f"{found.key} cannot be {shown}, line {found.line}: it is not a text"
                 text = "" if found is None or found.value is None else str(found.value).lower()
                 fits = any(fnmatchcase(text, one.lower()) for one in values.split("|"))
                 if found is not None and text and fits != key.endswith("!"):
@@ -119,10 +126,8 @@ class Trainer:
         is_on = value not in (None, False, 0, "", []) and not rules.fits("|".join(off), value)
         return ("not_carried", words) if is_on else ("carried", "as in autotune")
 
-    def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
-        """Return what it takes of a device with settings by its keys, else its defaults. Of rows
-        that begin alike the first counts; they may end with conditions, `| if KEY=VALUE` or
-        `| unless KEY KEY`, which all must hold."""
+    def holding(self, lines: Iterable[str], written: Values) -> Iterator[str]:
+        """Yield lines whose conditions hold with settings by its keys, else its defaults."""
         values = {**self.defaults, **written}
 
         def is_on(key: str) -> bool:
@@ -130,13 +135,20 @@ class Trainer:
             own = values.get(name)
             return str(own).lower() == value.lower() if value else bool(own)
 
-        rows: dict[str, dict[str, list[str]]] = {}
-        for line in [*known.overheads.splitlines(), *self.overheads.splitlines()]:
-            row, *conditions = line.split(" | ")
+        for line in lines:
+            text, *conditions = line.split(" | ")
             parts = map(expand, conditions)
             if all(any(map(is_on, keys)) == (how == "if") for how, *keys in parts):
-                kind, name, *words = row.split()
-                rows.setdefault(kind, {}).setdefault(name, words)
+                yield text
+
+    def overheads_of(self, written: Values, known: KnownModel) -> Overheads:
+        """Return what it takes of a device with settings by its keys, else its defaults. Of rows
+        that begin alike the first counts; they may end with conditions, `| if KEY=VALUE` or
+        `| unless KEY KEY`, which all must hold."""
+        rows: dict[str, dict[str, list[str]]] = {}
+        lines = [*known.overheads.splitlines(), *self.overheads.splitlines()]
+        for kind, name, *words in map(str.split, self.holding(lines, written)):
+            rows.setdefault(kind, {}).setdefault(name, words)
 
         def adapter(precision: str, way: str, *sizes: str) -> dict[str, Any]:
             """`precision autocast|plain bytes-of-AdamW bytes-of-its-step`, for each parameter;
@@ -186,10 +198,12 @@ def _load(name: str) -> Trainer:
     if base := data.get("extends"):
         data = _merged(read_table(f"interop/data/{base}.yaml"), data)
     accounts = [
-        (re.compile(_pattern(key)), why, off, learned)
+        # `*` is anything, `*.` at the beginning any section or none
+        (re.compile(re.sub(r"^\.\*\\\.", r"(.*\\.)?", key)), why, off, learned)
         for kind, learned in (("changes_learning", True), ("ignored_keys", False))
         for why, keys in data[kind].items()
-        for key, _, off in (word.partition("=") for word in expand(keys))
+        for word, _, off in (word.partition("=") for word in expand(keys))
+        for key in (re.escape(word).replace(r"\*", ".*"),)
     ]
     tables = data["value_tables"].items()
     made = [rules.value_table(one, rows) for heads, rows in tables for one in heads.split(", ")]
@@ -208,11 +222,6 @@ def _load(name: str) -> Trainer:
     read = {key: _as_read(key, data[key]) for key in known}
     read |= {"models": tuple(_known_models(data)), "rules": tuple(made)}
     return Trainer(**read, name=name, accounts=tuple(accounts))
-
-
-def _pattern(key: str) -> str:
-    # `*` is anything, `*.` at the beginning any section or none
-    return re.sub(r"^\.\*\\\.", r"(.*\\.)?", re.escape(key).replace(r"\*", ".*"))
 
 
 def _merged(base: Any, own: Any) -> Any:

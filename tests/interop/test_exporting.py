@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.exchange import audit
+from autotune.exchange import audit, export_config
 from autotune.interop.exporting import LEARNING, LOADING, compare, export_plan, values_of
 from autotune.interop.importing import import_config
 from autotune.interop.rules import Context
@@ -135,6 +135,19 @@ def test_strict_refuses_differences():
         export_plan(plan, get_trainer("ai-toolkit"), strict=True)
     loose = plan_of("qwen-image", timestep_shift=1.0, checkpointed_blocks=59, batch_memory="pinned")
     export_plan(loose, get_trainer("ai-toolkit"), strict=True)
+
+
+def test_what_a_folder_loses_is_told(tmp_path):
+    (tmp_path / "10_dog").mkdir()
+    for name in ("a.png", "a.txt", "10_dog/b.png", "10_dog/b.caption"):
+        (tmp_path / name).touch()
+    plan = plan_of("qwen-image", shuffle_tags=2, validation="10%", data=str(tmp_path))
+    told = {one.name for one in export_config(plan, "ai-toolkit").differences}
+    assert told == {"repeats", "captions", "shuffle_tags", "validation", "timestep_shift"}
+    assert "images_below" in {one.name for one in export_config(plan, "musubi").differences}
+    with pytest.raises(InvalidInput) as refused:
+        export_config(plan, "ai-toolkit", strict=True)
+    assert "--shuffle-tags, --timestep-shift, --validation" in refused.value.hint
 
 
 def test_adapters_beside_trained_one_are_told():

@@ -58,7 +58,7 @@ def test_an_import_is_exact():
     learned, pins = yaml.safe_load((CONFIGS.parent / "imported.yaml").read_text())
     assert {**config.options, "preview_prompts": [*config.options["preview_prompts"]]} == learned
     assert config.pins == pins
-    assert lost(config).keys() == {"datasets[].resolution", "train.ema_config.use_ema"}
+    assert lost(config).keys() == {"datasets[].resolution", "train.ema_config.ema_decay"}
 
 
 def changed(folder, name, old, new):
