@@ -321,9 +321,8 @@ def estimate(request: EstimateRequest) -> Estimate:
         overheads = exporting.overheads_for(*known, is_exported=False)
     built = profile, context.workload, family, resolved.config, read_parts(resolved)
     cost = CostModel.build(*built, overheads=overheads)
-    return estimate_candidate(
-        cost, candidate, num_steps=request.num_steps, price_per_hour=request.price_per_hour
-    )
+    steps, price = request.num_steps, request.price_per_hour
+    return estimate_candidate(cost, candidate, num_steps=steps, price_per_hour=price)
 
 
 @takes(CompareRequest, "model", "data")

@@ -71,10 +71,8 @@ def pull(url: str) -> Transfer:
     """
     merged = merge_stores(team := Store(url), user_store())
     if not (merged.num_new or merged.num_present or merged.refused):
-        raise InvalidInput(
-            f"there are no records at {team.address}",
-            hint="check the address; `push` fills a new store",
-        )
+        what = f"there are no records at {team.address}"
+        raise InvalidInput(what, hint="check the address; `push` fills a new store")
     return merged
 
 
@@ -231,10 +229,9 @@ def merge_stores(source: Store, target: Store) -> Transfer:
 def _key_named(store: Store, name: str) -> str:
     keys = [key for key in store.sizes() if Path(key).stem.startswith(name.lower())]
     if len(name) < 4 or len(keys) != 1:
-        raise InvalidInput(
-            f"{len(keys) or 'no'} records begin with {name!r} in {store.address}",
-            hint="`autotune profiles list` shows their names; give at least 4 digits",
-        )
+        what = f"{len(keys) or 'no'} records begin with {name!r} in {store.address}"
+        hint = "`autotune profiles list` shows their names; give at least 4 digits"
+        raise InvalidInput(what, hint=hint)
     return keys[0]
 
 

@@ -158,9 +158,8 @@ def train(request: TrainRequest) -> RunReport:
     with contextlib.ExitStack() as stack:
         if request.metrics_port is not None and is_first:
             on_event = stack.enter_context(metrics.serve_metrics(request.metrics_port, on_event))
-        return _train_here(
-            chosen, file, launch, on_event, resume=request.resume, trace=request.trace
-        )
+        how = {"resume": request.resume, "trace": request.trace}
+        return _train_here(chosen, file, launch, on_event, **how)
 
 
 def _train_here(

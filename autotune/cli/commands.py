@@ -104,9 +104,8 @@ def bug_report(target: Path | None, path: Path | None, as_json: bool) -> None:
     texts = bug_report(target)
     shown = (f"--- {name}\n{text}" for name, text in texts.items())
     counts = ((name, f"{len(text.splitlines())} lines") for name, text in texts.items())
-    print_result(
-        texts, as_json, lambda _: [*shown] if Progress.is_verbose else titled_lines(counts)
-    )
+    lines = [*shown] if Progress.is_verbose else titled_lines(counts)
+    print_result(texts, as_json, lambda _: lines)
     if path is None and not as_json:
         print_remark("nothing was written; as an archive:", "autotune bug-report -o bug.zip")
     if path is not None:

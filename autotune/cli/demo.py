@@ -60,9 +60,8 @@ def _prepare_page(output: Path, *, as_json: bool) -> None:
 
 
 def _walk(context: click.Context, output: Path, profiles: bool) -> "ConceptFidelity":
-    Progress.after_interrupt = (
-        f"a demo always starts over: remove {output}, or name another folder with --output"
-    )
+    fix = f"remove {output}, or name another folder with --output"
+    Progress.after_interrupt = f"a demo always starts over: {fix}"
     from autotune.demo.lesson import judge_lesson, make_demo
     from autotune.events import StatusChanged
     from autotune.system.process import fork_server_context

@@ -117,9 +117,8 @@ def job_view(site: Site, job: Job) -> dict[str, Any]:
     view["trials"] = [run.trial_text(at, total, one) for at, one in enumerate(trials, 1)]
     view["chart"] = trials_chart(trials, batch)
     view["notices"] = notices
-    view["error"] = (
-        [line for line in lines if line.strip()][-4:] if view["state"] == "failed" else []
-    )
+    end = [line for line in lines if line.strip()][-4:]
+    view["error"] = end if view["state"] == "failed" else []
     view["answer"] = job.answer() if job.is_over else ""
     view |= _results_of(site, job)
     return view

@@ -293,10 +293,8 @@ def serve(folders: list[Path], host: str, token: str | None, tell: Callable[[str
         raise InvalidInput(f"{host} is no address: {error}", hint=hint) from error
     is_open = name not in LOOPBACK
     if is_open and (token is None or len(token) < 16):
-        raise InvalidInput(
-            f"at {name} anyone who reaches this machine could come in",
-            hint="choose a secret of 16 characters or more: --token SECRET, or AUTOTUNE_TOKEN",
-        )
+        hint = "choose a secret of 16 characters or more: --token SECRET, or AUTOTUNE_TOKEN"
+        raise InvalidInput(f"at {name} anyone who reaches this machine could come in", hint=hint)
     for folder in folders:
         if not folder.is_dir():
             raise InvalidInput(f"there is no folder {folder}", hint="name a folder that exists")

@@ -136,10 +136,8 @@ def require_divisor(size: int, effective: int) -> None:
     if size > 0 and effective % size:
         divisors = [d for d in range(1, effective + 1) if effective % d == 0]
         nearest = min(divisors, key=lambda d: (abs(d - size), d))
-        raise InvalidInput(
-            f"a micro-batch of {size} does not divide the effective batch size {effective}",
-            hint=f"the nearest valid micro-batch size is {nearest}",
-        )
+        what = f"a micro-batch of {size} does not divide the effective batch size {effective}"
+        raise InvalidInput(what, hint=f"the nearest valid micro-batch size is {nearest}")
 
 
 def require_sound(candidate: Candidate, context: TuningContext) -> None:

@@ -283,10 +283,9 @@ class TracedModel:
             if is_out_of_memory(error) or (dict(self.config), self.parts) == published:
                 raise
             why = first_line(error) or type(error).__name__
-            raise InvalidInput(
-                f"a model of this configuration does not run: {why}",
-                hint="compare config.json in transformer/ and vae/ with the published ones",
-            ) from error
+            what = f"a model of this configuration does not run: {why}"
+            hint = "compare config.json in transformer/ and vae/ with the published ones"
+            raise InvalidInput(what, hint=hint) from error
 
     def with_overheads(self, overheads: Overheads | None) -> "TracedModel":
         if overheads == self.overheads:

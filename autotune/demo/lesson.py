@@ -220,9 +220,8 @@ class Demo:
 def make_demo(output: Path) -> Demo:
     """Write below `output` a small Qwen-Image, twelve pictures of a new shape, and reminders."""
     if output.exists() and any(output.iterdir()):
-        raise InvalidInput(
-            f"the folder {output} is not empty", hint="choose another with --output, or remove it"
-        )
+        what = f"the folder {output} is not empty"
+        raise InvalidInput(what, hint="choose another with --output, or remove it")
     model, images = output / "model", output / "images"
     shutil.copytree(SMALL_WORLD, model)
     taught, (known, *_) = taught_scenes(), known_scenes()

@@ -64,10 +64,9 @@ def compute_budget(
     Raises AutotuneError if neither free nor total memory is known.
     """
     if free is None and total is None:
-        raise AutotuneError(
-            "neither the CUDA runtime nor NVML reports how much memory the device has",
-            hint="see `autotune doctor`; a GPU of the catalog can be planned for with --hardware",
-        )
+        what = "neither the CUDA runtime nor NVML reports how much memory the device has"
+        hint = "see `autotune doctor`; a GPU of the catalog can be planned for with --hardware"
+        raise AutotuneError(what, hint=hint)
     available = min(size for size in (free, total) if size is not None)
     whole = total if total is not None else available
     free_text = "free" if free is not None else "in total (what is free is unknown)"

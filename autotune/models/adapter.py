@@ -29,10 +29,8 @@ def block_numbers(text: str, num_blocks: int) -> frozenset[int] | None:
     ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
     numbers = {number for ends in ranges for number in range(ends[0], ends[-1] + 1)}
     if not numbers or max(numbers) >= num_blocks:
-        raise InvalidInput(
-            f"{text} are not blocks of this model",
-            hint=f"its blocks are 0 to {num_blocks - 1}: --blocks 0-4,18",
-        )
+        what = f"{text} are not blocks of this model"
+        raise InvalidInput(what, hint=f"its blocks are 0 to {num_blocks - 1}: --blocks 0-4,18")
     return frozenset(numbers)
 
 

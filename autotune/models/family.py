@@ -436,10 +436,8 @@ def build_on_meta(family: Family, config: facts.Config) -> Any:
         with TORCH_LOCK, torch.device("meta"), limit_tensors(), no_init_weights():
             return family.build_transformer(config)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
-        raise InvalidInput(
-            f"the transformer's configuration does not build a {kind}: {first_line(error)}",
-            hint=CHECK_CONFIG,
-        ) from error
+        what = f"the transformer's configuration does not build a {kind}: {first_line(error)}"
+        raise InvalidInput(what, hint=CHECK_CONFIG) from error
 
 
 def denoising_loss(

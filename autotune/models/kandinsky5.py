@@ -55,10 +55,9 @@ class Kandinsky5(latents.QwenProcessor, family.Family):
     def build_transformer(self, config: facts.Config) -> nn.Module:
         attention = config.get("attention_type", "regular")
         if attention != "regular":
-            raise InvalidInput(
-                f"this {self.name} uses {attention} attention, which autotune cannot train",
-                hint="use a checkpoint with regular attention: the 5-second models have it",
-            )
+            what = f"this {self.name} uses {attention} attention, which autotune cannot train"
+            hint = "use a checkpoint with regular attention: the 5-second models have it"
+            raise InvalidInput(what, hint=hint)
         return super().build_transformer(config)
 
     def count_text_tokens(

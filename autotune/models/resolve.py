@@ -45,10 +45,8 @@ def _build_spec(family: Family, config: str) -> ModelSpec:
     transformer = build_on_meta(family, json.loads(config))
     num_blocks = len(family.blocks(transformer))
     if not num_blocks:
-        raise InvalidInput(
-            f"the transformer's configuration builds a {family.transformer_class} without blocks",
-            hint=CHECK_CONFIG,
-        )
+        what = f"the transformer's configuration builds a {family.transformer_class} without blocks"
+        raise InvalidInput(what, hint=CHECK_CONFIG)
     full = json.loads(json.dumps(public_config(transformer.config)))
     return ModelSpec(
         family=family.name,
@@ -113,10 +111,8 @@ class ResolvedModel:
 def refuse_parts(ref: ModelRef, given: Collection[str]) -> None:
     """Raise InvalidInput if parts are among the fields that are `given` for a whole model."""
     if {"base", "vae", "text_encoders"} & set(given) and not is_single_file(ref):
-        raise InvalidInput(
-            f"{ref.name} is not a single file, so it takes no base, VAE or text encoders",
-            hint="leave them out: a folder has them all",
-        )
+        what = f"{ref.name} is not a single file, so it takes no base, VAE or text encoders"
+        raise InvalidInput(what, hint="leave them out: a folder has them all")
 
 
 def resolve_model(ref: ModelRef) -> ResolvedModel:
@@ -297,10 +293,8 @@ def _parse_name(ref: ModelRef) -> tuple[tuple[Family, PublishedModel] | None, st
     revision = ref.revision or revision
     # It is joined to the cache's folder, and might leave it.
     if (at or revision) and (not REVISION.fullmatch(revision) or ".." in revision):
-        raise InvalidInput(
-            f"{revision!r} is not a revision of {name}",
-            hint="name a commit, branch or tag after the @",
-        )
+        what = f"{revision!r} is not a revision of {name}"
+        raise InvalidInput(what, hint="name a commit, branch or tag after the @")
     found = find_published(name, ref.expert)
     return found, found[1].hub_id if found else name, revision
 
@@ -337,10 +331,8 @@ def _detect_family(folder: Path) -> Family:
             hint=f"use one of them: --model {alike[0]}",
         )
     known = sorted({family.pipeline_class for family in FAMILIES.values()})
-    raise InvalidInput(
-        f"{folder} holds a {pipeline}, and no known family has that pipeline",
-        hint=f"known: {', '.join(known)}",
-    )
+    what = f"{folder} holds a {pipeline}, and no known family has that pipeline"
+    raise InvalidInput(what, hint=f"known: {', '.join(known)}")
 
 
 FindParts = Callable[[Family, Path | None], Mapping[str, Path]]

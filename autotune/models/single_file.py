@@ -137,16 +137,14 @@ def named_expert(name: str, family: Family) -> str | None:
     """Find the expert that a file's name tells of; InvalidInput if it tells none of several, or a
     transformer that is not trained."""
     if family.untrained_files and re.search(family.untrained_files, name, re.IGNORECASE):
-        raise InvalidInput(
-            f"{name} is {family.name}'s other transformer, whose layers have the same names",
-            hint=f"take the file of its {family.denoiser}/, which is the one that is trained",
-        )
+        what = f"{name} is {family.name}'s other transformer, whose layers have the same names"
+        hint = f"take the file of its {family.denoiser}/, which is the one that is trained"
+        raise InvalidInput(what, hint=hint)
     named = [expert for expert in family.experts if expert.partition("-")[0] in _words(name)]
     if family.experts and len(named) != 1:
-        raise InvalidInput(
-            f"the name of {name} does not say which of {family.name}'s transformers it is",
-            hint=f"say it: {' or '.join(f'--expert {expert}' for expert in family.experts)}",
-        )
+        what = f"the name of {name} does not say which of {family.name}'s transformers it is"
+        hint = f"say it: {' or '.join(f'--expert {expert}' for expert in family.experts)}"
+        raise InvalidInput(what, hint=hint)
     return named[0] if named else None
 
 
@@ -174,10 +172,8 @@ def find_parts(
     names = family.text_encoders
     found = {name: source.path for name in ("vae", *names) if has_part(source, name)}
     if len(encoders) > len(names):
-        raise InvalidInput(
-            f"{family.name} has {len(names)} text encoder(s), not {len(encoders)}",
-            hint=f"give --text-encoder at most {len(names)} time(s)",
-        )
+        what = f"{family.name} has {len(names)} text encoder(s), not {len(encoders)}"
+        raise InvalidInput(what, hint=f"give --text-encoder at most {len(names)} time(s)")
     if vae:
         found["vae"] = vae
     if folder and len(names) > 1:

@@ -63,9 +63,8 @@ class BoundedLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         for key, _ in node.value:
             if key.tag != TEXT_TAG:  # of numbers and null, JSON and so the digest would make text
-                raise yaml.YAMLError(
-                    f"line {key.start_mark.line + 1} has a key that is not plain text"
-                )
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line} has a key that is not plain text")
         keys = Counter(key.value for key, _ in node.value)
         repeated = sorted(key for key, count in keys.items() if count > 1)
         if repeated:
@@ -166,9 +165,8 @@ def parse_plan(text: str) -> TrainingPlan:
     try:
         return _load("the study's plan", dict(json.loads(text)))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidPlan(
-            f"the study's plan is damaged: {error}", hint="name another --study"
-        ) from error
+        what = f"the study's plan is damaged: {error}"
+        raise InvalidPlan(what, hint="name another --study") from error
 
 
 def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
@@ -193,10 +191,8 @@ def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
 def _read_text(path: Path) -> str:
     try:
         if not path.exists() or path.is_dir():
-            raise InvalidPlan(
-                f"there is no plan at {path}",
-                hint="make one with `autotune plan --model MODEL -o plan.yaml`",
-            )
+            what = f"there is no plan at {path}"
+            raise InvalidPlan(what, hint="make one with `autotune plan --model MODEL -o plan.yaml`")
         text = read_bounded(path, MAX_PLAN_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -211,10 +207,8 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         data = yaml.load(text, Loader=BoundedLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise InvalidPlan(
-            f"{path} is not YAML that a plan may use: {reason}",
-            hint=f"correct that, or {PLAN_AGAIN}",
-        ) from error
+        what = f"{path} is not YAML that a plan may use: {reason}"
+        raise InvalidPlan(what, hint=f"correct that, or {PLAN_AGAIN}") from error
     if not isinstance(data, dict):
         raise InvalidPlan(f"{path} holds {type(data).__name__}, not a plan", hint=PLAN_AGAIN)
     return data
@@ -228,10 +222,9 @@ def _validated(source: str, data: Any) -> TrainingPlan:
     except ValidationError as error:
         where, message = first_problem(error)
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise InvalidPlan(
-            f"{source} is not a valid plan: {where or 'the file'}: {message}{more}",
-            hint="correct it under `job`" if where.startswith("job") else PLAN_AGAIN,
-        ) from error
+        what = f"{source} is not a valid plan: {where or 'the file'}: {message}{more}"
+        hint = "correct it under `job`" if where.startswith("job") else PLAN_AGAIN
+        raise InvalidPlan(what, hint=hint) from error
 
 
 def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
@@ -273,9 +266,8 @@ def read_listing(
         raise InvalidInput(f"{path} lists no {what}: {problem}", hint=hint) from error
     except OSError as error:  # what to write into a file is no help where there is none
         reason = error.strerror or first_line(error)
-        raise InvalidInput(
-            f"cannot read {path}, which should list {what}: {reason}", hint="check the path"
-        ) from error
+        what = f"cannot read {path}, which should list {what}: {reason}"
+        raise InvalidInput(what, hint="check the path") from error
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InvalidInput(f"{path} lists no {what}: {reason}", hint=hint) from error

@@ -58,12 +58,10 @@ class HardwareRequest(Request):
 
     def require_named(self) -> None:
         """Raise InvalidInput if this machine is described, which needs no description."""
-        for name, what in (("host_memory", "system RAM"), ("assume", "software")):
+        for name, part in (("host_memory", "system RAM"), ("assume", "software")):
             if self.hardware is None and getattr(self, name):
-                raise InvalidInput(
-                    f"this machine's {what} is known",
-                    hint="to describe another machine, add --hardware",
-                )
+                what = f"this machine's {part} is known"
+                raise InvalidInput(what, hint="to describe another machine, add --hardware")
 
 
 class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
@@ -303,10 +301,8 @@ def make_request(request: Any, function: str, values: dict[str, Any]) -> Any:
     for an absent field or a value out of range, InvalidPlan if it is of the job."""
     unknown = sorted(values.keys() - request.model_fields.keys())
     if unknown:
-        raise InvalidInput(
-            f"there is no argument of {function} {unknown[0]!r}",
-            hint=suggest_nearest(unknown[0], request.model_fields),
-        )
+        what = f"there is no argument of {function} {unknown[0]!r}"
+        raise InvalidInput(what, hint=suggest_nearest(unknown[0], request.model_fields))
     try:
         return request(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:

@@ -48,9 +48,8 @@ def unusual_settings(
 def label_of(settings: Mapping[str, Choice]) -> str:
     """Put settings in one line, without what hardly decides speed or memory."""
     told = (name for name in TITLES if name not in UNTOLD)
-    return ", ".join(
-        (f"batch size {settings['micro_batch_size']}", *unusual_settings(settings, told))
-    )
+    size = f"batch size {settings['micro_batch_size']}"
+    return ", ".join((size, *unusual_settings(settings, told)))
 
 
 def caching_text(caching: CachingSettings) -> str:

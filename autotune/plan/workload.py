@@ -43,10 +43,9 @@ class OptimizerChoice(base.Frozen):
             first = error.errors()[0]
             is_name = first["loc"] == ("name",)
             why = "neither a name nor package:Class" if is_name else base.told(first)
-            raise InvalidInput(
-                f"{name!r} is not an optimizer with such options: {why}",
-                hint="give --optimizer NAME or package:Class, --optimizer-option name=value",
-            ) from error
+            what = f"{name!r} is not an optimizer with such options: {why}"
+            hint = "give --optimizer NAME or package:Class, --optimizer-option name=value"
+            raise InvalidInput(what, hint=hint) from error
 
     @classmethod
     def named(cls, optimizer: Self | str) -> Self:
@@ -235,9 +234,8 @@ GOLDEN_RATIO = 0.618034
 
 def has_typical_shape(workload: Workload) -> bool:
     """Tell if the typical step has less to do than a step in the largest shapes."""
-    return (
-        bool(workload.text_token_quantiles) or typical_bucket(workload) != workload.largest_bucket
-    )
+    has_lengths = bool(workload.text_token_quantiles)
+    return has_lengths or typical_bucket(workload) != workload.largest_bucket
 
 
 def typical_bucket(workload: Workload) -> Bucket:

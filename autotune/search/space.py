@@ -163,10 +163,8 @@ def build_search_space(
         candidates, conflicts = _enumerate(admitted, settings, context)
     if not candidates:
         reasons = "; ".join(dict.fromkeys(conflict.reason for _, conflict in conflicts))
-        raise InvalidInput(
-            f"the pinned values do not go together: {reasons}",
-            hint="leave out a --pin or an --exclude",
-        )
+        what = f"the pinned values do not go together: {reasons}"
+        raise InvalidInput(what, hint="leave out a --pin or an --exclude")
     rejected = {
         name: _with_reasons({**choices.rejected, **choices.pinnable})
         for name, choices in per_knob.items()
@@ -241,10 +239,8 @@ def _choose_setting(
         hint = f"values: {', '.join(map(str, values))}"
         raise InvalidInput(f"{name} cannot be {pinned[0]} here", hint=hint)
     reasons = "; ".join(f"{value}: {why}" for value, why in wrong.items()) or "excluded"
-    raise NothingFits(
-        f"no value of {name} can be used here ({reasons})",
-        hint=f"leave out an --exclude of {name}, or run `autotune probe` and see why",
-    )
+    hint = f"leave out an --exclude of {name}, or run `autotune probe` and see why"
+    raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
 
 
 def _wrong_values(name: str, values: Iterable[Choice], context: TuningContext) -> dict[Choice, str]:

@@ -116,10 +116,9 @@ def _load_study(url: str, problem: PlanningProblem) -> Study:
             f"{key}: {there} there, {here} here" for key, there, here in pairs if there != here
         ]
         if differing:
-            raise InvalidInput(
-                f"the search {name!r} is for another request or machine; {'; '.join(differing)}",
-                hint="workers of one search need equal machines and requests; name another --study",
-            )
+            what = f"the search {name!r} is for another request or machine; {'; '.join(differing)}"
+            hint = "workers of one search need equal machines and requests; name another --study"
+            raise InvalidInput(what, hint=hint)
         study.set_user_attr(IDENTITY, dict(identity))
     return study
 
@@ -185,10 +184,9 @@ def _translate_errors(url: str, kept: str = "", *, only_reads: bool = False) -> 
         while not isinstance(failure, SQLAlchemyError | StorageInternalError | None):
             failure = failure.__cause__ or failure.__context__
         if failure is None and only_reads:
-            raise InvalidInput(
-                f"the study cannot be read: {type(error).__name__}: {quote_error(error, url)}",
-                hint="it is damaged, or another version's: name another --study",
-            ) from None
+            what = f"the study cannot be read: {type(error).__name__}: {quote_error(error, url)}"
+            hint = "it is damaged, or another version's: name another --study"
+            raise InvalidInput(what, hint=hint) from None
         if failure is None:
             raise
         while failure.__cause__ is not None:  # the outer errors say it in SQL

@@ -164,10 +164,8 @@ def build_record(
     plan is no evidence."""
     frozen = plan.frozen
     if reason := unshareable_reason(plan, hardware):
-        raise InvalidInput(
-            f"this plan cannot be shared: {reason}",
-            hint="make one with `autotune plan` on this machine",
-        )
+        what = f"this plan cannot be shared: {reason}"
+        raise InvalidInput(what, hint="make one with `autotune plan` on this machine")
     work = frozen.process_workload
     # Not the folder's name, nor the shape of the data beyond its largest bucket.
     known = FAMILIES.get(work.model.family)

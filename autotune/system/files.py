@@ -100,10 +100,8 @@ def read_table(path: str) -> Any:
 
 def _new_part(path: Path, *marks: bytes) -> Path:
     if SCHEME.match(str(path)):  # a folder would be made that is called like it, login and all
-        raise InvalidInput(
-            "files are written to this machine, not to a URL",
-            hint="name a file in one of its folders",
-        )
+        what = "files are written to this machine, not to a URL"
+        raise InvalidInput(what, hint="name a file in one of its folders")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a replaced /dev/null would be a file for everyone
         raise OSError(errno.EINVAL, "not a regular file", str(path))

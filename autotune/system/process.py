@@ -178,10 +178,9 @@ def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
         with _handle(stop, second_ends=second_ends):
             yield
     except _Stopped:
-        raise Preempted(
-            f"stopped by {came[0]} after the last step; its checkpoint is written",
-            hint="samples and report are missing: run the same command with --resume",
-        ) from None
+        what = f"stopped by {came[0]} after the last step; its checkpoint is written"
+        hint = "samples and report are missing: run the same command with --resume"
+        raise Preempted(what, hint=hint) from None
 
 
 @contextlib.contextmanager
@@ -268,10 +267,9 @@ class Launch:
                 is_own = environment.get("TORCHELASTIC_RUN_ID", "").startswith(OWN_RUN_ID)
                 return cls(rank, local_rank, world_size, local_size, endpoint, is_own)
         told = ", ".join(f"{name}={value or 'nothing'}" for name, value in values.items())
-        raise InvalidInput(
-            f"the launcher's variables name no process among others: {told}",
-            hint=f"start the processes by torchrun; to train alone, unset {', '.join(TORCH_RANKS)}",
-        )
+        what = f"the launcher's variables name no process among others: {told}"
+        hint = f"start the processes by torchrun; to train alone, unset {', '.join(TORCH_RANKS)}"
+        raise InvalidInput(what, hint=hint)
 
 
 def current_launch() -> Launch | None:

@@ -151,10 +151,9 @@ def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
     if (report := read_report(folder)) and changed == []:
         is_open_ended = plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS
         longer = "train longer: add --resume --steps NUMBER; " if is_open_ended else ""
-        raise InvalidInput(
-            f"{folder} holds this very run, finished after {report.num_steps} steps",
-            hint=f"look at it: autotune sample {folder} --prompt TEXT; {longer}train anew: {other}",
-        )
+        what = f"{folder} holds this very run, finished after {report.num_steps} steps"
+        hint = f"look at it: autotune sample {folder} --prompt TEXT; {longer}train anew: {other}"
+        raise InvalidInput(what, hint=hint)
     if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not checkpoints):
         raise InvalidInput(f"{folder} holds the adapter of another run", hint=other)
     if checkpoints:
@@ -298,10 +297,9 @@ class Checkpoints:
         try:
             save_file(path, tensors, metadata)
         except Exception as error:  # safetensors has errors of its own
-            raise AutotuneError(
-                f"cannot write a checkpoint in {self.folder}: {error}",
-                hint="free some space, then go on from the last one with --resume",
-            ) from error
+            what = f"cannot write a checkpoint in {self.folder}: {error}"
+            hint = "free some space, then go on from the last one with --resume"
+            raise AutotuneError(what, hint=hint) from error
 
     def newest(self, on_damaged: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
         """Read the newest undamaged checkpoint; refuse another run's, and damage to all."""

@@ -155,10 +155,9 @@ class TrainingLoop:
                 self._save_and_preview(stopping=stopping)
                 if stopping:
                     where = f"after step {self.done} of {self.num_steps}"
-                    raise Preempted(
-                        f"stopped by {reason or 'a signal'} {where}; a checkpoint is written",
-                        hint="go on from there: run the same command with --resume",
-                    )
+                    what = f"stopped by {reason or 'a signal'} {where}; a checkpoint is written"
+                    hint = "go on from there: run the same command with --resume"
+                    raise Preempted(what, hint=hint)
 
     def _make_loader(self) -> BatchLoader:
         settings, processes = self.settings, self.processes

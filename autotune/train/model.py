@@ -363,15 +363,11 @@ class TrainingAdapter:
         if settings.modulation == "ahead" and family.modulation is not None:
             ahead = {name for _, name in family.modulation.find(transformer)}
             if both := self.layers.keys() & ahead:
-                raise InvalidInput(
-                    f"the training adapter is for {min(both)}, which this plan computes ahead",
-                    hint="plan again with --exclude modulation=ahead",
-                )
+                what = f"the training adapter is for {min(both)}, which this plan computes ahead"
+                raise InvalidInput(what, hint="plan again with --exclude modulation=ahead")
         if workload.adapter == "dora":
-            raise InvalidInput(
-                "DoRA learns norms of weights that a training adapter changes",
-                hint="plan again with --adapter lora",
-            )
+            what = "DoRA learns norms of weights that a training adapter changes"
+            raise InvalidInput(what, hint="plan again with --adapter lora")
 
     def merge_on_arrival(self, then: Transform | None) -> Transform:
         """Make a transform of modules as they arrive: merge, then what else is to be done."""

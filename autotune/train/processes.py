@@ -176,9 +176,8 @@ def _start_process_group(backend: str, endpoint: str) -> None:
     try:
         found = rendezvous("env://", timeout=timedelta(seconds=MAX_JOIN_SECONDS))
         store, rank, world_size = next(found)
-        torch.distributed.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=MAX_STEP_WAIT
-        )
+        group = {"store": store, "rank": rank, "world_size": world_size}
+        torch.distributed.init_process_group(backend, **group, timeout=MAX_STEP_WAIT)
     except (RuntimeError, OSError) as error:
         hint = "make sure that all run, and can reach that port on the first process's host"
         message = f"the processes did not meet at {endpoint}: {first_line(error)}"

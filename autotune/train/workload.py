@@ -34,10 +34,9 @@ def require_even_shares(batch: int, num_processes: int) -> None:
     """Raise InvalidInput if processes would get unequal parts of the effective batch."""
     if batch % num_processes:
         more = batch + num_processes - batch % num_processes
-        raise InvalidInput(
-            f"an effective batch of {batch} cannot be shared evenly by {num_processes} processes",
-            hint=f"make the plan with a multiple of --gpus, e.g. --batch-size {more}",
-        )
+        what = f"an effective batch of {batch} cannot be shared evenly by {num_processes} processes"
+        hint = f"make the plan with a multiple of --gpus, e.g. --batch-size {more}"
+        raise InvalidInput(what, hint=hint)
 
 
 def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
@@ -45,10 +44,9 @@ def check_job(job: Job, family: Family, optimizer: OptimizerChoice) -> None:
     usual = usual_learning_rate(optimizer, family.defaults.learning_rate)
     is_known, (low, high) = ":" not in optimizer.name, (usual / SANE_RATES, usual * SANE_RATES)
     if is_known and not low <= job.learning_rate <= high:
-        raise InvalidInput(
-            f"{optimizer.name} cannot learn at a learning rate of {job.learning_rate:g}",
-            hint=f"use --learning-rate {usual:g}, or one from {low:.3g} to {min(high, 1.0):.3g}",
-        )
+        what = f"{optimizer.name} cannot learn at a learning rate of {job.learning_rate:g}"
+        hint = f"use --learning-rate {usual:g}, or one from {low:.3g} to {min(high, 1.0):.3g}"
+        raise InvalidInput(what, hint=hint)
     if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
         hint = f"give a number: --timestep-shift {family.defaults.timestep_shift}"
         raise InvalidInput(f"{family.name} has no timestep shift by resolution", hint=hint)

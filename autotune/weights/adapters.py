@@ -221,10 +221,8 @@ def _detect_prefix(state: Mapping[str, Tensor]) -> str:
             return prefix
     unknown = sorted({key.split(".")[0] for key in state})
     begin = ", ".join(unknown[:4]) or "nothing"
-    raise InvalidInput(
-        f"not a LoRA adapter of a transformer: its keys begin with {begin}",
-        hint="diffusers, ComfyUI and kohya files are understood",
-    )
+    what = f"not a LoRA adapter of a transformer: its keys begin with {begin}"
+    raise InvalidInput(what, hint="diffusers, ComfyUI and kohya files are understood")
 
 
 def _split_key(key: str) -> tuple[str, str]:
@@ -357,10 +355,8 @@ def serialize_adapter(
     """Make tensors and metadata of a file in the format `to`, else raise InvalidInput;
     `transformer` is the model's class, for an adapter that does not store it."""
     if to != "diffusers" and any(layer.magnitude is not None for layer in adapter.layers.values()):
-        raise InvalidInput(
-            "a DoRA can only be written in the diffusers format",
-            hint="train --adapter lora for others",
-        )
+        what = "a DoRA can only be written in the diffusers format"
+        raise InvalidInput(what, hint="train --adapter lora for others")
     layout = None if to == "diffusers" else _find_layout(adapter, to, transformer)
     prefix = {
         "diffusers": f"{adapter.component}.",
@@ -470,10 +466,8 @@ def _lokr_options(layers: list[KroneckerLayer]) -> dict[str, bool | int]:
     for factor in (0, *sorted({layer.matrix_shape("lokr_w1")[0] for layer in layers})):
         if made == [lokr_shapes(x.shape, x.rank, factor, decompose_both=both) for x in layers]:
             return {"decompose_factor": factor or -1, "decompose_both": both}
-    raise InvalidInput(
-        "diffusers makes no LoKr of such shapes: no single factor gives them",
-        hint="choose the format comfyui",
-    )
+    what = "diffusers makes no LoKr of such shapes: no single factor gives them"
+    raise InvalidInput(what, hint="choose the format comfyui")
 
 
 def _kohya_metadata(layers: Mapping[str, Layer]) -> dict[str, str]:

@@ -266,10 +266,8 @@ def find_weights(folder: Path) -> Path:
         for path in sorted(path for pattern in PICKLES for path in folder.glob(pattern)):
             refuse_pickle(path)
     found = ", ".join(variant.name for variant in variants) or "nothing"
-    raise MissingWeights(
-        f"{folder} holds no weights under a known name (found {found})",
-        hint=f"name one file, or expect {STEMS[0]}.safetensors or {STEMS[1]}.safetensors there",
-    )
+    hint = f"name one file, or expect {STEMS[0]}.safetensors or {STEMS[1]}.safetensors there"
+    raise MissingWeights(f"{folder} holds no weights under a known name (found {found})", hint=hint)
 
 
 def _read_shards(index: Path) -> tuple[WeightFile, ...]:
@@ -414,10 +412,9 @@ def read_model_index(folder: Path) -> dict[str, Any]:
                 "published pipeline",
             )
         if library not in (None, *LIBRARIES) and not _has_pipelines(library):
-            raise InvalidInput(
-                f"{name} in {folder} comes from {library}, not from diffusers or transformers",
-                hint="use the published pipeline: code from elsewhere is never run",
-            )
+            what = f"{name} in {folder} comes from {library}, not from diffusers or transformers"
+            hint = "use the published pipeline: code from elsewhere is never run"
+            raise InvalidInput(what, hint=hint)
     return index
 
 

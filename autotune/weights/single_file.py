@@ -130,10 +130,9 @@ def _read_part(source: WeightSource, prefixes: Iterable[str]) -> _Part:
         if name.endswith(SCALES):
             weight = f"{name.rpartition('.')[0]}.weight"
             if not _can_scale(tensors.get(weight), entry):
-                raise BadWeights(
-                    f"{file.path}: {weight} is quantized in a way that is not understood",
-                    hint="take the file in bf16, fp16 or scaled fp8; autotune quantizes by itself",
-                )
+                what = f"{file.path}: {weight} is quantized in a way that is not understood"
+                hint = "take the file in bf16, fp16 or scaled fp8; autotune quantizes by itself"
+                raise BadWeights(what, hint=hint)
             scales[weight] = read_tensor(file, entry).float().reshape(-1)
     return _Part(source, tensors, scales)
 
