@@ -205,9 +205,8 @@ def test_hostile_words_are_shown_as_text(user, site):
     (site.workspace / "<script>alert(1)<").mkdir()
     shutil.copy(photos / "b.png", site.workspace / "<script>alert(1)<" / "b.png")
     jobs = site.jobs
-    job = jobs.draft(
-        ["plan", "--model", HOSTILE, "--data", "javascript:alert(1)", "--trigger", HOSTILE]
-    )
+    words = ["--model", HOSTILE, "--data", "javascript:alert(1)", "--trigger", HOSTILE]
+    job = jobs.draft(["plan", *words])
     (job.folder / "process").write_text("0")
     (job.folder / "exit").write_text("1")
     notice = {"event": "Notice", "text": HOSTILE, "level": "warning"}
@@ -223,12 +222,9 @@ def test_hostile_words_are_shown_as_text(user, site):
     for path in pages:
         text = user.get(path).text
         found = Outline(text).tags
-        assert all(
-            attrs.get("src", "").startswith("/static/") for tag, attrs in found if tag == "script"
-        )
-        assert not [attrs for _, attrs in found if any(name.startswith("on") for name in attrs)], (
-            path
-        )
+        scripts = [attrs for tag, attrs in found if tag == "script"]
+        assert all(attrs.get("src", "").startswith("/static/") for attrs in scripts)
+        assert not [name for _, attrs in found for name in attrs if name.startswith("on")], path
         assert not [attrs for tag, attrs in found if tag == "img" and attrs["src"] == "x"], path
         links = [attrs.get("href") or attrs.get("action") or "/" for _, attrs in found]
         assert all(link.startswith(("/", "data:,", "#")) for link in links), path

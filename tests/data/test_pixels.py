@@ -106,9 +106,8 @@ def test_colors_follow_the_profile(tmp_path, mode):
     red = Image.new("RGB", (64, 64), (255, 0, 0)).convert(mode)
     red.save(tmp_path / "a.png", icc_profile=swapped_profile())
     red.save(tmp_path / "b.png", icc_profile=b"no profile")
-    swapped, plain = (
-        pictures.open_pixels([tmp_path / name], 64, 64) for name in ("a.png", "b.png")
-    )
+    files = (tmp_path / "a.png", tmp_path / "b.png")
+    swapped, plain = (pictures.open_pixels([file], 64, 64) for file in files)
     assert swapped[:, 0, 9, 9].tolist() == pytest.approx([-1, 1, -1], abs=0.02)
     assert plain[:, 0, 9, 9].tolist() == [1, -1, -1]
 

@@ -35,9 +35,8 @@ def take_step(loaded, network, model):
     batches = [to_device(loaded.collate([each]), loaded.device, loaded.dtype) for each in samples]
     options = {"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1.0}
     optimizer = AdapterOptimizer(loaded.adapter, **options)
-    return optimizer_step(
-        resolved.family, network, optimizer, batches, step=1, effective_batch_size=2
-    )
+    known = resolved.family, network, optimizer, batches
+    return optimizer_step(*known, step=1, effective_batch_size=2)
 
 
 def load(model, device, precision, shards=1):

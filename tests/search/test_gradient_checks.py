@@ -37,9 +37,8 @@ CHOICES = {
 def request_of(family_name, **settings):
     family = get_family(family_name)
     spec = ModelSpec(family=family_name, architecture="x", num_parameters=1, num_blocks=2, name="x")
-    work = workload(
-        model=spec, num_control_images=1 if family.max_controls else 0, text_padding="exact"
-    )
+    number = 1 if family.max_controls else 0
+    work = workload(model=spec, num_control_images=number, text_padding="exact")
     return GradientRequest(
         family=family_name,
         config={**family.transformer_config, **family.tiny_config},

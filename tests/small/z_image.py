@@ -10,9 +10,8 @@ def build_parts(family, captions):
     tokenizer = qwen_tokenizer(captions, QWEN_CHAT)
     text_encoder = qwen3(transformers.Qwen3Model, tokenizer, hidden_size=128, num_layers=2)
     transformer = diffusers.ZImageTransformer2DModel(**SIZES["z-image"])
-    invert_input_layer(
-        transformer.all_final_layer["2-1"].linear, transformer.all_x_embedder["2-1"].weight
-    )
+    first = transformer.all_x_embedder["2-1"].weight
+    invert_input_layer(transformer.all_final_layer["2-1"].linear, first)
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         "vae": image_vae(family),

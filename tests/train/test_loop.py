@@ -346,9 +346,8 @@ def test_draws_depend_on_their_place(seed, step, place, shift):
     assert torch.equal(noise, again)
     assert sigma == same
     assert 0 < sigma < 1
-    assert all(
-        0 < Noising(seed, shift).level_of_quantile(edge, (3, 1, 2, 2)) < 1 for edge in (0, 1)
-    )
+    edges = [Noising(seed, shift).level_of_quantile(edge, (3, 1, 2, 2)) for edge in (0, 1)]
+    assert all(0 < level < 1 for level in edges)
     assert not torch.equal(noise, Noising(seed, shift).draw(step, place + 1, (3, 1, 2, 2))[0])
     large, names = 2**63 + 7, ("logit_normal", "uniform")
     kinds = [Noising(large, 2.0, kind).level_at(3, 1, (4,)) for kind in names]

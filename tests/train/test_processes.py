@@ -258,9 +258,8 @@ def ending(monkeypatch, how, file=None):
         if how:
             raise how
 
-    monkeypatch.setattr(
-        "torch.distributed.launcher.api.elastic_launch", lambda config, executable: start
-    )
+    place = "torch.distributed.launcher.api.elastic_launch"
+    monkeypatch.setattr(place, lambda config, executable: start)
     folder = file.parent if file else Path("nowhere")
     return launch(2, ["train"], lambda: set(folder.glob("*")))
 

@@ -77,9 +77,8 @@ def hostile_plan():
 
 def test_texts_become_no_markup():
     run = run_subject(prompt=HOSTILE.replace("\x00", ""))
-    run = replace(
-        run, name=HOSTILE, notes=(HOSTILE,), report=run.report.changed(warnings=(HOSTILE,))
-    )
+    report = run.report.changed(warnings=(HOSTILE,))
+    run = replace(run, name=HOSTILE, notes=(HOSTILE,), report=report)
     found = Outline(b"".join(build_page([hostile_plan(), run], "0.1.0")).decode())
     assert [attrs.get("class") for _, attrs in found.tags].count("subject") == 2
     assert sum(tag == "script" for tag, _ in found.tags) == 1
