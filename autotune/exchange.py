@@ -256,7 +256,7 @@ def _count_images(folder: Path, job: Job) -> dict[str, int]:
     counts = Counter(num_images=len(images))
     for one in images:
         line, file = captions.lines.find(one.name), captions.files.get(one.name)
-        counts["images_below"] += "/" in one.name
+        counts["subfolders"] += "/" in one.name
         counts["repeats"] += ((line and line.repeats) or one.folder_repeats) > 1
         is_text = file is None or file.suffix.lower() == ".txt"
         counts["captions"] += not is_text or bool(line and line.captions)

@@ -59,7 +59,7 @@ def check_data(request: CheckDataRequest) -> DataReport:
         family,
         make_options(request.given, family, bucket.num_frames),
         resolution_px=math.isqrt(bucket.width_px * bucket.height_px),
-        has_any_controls="model" not in request.given,
+        any_controls="model" not in request.given,
         tokenizers=snapshot_in_cache(family.models[0].hub_id),
         on_progress=lambda n, of: request.on_event(Progressed(name="reading", done=n, total=of)),
     )

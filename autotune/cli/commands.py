@@ -223,6 +223,14 @@ def _ending(made: "TrainingPlan", file: Path) -> list[str]:
     from autotune.report import plan as texts
 
     about, hint = texts.plan_lines(made), texts.train_hint(made, file)
+    if theirs := made.frozen.overheads:
+        try:
+            found = autotune.export_config(made, to=theirs.program).differences
+            lost = ", ".join(one.name for one in found if one.kind == "learning")
+            fact = lost and f"{theirs.program} differs in {lost}: export-config tells how"
+        except autotune.AutotuneError as error:
+            fact = f"export-config refuses it: {error.message}"
+        about += titled_lines([("note", fact)] if fact else [])
     if Progress.is_verbose:
         reasons = *texts.every_reason_lines(made), "", *texts.origin_lines(made)
         return [*titled_lines(texts.settings_items(made)), "", *reasons, "", *about, hint]

@@ -406,7 +406,7 @@ def check_dataset(
     options: DatasetOptions = DEFAULT_OPTIONS,
     *,
     resolution_px: int | None = None,
-    has_any_controls: bool = False,
+    any_controls: bool = False,
     tokenizers: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
@@ -416,7 +416,7 @@ def check_dataset(
     dataset = scan_dataset(data, options, on_progress)
     _require_masks(dataset, data, options)
     items, problems = dataset.items, [*dataset.problems]
-    for item in () if has_any_controls else items:
+    for item in () if any_controls else items:
         try:
             family.check_num_controls(len(item.control_paths), "it")
         except InvalidInput as error:

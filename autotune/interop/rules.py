@@ -205,11 +205,13 @@ def _fill(pattern: str, bound: list[Any]) -> Any:
 
 
 def choice(name: str, key: str, pairs: str, otherwise: str = NO_EQUIVALENT) -> Rule:
-    """Relate a name to a key by words `theirs=ours`, or the same; any other is `otherwise`."""
-    rows = [word.partition("=") for word in pairs.split()]
-    table = [f"{theirs} = {own or theirs}" for theirs, _, own in rows]
-    if name == "optimizer":
-        table.append("adafactor > adafactor | torch's Adafactor, whose steps are others")
+    """Relate a name to a key by words `theirs=ours`, or the same, and `theirs>ours` for what is
+    only read, as computed otherwise; any other is `otherwise`."""
+    table = []
+    for word in pairs.split():
+        sign, remark = (">", " | autotune computes its own otherwise") if ">" in word else ("=", "")
+        theirs, _, own = word.partition(sign)
+        table.append(f"{theirs} {sign} {own or theirs}{remark}")
     return value_table(f"{key} -> {name}", "\n".join([*table, "- < *", f"* > - | {otherwise}"]))
 
 
@@ -359,7 +361,7 @@ PRODIGY: Values = {"d_coef": 1.0, "decouple": True} | dict.fromkeys(
 )
 
 
-def weight_decay(key: str, optimizer: str, none_in: str, form: str = "number") -> Rule:
+def optimizer_arguments(key: str, optimizer: str, none_in: str, form: str = "number") -> Rule:
     """Relate the weight decay and Prodigy's options: keys that begin alike, or an optimizer's
     arguments in a `list` or a `text`. Without a weight decay, optimizers that begin as the words of
     `none_in` have none, others 0.01."""

@@ -144,10 +144,8 @@ class FrozenPart(Frozen):
     """The most memory that a run may take; None if the user set no limit."""
     reserve_memory_bytes: int | None = Field(default=None, ge=0)
     """Memory that the user leaves to others; None for the usual reserve."""
-    trainer: str | None = None
-    """Name of the program that will train; None for autotune's own executor."""
     overheads: prediction.Overheads | None = None
-    """Overheads assumed for that program."""
+    """Overheads assumed for the program that will train; None for autotune's own executor."""
     forecast: prediction.Forecast | None = None
     """Predictions of the settings and of other candidates."""
     advice: tuple[str, ...] = ()

@@ -141,7 +141,7 @@ class PlanRequest(HardwareRequest, WorkloadRequest, JobFields):
                 "exclusions": frozen.exclusions,
                 "max_memory": frozen.max_memory_bytes,
                 "reserve_memory": frozen.reserve_memory_bytes,
-                "for_trainer": frozen.trainer,
+                "for_trainer": frozen.overheads and frozen.overheads.program,
             }
         )
 

@@ -311,7 +311,6 @@ def freeze_plan(
         exclusions=tuple(p for p in request.exclusion_pairs if p not in request.lacking),
         max_memory_bytes=request.memory_limits[0],
         reserve_memory_bytes=request.memory_limits[1],
-        trainer=request.for_trainer,
         overheads=request.overheads,
         forecast=expected.build_forecast(
             predictions or [cost.predict(candidate) for candidate in candidates],

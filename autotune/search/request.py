@@ -221,9 +221,6 @@ class ResolvedRequest:
         }
         every = {**possible, **caching_choices(context)}
         lacking = exporting.inexpressible(trainer, spec.family, spec.num_blocks, every)
-        if ("optimizer", self.workload.optimizer.name) in lacking:
-            what = f"{self.workload.optimizer.name} cannot be written for {trainer.title}"
-            raise InvalidInput(what, hint="name another --optimizer, or leave --for out")
         overheads = exporting.overheads_for(trainer, self.job, self.workload, possible)
         request = self.request.changed(lacking=tuple(lacking), overheads=overheads)
         return replace(self, request=request)

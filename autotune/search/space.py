@@ -153,7 +153,7 @@ def build_search_space(
             is_asked = any(knob == name for knob, _ in (*pins, *exclusions))
             hint = "run `autotune probe` and see why"
             if is_asked:
-                hint = f"leave out an --exclude or --pin of {name}"
+                hint = f"leave out what rules it out: an --exclude or --pin of {name}, or --for"
             raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
     candidates, conflicts = _enumerate(admitted, settings, context)
@@ -238,8 +238,8 @@ def _choose_setting(
     if pinned:
         hint = f"values: {', '.join(map(str, values))}"
         raise InvalidInput(f"{name} cannot be {pinned[0]} here", hint=hint)
-    reasons = "; ".join(f"{value}: {why}" for value, why in wrong.items()) or "excluded"
-    hint = f"leave out an --exclude of {name}, or run `autotune probe` and see why"
+    reasons = "; ".join(f"{value}: {wrong.get(value, 'ruled out')}" for value in values)
+    hint = f"leave out an --exclude of {name}, or --for; or run `autotune probe` and see why"
     raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
 
 

@@ -22,7 +22,7 @@ from autotune.machine.probe import read_profile
 from autotune.models.resolve import FetchedModel
 from autotune.plan.candidate import TrialResult
 from autotune.plan.plan import CheckResult
-from autotune.plan.prediction import Estimate, PhaseMemory, Prediction, SettingWorth
+from autotune.plan.prediction import Estimate, Overheads, PhaseMemory, Prediction, SettingWorth
 from autotune.plan.words import OUTCOMES, PHASES, label_of
 from autotune.records import RecordSummary, Submission, Transfer
 from autotune.search.comparison import ComparedGpu, Comparison
@@ -59,6 +59,9 @@ def longest(kind, **known):
 
 PLAIN = {int: SIZE, float: 99_999.9, str: REASON, bool: False, Path: Path(FOLDER)}
 LONG = long_plan("predicted", 8)
+THEIRS = longest(Overheads, program="ai-toolkit", kept=())
+FOREIGN = LONG.changed(frozen=LONG.frozen.changed(overheads=THEIRS))
+LOST = "export-config refuses it"
 LONG_NAME = LONG.frozen.workload.model.name
 SETTINGS = LONG.frozen.settings
 FORETOLD = longest(
@@ -130,8 +133,8 @@ CASES = {
     "estimate": [("--model m", {"autotune.estimate": ESTIMATE}, DEVICE)],
     "compare": [("--model m", {"autotune.compare": COMPARISON}, MODEL)],
     "plan": [
-        (f"--model m --hardware h -o {PLAN}{more}", {"autotune.plan": LONG}, PLAN)
-        for more in ("", " --verbose")
+        (f"--model m --hardware h -o {PLAN}{more}", {"autotune.plan": made}, value)
+        for made, more, value in ((LONG, "", PLAN), (LONG, " --verbose", PLAN), (FOREIGN, "", LOST))
     ],
     "check": [
         (f"{PLAN} --hardware {GPU}", {"autotune.check": CheckResult(fits=fits, misfits=why)}, seen)

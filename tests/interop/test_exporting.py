@@ -144,7 +144,7 @@ def test_what_a_folder_loses_is_told(tmp_path):
     plan = plan_of("qwen-image", shuffle_tags=2, validation="10%", data=str(tmp_path))
     told = {one.name for one in export_config(plan, "ai-toolkit").differences}
     assert told == {"repeats", "captions", "shuffle_tags", "validation", "timestep_shift"}
-    assert "images_below" in {one.name for one in export_config(plan, "musubi").differences}
+    assert "subfolders" in {one.name for one in export_config(plan, "musubi").differences}
     with pytest.raises(InvalidInput) as refused:
         export_config(plan, "ai-toolkit", strict=True)
     assert "--shuffle-tags, --timestep-shift, --validation" in refused.value.hint

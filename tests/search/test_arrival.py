@@ -11,6 +11,7 @@ from autotune.models.registry import get_family
 from autotune.plan.candidate import CachingSettings
 from autotune.plan.file import save_plan, seal, with_job
 from autotune.plan.hardware import Capability
+from autotune.plan.prediction import AdapterPractice, Overheads
 from autotune.plan.request import PlanRequest
 from autotune.plan.workload import WorkloadRequest
 from autotune.search.arrival import load_measured, measure_prediction, measured_path
@@ -69,13 +70,13 @@ def test_the_same_work_is_asked_for_again(predicted):
 
 
 def test_what_a_plan_was_asked_stays(predicted):
-    asked = {"max_memory": 20 * 2**30, "reserve_memory": 2**30, "for_trainer": "musubi"}
-    frozen = predicted.frozen.changed(
-        max_memory_bytes=20 * 2**30, reserve_memory_bytes=2**30, trainer="musubi"
-    )
-    again = complete(PlanRequest(earlier=seal(predicted.job, frozen)))
-    assert asked.items() <= again.given.items()
-    other = complete(PlanRequest(earlier=seal(predicted.job, frozen), for_trainer="simpletuner"))
+    practice = AdapterPractice(precision="fp32", optimizer_bytes=8, step_bytes=2)
+    theirs = Overheads(program="musubi", version="1", source="its code", adapter=practice)
+    limits = {"max_memory_bytes": 20 * 2**30, "reserve_memory_bytes": 2**30}
+    plan = seal(predicted.job, predicted.frozen.changed(**limits, overheads=theirs))
+    again = complete(PlanRequest(earlier=plan))
+    assert (again.memory_limits, again.for_trainer) == ((20 * 2**30, 2**30), "musubi")
+    other = complete(PlanRequest(earlier=plan, for_trainer="simpletuner"))
     assert other.for_trainer == "simpletuner"
 
 

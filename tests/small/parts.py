@@ -135,9 +135,8 @@ def gemma_tokenizer(captions, max_length):
 def gemma3(tokenizer, hidden_size, num_layers):
     text = {**_decoder(tokenizer, hidden_size, num_layers), "query_pre_attn_scalar": 32}
     vision = {**SMALL_VISION, "patch_size": 14, "vision_use_head": False}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4
-    )
+    parts = {"text_config": text, "vision_config": vision}
+    config = transformers.Gemma3Config(**parts, mm_tokens_per_image=4)
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 
